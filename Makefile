@@ -1,0 +1,35 @@
+# make run   execute every notebook; pages under build/     make lab    open them in JupyterLab
+# make test  unit tests, guards, strict nbval               make bench  the figures, as ratios
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: run site lab test bench store stamp clean setup
+
+run: setup         ## execute all notebooks, then write build/index.html
+	@$(PY) tools/run.py
+
+site: setup        ## pages from the stored outputs, nothing executed
+	@$(PY) tools/run.py --stored
+
+lab: setup         ## JupyterLab on the notebooks
+	@$(PY) -m jupyter lab --notebook-dir=notebooks
+
+test: setup        ## lint, unit tests, guards, strict nbval
+	@$(PY) -m ruff check .
+	@$(PY) -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/sanitize.cfg --nbval-cell-timeout 300 tests notebooks
+
+bench: setup       ## timings, side by side in one run
+	@$(PY) -m tests.bench
+
+store: setup       ## execute and keep the outputs in notebooks/ (what nbval compares against)
+	@$(PY) tools/run.py --store
+
+stamp: setup       ## badge and bootstrap cell of each notebook, from pyproject's repository name
+	@$(PY) tools/stamp.py --fix
+
+setup:
+	@$(PYTHON) tools/setup.py
+
+clean:             ## everything that make made
+	rm -rf .venv build .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

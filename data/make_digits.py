@@ -1,0 +1,26 @@
+"""Make digits.npz from scikit-learn's copy of the UCI digits. Run once; needs `pip install scikit-learn`.
+
+The file is written without dates, so that the same input gives the same bytes.
+"""
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+
+def main() -> None:
+    found = load_digits()
+    arrays = {"images": found.images.astype(np.uint8), "labels": found.target.astype(np.uint8)}
+    assert (arrays["images"] == found.images).all(), "the images are whole numbers from 0 to 16"
+    with zipfile.ZipFile(Path(__file__).with_name("digits.npz"), "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, array in arrays.items():
+            buffer = io.BytesIO()
+            np.save(buffer, array)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue(), zipfile.ZIP_DEFLATED)
+
+
+if __name__ == "__main__":
+    main()

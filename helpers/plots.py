@@ -1,0 +1,123 @@
+"""Every figure's style in one place. Each figure states its finding in the title, its units on the axes, and whether its
+numbers were *measured* or *simulated*. The same words become the picture's alternative text."""
+
+import base64
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import matplotlib
+import torch
+from IPython.display import display
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from helpers.monitor import Monitor
+
+Origin = Literal["measured", "simulated", "data"]
+
+# Okabe and Ito's palette: told apart by colour-blind readers too
+COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
+STYLE = {
+    "axes.prop_cycle": matplotlib.cycler(color=COLORS),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "legend.frameon": False,
+    "figure.facecolor": "white",  # also in a dark theme, where black text would vanish on nothing
+}
+WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
+
+
+def utilization(monitor: Monitor, title: str) -> None:
+    """Percent in use, one line a device, iteration by iteration; a gap where nothing was read."""
+    figure, axes = _figure()
+    _readings(axes, monitor, monitor.utilization())
+    axes.set(xlabel="iteration", ylabel="utilization (%)", ylim=(-3, 108))
+    _show(figure, title, "measured")
+
+
+def memory(monitor: Monitor, title: str) -> None:
+    """Memory in use (MiB), one line a device, iteration by iteration; a gap where nothing was read."""
+    figure, axes = _figure()
+    _readings(axes, monitor, {device: [value / 2**20 for value in values] for device, values in monitor.memory().items()})
+    axes.set(xlabel="iteration", ylabel="memory (MiB)")
+    _show(figure, title, "measured")
+
+
+def curves(series: Mapping[str, Sequence[float]], title: str, xlabel: str, ylabel: str, origin: Origin = "measured", mark: int | None = None) -> None:
+    """One line a series against 1, 2, 3, ...; `mark` puts a vertical line at that x."""
+    figure, axes = _figure()
+    for name, values in series.items():
+        _line(axes, range(1, len(values) + 1), values, name)
+    _legend(axes, series)
+    if mark is not None:
+        axes.axvline(mark, color="#888888", linestyle="--", linewidth=1)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _show(figure, title, origin)
+
+
+def dots(groups: Mapping[str, Sequence[float]], title: str, xlabel: str, origin: Origin = "measured") -> None:
+    """One row a group: a dot per run, a bar at the median, and the median's figure."""
+    figure, axes = _figure(height=0.9 + 0.55 * len(groups))
+    for row, (values, color) in enumerate(zip(groups.values(), COLORS, strict=False)):
+        axes.plot(values, [row] * len(values), "o", color=color, alpha=0.6)
+        middle = statistics.median(values)
+        axes.plot([middle, middle], [row - 0.3, row + 0.3], color=color, linewidth=3)
+        axes.annotate(f"{middle:.0f}", (middle, row - 0.36), color=color, ha="center", va="bottom", weight="bold")
+    axes.set(xlabel=xlabel, ylim=(len(groups) - 0.4, -0.9))
+    axes.set_yticks(range(len(groups)), list(groups))
+    _show(figure, title, origin)
+
+
+def images(batch: torch.Tensor, labels: Sequence, title: str, rows: int = 1) -> None:
+    """Pictures [n, 1, height, width], dark on light, each under its label."""
+    columns = -(-len(batch) // rows)
+    figure = Figure(figsize=(WIDTH, rows * WIDTH / columns * 1.25 + 0.5), layout="constrained")
+    for axes, picture, label in zip(figure.subplots(rows, columns, squeeze=False).flat, batch, labels, strict=False):
+        axes.imshow(picture[0].cpu().numpy(), cmap="gray_r", vmin=0, vmax=1)
+        axes.set_title(str(label), fontsize=9)
+        axes.axis("off")
+    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=11)
+    _show(figure, title, "data")
+
+
+def _figure(height: float = 3.0) -> tuple[Figure, Axes]:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        return figure, figure.subplots()
+
+
+def _readings(axes: Axes, monitor: Monitor, table: Mapping[str, Sequence[float]]) -> None:
+    """Join the iterations in which a reading was due; one that failed (NaN) breaks the line."""
+    due = sorted({iteration for iteration, _, _ in monitor.samples if iteration < len(monitor.step_times)})
+    for device, values in table.items():
+        _line(axes, due, [values[iteration] for iteration in due], device)
+    _legend(axes, table)
+
+
+def _line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str) -> None:
+    axes.plot(x, y, marker="o", markersize=3.5, linewidth=1.5, label=name)
+
+
+def _legend(axes: Axes, series: Mapping) -> None:
+    if len(series) > 1:
+        axes.legend(loc="best")
+
+
+def _show(figure: Figure, title: str, origin: Origin) -> None:
+    """Draw into the cell, with the title as alternative text. No pyplot: nothing stays open, nothing is shown twice."""
+    if origin != "data":
+        axes = figure.axes[0]
+        axes.set_title(title, loc="left", weight="bold", fontsize=11)
+        axes.annotate(origin, (1, 0), (0, -30), "axes fraction", "offset points", ha="right", va="top", style="italic", color="#666666")
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(picture, format="png", dpi=DPI)
+    said = f"Figure ({origin}): {title}"
+    bundle = {"image/png": base64.b64encode(picture.getvalue()).decode(), "text/plain": said}
+    display(bundle, raw=True, metadata={"image/png": {"alt": said, "width": int(WIDTH * 100)}})

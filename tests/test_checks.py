@@ -1,0 +1,94 @@
+"""The graders: each names what is missing, one thing at a time, and never raises. (Stub and solution run under nbval.)"""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers import checks
+
+
+def said(capsys):
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("missing, complaint", [("model", "the model is not"), ("optimizer", "the optimizer is not"),
+                                                ("averaged", "the average is not"), ("rng", "next random number"), (None, "[passed]")])  # fmt: skip
+def test_resumes_names_what_was_forgotten(capsys, missing, complaint):
+    def pack(model, optimizer, averaged):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged, "rng": torch.get_rng_state()}
+
+    def unpack(saved, model, optimizer, averaged):
+        if missing != "model":
+            model.load_state_dict(saved["model"])
+        if missing != "optimizer":
+            optimizer.load_state_dict(saved["optimizer"])
+        if missing != "averaged":
+            averaged.update(saved["averaged"])
+        if missing != "rng":
+            torch.set_rng_state(saved["rng"])
+
+    checks.resumes(pack, unpack)
+    assert complaint in said(capsys)
+
+
+def test_a_name_bound_inside_unpack_is_no_restoring(capsys):
+    """`averaged = saved["averaged"]` changes a local name only: the beginner's version of this exercise."""
+
+    def pack(model, optimizer, averaged):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged, "rng": torch.get_rng_state()}
+
+    def unpack(saved, model, optimizer, averaged):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        averaged = saved["averaged"]  # noqa: F841
+
+    checks.resumes(pack, unpack)
+    assert "the average is not" in said(capsys)
+
+
+def test_the_readers_error_is_shown_and_the_random_state_is_kept(capsys):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    checks.resumes(lambda *args: 1 / 0, None)
+    assert "your code raised ZeroDivisionError" in said(capsys)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def net(classes=10):
+    model = nn.Module()
+    model.backbone = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU())
+    model.head = nn.Linear(8, classes)
+    model.forward = lambda x: model.head(model.backbone(x))
+    return model
+
+
+def fitting(model, weights):
+    weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    own = model.state_dict()
+    fits = {name: tensor for name, tensor in weights.items() if tensor.shape == own[name].shape}
+    model.load_state_dict(fits, strict=False)
+    return sorted(weights.keys() - fits.keys())
+
+
+@pytest.mark.parametrize("load, complaint", [
+    (lambda model, weights: list(weights), "0 of the 9 tensors"),
+    (lambda model, weights: (fitting(model, weights), [])[1], "return the names left out: ['head.bias', 'head.weight']"),
+    (lambda model, weights: (fitting(model, weights), nn.init.zeros_(model.head.weight))[0], "the head was changed"),
+    (fitting, "[passed]"),
+])  # fmt: skip
+def test_loads_what_fits(capsys, load, complaint):
+    checks.loads_what_fits(load, net)
+    assert complaint in said(capsys)
+
+
+@pytest.mark.parametrize("freeze, complaint", [
+    (lambda m: m.train(), "frozen parameters moved, backbone.1.weight first"),
+    (lambda m: m.train().backbone[:3].requires_grad_(False), "3 BatchNorm buffers did, backbone.2.running_mean first"),
+    (lambda m: m.train().backbone.requires_grad_(False).eval(), "too much is frozen: backbone.3.weight"),
+    (lambda m: m.train().backbone[:3].requires_grad_(False).eval(), "[passed]"),
+])  # fmt: skip
+def test_frozen(capsys, freeze, complaint):
+    model = net()
+    freeze(model)
+    checks.frozen(model, frozen="backbone[:3]")
+    assert complaint in said(capsys)

@@ -1,0 +1,154 @@
+"""Guards on the notebooks as they are stored: what nbval would let pass in silence."""
+
+import re
+
+import pytest
+import run
+import series
+import stamp
+from nbval.plugin import get_sanitize_patterns
+
+NOTEBOOKS = series.notebooks()
+PRIVATE = re.compile(r"/(?:home|root|Users|tmp|work|var/folders|content)/[\w.-]+|[A-Z]:\\Users|site-packages/")
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request):
+    return series.read(request.param)
+
+
+def texts(output):
+    """Every text of one output, the alternative text of a picture too."""
+    if output.output_type == "stream":
+        return [output.text]
+    if output.output_type == "error":
+        return [output.evalue, *output.traceback]
+    return [value for kind, value in output.data.items() if kind.startswith("text/")] + [str(output.metadata)]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+def test_each_cell_was_run_in_order_and_from_the_top(notebook):
+    counts = [cell.execution_count for cell in series.code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), "run `make store`"
+
+
+def test_a_cell_that_prints_has_its_output(notebook):
+    """nbval passes a cell whose output was stripped: so a cell that ends in print(...) or plots must have one."""
+    for cell in series.code_cells(notebook):
+        last = cell.source.rstrip().splitlines()[-1]
+        if last.startswith(("print(", "plots.", "checks.")):
+            assert cell.outputs, cell.source
+
+
+def test_tags_are_spelled_right(notebook):
+    for cell in notebook.cells:
+        assert series.tags(cell) <= series.TAGS, f"unknown tag in {series.tags(cell)}; known: {sorted(series.TAGS)}"
+        assert "NBVAL_" not in cell.source, "use a tag, not a comment in the reader's code"
+
+
+def test_a_cell_that_may_raise_has_its_error_compared(notebook):
+    for cell in notebook.cells:
+        if "raises-exception" in series.tags(cell):
+            assert any(output.output_type == "error" for output in cell.outputs), cell.source
+            assert "nbval-ignore-output" not in series.tags(cell), cell.source
+
+
+def test_no_error_and_no_warning_is_stored(notebook):
+    for cell in series.code_cells(notebook):
+        for output in cell.outputs:
+            assert "raises-exception" in series.tags(cell) or output.output_type != "error", cell.source
+            assert output.get("name") != "stderr", f"{output.text}\nfrom\n{cell.source}"
+
+
+def test_no_private_path_in_an_output(notebook):
+    for cell in series.code_cells(notebook):
+        for output in cell.outputs:
+            for text in texts(output):
+                assert not PRIVATE.search(text), f"{PRIVATE.search(text)[0]} in the output of\n{cell.source}"
+
+
+def test_each_picture_says_what_it_shows(notebook):
+    """helpers.plots writes title and origin as alternative text; a picture without it did not go through plots."""
+    for cell in series.code_cells(notebook):
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                alt = output.metadata.get("image/png", {}).get("alt", "")
+                assert re.match(r"Figure \((measured|simulated|data)\): \S", alt), cell.source
+                assert output.data["text/plain"] == alt
+
+
+def test_each_exercise_has_a_folded_solution_and_both_are_graded(notebook):
+    graded = {"exercise": [], "solution": []}
+    for cell in series.code_cells(notebook):
+        for kind in series.tags(cell) & graded.keys():
+            graded[kind].append("".join(text for output in cell.outputs for text in texts(output)))
+        if "solution" in series.tags(cell):
+            assert cell.metadata.get("jupyter", {}).get("source_hidden"), "a solution is folded in JupyterLab"
+            assert cell.source.startswith("# @title Solution"), "and in Colab"
+    assert len(graded["exercise"]) == len(graded["solution"]) >= 2
+    assert all("[not yet]" in said for said in graded["exercise"]), "the stub is graded as open"
+    assert all("[passed]" in said for said in graded["solution"])
+
+
+def test_the_opening_is_complete(notebook):
+    found = series.summary(notebook)
+    assert re.match(r"\d\d · \w", found.title)
+    assert 3 <= len(found.teaches) <= 5
+    assert found.picture and found.picture_says
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for heading in ("**Time:**", "## What to remember", "## The notes said / today"):
+        assert heading in prose
+
+
+def test_badge_and_set_up_cell_are_as_generated(capsys):
+    assert stamp.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_each_sanitizer_pair_that_was_written_is_parsed():
+    text = (series.ROOT / "tests" / "sanitize.cfg").read_text()
+    written = len(re.findall(r"^\s*\[", text, re.M))
+    assert written == len(get_sanitize_patterns(text)) == len(re.findall(r"^regex:", text, re.M)) == len(re.findall(r"^replace:", text, re.M))
+
+
+def test_each_sanitizer_pair_is_still_needed():
+    """A pattern that matches no stored output is dead, and a wider one than needed would hide a change."""
+    stored = "\n".join(
+        text
+        for path in NOTEBOOKS
+        for cell in series.code_cells(series.read(path))
+        if "nbval-ignore-output" not in series.tags(cell)
+        for output in cell.outputs
+        for text in texts(output)
+    )
+    for pattern, _ in get_sanitize_patterns((series.ROOT / "tests" / "sanitize.cfg").read_text()):
+        assert re.search(pattern, stored), pattern
+
+
+def test_the_exact_versions_satisfy_the_ranges():
+    """constraints.txt pins what requirements.txt asks for, within its ranges."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = dict(line.split("==") for line in (series.ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    for line in (series.ROOT / "requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            wanted = Requirement(line)
+            assert wanted.specifier.contains(pins[canonicalize_name(wanted.name)]), line
+
+
+def test_the_ranges_keep_what_colab_has():
+    """Colab in 2026-08: torch 2.11.0 (+cpu or +cu128) and the torchvision of that release."""
+    from packaging.requirements import Requirement
+
+    lines = [line for line in (series.ROOT / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
+    ranges = {Requirement(line).name: Requirement(line).specifier for line in lines}
+    assert ranges["torch"].contains("2.11.0+cpu") and ranges["torch"].contains("2.11.0+cu128")
+    assert ranges["torchvision"].contains("0.26.0+cpu")
+
+
+def test_outputs_are_made_and_compared_in_one_environment():
+    assert run.ENVIRONMENT["TQDM_DISABLE"] == "1"

@@ -1,0 +1,244 @@
+"""The monitor over every source, healthy and broken: it never raises, never blocks, and leaves gaps where nothing was read."""
+
+import math
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pynvml
+import pytest
+
+from helpers import monitor
+from helpers.monitor import CPUSource, GPUtilSource, Monitor, NVMLSource, Reading, best_source, visible
+
+BROKEN = {
+    "an error": "echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9",
+    "a short line": "echo '0, GPU-00'",
+    "no memory": "echo '0, GPU-00, 5, 0, 0, 0, 550.54, Tesla T4, 0, Disabled, Disabled, 40'",
+    "garbage": "head -c 2000 /dev/urandom",
+    "nothing": "exit 0",
+}
+
+
+class Scripted:
+    """A source that gives what it was told to, one list of readings a call; an exception is raised instead."""
+
+    interval = 0.001
+
+    def __init__(self, devices, readings):
+        self.devices, self._readings, self.calls = devices, readings, 0
+
+    def read(self):
+        found = self._readings[min(self.calls, len(self._readings) - 1)]
+        self.calls += 1
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """NVML with three GPUs, of which the last one reports no utilization."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def utilization(handle):
+        if handle == 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(gpu=10 * (handle + 1))
+
+    fakes = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetHandleByIndex": lambda i: i,
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}{handle}",
+        "nvmlDeviceGetUtilizationRates": utilization,
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=2**30 * (handle + 1)),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(pynvml, name, fake)
+
+
+def watch(source, steps, until):
+    """Run a monitor over `source` for `steps` iterations, each of which lasts until `until(monitor, step)`."""
+    with Monitor(source) as watched:
+        for step in range(steps):
+            deadline = time.monotonic() + 5
+            while not until(watched, step):
+                assert time.monotonic() < deadline, "the source was not read"
+                time.sleep(0.001)
+            watched.step()
+    return watched
+
+
+def test_each_reading_carries_its_iteration():
+    source = Scripted(["cuda:0"], [[Reading(50.0, 100.0)]])
+    watched = watch(source, 4, lambda m, step: any(iteration == step for iteration, _, _ in m.samples))
+    assert watched.utilization() == {"cuda:0": [50.0] * 4}
+    assert watched.memory() == {"cuda:0": [100.0] * 4}
+    assert watched.step_times == sorted(watched.step_times)
+
+
+def test_an_iteration_takes_the_mean_utilization_and_the_largest_memory():
+    watched = Monitor(Scripted(["a", "b"], [[]]))
+    watched.samples = [(0, 0.1, [Reading(10, 5), Reading(0, 1)]), (0, 0.2, [Reading(30, 9), Reading(math.nan, math.nan)])]
+    watched.step_times = [0.3, 0.4]
+    assert watched.utilization()["a"][0] == 20 and watched.memory()["a"][0] == 9
+    assert watched.utilization()["b"][0] == 0
+    assert math.isnan(watched.utilization()["a"][1]), "nothing was read in the second iteration"
+
+
+def test_a_source_that_fails_leaves_a_gap_and_recovers():
+    source = Scripted(["cuda:0"], [[Reading(1.0, 1.0)], OSError("driver gone"), [Reading(3.0, 3.0)]])
+    watched = watch(source, 3, lambda m, step: len(m.samples) > step)
+    values = [readings[0].utilization for _, _, readings in watched.samples[:3]]
+    assert values[0] == 1.0 and math.isnan(values[1]) and values[2] == 3.0
+
+
+def test_the_thread_ends_with_the_block_also_when_it_raises():
+    with pytest.raises(ZeroDivisionError), Monitor(CPUSource()) as watched:
+        1 / 0  # noqa: B018
+    assert not watched._thread.is_alive()
+
+
+def test_nvml_reads_three_gpus_and_a_gap_where_one_reports_nothing(nvml):
+    source = NVMLSource()
+    first, second, third = source.read()
+    assert source.devices == ["cuda:0", "cuda:1", "cuda:2"]
+    assert (first, second) == (Reading(10, 2**30), Reading(20, 2**31))
+    assert math.isnan(third.utilization) and third.memory == 3 * 2**30
+
+
+def test_nvml_follows_cuda_visible_devices(nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert [reading.utilization for reading in NVMLSource().read()] == [20, 10]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
+        NVMLSource()
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [(None, [0, 1, 2]), ("", []), ("2", [2]), ("2,0", [2, 0]), ("GPU-b,0", [1, 0]), ("0,7,1", [0]), ("GPU-", [])],
+)
+def test_cuda_visible_devices(monkeypatch, value, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert visible(["GPU-a1", "GPU-b2", "GPU-c3"]) == expected
+
+
+def test_without_a_driver_nvml_says_so(monkeypatch):
+    def missing():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    with pytest.raises(RuntimeError, match="NVML"):
+        NVMLSource()
+
+
+def test_gputil_reads_what_nvidia_smi_prints(nvidia_smi, monkeypatch):
+    nvidia_smi()
+    source = GPUtilSource()
+    assert source.devices == ["cuda:0", "cuda:1", "cuda:2"]
+    assert source.read() == [Reading(pytest.approx(10 * (i + 1)), 1000 * (i + 1) * 2**20) for i in range(3)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert GPUtilSource().read() == [Reading(pytest.approx(30), 3000 * 2**20)]
+
+
+@pytest.mark.parametrize("commands", BROKEN.values(), ids=BROKEN)
+def test_a_broken_nvidia_smi_is_as_good_as_none(nvidia_smi, monkeypatch, commands):
+    nvidia_smi(commands)
+    monkeypatch.setattr(monitor, "NVMLSource", _no_nvml)
+    with pytest.raises(RuntimeError, match="nvidia-smi"):
+        GPUtilSource()
+    assert isinstance(best_source(), CPUSource)
+
+
+@pytest.mark.parametrize("commands", BROKEN.values(), ids=BROKEN)
+def test_an_nvidia_smi_that_breaks_later_leaves_gaps(nvidia_smi, commands):
+    nvidia_smi()
+    source = GPUtilSource()
+    nvidia_smi(commands)
+    assert all(math.isnan(reading.utilization) and math.isnan(reading.memory) for reading in source.read())
+
+
+def test_not_available_is_a_gap(nvidia_smi):
+    nvidia_smi("echo '0, GPU-00, [N/A], 15360, 1000, 14360, 550.54, Tesla T4, 0, Disabled, Disabled, 40'")
+    (reading,) = GPUtilSource().read()
+    assert math.isnan(reading.utilization) and reading.memory == 1000 * 2**20
+
+
+def test_a_hanging_nvidia_smi_blocks_nobody_and_leaves_no_process(nvidia_smi, tmp_path):
+    nvidia_smi()
+    source = GPUtilSource(limit=60)
+    nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; wait")
+    with Monitor(source, interval=0.01) as watched:
+        _until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+        watched.step()
+    assert not watched._thread.is_alive(), "the block ended although nvidia-smi had not"
+    _until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+    assert not [child for child in psutil.Process().children(recursive=True) if "nvidia-smi" in " ".join(child.cmdline())]
+
+
+def test_a_hanging_nvidia_smi_is_given_up_after_the_limit(nvidia_smi, tmp_path):
+    nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; wait")
+    with pytest.raises(RuntimeError, match="nvidia-smi"):
+        GPUtilSource(limit=0.3)
+    _until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+
+
+def test_a_missing_nvidia_smi(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="nvidia-smi"):
+        GPUtilSource()
+
+
+def test_gputil_is_left_as_it_was(nvidia_smi):
+    import subprocess
+
+    import GPUtil.GPUtil
+
+    nvidia_smi()
+    GPUtilSource().read()
+    assert GPUtil.GPUtil.Popen is subprocess.Popen
+
+
+def test_nvml_comes_first_then_gputil(nvml, nvidia_smi, monkeypatch):
+    nvidia_smi()
+    assert isinstance(best_source(), NVMLSource)
+    monkeypatch.setattr(monitor, "NVMLSource", _no_nvml)
+    assert isinstance(best_source(), GPUtilSource)
+
+
+def test_the_cpu_source_sees_this_process_work():
+    source, stop = CPUSource(), threading.Event()
+
+    def work():
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.3)
+    (reading,) = source.read()
+    stop.set()
+    thread.join()
+    assert 0 < reading.utilization <= 110
+    assert reading.memory == pytest.approx(psutil.Process(os.getpid()).memory_info().rss, rel=0.2)
+
+
+def _no_nvml():
+    raise RuntimeError("no driver")
+
+
+def _until(true, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,66 @@
+"""`python -m helpers`: a line per package and device, and the cure of what fails."""
+
+import importlib.metadata
+
+import pytest
+
+import helpers.__main__ as report
+from helpers import monitor
+
+
+def test_all_is_well_here(capsys):
+    assert report.main() == 0, capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("[ OK ] ") for line in lines[:-1])
+    named = {line.split()[3] for line in lines[:-1]}
+    assert {"torch", "torchvision", "ray", "GPUtil", "torchsummary", "matplotlib", "jupyterlab", "nbval", "cpu", "gpu", "disk", "data"} <= named
+
+
+def test_a_missing_and_an_old_package(monkeypatch, capsys):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "torchsummary":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.1.0" if name == "torch" else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert report.main() == 1
+    printed = capsys.readouterr().out
+    assert "[FAIL] torchsummary   not installed. Cure: pip install 'torchsummary>=1.5'" in printed
+    assert "[FAIL] torch          2.1.0 is too old. Cure: pip install 'torch>=2.11'" in printed
+
+
+def test_gputil_without_distutils(monkeypatch):
+    def import_module(name):
+        if name == "GPUtil":
+            raise ModuleNotFoundError("No module named 'distutils'")
+
+    monkeypatch.setattr(report.importlib, "import_module", import_module)
+    failed = [(what, found) for fine, what, found in report.packages() if not fine]
+    assert failed == [("GPUtil", "1.4.0 does not import (No module named 'distutils'). Cure: pip install setuptools")]
+
+
+@pytest.mark.parametrize("commands, cuda, fine, said", [
+    (None, None, True, "none: the lessons use the CPU"),
+    ("exit 9", None, False, "nvidia-smi is there but reports no GPU"),
+    ("healthy", None, False, "built without CUDA"),
+    ("healthy", "13.2", False, "CUDA does not start"),
+])  # fmt: skip
+def test_gpus_that_only_some_can_see(nvidia_smi, monkeypatch, tmp_path, commands, cuda, fine, said):
+    import torch
+
+    def no_driver():
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(monitor, "NVMLSource", no_driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    if commands is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif commands == "healthy":
+        nvidia_smi()
+    else:
+        nvidia_smi(commands)
+    ((found, what, text),) = report.gpus()
+    assert (found, what) == (fine, "gpu") and said in text

@@ -1,0 +1,118 @@
+"""make run: one notebook that fails does not hide the others, and the pages show what was learned."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+import run
+import series
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+GOOD = new_notebook(
+    cells=[
+        new_markdown_cell("# 01 · Add *numbers*\n\n**You will**\n\n- add with `+`\n- see <b> escaped\n"),
+        new_code_cell("1 + 1"),
+        new_code_cell("from helpers import plots\nplots.curves({'a': [1, 2]}, 'It \"rises\"', 'x', 'y')"),
+    ]
+)
+BAD = new_notebook(cells=[new_markdown_cell("# 02 · Fail"), new_code_cell("x = 1"), new_code_cell("raise ValueError('the cure is tea')")])
+DEAD = new_notebook(cells=[new_markdown_cell("# 03 · Die"), new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A series of its own: notebooks/ and build/ in a temporary folder."""
+    monkeypatch.setattr(series, "ROOT", tmp_path)
+    monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(series, "BUILD", tmp_path / "build")
+    (tmp_path / "notebooks").mkdir()
+
+    def write(**notebooks):
+        for name, notebook in notebooks.items():
+            nbformat.write(notebook, tmp_path / "notebooks" / f"{name.removeprefix('nb_')}.ipynb")
+        return tmp_path
+
+    return write
+
+
+def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
+    root = folder(nb_01_good=GOOD, nb_02_bad=BAD, nb_03_dead=DEAD)
+    assert run.main([]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"\[ OK \] 01_good .*\[FAIL\] 02_bad .*\[FAIL\] 03_dead ", printed, re.S)
+    assert "02_bad: cell 2 of 2: ValueError: the cure is tea" in printed
+    assert "03_dead: cell 1 of 1: the kernel died" in printed
+    assert "1 of 3 notebooks ran" in printed
+    assert {path.name for path in (root / "build").glob("0*")} == {f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead") for e in ("html", "ipynb")}
+    assert nbformat.read(root / "build" / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", "the copy shows it"
+
+
+def test_the_pages(folder):
+    root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
+    run.main([])
+    index = (root / "build" / "index.html").read_text()
+    assert '<a href="01_good.html">01 · Add <em>numbers</em></a> <small>' in index
+    assert "<li>add with <code>+</code></li><li>see &lt;b&gt; escaped</li>" in index
+    assert 'alt="Figure (measured): It &quot;rises&quot;"' in index
+    assert "cell 2 of 2: ValueError: the cure is tea" in index
+    page = (root / "build" / "01_good.html").read_text()
+    assert 'alt="Figure (measured): It &quot;rises&quot;"' in page and "<title>01 · Add numbers</title>" in page
+    for text in (index, page):
+        assert not re.search(r"(?:src|href)=\"(?:https?:)?//", text), "a page asks nothing of the outside"
+        assert "<script" not in text
+
+
+def test_store_keeps_the_outputs_of_what_ran_only(folder):
+    root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
+    before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
+    run.main(["--store"])
+    stored = nbformat.read(root / "notebooks" / "01_good.ipynb", 4)
+    assert stored.cells[1].outputs[0].data["text/plain"] == "2" and stored.cells[1].execution_count == 1
+    assert (root / "notebooks" / "02_bad.ipynb").read_bytes() == before
+
+
+def test_stored_executes_nothing(folder):
+    root = folder(nb_03_dead=DEAD)
+    assert run.main(["--stored"]) == 0
+    assert "03 · Die" in (root / "build" / "index.html").read_text()
+
+
+def test_only_some(folder, capsys):
+    folder(nb_01_good=GOOD, nb_02_bad=BAD)
+    assert run.main(["01"]) == 0
+    assert run.main(["07"]) == 2
+    assert "There are: 01_good, 02_bad" in capsys.readouterr().out
+
+
+def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(folder):
+    cell = new_code_cell("import pathlib, sys\nprint(pathlib.Path.home() / 'x', file=sys.stderr)", metadata={"tags": ["nbval-ignore-output"]})
+    root = folder(nb_01_path=new_notebook(cells=[new_markdown_cell("# 01 · Path"), cell]))
+    run.main([])
+    assert nbformat.read(root / "build" / "01_path.ipynb", 4).cells[1].outputs[0].text == "~/x\n"
+
+
+def test_ctrl_c_leaves_no_process(folder):
+    """An interrupted `make run` ends its kernel too."""
+    slow = new_notebook(cells=[new_markdown_cell("# 01 · Wait"), new_code_cell("import time\nopen('started', 'w').close()\ntime.sleep(600)")])
+    root = folder(nb_01_slow=slow)
+    tools = Path(run.__file__).parent
+    code = (
+        f"import sys; sys.path.insert(0, {str(tools)!r}); import pathlib, series, run; series.ROOT = root = pathlib.Path({str(root)!r}); "
+        "series.NOTEBOOKS, series.BUILD = root / 'notebooks', root / 'build'; sys.exit(run.main([]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (root / "notebooks" / "started").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert family, "the kernel"
+    process.send_signal(2)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Interrupted" in printed
+    assert not psutil.wait_procs(family, timeout=10)[1]

@@ -1,0 +1,75 @@
+"""HTML under build/: a page for each executed notebook, and index.html with what each teaches, its time and one picture."""
+
+import html
+import re
+from pathlib import Path
+
+import nbformat
+import series
+from nbconvert import HTMLExporter
+
+INDEX = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Beyond One GPU</title>
+<style>
+  :root {{ color-scheme: light dark; }}
+  body {{ font: 17px/1.55 system-ui, sans-serif; max-width: 58rem; margin: 2rem auto; padding: 0 1rem; }}
+  article {{ display: grid; grid-template-columns: 1fr 1fr; gap: 0 2rem; margin: 2.5rem 0; }}
+  article h2, article p.error {{ grid-column: 1 / -1; margin: 0 0 0.5rem; }}
+  article h2 small {{ font-weight: normal; opacity: 0.7; margin-left: 0.6rem; }}
+  article img {{ width: 100%; border-radius: 6px; background: white; }}
+  ul {{ margin: 0; padding-left: 1.2rem; }}
+  .error {{ color: #c22; }}
+  @media (max-width: 40rem) {{ article {{ grid-template-columns: 1fr; }} }}
+</style>
+</head>
+<body>
+<h1>Beyond One GPU</h1>
+<p>Multi-GPU PyTorch, tuning and out-of-memory debugging, on a laptop or free Colab.</p>
+{articles}
+</body>
+</html>
+"""
+
+
+def write(results: list[dict]) -> Path:
+    """One page a result (keys: path of the executed notebook, seconds or None, error or None), then the index."""
+    exporter = HTMLExporter(
+        template_name="page", extra_template_basedirs=[str(Path(__file__).parent / "templates")], exclude_anchor_links=True
+    )
+    articles = []
+    for result in results:
+        notebook = nbformat.read(result["path"], as_version=4)
+        found = series.summary(notebook)
+        notebook.metadata["title"] = plain(found.title)
+        page = series.BUILD / f"{result['path'].stem}.html"
+        page.write_text(exporter.from_notebook_node(notebook)[0], encoding="utf-8")
+        articles.append(article(page.name, found, result))
+    index = series.BUILD / "index.html"
+    index.write_text(INDEX.format(articles="\n".join(articles)), encoding="utf-8")
+    return index
+
+
+def article(link: str, found: series.Summary, result: dict) -> str:
+    time = f" <small>{result['seconds']:.0f} s</small>" if result["seconds"] is not None else ""
+    error = f'<p class="error">{html.escape(result["error"])}</p>' if result["error"] else ""
+    picture = ""
+    if found.picture:
+        says = html.escape(found.picture_says, quote=True)
+        picture = f'<a href="{link}"><img src="data:image/png;base64,{found.picture}" alt="{says}"></a>'
+    bullets = "".join(f"<li>{inline(bullet)}</li>" for bullet in found.teaches)
+    return f'<article><h2><a href="{link}">{inline(found.title)}</a>{time}</h2>{error}<ul>{bullets}</ul>{picture}</article>'
+
+
+def inline(markdown: str) -> str:
+    """The little markdown that titles and bullets hold: `code`, **bold**, *emphasis*."""
+    text = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(markdown))
+    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
+    return re.sub(r"\*(.+?)\*", r"<em>\1</em>", text)
+
+
+def plain(markdown: str) -> str:
+    return re.sub(r"[`*]", "", markdown)

@@ -1,0 +1,138 @@
+"""Execute the notebooks top to bottom, then write their pages: what `make run`, `make store` and `make site` call.
+
+    run.py                    all notebooks; executed copies and pages under build/
+    run.py --store            the same, and keep the outputs in notebooks/ (what nbval compares against)
+    run.py --stored           no execution: pages from the outputs that are kept
+    run.py 01 05              only these
+
+A notebook that fails does not stop the others; the last table says which cell failed and why, and the exit status is 1.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pages
+import series
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from tqdm import tqdm
+
+CELL_LIMIT = 600  # seconds
+ENVIRONMENT = {
+    "TQDM_DISABLE": "1",  # a bar redrawn is never the same output twice
+    "JUPYTER_PREFER_ENV_PATH": "1",  # this environment's kernel, not one of the same name in the user's home
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", help="the beginning of a notebook's name: 01")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--store", action="store_true", help="keep the outputs in notebooks/")
+    mode.add_argument("--stored", action="store_true", help="do not execute: pages from the kept outputs")
+    options = parser.parse_args(arguments)
+
+    chosen = [path for path in series.notebooks() if not options.only or path.name.startswith(tuple(options.only))]
+    if not chosen:
+        names = ", ".join(path.stem for path in series.notebooks())
+        print(f"No notebook's name begins with {' or '.join(options.only) or 'a number'}. There are: {names or 'none'}.")
+        return 2
+    series.BUILD.mkdir(exist_ok=True)
+    os.environ.update(ENVIRONMENT)
+    try:
+        results = [stored(path) if options.stored else execute(path) for path in chosen]
+    except KeyboardInterrupt:
+        print("\nInterrupted: the kernel was stopped; what had finished is under build/.")
+        return 130
+    for path, result in zip(chosen, results, strict=True):
+        if options.store and not result["error"]:
+            shutil.copyfile(result["path"], path)
+    index = pages.write(results)
+    report(results, index)
+    return int(any(result["error"] for result in results))
+
+
+def stored(path: Path) -> dict:
+    return {"path": path, "seconds": None, "error": None}
+
+
+def execute(path: Path) -> dict:
+    """Run one notebook in a kernel of its own, in the notebook's folder; the copy is kept even where a cell failed."""
+    notebook = series.read(path)
+    cells = series.code_cells(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    copy = series.BUILD / path.name
+    position = {cell.id: number for number, cell in enumerate(cells, 1)}
+    at = 0
+    error = None
+    start = time.perf_counter()
+    with tqdm(total=len(cells), desc=path.stem, unit="cell", disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def begin(cell, cell_index):
+            nonlocal at
+            at = position.get(cell.id, at)
+            bar.set_postfix_str(next(iter(cell.source.splitlines()), "")[:40])
+
+        def end(cell, cell_index, execute_reply):
+            bar.update(cell.id in position)
+
+        client = NotebookClient(
+            notebook,
+            timeout=CELL_LIMIT,
+            resources={"metadata": {"path": str(path.parent)}},
+            record_timing=False,
+            coalesce_streams=True,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],
+            on_cell_start=begin,
+            on_cell_executed=end,
+        )
+        try:
+            client.execute()
+        except CellExecutionError as failure:
+            error = f"cell {at} of {len(cells)}: {failure.ename}: {failure.evalue}"
+        except CellTimeoutError:
+            error = f"cell {at} of {len(cells)}: still running after {CELL_LIMIT} s"
+        except DeadKernelError:
+            error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
+    seconds = time.perf_counter() - start
+    tidy(notebook)
+    nbformat.write(notebook, copy)
+    print(f"{'[FAIL]' if error else '[ OK ]'} {path.stem:<36} {len(cells):>3} cells {seconds:7.1f} s", flush=True)
+    return {"path": copy, "seconds": seconds, "error": error}
+
+
+def tidy(notebook) -> None:
+    """Leave out what differs from machine to machine and teaches nothing, so that a stored notebook's diff is its change."""
+    for cell in series.code_cells(notebook):
+        if "nbval-ignore-output" in series.tags(cell):  # elsewhere a path in an output is a fault, which a guard reports
+            for output in cell.outputs:
+                if output.output_type == "stream":
+                    output.name, output.text = "stdout", output.text.replace(str(Path.home()), "~")
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+
+
+def report(results: list[dict], index: Path) -> None:
+    failed = [result for result in results if result["error"]]
+    if failed:
+        print("\nFailed:")
+        for result in failed:
+            print(f"  {result['path'].stem}: {result['error'].splitlines()[0]}")
+    total = sum(result["seconds"] or 0 for result in results)
+    print(f"\n{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s. Pages: {index.relative_to(series.ROOT)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

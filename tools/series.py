@@ -1,0 +1,59 @@
+"""Where the series' files are, and what a notebook says of itself: read here once for the runner, the pages and the guards."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
+BUILD = ROOT / "build"
+TAGS = {"bootstrap", "cover", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
+
+
+def notebooks() -> list[Path]:
+    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def tags(cell) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+@dataclass
+class Summary:
+    """What the front page shows of a notebook."""
+
+    title: str
+    teaches: list[str]
+    picture: str | None  # PNG, base64
+    picture_says: str
+
+
+def summary(notebook) -> Summary:
+    """The title and the "You will" list of the opening; the picture of the cell tagged `cover`, or the first one."""
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    title = re.search(r"^# (.+)$", prose, re.M)
+    you_will = re.search(r"You will.*?\n((?:\s*[-*] .+\n?(?:  .+\n?)*)+)", prose)
+    bullets = re.findall(r"^[-*] (.+(?:\n  .+)*)", you_will[1].strip(), re.M) if you_will else []
+    pictures = [
+        ("cover" not in tags(cell), output)
+        for cell in code_cells(notebook)
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]
+    picture = min(pictures, key=lambda pair: pair[0], default=(None, None))[1]
+    return Summary(
+        title=title[1] if title else "Untitled",
+        teaches=[" ".join(bullet.split()) for bullet in bullets],
+        picture=picture.data["image/png"] if picture else None,
+        picture_says=picture.metadata.get("image/png", {}).get("alt", "") if picture else "",
+    )

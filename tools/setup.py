@@ -1,0 +1,82 @@
+"""Set up .venv: once, and again only when a requirement changed. Standard library only: it runs before anything is installed.
+
+A finished set-up leaves a stamp. No stamp means that the last one was cut off: the folder is made anew, since a
+half-written package cannot be told from a whole one.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "finished"
+INPUTS = ("requirements.txt", "constraints.txt", "pyproject.toml")
+NEEDED_GB = 9  # torch's CUDA build unpacked, pip's download beside it
+
+
+def wanted() -> str:
+    """What a finished set-up was made from: the Python version, then a digest of the three files."""
+    digest = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in INPUTS)).hexdigest()
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
+
+
+def main() -> int:
+    if sys.version_info < (3, 11):
+        print(f"This is Python {sys.version.split()[0]}; 3.11 or newer is needed. Try: make PYTHON=python3.12 ...")
+        return 1
+    with open(ROOT / "pyproject.toml") as lock_file:
+        wait_for_others(lock_file)
+        found = STAMP.read_text() if STAMP.exists() else ""
+        if found == wanted() and python_in_venv().exists():
+            return 0
+        try:
+            return install(fresh=found.split(" ")[0] != wanted().split(" ")[0])
+        except KeyboardInterrupt:
+            print("\nSet-up interrupted. The same command, given again, repairs it.")
+            return 130
+
+
+def wait_for_others(lock_file) -> None:
+    """Two makes at once would install into one folder: the second waits. A killed process lets go of its lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: one at a time is up to the user
+        return
+    fcntl.flock(lock_file, fcntl.LOCK_EX)
+
+
+def install(fresh: bool) -> int:
+    if fresh:
+        if VENV.exists():
+            print("The set-up in .venv was cut off, or made by another Python: starting over.")
+            shutil.rmtree(VENV)
+        free = shutil.disk_usage(ROOT).free / 1e9
+        if free < NEEDED_GB:
+            print(f"{free:.1f} GB free on this disk, about {NEEDED_GB} GB are needed (PyTorch is large). Free some, then try again.")
+            return 1
+        print("Setting up .venv: a few minutes and about 5 GB, the first time only.", flush=True)
+        if subprocess.run([sys.executable, "-m", "venv", VENV]).returncode:
+            print("Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv")
+            return 1
+    STAMP.unlink(missing_ok=True)
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    pip = [python_in_venv(), "-m", "pip", "install", "--disable-pip-version-check", *quiet]
+    if subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[dev]"], cwd=ROOT).returncode:
+        print("pip could not install the requirements; its own message is above. Is there a network? Then try again.")
+        return 1
+    half_written = STAMP.with_suffix(".part")
+    half_written.write_text(wanted())
+    os.replace(half_written, STAMP)
+    return 0
+
+
+def python_in_venv() -> Path:
+    return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Badge and set-up cell of each notebook, generated from pyproject's repository name and branch.
+
+    stamp.py --fix      write them
+    stamp.py --check    exit status 1 where one is missing or differs (a guard in the tests)
+
+After a fork, change `repository` under [tool.series] in pyproject.toml and run `make stamp`.
+"""
+
+import argparse
+import ast
+import sys
+import tomllib
+
+import nbformat
+import series
+
+BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/{branch}/notebooks/{name})"
+
+# Import name -> what pip installs, for what Colab does not have. The helpers themselves need the first two.
+HELPERS_NEED = {"GPUtil": "GPUtil", "pynvml": "nvidia-ml-py"}
+LESSONS_NEED = {"torchsummary": "torchsummary", "ray": "ray[tune]", "optuna": "optuna"}
+
+BOOTSTRAP = '''# @title Set-up: fetches the helpers where they are missing, as on Colab {{ display-mode: "form" }}
+import importlib.util, pathlib, subprocess, sys
+
+if importlib.util.find_spec("helpers") is None:
+    here = pathlib.Path.cwd()
+    home = next((p for p in (here, *here.parents) if (p / "helpers" / "__init__.py").exists()), here / "{project}")
+    try:
+        if not home.exists():
+            subprocess.run(["git", "clone", "-q", "--depth", "1", "-b", "{branch}", "https://github.com/{repository}", home], check=True)
+        missing = [pip for name, pip in {needs}.items() if importlib.util.find_spec(name) is None]
+        if missing:
+            subprocess.run([sys.executable, "-m", "pip", "install", "-q", *missing], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? Then run this cell again.")
+    sys.path.insert(0, str(home))
+    print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")'''
+
+
+def settings() -> dict[str, str]:
+    with open(series.ROOT / "pyproject.toml", "rb") as file:
+        return tomllib.load(file)["tool"]["series"]
+
+
+def imports(notebook) -> set[str]:
+    """Top-level modules that the notebook's cells import."""
+    found = set()
+    for cell in series.code_cells(notebook):
+        source = "\n".join(line for line in cell.source.splitlines() if not line.lstrip().startswith(("%", "!")))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.split(".")[0])
+    return found
+
+
+def badge(name: str) -> str:
+    return BADGE.format(name=name, **settings())
+
+
+def bootstrap(notebook) -> str:
+    lesson = {name: pip for name, pip in LESSONS_NEED.items() if name in imports(notebook)}
+    repository = settings()["repository"]
+    return BOOTSTRAP.format(needs={**HELPERS_NEED, **lesson}, project=repository.split("/")[-1], **settings())
+
+
+def stamp(notebook, name: str) -> list[str]:
+    """Write the badge into the first cell and the set-up into the one tagged `bootstrap`; return what had to change."""
+    changed = []
+    lines = [line for line in notebook.cells[0].source.splitlines() if "colab-badge" not in line]
+    while len(lines) > 1 and not lines[1].strip():
+        del lines[1]
+    opening = "\n".join([lines[0], "", badge(name), "", *lines[1:]]).rstrip()
+    if notebook.cells[0].source != opening:
+        notebook.cells[0].source = opening
+        changed.append("badge")
+    cell = next((cell for cell in notebook.cells if "bootstrap" in series.tags(cell)), None)
+    if cell is None:
+        cell = nbformat.v4.new_code_cell(metadata={"tags": ["bootstrap"], "jupyter": {"source_hidden": True}, "cellView": "form"})
+        notebook.cells.insert(1, cell)
+    wanted = bootstrap(notebook)
+    if cell.source != wanted:
+        cell.source = wanted
+        changed.append("set-up cell")
+    return changed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--check", action="store_true")
+    mode.add_argument("--fix", action="store_true")
+    options = parser.parse_args(arguments)
+    wrong = 0
+    for path in series.notebooks():
+        notebook = series.read(path)
+        changed = stamp(notebook, path.name)
+        wrong += bool(changed)
+        if changed and options.fix:
+            nbformat.write(notebook, path)
+        if changed:
+            print(f"{path.name}: {' and '.join(changed)} {'written' if options.fix else 'not as generated; cure: make stamp'}")
+    return int(bool(wrong) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
