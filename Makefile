@@ -15,7 +15,7 @@ lab: setup         ## JupyterLab on the notebooks
 	@$(PY) -m jupyter lab --notebook-dir=notebooks
 
 test: setup        ## lint, unit tests, guards, strict nbval
-	@$(PY) -m ruff check .
+	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check .
 	@$(PY) -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/sanitize.cfg --nbval-cell-timeout 300 tests notebooks
 
 bench: setup       ## timings, side by side in one run

@@ -41,7 +41,11 @@ def packages() -> Iterator[Line]:
                 importlib.import_module(module)
             yield True, wanted.name, found
         except Exception as error:
-            cure = "pip install setuptools" if "distutils" in str(error) else f"pip install --force-reinstall '{wanted.name}'"
+            cure = (
+                "pip install setuptools"
+                if "distutils" in str(error)
+                else f"pip install --force-reinstall '{wanted.name}'"
+            )
             yield False, wanted.name, f"{found} does not import ({error}). Cure: {cure}"
 
 
@@ -50,7 +54,11 @@ def devices() -> Iterator[Line]:
     yield True, "cpu", f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
     yield from gpus()
     free = shutil.disk_usage(ROOT).free / 1e9
-    yield free > 2, "disk", f"{free:.0f} GB free" + ("" if free > 2 else ". Cure: free some; checkpoints and downloads need about 2 GB")
+    yield (
+        free > 2,
+        "disk",
+        f"{free:.0f} GB free" + ("" if free > 2 else ". Cure: free some; checkpoints and downloads need about 2 GB"),
+    )
     try:
         yield True, "data", f"{len(data.digits()[1]):,} handwritten digits"
     except Exception as error:
@@ -76,11 +84,23 @@ def gpus() -> Iterator[Line]:
     elif torch.cuda.is_available():
         yield True, "gpu", f"{torch.cuda.get_device_name(0)} (seen by {counts})"
     elif any(seen.values()) and torch.version.cuda is None:
-        yield False, "gpu", f"seen by {counts}, but this torch is built without CUDA. Cure: install a CUDA build, pytorch.org/get-started"
+        yield (
+            False,
+            "gpu",
+            f"seen by {counts}, but this torch is built without CUDA. Cure: install a CUDA build, pytorch.org/get-started",
+        )
     elif any(seen.values()):
-        yield False, "gpu", f"seen by {counts}, but CUDA does not start. Cure: a driver new enough for CUDA {torch.version.cuda}"
+        yield (
+            False,
+            "gpu",
+            f"seen by {counts}, but CUDA does not start. Cure: a driver new enough for CUDA {torch.version.cuda}",
+        )
     else:
-        yield False, "gpu", "nvidia-smi is there but reports no GPU. Cure: run it by hand; restart the machine or reinstall the driver"
+        yield (
+            False,
+            "gpu",
+            "nvidia-smi is there but reports no GPU. Cure: run it by hand; restart the machine or reinstall the driver",
+        )
 
 
 def main() -> int:

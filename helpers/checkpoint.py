@@ -4,6 +4,7 @@ A file appears under its name only when it is whole, so a process that is killed
 accepts tensors and plain values, never code.
 """
 
+import contextlib
 import os
 import re
 import zipfile
@@ -54,7 +55,9 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
     with open(path, "rb") as file:
         head = file.read(8)
     if not head:
-        raise CheckpointError(f"{path.name} is empty: its writer was cut off, or the disk was full. Load an earlier checkpoint.")
+        raise CheckpointError(
+            f"{path.name} is empty: its writer was cut off, or the disk was full. Load an earlier checkpoint."
+        )
     if head.startswith(b"PK"):  # torch.save writes a zip archive
         if not zipfile.is_zipfile(path):
             raise CheckpointError(
@@ -62,7 +65,9 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
                 "Load an earlier checkpoint, or fetch the file again."
             )
     elif not head.startswith(b"\x80"):  # nor a pickle, as torch.save wrote before version 1.6
-        raise CheckpointError(f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in its place?")
+        raise CheckpointError(
+            f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in its place?"
+        )
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
@@ -72,7 +77,9 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
                 f"{path.name} was refused: to load it, Python would have to run {code[1]}, which it names. "
                 "Ask its author for a state_dict; allow code only from someone you would let use your keyboard."
             ) from error
-        raise CheckpointError(f"{path.name} is damaged or was not written by torch.save: {_first_line(error)}. Load an earlier checkpoint.") from error
+        raise CheckpointError(
+            f"{path.name} is damaged or was not written by torch.save: {_first_line(error)}. Load an earlier checkpoint."
+        ) from error
 
 
 def _remove_parts_of_the_dead(path: Path) -> None:
@@ -84,10 +91,8 @@ def _remove_parts_of_the_dead(path: Path) -> None:
 
 
 def _remove(part: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):
         part.unlink(missing_ok=True)
-    except OSError:
-        pass
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

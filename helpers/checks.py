@@ -71,7 +71,9 @@ def resumes(pack: Callable, unpack: Callable) -> str | None:
 def loads_what_fits(load_what_fits: Callable, make: Callable[..., nn.Module]) -> str | None:
     """Notebook 01: load_what_fits(model, weights) with weights of a wrapped model whose head has 52 classes; make(classes) builds one."""
     torch.manual_seed(0)
-    weights = {f"module.{name}": tensor + 1 for name, tensor in make(52).state_dict().items()}  # + 1: equal to no fresh model
+    weights = {
+        f"module.{name}": tensor + 1 for name, tensor in make(52).state_dict().items()
+    }  # + 1: equal to no fresh model
     model = make(10)
     head = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("head.")}
     left_out = load_what_fits(model, dict(weights))
@@ -95,7 +97,9 @@ def frozen(model: nn.Module, frozen: str) -> str | None:
     device = next(model.parameters()).device
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    nn.functional.cross_entropy(model(torch.rand(16, 1, 8, 8, device=device)), torch.arange(16, device=device) % 10).backward()
+    nn.functional.cross_entropy(
+        model(torch.rand(16, 1, 8, 8, device=device)), torch.arange(16, device=device) % 10
+    ).backward()
     optimizer.step()
     moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
     wrong = [key for key in before if key.startswith(tuple(still)) and key in moved]

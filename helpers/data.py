@@ -19,7 +19,9 @@ def digits(folder: Path = DATA) -> tuple[torch.Tensor, torch.Tensor]:
     """
     path = Path(folder) / "digits.npz"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing. It is part of the repository: clone it whole, or run data/make_digits.py.")
+        raise FileNotFoundError(
+            f"{path} is missing. It is part of the repository: clone it whole, or run data/make_digits.py."
+        )
     with np.load(path) as stored:
         images = torch.from_numpy(stored["images"]).float().div(16).unsqueeze(1)
         return images, torch.from_numpy(stored["labels"]).long()
@@ -61,7 +63,9 @@ def _glyphs(size: int = 32) -> torch.Tensor:
     from PIL import Image, ImageDraw, ImageFont
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    fonts = [ImageFont.truetype(folder / f"{name}.ttf", 3 * size, layout_engine=ImageFont.Layout.BASIC) for name in FONTS]
+    fonts = [
+        ImageFont.truetype(folder / f"{name}.ttf", 3 * size, layout_engine=ImageFont.Layout.BASIC) for name in FONTS
+    ]
     squares = []
     for digit in "0123456789":
         for font in fonts:

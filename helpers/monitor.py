@@ -10,6 +10,7 @@ A thread does the reading, so that a training step never waits for a driver. Eac
 iteration it fell into. A reading that fails becomes a gap (NaN), never an error: watching must not stop a training.
 """
 
+import contextlib
 import math
 import os
 import signal
@@ -74,7 +75,9 @@ class NVMLSource:
             raise RuntimeError("NVML sees no GPU that CUDA_VISIBLE_DEVICES leaves visible")
 
     def read(self) -> list[Reading]:
-        return [Reading(self._ask("UtilizationRates", h, "gpu"), self._ask("MemoryInfo", h, "used")) for h in self._handles]
+        return [
+            Reading(self._ask("UtilizationRates", h, "gpu"), self._ask("MemoryInfo", h, "used")) for h in self._handles
+        ]
 
     def _ask(self, what: str, handle, field: str) -> float:
         try:
@@ -83,10 +86,8 @@ class NVMLSource:
             return GAP
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(Exception):
             self._nvml.nvmlShutdown()
-        except Exception:
-            pass
 
 
 class GPUtilSource:

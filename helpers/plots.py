@@ -44,12 +44,21 @@ def utilization(monitor: Monitor, title: str) -> None:
 def memory(monitor: Monitor, title: str) -> None:
     """Memory in use (MiB), one line a device, iteration by iteration; a gap where nothing was read."""
     figure, axes = _figure()
-    _readings(axes, monitor, {device: [value / 2**20 for value in values] for device, values in monitor.memory().items()})
+    _readings(
+        axes, monitor, {device: [value / 2**20 for value in values] for device, values in monitor.memory().items()}
+    )
     axes.set(xlabel="iteration", ylabel="memory (MiB)")
     _show(figure, title, "measured")
 
 
-def curves(series: Mapping[str, Sequence[float]], title: str, xlabel: str, ylabel: str, origin: Origin = "measured", mark: int | None = None) -> None:
+def curves(
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    origin: Origin = "measured",
+    mark: int | None = None,
+) -> None:
     """One line a series against 1, 2, 3, ...; `mark` puts a vertical line at that x."""
     figure, axes = _figure()
     for name, values in series.items():
@@ -115,7 +124,17 @@ def _show(figure: Figure, title: str, origin: Origin) -> None:
     if origin != "data":
         axes = figure.axes[0]
         axes.set_title(title, loc="left", weight="bold", fontsize=11)
-        axes.annotate(origin, (1, 0), (0, -30), "axes fraction", "offset points", ha="right", va="top", style="italic", color="#666666")
+        axes.annotate(
+            origin,
+            (1, 0),
+            (0, -30),
+            "axes fraction",
+            "offset points",
+            ha="right",
+            va="top",
+            style="italic",
+            color="#666666",
+        )
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(picture, format="png", dpi=DPI)
     said = f"Figure ({origin}): {title}"

@@ -1,5 +1,6 @@
 """Checkpoints that survive: whatever happens while writing or reading, the last good file stays, and the message names the cure."""
 
+import builtins
 import errno
 import os
 import pickle
@@ -19,7 +20,9 @@ STATE = {"epoch": 1, "model": {"weight": torch.arange(6.0).view(2, 3)}, "note": 
 
 
 def same(a, b):
-    return a["epoch"] == b["epoch"] and a["note"] == b["note"] and torch.equal(a["model"]["weight"], b["model"]["weight"])
+    return (
+        a["epoch"] == b["epoch"] and a["note"] == b["note"] and torch.equal(a["model"]["weight"], b["model"]["weight"])
+    )
 
 
 def test_what_was_saved_is_loaded(tmp_path):
@@ -69,7 +72,7 @@ def test_a_full_disk_while_torch_writes(tmp_path, monkeypatch):
     """/dev/full answers every write with ENOSPC, as a full disk does."""
     path = tmp_path / "a.pt"
     checkpoint.save(STATE, path)
-    monkeypatch.setattr(checkpoint, "open", lambda name, mode: open("/dev/full", mode), raising=False)
+    monkeypatch.setattr(checkpoint, "open", lambda name, mode: builtins.open("/dev/full", mode), raising=False)  # noqa: SIM115
     with pytest.raises(CheckpointError, match=r"No space left.*untouched.*Free some space"):
         checkpoint.save({"model": torch.ones(1_000_000)}, path)
     monkeypatch.undo()
@@ -124,7 +127,7 @@ def test_truncated(tmp_path, keep):
 
 def test_empty(tmp_path):
     (tmp_path / "a.pt").touch()
-    with pytest.raises(CheckpointError, match="empty.*earlier checkpoint"):
+    with pytest.raises(CheckpointError, match=r"empty.*earlier checkpoint"):
         checkpoint.load(tmp_path / "a.pt")
 
 
@@ -138,7 +141,7 @@ def test_foreign(tmp_path, content):
 def test_another_zip(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
         archive.writestr("hello.txt", "hello")
-    with pytest.raises(CheckpointError, match="not written by torch.save"):
+    with pytest.raises(CheckpointError, match=r"not written by torch\.save"):
         checkpoint.load(tmp_path / "a.pt")
 
 
@@ -163,7 +166,7 @@ def test_a_whole_model_is_refused_by_name(tmp_path):
 
 
 def test_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="a.pt"):
+    with pytest.raises(FileNotFoundError, match=r"a\.pt"):
         checkpoint.load(tmp_path / "a.pt")
 
 

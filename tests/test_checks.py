@@ -15,7 +15,12 @@ def said(capsys):
                                                 ("averaged", "the average is not"), ("rng", "next random number"), (None, "[passed]")])  # fmt: skip
 def test_resumes_names_what_was_forgotten(capsys, missing, complaint):
     def pack(model, optimizer, averaged):
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged, "rng": torch.get_rng_state()}
+        return {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "averaged": averaged,
+            "rng": torch.get_rng_state(),
+        }
 
     def unpack(saved, model, optimizer, averaged):
         if missing != "model":
@@ -35,7 +40,12 @@ def test_a_name_bound_inside_unpack_is_no_restoring(capsys):
     """`averaged = saved["averaged"]` changes a local name only: the beginner's version of this exercise."""
 
     def pack(model, optimizer, averaged):
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged, "rng": torch.get_rng_state()}
+        return {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "averaged": averaged,
+            "rng": torch.get_rng_state(),
+        }
 
     def unpack(saved, model, optimizer, averaged):
         model.load_state_dict(saved["model"])

@@ -14,7 +14,9 @@ def test_digits():
     assert images.shape == (1797, 1, 8, 8) and images.dtype == torch.float32
     assert labels.shape == (1797,) and labels.dtype == torch.int64
     assert images.min() == 0 and images.max() == 1
-    assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180], "as the UCI page counts them"
+    assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180], (
+        "as the UCI page counts them"
+    )
 
 
 def test_the_shipped_file_is_the_one_that_the_script_makes():
@@ -45,7 +47,10 @@ def test_printed_digits_leave_the_random_state_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("error", [urllib.error.URLError("no network"), RuntimeError("File not found or corrupted."), OSError(28, "No space")])
+@pytest.mark.parametrize(
+    "error",
+    [urllib.error.URLError("no network"), RuntimeError("File not found or corrupted."), OSError(28, "No space")],
+)
 def test_cifar10_without_a_network(monkeypatch, tmp_path, error):
     def fail(self):
         raise error
@@ -64,7 +69,9 @@ def test_cifar10_from_the_disk(monkeypatch, tmp_path):
     folder = tmp_path / CIFAR10.base_folder
     folder.mkdir()
     for name, _ in CIFAR10.train_list + CIFAR10.test_list:
-        (folder / name).write_bytes(pickle.dumps({"data": torch.zeros(1, 3072, dtype=torch.uint8).numpy(), "labels": [7]}))
+        (folder / name).write_bytes(
+            pickle.dumps({"data": torch.zeros(1, 3072, dtype=torch.uint8).numpy(), "labels": [7]})
+        )
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
     image, label = data.cifar10(train=False, folder=tmp_path)[0]

@@ -110,7 +110,12 @@ def test_badge_and_set_up_cell_are_as_generated(capsys):
 def test_each_sanitizer_pair_that_was_written_is_parsed():
     text = (series.ROOT / "tests" / "sanitize.cfg").read_text()
     written = len(re.findall(r"^\s*\[", text, re.M))
-    assert written == len(get_sanitize_patterns(text)) == len(re.findall(r"^regex:", text, re.M)) == len(re.findall(r"^replace:", text, re.M))
+    assert (
+        written
+        == len(get_sanitize_patterns(text))
+        == len(re.findall(r"^regex:", text, re.M))
+        == len(re.findall(r"^replace:", text, re.M))
+    )
 
 
 def test_each_sanitizer_pair_is_still_needed():
@@ -144,7 +149,11 @@ def test_the_ranges_keep_what_colab_has():
     """Colab in 2026-08: torch 2.11.0 (+cpu or +cu128) and the torchvision of that release."""
     from packaging.requirements import Requirement
 
-    lines = [line for line in (series.ROOT / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (series.ROOT / "requirements.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     ranges = {Requirement(line).name: Requirement(line).specifier for line in lines}
     assert ranges["torch"].contains("2.11.0+cpu") and ranges["torch"].contains("2.11.0+cu128")
     assert ranges["torchvision"].contains("0.26.0+cpu")

@@ -86,7 +86,10 @@ def test_each_reading_carries_its_iteration():
 
 def test_an_iteration_takes_the_mean_utilization_and_the_largest_memory():
     watched = Monitor(Scripted(["a", "b"], [[]]))
-    watched.samples = [(0, 0.1, [Reading(10, 5), Reading(0, 1)]), (0, 0.2, [Reading(30, 9), Reading(math.nan, math.nan)])]
+    watched.samples = [
+        (0, 0.1, [Reading(10, 5), Reading(0, 1)]),
+        (0, 0.2, [Reading(30, 9), Reading(math.nan, math.nan)]),
+    ]
     watched.step_times = [0.3, 0.4]
     assert watched.utilization()["a"][0] == 20 and watched.memory()["a"][0] == 9
     assert watched.utilization()["b"][0] == 0
@@ -183,7 +186,9 @@ def test_a_hanging_nvidia_smi_blocks_nobody_and_leaves_no_process(nvidia_smi, tm
         watched.step()
     assert not watched._thread.is_alive(), "the block ended although nvidia-smi had not"
     _until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
-    assert not [child for child in psutil.Process().children(recursive=True) if "nvidia-smi" in " ".join(child.cmdline())]
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "nvidia-smi" in " ".join(child.cmdline())
+    ]
 
 
 def test_a_hanging_nvidia_smi_is_given_up_after_the_limit(nvidia_smi, tmp_path):

@@ -25,7 +25,9 @@ def cell(beginning):
 def test_vgg16_takes_its_weights_from_the_hub_folder(tmp_path, monkeypatch):
     """With a file where torchvision looks first, the notebook's own cells load it, freeze it and train the head alone."""
     torch.manual_seed(0)
-    monkeypatch.setattr(torch.nn.init, "kaiming_normal_", lambda tensor, **_: tensor)  # 138 million draws teach nothing here
+    monkeypatch.setattr(
+        torch.nn.init, "kaiming_normal_", lambda tensor, **_: tensor
+    )  # 138 million draws teach nothing here
     monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *_: tensor)
     stored = models.vgg16().state_dict()
     stored["features.0.weight"].uniform_(-1, 1)
@@ -36,13 +38,20 @@ def test_vgg16_takes_its_weights_from_the_hub_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
 
     names = {"nn": torch.nn, "torch": torch, "device": "cpu"}
-    for beginning in ("from torchvision import models", "weights = models.VGG16_Weights", "for param in my_model.parameters"):
+    for beginning in (
+        "from torchvision import models",
+        "weights = models.VGG16_Weights",
+        "for param in my_model.parameters",
+    ):
         exec(cell(beginning), names)
     model = names["my_model"]
     assert names["weights"] is models.VGG16_Weights.IMAGENET1K_V1
     assert torch.equal(model.vgg16.features[0].weight, stored["features.0.weight"])
     assert torch.equal(model.vgg16.classifier[6].bias, stored["classifier.6.bias"])
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"linear_layers.weight", "linear_layers.bias"}
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        "linear_layers.weight",
+        "linear_layers.bias",
+    }
 
 
 def test_the_notebook_starts_in_another_folder(tmp_path):
@@ -72,14 +81,24 @@ def bootstrap(folder, environment=None):
     hide = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; sys.path = [p for p in sys.path if p != '']\n"
     source = stamp.bootstrap(series.read(PATH))
     code = f"{hide}{source}\nprint('again')\n{source}\nfrom helpers import data\nprint(len(data.digits()[1]))"
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, env={**os.environ, **(environment or {})}, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_without_helpers_the_set_up_cell_clones_them(tmp_path, repository):
     folder = tmp_path / "empty"
     folder.mkdir()
     done = bootstrap(folder, repository)
-    assert done.stdout.splitlines() == ["helpers from beyond-one-gpu/; installed: nothing, all was there", "again", "1797"], done.stderr
+    assert done.stdout.splitlines() == [
+        "helpers from beyond-one-gpu/; installed: nothing, all was there",
+        "again",
+        "1797",
+    ], done.stderr
     assert os.listdir(folder) == ["beyond-one-gpu"]
 
 

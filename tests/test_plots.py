@@ -51,7 +51,9 @@ def test_every_figure_says_where_its_numbers_come_from(shown):
 def test_a_failed_reading_breaks_the_line_and_a_skipped_iteration_does_not(monkeypatch, shown):
     lines = []
     draw = plots._line
-    monkeypatch.setattr(plots, "_line", lambda axes, x, y, name: (lines.append((name, list(x), list(y))), draw(axes, x, y, name)))
+    monkeypatch.setattr(
+        plots, "_line", lambda axes, x, y, name: (lines.append((name, list(x), list(y))), draw(axes, x, y, name))
+    )
     plots.utilization(watched(), "t")
     (first, x, y), (_, _, second) = lines
     assert first == "cuda:0" and x == [0, 3, 6], "only the iterations in which a reading was due"

@@ -11,17 +11,28 @@ import psutil
 import pytest
 import run
 import series
+from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 GOOD = new_notebook(
     cells=[
-        new_markdown_cell("# 01 · Add *numbers*\n\n**You will**\n\n- add with `+`\n- see <b> escaped\n"),
+        new_markdown_cell(
+            "# 01 · Add *numbers*\n\n[![Open in Colab](https://badge.svg)](https://colab/01)\n\n**You will**\n\n- add with `+`\n- see <b> escaped\n"
+        ),
         new_code_cell("1 + 1"),
         new_code_cell("from helpers import plots\nplots.curves({'a': [1, 2]}, 'It \"rises\"', 'x', 'y')"),
     ]
 )
-BAD = new_notebook(cells=[new_markdown_cell("# 02 · Fail"), new_code_cell("x = 1"), new_code_cell("raise ValueError('the cure is tea')")])
-DEAD = new_notebook(cells=[new_markdown_cell("# 03 · Die"), new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")])
+BAD = new_notebook(
+    cells=[
+        new_markdown_cell("# 02 · Fail"),
+        new_code_cell("x = 1"),
+        new_code_cell("raise ValueError('the cure is tea')"),
+    ]
+)
+DEAD = new_notebook(
+    cells=[new_markdown_cell("# 03 · Die"), new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")]
+)
 
 
 @pytest.fixture
@@ -48,8 +59,12 @@ def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
     assert "02_bad: cell 2 of 2: ValueError: the cure is tea" in printed
     assert "03_dead: cell 1 of 1: the kernel died" in printed
     assert "1 of 3 notebooks ran" in printed
-    assert {path.name for path in (root / "build").glob("0*")} == {f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead") for e in ("html", "ipynb")}
-    assert nbformat.read(root / "build" / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", "the copy shows it"
+    assert {path.name for path in (root / "build").glob("0*")} == {
+        f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead") for e in ("html", "ipynb")
+    }
+    assert nbformat.read(root / "build" / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", (
+        "the copy shows it"
+    )
 
 
 def test_the_pages(folder):
@@ -60,11 +75,20 @@ def test_the_pages(folder):
     assert "<li>add with <code>+</code></li><li>see &lt;b&gt; escaped</li>" in index
     assert 'alt="Figure (measured): It &quot;rises&quot;"' in index
     assert "cell 2 of 2: ValueError: the cure is tea" in index
-    page = (root / "build" / "01_good.html").read_text()
-    assert 'alt="Figure (measured): It &quot;rises&quot;"' in page and "<title>01 · Add numbers</title>" in page
-    for text in (index, page):
-        assert not re.search(r"(?:src|href)=\"(?:https?:)?//", text), "a page asks nothing of the outside"
-        assert "<script" not in text
+    page = BeautifulSoup((root / "build" / "01_good.html").read_text(), "html.parser")
+    assert page.title.text == "01 · Add numbers"
+    assert [image["alt"] for image in page.find_all("img")] == ['Figure (measured): It "rises"']
+    assert page.find("a", string="Open in Colab")["href"] == "https://colab/01", "the badge became a link"
+
+
+def test_a_page_asks_nothing_of_the_outside(folder):
+    root = folder(nb_01_good=GOOD)
+    run.main(["--stored"])
+    for path in (root / "build").glob("*.html"):
+        page = BeautifulSoup(path.read_text(), "html.parser")
+        assert not page.find_all(["script", "link", "iframe"])
+        assert all(image["src"].startswith("data:") for image in page.find_all("img"))
+        assert not re.search(r"url\((?!['\"]?data:)|@import", "".join(style.text for style in page.find_all("style")))
 
 
 def test_store_keeps_the_outputs_of_what_ran_only(folder):
@@ -90,7 +114,10 @@ def test_only_some(folder, capsys):
 
 
 def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(folder):
-    cell = new_code_cell("import pathlib, sys\nprint(pathlib.Path.home() / 'x', file=sys.stderr)", metadata={"tags": ["nbval-ignore-output"]})
+    cell = new_code_cell(
+        "import pathlib, sys\nprint(pathlib.Path.home() / 'x', file=sys.stderr)",
+        metadata={"tags": ["nbval-ignore-output"]},
+    )
     root = folder(nb_01_path=new_notebook(cells=[new_markdown_cell("# 01 · Path"), cell]))
     run.main([])
     assert nbformat.read(root / "build" / "01_path.ipynb", 4).cells[1].outputs[0].text == "~/x\n"
@@ -98,7 +125,12 @@ def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(folder):
 
 def test_ctrl_c_leaves_no_process(folder):
     """An interrupted `make run` ends its kernel too."""
-    slow = new_notebook(cells=[new_markdown_cell("# 01 · Wait"), new_code_cell("import time\nopen('started', 'w').close()\ntime.sleep(600)")])
+    slow = new_notebook(
+        cells=[
+            new_markdown_cell("# 01 · Wait"),
+            new_code_cell("import time\nopen('started', 'w').close()\ntime.sleep(600)"),
+        ]
+    )
     root = folder(nb_01_slow=slow)
     tools = Path(run.__file__).parent
     code = (

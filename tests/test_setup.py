@@ -28,10 +28,10 @@ def setup(tmp_path, monkeypatch):
             calls.made += 1
             module.python_in_venv().parent.mkdir(parents=True)
             module.python_in_venv().touch()
-        else:
-            calls.installed += 1
-            if isinstance(calls.fail, BaseException):
-                raise calls.fail
+            return SimpleNamespace(returncode=0)
+        calls.installed += 1
+        if isinstance(calls.fail, BaseException):
+            raise calls.fail
         return SimpleNamespace(returncode=0 if calls.fail is None else 1)
 
     monkeypatch.setattr(module.subprocess, "run", fake_run)
@@ -93,6 +93,7 @@ def test_a_failed_install_names_the_cure(setup, capsys):
     calls.fail = "no network"
     (root / ".venv").mkdir()
     assert module.main() == 1
+    assert "Is there a network?" in capsys.readouterr().out
     assert not (root / ".venv" / "finished").exists()
 
 
@@ -104,7 +105,7 @@ def test_a_full_disk_is_said_before_anything_is_downloaded(setup, monkeypatch, c
 
 
 def test_an_old_python_is_refused(setup, monkeypatch, capsys):
-    module, calls, _ = setup
+    module, _, _ = setup
     monkeypatch.setattr(module, "sys", SimpleNamespace(version_info=(3, 9, 1), version="3.9.1 x"))
     assert module.main() == 1
     assert "3.11 or newer" in capsys.readouterr().out

@@ -38,13 +38,19 @@ INDEX = """<!DOCTYPE html>
 def write(results: list[dict]) -> Path:
     """One page a result (keys: path of the executed notebook, seconds or None, error or None), then the index."""
     exporter = HTMLExporter(
-        template_name="page", extra_template_basedirs=[str(Path(__file__).parent / "templates")], exclude_anchor_links=True
+        template_name="page",
+        extra_template_basedirs=[str(Path(__file__).parent / "templates")],
+        exclude_anchor_links=True,
     )
     articles = []
     for result in results:
         notebook = nbformat.read(result["path"], as_version=4)
         found = series.summary(notebook)
         notebook.metadata["title"] = plain(found.title)
+        opening = notebook.cells[0]
+        opening.source = re.sub(
+            r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", opening.source
+        )  # the badge is fetched from outside: its words do
         page = series.BUILD / f"{result['path'].stem}.html"
         page.write_text(exporter.from_notebook_node(notebook)[0], encoding="utf-8")
         articles.append(article(page.name, found, result))

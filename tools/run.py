@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [path for path in series.notebooks() if not options.only or path.name.startswith(tuple(options.only))]
     if not chosen:
         names = ", ".join(path.stem for path in series.notebooks())
-        print(f"No notebook's name begins with {' or '.join(options.only) or 'a number'}. There are: {names or 'none'}.")
+        print(
+            f"No notebook's name begins with {' or '.join(options.only) or 'a number'}. There are: {names or 'none'}."
+        )
         return 2
     series.BUILD.mkdir(exist_ok=True)
     os.environ.update(ENVIRONMENT)
@@ -70,20 +72,10 @@ def execute(path: Path) -> dict:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     copy = series.BUILD / path.name
-    position = {cell.id: number for number, cell in enumerate(cells, 1)}
     at = 0
     error = None
     start = time.perf_counter()
     with tqdm(total=len(cells), desc=path.stem, unit="cell", disable=not sys.stderr.isatty(), leave=False) as bar:
-
-        def begin(cell, cell_index):
-            nonlocal at
-            at = position.get(cell.id, at)
-            bar.set_postfix_str(next(iter(cell.source.splitlines()), "")[:40])
-
-        def end(cell, cell_index, execute_reply):
-            bar.update(cell.id in position)
-
         client = NotebookClient(
             notebook,
             timeout=CELL_LIMIT,
@@ -91,11 +83,14 @@ def execute(path: Path) -> dict:
             record_timing=False,
             coalesce_streams=True,
             extra_arguments=["--IPKernelApp.log_level=ERROR"],
-            on_cell_start=begin,
-            on_cell_executed=end,
         )
         try:
-            client.execute()
+            # cell by cell: client.execute() catches Ctrl-C itself and goes on without its kernel
+            with client.setup_kernel():
+                for at, cell in enumerate(cells, 1):  # noqa: B007 - it names the cell that failed
+                    bar.set_postfix_str(cell.source.splitlines()[0][:40])
+                    client.execute_cell(cell, notebook.cells.index(cell))
+                    bar.update()
         except CellExecutionError as failure:
             error = f"cell {at} of {len(cells)}: {failure.ename}: {failure.evalue}"
         except CellTimeoutError:
@@ -112,7 +107,9 @@ def execute(path: Path) -> dict:
 def tidy(notebook) -> None:
     """Leave out what differs from machine to machine and teaches nothing, so that a stored notebook's diff is its change."""
     for cell in series.code_cells(notebook):
-        if "nbval-ignore-output" in series.tags(cell):  # elsewhere a path in an output is a fault, which a guard reports
+        if "nbval-ignore-output" in series.tags(
+            cell
+        ):  # elsewhere a path in an output is a fault, which a guard reports
             for output in cell.outputs:
                 if output.output_type == "stream":
                     output.name, output.text = "stdout", output.text.replace(str(Path.home()), "~")
@@ -131,7 +128,9 @@ def report(results: list[dict], index: Path) -> None:
         for result in failed:
             print(f"  {result['path'].stem}: {result['error'].splitlines()[0]}")
     total = sum(result["seconds"] or 0 for result in results)
-    print(f"\n{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s. Pages: {index.relative_to(series.ROOT)}")
+    print(
+        f"\n{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s. Pages: {index.relative_to(series.ROOT)}"
+    )
 
 
 if __name__ == "__main__":

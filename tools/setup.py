@@ -25,7 +25,7 @@ def wanted() -> str:
 
 
 def main() -> int:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older one may well start this file
         print(f"This is Python {sys.version.split()[0]}; 3.11 or newer is needed. Try: make PYTHON=python3.12 ...")
         return 1
     with open(ROOT / "pyproject.toml") as lock_file:
@@ -56,7 +56,9 @@ def install(fresh: bool) -> int:
             shutil.rmtree(VENV)
         free = shutil.disk_usage(ROOT).free / 1e9
         if free < NEEDED_GB:
-            print(f"{free:.1f} GB free on this disk, about {NEEDED_GB} GB are needed (PyTorch is large). Free some, then try again.")
+            print(
+                f"{free:.1f} GB free on this disk, about {NEEDED_GB} GB are needed (PyTorch is large). Free some, then try again."
+            )
             return 1
         print("Setting up .venv: a few minutes and about 5 GB, the first time only.", flush=True)
         if subprocess.run([sys.executable, "-m", "venv", VENV]).returncode:

@@ -20,7 +20,7 @@ BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.
 HELPERS_NEED = {"GPUtil": "GPUtil", "pynvml": "nvidia-ml-py"}
 LESSONS_NEED = {"torchsummary": "torchsummary", "ray": "ray[tune]", "optuna": "optuna"}
 
-BOOTSTRAP = '''# @title Set-up: fetches the helpers where they are missing, as on Colab {{ display-mode: "form" }}
+BOOTSTRAP = """# @title Set-up: fetches the helpers where they are missing, as on Colab {{ display-mode: "form" }}
 import importlib.util, pathlib, subprocess, sys
 
 if importlib.util.find_spec("helpers") is None:
@@ -33,9 +33,9 @@ if importlib.util.find_spec("helpers") is None:
         if missing:
             subprocess.run([sys.executable, "-m", "pip", "install", "-q", *missing], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? Then run this cell again.")
+        raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? Then run this cell again.") from None
     sys.path.insert(0, str(home))
-    print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")'''
+    print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")"""
 
 
 def settings() -> dict[str, str]:
@@ -78,7 +78,9 @@ def stamp(notebook, name: str) -> list[str]:
         changed.append("badge")
     cell = next((cell for cell in notebook.cells if "bootstrap" in series.tags(cell)), None)
     if cell is None:
-        cell = nbformat.v4.new_code_cell(metadata={"tags": ["bootstrap"], "jupyter": {"source_hidden": True}, "cellView": "form"})
+        cell = nbformat.v4.new_code_cell(
+            metadata={"tags": ["bootstrap"], "jupyter": {"source_hidden": True}, "cellView": "form"}
+        )
         notebook.cells.insert(1, cell)
     wanted = bootstrap(notebook)
     if cell.source != wanted:
@@ -101,7 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
         if changed and options.fix:
             nbformat.write(notebook, path)
         if changed:
-            print(f"{path.name}: {' and '.join(changed)} {'written' if options.fix else 'not as generated; cure: make stamp'}")
+            print(
+                f"{path.name}: {' and '.join(changed)} {'written' if options.fix else 'not as generated; cure: make stamp'}"
+            )
     return int(bool(wrong) and options.check)
 
 
