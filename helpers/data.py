@@ -27,7 +27,7 @@ def digits(folder: Path = DATA) -> tuple[torch.Tensor, torch.Tensor]:
         return images, torch.from_numpy(stored["labels"]).long()
 
 
-def printed_digits(copies: int = 1000, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def printed_digits(copies: int = 2000, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The digits 0-9 printed in ten fonts, each copy turned, sheared, stretched, shifted and bent at random.
 
     They stand in for the large data set that a backbone is pretrained on: plentiful and labelled for nothing, of the

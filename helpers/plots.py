@@ -4,6 +4,7 @@ numbers were *measured* or *simulated*. The same words become the picture's alte
 import base64
 import io
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -92,7 +93,6 @@ def images(batch: torch.Tensor, labels: Sequence, title: str, rows: int = 1) -> 
         axes.imshow(picture[0].cpu().numpy(), cmap="gray_r", vmin=0, vmax=1)
         axes.set_title(str(label), fontsize=9)
         axes.axis("off")
-    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=11)
     _show(figure, title, "data")
 
 
@@ -121,20 +121,10 @@ def _legend(axes: Axes, series: Mapping) -> None:
 
 def _show(figure: Figure, title: str, origin: Origin) -> None:
     """Draw into the cell, with the title as alternative text. No pyplot: nothing stays open, nothing is shown twice."""
+    figure.suptitle(textwrap.fill(title, 95), x=0.01, ha="left", weight="bold", fontsize=11)
     if origin != "data":
-        axes = figure.axes[0]
-        axes.set_title(title, loc="left", weight="bold", fontsize=11)
-        axes.annotate(
-            origin,
-            (1, 0),
-            (0, -30),
-            "axes fraction",
-            "offset points",
-            ha="right",
-            va="top",
-            style="italic",
-            color="#666666",
-        )
+        where = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right", "va": "top"}
+        figure.axes[0].annotate(origin, (1, 0), (0, -30), style="italic", color="#666666", **where)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(picture, format="png", dpi=DPI)
     said = f"Figure ({origin}): {title}"

@@ -78,10 +78,9 @@ def stamp(notebook, name: str) -> list[str]:
         changed.append("badge")
     cell = next((cell for cell in notebook.cells if "bootstrap" in series.tags(cell)), None)
     if cell is None:
-        cell = nbformat.v4.new_code_cell(
-            metadata={"tags": ["bootstrap"], "jupyter": {"source_hidden": True}, "cellView": "form"}
-        )
+        cell = nbformat.v4.new_code_cell()
         notebook.cells.insert(1, cell)
+    cell.metadata = nbformat.from_dict({"tags": ["bootstrap"], "cellView": "form", "jupyter": {"source_hidden": True}})
     wanted = bootstrap(notebook)
     if cell.source != wanted:
         cell.source = wanted
