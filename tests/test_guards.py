@@ -43,6 +43,13 @@ def test_a_cell_that_prints_has_its_output(notebook):
             assert cell.outputs, cell.source
 
 
+def test_no_line_runs_out_of_the_cell(notebook):
+    """JupyterLab and the pages show about 105 characters; a longer line hides its end."""
+    for cell in series.code_cells(notebook):
+        if not cell.metadata.get("jupyter", {}).get("source_hidden"):
+            assert max(map(len, cell.source.splitlines())) <= 105, cell.source
+
+
 def test_tags_are_spelled_right(notebook):
     for cell in notebook.cells:
         assert series.tags(cell) <= series.TAGS, f"unknown tag in {series.tags(cell)}; known: {sorted(series.TAGS)}"
