@@ -60,7 +60,7 @@ def install(fresh: bool) -> int:
                 f"{free:.1f} GB free on this disk, about {NEEDED_GB} GB are needed (PyTorch is large). Free some, then try again."
             )
             return 1
-        print("Setting up .venv: a few minutes and about 5 GB, the first time only.", flush=True)
+        print("Setting up .venv: a few minutes and about 6 GB, the first time only.", flush=True)
         if subprocess.run([sys.executable, "-m", "venv", VENV]).returncode:
             print("Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv")
             return 1
