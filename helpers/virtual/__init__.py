@@ -1,0 +1,1 @@
+"""Virtual GPUs: multi-GPU PyTorch on a machine without a GPU. In the making; no notebook uses it yet."""
