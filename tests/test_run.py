@@ -67,6 +67,17 @@ def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
     )
 
 
+def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, monkeypatch):
+    folder(nb_01_good=GOOD)
+
+    def broken(self, **options):
+        raise RuntimeError("Kernel died before replying to kernel_info")
+
+    monkeypatch.setattr(run.NotebookClient, "setup_kernel", broken)
+    assert run.main([]) == 1
+    assert "01_good: the kernel did not start: Kernel died" in capsys.readouterr().out
+
+
 def test_the_pages(folder):
     root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
     run.main([])

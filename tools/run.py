@@ -97,6 +97,8 @@ def execute(path: Path) -> dict:
             error = f"cell {at} of {len(cells)}: still running after {CELL_LIMIT} s"
         except DeadKernelError:
             error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
+        except RuntimeError as failure:
+            error = f"the kernel did not start: {failure}. Cure: make clean, then make run"
     seconds = time.perf_counter() - start
     tidy(notebook)
     nbformat.write(notebook, copy)
@@ -107,9 +109,8 @@ def execute(path: Path) -> dict:
 def tidy(notebook) -> None:
     """Leave out what differs from machine to machine and teaches nothing, so that a stored notebook's diff is its change."""
     for cell in series.code_cells(notebook):
-        if "nbval-ignore-output" in series.tags(
-            cell
-        ):  # elsewhere a path in an output is a fault, which a guard reports
+        # elsewhere a path in an output is a fault, which a guard reports
+        if "nbval-ignore-output" in series.tags(cell):
             for output in cell.outputs:
                 if output.output_type == "stream":
                     output.name, output.text = "stdout", output.text.replace(str(Path.home()), "~")
