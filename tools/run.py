@@ -75,7 +75,7 @@ def execute(path: Path) -> dict:
     at = 0
     error = None
     start = time.perf_counter()
-    with tqdm(total=len(cells), desc=path.stem, unit="cell", disable=not sys.stderr.isatty(), leave=False) as bar:
+    with tqdm(total=len(cells), desc=path.stem[:2], unit="cell", disable=not sys.stderr.isatty(), leave=False) as bar:
         client = NotebookClient(
             notebook,
             timeout=CELL_LIMIT,
