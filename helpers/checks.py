@@ -71,9 +71,8 @@ def resumes(pack: Callable, unpack: Callable) -> str | None:
 def loads_what_fits(load_what_fits: Callable, make: Callable[..., nn.Module]) -> str | None:
     """Notebook 01: load_what_fits(model, weights) with weights of a wrapped model whose head has 52 classes; make(classes) builds one."""
     torch.manual_seed(0)
-    weights = {
-        f"module.{name}": tensor + 1 for name, tensor in make(52).state_dict().items()
-    }  # + 1: equal to no fresh model
+    # + 1: equal to no fresh model
+    weights = {f"module.{name}": tensor + 1 for name, tensor in make(52).state_dict().items()}
     model = make(10)
     head = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("head.")}
     left_out = load_what_fits(model, dict(weights))

@@ -127,6 +127,11 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
     assert stamp.main(["--check"]) == 1
     assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
+    unfolded = series.read(tmp_path / "notebooks" / PATH.name)
+    del next(c for c in unfolded.cells if "bootstrap" in series.tags(c)).metadata["jupyter"]
+    nbformat.write(unfolded, tmp_path / "notebooks" / PATH.name)
+    assert stamp.main(["--check"]) == 1, "a set-up cell that lost its fold is noticed too"
+    assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
     stamped = nbformat.read(tmp_path / "notebooks" / PATH.name, 4)
     assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in stamped.cells[0].source
     assert "https://github.com/someone/fork" in next(c.source for c in stamped.cells if "bootstrap" in series.tags(c))

@@ -4,7 +4,6 @@ import html
 import re
 from pathlib import Path
 
-import nbformat
 import series
 from nbconvert import HTMLExporter
 
@@ -44,13 +43,12 @@ def write(results: list[dict]) -> Path:
     )
     articles = []
     for result in results:
-        notebook = nbformat.read(result["path"], as_version=4)
+        notebook = series.read(result["path"])
         found = series.summary(notebook)
         notebook.metadata["title"] = plain(found.title)
         opening = notebook.cells[0]
-        opening.source = re.sub(
-            r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", opening.source
-        )  # the badge is fetched from outside: its words do
+        # the badge is fetched from outside: its words do
+        opening.source = re.sub(r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", opening.source)
         page = series.BUILD / f"{result['path'].stem}.html"
         page.write_text(exporter.from_notebook_node(notebook)[0], encoding="utf-8")
         articles.append(article(page.name, found, result))

@@ -80,10 +80,12 @@ def stamp(notebook, name: str) -> list[str]:
     if cell is None:
         cell = nbformat.v4.new_code_cell()
         notebook.cells.insert(1, cell)
-    cell.metadata = nbformat.from_dict({"tags": ["bootstrap"], "cellView": "form", "jupyter": {"source_hidden": True}})
-    wanted = bootstrap(notebook)
-    if cell.source != wanted:
-        cell.source = wanted
+    wanted, folded = (
+        bootstrap(notebook),
+        {"tags": ["bootstrap"], "cellView": "form", "jupyter": {"source_hidden": True}},
+    )
+    if (cell.source, cell.metadata) != (wanted, folded):
+        cell.source, cell.metadata = wanted, nbformat.from_dict(folded)
         changed.append("set-up cell")
     return changed
 
