@@ -175,20 +175,16 @@ class CUDA:
     def synchronize(self, device=None) -> None:
         self.machine.clock.wait(self._gpu(device).index)
 
-    def current_stream(self, device=None) -> SimpleNamespace:
-        gpu = self._gpu(device)
-        return SimpleNamespace(
-            device=gpu.device,
-            synchronize=lambda: self.synchronize(gpu.index),
-            query=lambda: self.machine.clock.ready[gpu.index] <= self.machine.clock.host,
-            wait_stream=lambda stream: None,  # to itself
-            cuda_stream=0,
-        )
+    def current_stream(self, device=None) -> "Stream":
+        return Stream(self.machine, self._gpu(device))
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
 
     default_stream = current_stream
 
     def stream(self, stream):
-        if stream is None or getattr(stream, "cuda_stream", None) == 0:
+        if stream is None or isinstance(stream, Stream):
             return contextlib.nullcontext()
         raise NotImplementedError(f"streams of one's own are not modelled: {MODES}")
 
@@ -246,6 +242,43 @@ ACCELERATOR = {
     "get_memory_info": "mem_get_info",
     "memory_stats": "memory_stats",
 }
+
+
+class Stream:
+    """The one stream of a GPU."""
+
+    cuda_stream = 0
+
+    def __init__(self, machine: Machine, gpu: GPU):
+        self.machine, self.gpu, self.device = machine, gpu, gpu.device
+
+    def synchronize(self) -> None:
+        self.machine.clock.wait(self.gpu.index)
+
+    def query(self) -> bool:
+        return self.machine.clock.ready[self.gpu.index] <= self.machine.clock.host
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """What is queued here from now on starts when that stream has come to here."""
+        ready = self.machine.clock.ready
+        ready[self.gpu.index] = max(ready[self.gpu.index], ready[stream.gpu.index])
+
+    def wait_event(self, event) -> None:
+        event.wait(self)
+
+    def record_event(self, event=None):
+        event = event or torch.cuda.Event()
+        event.record(self)
+        return event
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Stream) and other.gpu is self.gpu
+
+    def __hash__(self) -> int:
+        return hash(self.gpu.index)
 
 
 def load(machine: Machine, gpu: GPU, asker: str) -> float:

@@ -5,15 +5,19 @@ A TorchDispatchMode sees operations below autograd, as the kernels of a GPU woul
 
 import warnings
 from itertools import zip_longest
+from types import SimpleNamespace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.virtual.costs import cost
-from helpers.virtual.machine import GPU, HOME, Home, Machine, home_of
+from helpers.virtual.machine import GPU, HOME, Home, Machine, home_of, storage_of
 
 aten = torch.ops.aten
 UNKNOWN = object()
+# The home of a tensor that PyTorch's own C++ made for its use (the zeros of a gradient that is missing, say): options that it
+# copied from a GPU tensor say CPU here. It belongs with whatever it meets. Factories called from Python are not among them.
+ANYWHERE = SimpleNamespace(gpu=None, nbytes=0)
 PLANS = 20_000  # kinds of operation remembered (an operation and the shapes it meets); beyond that, start again
 
 # Operations whose tensors may be on different devices, and the error of none
@@ -27,13 +31,15 @@ MIXED = {
     aten._pad_packed_sequence,
     aten._pack_padded_sequence_backward,
 }
+# ... and results that are for the host in any case
+HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 
 
 class Operation:
     """What the schema tells about one operation, once."""
 
-    __slots__ = ("cacheable", "copies", "foreach", "func", "is_view", "mixed", "name", "new", "reads", "resizes", "returns")
+    __slots__ = ("cacheable", "copies", "foreach", "func", "host_result", "is_view", "mixed", "name", "new", "reads", "resizes", "returns")
 
     def __init__(self, func):
         schema = func._schema
@@ -48,6 +54,7 @@ class Operation:
         # which argument each result is, for operations in place; None: a new tensor
         names = [_alias(argument.alias_info) for argument in schema.arguments]
         self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
+        self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.cacheable = not (
             self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")
@@ -86,7 +93,10 @@ class Dispatch(TorchDispatchMode):
             _describe(kwargs.items(), key, tensors)
         gpu = self._device(op, args, tensors)
         if gpu is None and not dry:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if op.new and type(out) is torch.Tensor and all(_is_anywhere(tensor) for tensor in tensors):
+                setattr(out.untyped_storage(), HOME, ANYWHERE)
+            return out
         if op.reads:
             self._read(op, gpu)
         key = tuple(key)
@@ -104,7 +114,7 @@ class Dispatch(TorchDispatchMode):
             except NotImplementedError:
                 home = None
             here = None if home is None else home.gpu
-            if here is gpu or (here is None and not tensor.dim()):
+            if here is gpu or (here is None and (home is ANYWHERE or not tensor.dim())):
                 continue
             if gpu is UNKNOWN:
                 gpu = here
@@ -126,7 +136,7 @@ class Dispatch(TorchDispatchMode):
             self._settle(op, out, gpu)
         elif isinstance(out, (tuple, list)):
             for at, tensor in enumerate(out):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and at != op.host_result:
                     self._settle(op, tensor, self._lane(op, args, at, gpu))
         if op.copies and (crossing := self._crossing(args)):
             self.travel(*crossing, args[1], wait=not (len(args) > 2 and args[2]))
@@ -252,6 +262,10 @@ class Dispatch(TorchDispatchMode):
             return False
         dtype = tensors[0].dtype
         return float("nan") if dtype.is_floating_point else False if dtype is torch.bool else 0
+
+
+def _is_anywhere(tensor: torch.Tensor) -> bool:
+    return getattr(storage_of(tensor), HOME, None) is ANYWHERE
 
 
 def _alias(info) -> str | None:

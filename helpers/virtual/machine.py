@@ -118,7 +118,7 @@ class Machine:
 
     def place(self, tensor: torch.Tensor, gpu: GPU | None) -> torch.Tensor:
         """Let this tensor's storage live on `gpu`. Raises torch.OutOfMemoryError where there is no room."""
-        self.place_storage(tensor.untyped_storage(), gpu)
+        self.place_storage(storage_of(tensor), gpu)
         return tensor
 
     def place_storage(self, storage, gpu: GPU | None):
@@ -141,11 +141,17 @@ def invalid_ordinal() -> RuntimeError:
     )
 
 
-def home_of(tensor: torch.Tensor) -> Home | None:
-    """Where a tensor lives; None: on the CPU. Looks through the wrappers of torch.func."""
+def storage_of(tensor: torch.Tensor):
+    """A tensor's storage, through the wrappers of torch.func; None where there is none (sparse tensors)."""
     try:
-        return getattr(tensor.untyped_storage(), HOME, None)
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return home_of(torch._C._functorch.get_unwrapped(tensor))
-        return None  # sparse tensors, and others without storage
+            return storage_of(torch._C._functorch.get_unwrapped(tensor))
+        return None
+
+
+def home_of(tensor: torch.Tensor) -> Home | None:
+    """Where a tensor lives; None: on the CPU."""
+    home = getattr(storage_of(tensor), HOME, None)
+    return None if home is None or home.gpu is None else home

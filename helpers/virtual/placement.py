@@ -8,10 +8,10 @@ import functools
 import re
 
 import torch
-import torch.utils._device as default_device
+from torch.utils._device import DeviceContext, _device_constructors
 
 from helpers.virtual.dispatch import Dispatch
-from helpers.virtual.machine import GPU, HOME, Machine, home_of
+from helpers.virtual.machine import GPU, HOME, Machine, home_of, storage_of
 from helpers.virtual.patches import Patches
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ class Placement:
             else:
                 copy = tensor.detach().clone()
         machine.place(copy, target)
-        pinned = any(getattr(t.untyped_storage(), "_virtual_pinned", False) for t in (tensor, copy))
+        pinned = any(getattr(storage_of(t), "_virtual_pinned", False) for t in (tensor, copy))
         self.travel(source, target, tensor, wait or not (pinned or source is not None))
         return copy
 
@@ -210,11 +210,11 @@ class Placement:
         if self.is_pinned(None, tensor):
             return tensor
         copy = tensor.clone()
-        copy.untyped_storage()._virtual_pinned = True
+        storage_of(copy)._virtual_pinned = True
         return copy
 
     def is_pinned(self, original, tensor, device=None):
-        return getattr(tensor.untyped_storage(), "_virtual_pinned", False)
+        return getattr(storage_of(tensor), "_virtual_pinned", False)
 
     def record_stream(self, original, tensor, stream):
         """There is one stream only."""
@@ -222,7 +222,7 @@ class Placement:
     # -- making new ones
 
     def _factory(self, original):
-        takes_default = original in default_device._device_constructors()
+        takes_default = original in _device_constructors()
 
         @functools.wraps(original)
         def make(*args, **kwargs):
@@ -230,24 +230,20 @@ class Placement:
             if self.local.bypass:
                 return original(*args, **kwargs)
             device = kwargs.get("device")
-            if device is None and takes_default:
-                device = default_device.CURRENT_DEVICE
             if device is None:
-                if machine.dry and takes_default:
-                    kwargs["device"] = "meta"
-                return original(*args, **kwargs)
+                if not takes_default:
+                    return original(*args, **kwargs)  # zeros_like(x): where x is, as for any other operation
+                device = _default_device() or CPU
             if not isinstance(device, int) and torch.device(device).type not in ("cpu", "cuda"):
                 return original(*args, **kwargs)
             gpu = machine.gpu(device)
-            if gpu is None and not machine.dry:
-                return original(*args, **{**kwargs, "device": CPU})
             with machine.aside():
                 made = original(*args, **{**kwargs, "device": machine.base})
             given = args[0] if args and isinstance(args[0], torch.Tensor) else None
-            if given is not None and made.untyped_storage()._cdata == given.untyped_storage()._cdata:
-                return made.to(machine.base if gpu is None else gpu.device)  # as_tensor of what is already a tensor
-            machine.place(made, gpu)
+            if given is not None and storage_of(made) is storage_of(given):
+                return made.to(CPU if gpu is None else gpu.device)  # as_tensor of what is already a tensor
             if gpu is not None:
+                machine.place(made, gpu)
                 machine.clock.launch(gpu.index, gpu.spec.seconds(0, made.nbytes, made.dtype), original.__name__)
             return made
 
@@ -291,12 +287,25 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        tensor, ctx.placement, _, _ = inputs
+        tensor, ctx.placement, ctx.target, _ = inputs
         ctx.source = ctx.placement._gpu(tensor)
 
     @staticmethod
     def backward(ctx, gradient):
         return ctx.placement.move(gradient, ctx.source), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return ctx.placement.move(tangent, ctx.target)
+
+
+def _default_device() -> torch.device | None:
+    """What `with torch.device(...)` or torch.set_default_device chose, if anything."""
+    for level in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(level)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
 def _real_device(tensor: torch.Tensor) -> torch.device:

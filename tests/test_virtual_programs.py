@@ -1,0 +1,21 @@
+"""Code from tutorials runs unchanged on virtual GPUs, and to the last bit as on the CPU."""
+
+import pytest
+import torch
+from tests.programs import PROGRAMS
+
+from helpers import virtual
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_numbers_as_on_the_cpu(name):
+    torch.manual_seed(0)
+    plain = PROGRAMS[name]("cpu", "cpu")
+    torch.manual_seed(0)
+    with virtual.gpus(2):
+        on_gpus = PROGRAMS[name]("cuda:0", "cuda:1")
+        clock = virtual.machine().clock
+        assert sum(clock.busy) > 0  # it did run there
+    assert len(plain) == len(on_gpus) > 0
+    for a, b in zip(plain, on_gpus, strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
