@@ -31,6 +31,7 @@ class Block:
     size: int
     pool: list = field(repr=False)  # the free blocks it belongs to when it is free
     used: bool = False
+    requested: int = 0  # bytes asked for, before rounding
     before: "Block | None" = field(default=None, repr=False)
     after: "Block | None" = field(default=None, repr=False)
 
@@ -42,7 +43,8 @@ class CachingAllocator:
         self.capacity, self.device, self.context, self.others = capacity, device, context, others
         self.limit = capacity  # torch.cuda.set_per_process_memory_fraction
         self.allocated = self.reserved = 0
-        self.peak_allocated = self.peak_reserved = 0
+        self.requested = 0  # as allocated, before rounding
+        self.peak_allocated = self.peak_reserved = self.peak_requested = 0
         self.retries = self.ooms = 0  # num_alloc_retries and num_ooms of torch.cuda.memory_stats
         self._small: list[tuple[int, int, Block]] = []  # free blocks, by size, then by address
         self._large: list[tuple[int, int, Block]] = []
@@ -61,9 +63,13 @@ class CachingAllocator:
         block = self._smallest_fitting(pool, size) or self._new_segment(pool, size)
         if self._worth_splitting(block, size):
             self._split(block, size)
-        block.used = True
+        block.used, block.requested = True, nbytes
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.requested += nbytes
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        if self.requested > self.peak_requested:
+            self.peak_requested = self.requested
         return block
 
     def free(self, block: Block | None) -> None:
@@ -73,6 +79,7 @@ class CachingAllocator:
         assert block.used, "freed twice"
         block.used = False
         self.allocated -= block.size
+        self.requested -= block.requested
         for other in (block.before, block.after):
             if other is not None and not other.used:
                 self._take(other)
@@ -90,7 +97,7 @@ class CachingAllocator:
         return returned
 
     def reset_peaks(self) -> None:
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        self.peak_allocated, self.peak_reserved, self.peak_requested = self.allocated, self.reserved, self.requested
 
     @property
     def free_on_gpu(self) -> int:

@@ -157,6 +157,8 @@ class CUDA:
                 "allocated_bytes.all.peak": memory.peak_allocated,
                 "reserved_bytes.all.current": memory.reserved,
                 "reserved_bytes.all.peak": memory.peak_reserved,
+                "requested_bytes.all.current": memory.requested,
+                "requested_bytes.all.peak": memory.peak_requested,
                 "num_alloc_retries": memory.retries,
                 "num_ooms": memory.ooms,
             }

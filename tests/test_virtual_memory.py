@@ -1,0 +1,93 @@
+"""Memory: judged by the CPU allocator's own events, which know nothing of virtual GPUs."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from helpers import virtual
+from helpers.virtual.dispatch import Dispatch
+from tests.programs import Tagger, Translator
+
+
+def vision(name, **options):
+    return lambda: (getattr(torchvision.models, name)(num_classes=10, **options), torch.randn(4, 3, 64, 64), torch.arange(4))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10)), torch.randn(32, 64), torch.arange(32) % 10
+
+
+def tokens(model):
+    return lambda: (model(), torch.arange(96).view(8, 12) % 20, torch.arange(96).view(8, 12) % 5)
+
+
+MODELS = {
+    "mlp": mlp,
+    "resnet18": vision("resnet18"),
+    "resnet50": vision("resnet50"),
+    "vgg11": vision("vgg11_bn", dropout=0.0),
+    "mobilenet_v2": vision("mobilenet_v2", dropout=0.0),
+    "densenet121": vision("densenet121"),
+    "squeezenet": vision("squeezenet1_1", dropout=0.0),
+    "shufflenet": vision("shufflenet_v2_x0_5"),
+    "mnasnet": vision("mnasnet0_5", dropout=0.0),
+    "efficientnet": vision("efficientnet_b0"),
+    "vit": lambda: (torchvision.models.VisionTransformer(64, 16, 2, 2, 64, 128, num_classes=10), torch.randn(4, 3, 64, 64), torch.arange(4)),
+    "lstm": tokens(Tagger),
+    "transformer": tokens(Translator),
+}
+
+
+def steps(model, x, y):
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return optimizer, loss
+
+
+def judged(operations: set[str], model, x, y) -> tuple[int, int]:
+    """Bytes more at the end, and at the largest end of an operation, by the profiler's account of the CPU allocator.
+
+    What a CPU kernel allocates for itself and frees before it returns is no concern of a GPU: only the ends of the outermost
+    `operations` count.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = steps(model, x, y)
+    events = profiler.profiler.kineto_results.events()
+    moments = [(e.start_ns(), 0, e.nbytes()) for e in events if e.name() == "[memory]"]
+    until = 0
+    for e in sorted((e for e in events if e.name() in operations), key=lambda e: (e.start_ns(), -e.duration_ns())):
+        if e.start_ns() >= until:  # not inside another one
+            until = e.start_ns() + e.duration_ns()
+            moments.append((until, 1, 0))
+    live = peak = 0
+    for _, ends, nbytes in sorted(moments):
+        live += nbytes
+        peak = max(peak, live) if ends else peak
+    del kept
+    return live, peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_live_bytes_are_those_of_the_profiler(name):
+    with virtual.gpus(1):
+        torch.manual_seed(0)
+        model, x, y = MODELS[name]()
+        model, x, y = model.to("cuda"), x.to("cuda"), y.to("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        kept = steps(model, x, y)
+        stats = torch.cuda.memory_stats()
+        end, peak = (stats[f"requested_bytes.all.{what}"] - before for what in ("current", "peak"))
+        del kept
+    torch.manual_seed(0)
+    operations = {f"aten::{operation.name}" for operation in Dispatch.operations.values() if not operation.is_view}
+    judged_end, judged_peak = judged(operations, *MODELS[name]())
+    counters = 4 * len(list(model.parameters()))  # AdamW keeps its step counts on the CPU
+    assert end == judged_end - counters
+    assert peak == pytest.approx(judged_peak - counters, rel=0.001)
