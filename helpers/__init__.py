@@ -5,7 +5,7 @@ Each is imported when it is first used, so that `helpers.virtual` works without 
 
 import importlib
 
-_FROM = {"Monitor": "monitor", "progress": "progress", "gpus": "virtual", "dry_run": "virtual"}
+_FROM = {"Monitor": "monitor", "Timeline": "timeline", "progress": "progress", "gpus": "virtual", "dry_run": "virtual"}
 _MODULES = ("checkpoint", "checks", "data", "plots", "virtual")
 
 __all__ = [*_FROM, *_MODULES]

@@ -1,4 +1,4 @@
-"""Utilization and memory per iteration, from whatever this machine has: NVML, nvidia-smi through GPUtil, or the CPU.
+"""Utilization and memory per iteration, from whatever there is: virtual GPUs, NVML, nvidia-smi through GPUtil, or the CPU.
 
     with Monitor() as monitor:
         for x, y in loader:
@@ -8,6 +8,7 @@
 
 A thread does the reading, so that a training step never waits for a driver. Each reading carries the number of the
 iteration it fell into. A reading that fails becomes a gap (NaN), never an error: watching must not stop a training.
+Virtual GPUs are read at each step instead, on their simulated clock.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
+
+from helpers import virtual
 
 GAP = math.nan
 
@@ -37,10 +40,45 @@ class Source(Protocol):
     """Something that can be read: one Reading per device at each call, in the order of `devices`."""
 
     devices: list[str]
-    interval: float  # seconds from one reading to the next
+    interval: float | None  # seconds from one reading to the next; None: read at each step
+    origin: str  # "measured" or "simulated"
 
     def read(self) -> list[Reading]: ...
     def close(self) -> None: ...
+
+
+class VirtualSource:
+    """The virtual GPUs that are on: how busy each was since the last reading, and what nvidia-smi would call used (context and
+    reserved memory).
+
+    Work counts for the iteration that queued it, also where the GPU comes to it later.
+    """
+
+    interval = None
+    origin = "simulated"
+
+    def __init__(self):
+        self._machine = virtual.machine()
+        if self._machine is None:
+            raise RuntimeError("no virtual GPUs are on: call gpus() first")
+        self.devices = [str(gpu.device) for gpu in self._machine.gpus]
+        self.seconds = 0.0
+        self._mark()
+
+    def read(self) -> list[Reading]:
+        before, busy = self.seconds, self._busy
+        self._mark()
+        passed = self.seconds - before
+        shares = [100 * (now - then) / passed if passed else 0.0 for now, then in zip(self._busy, busy, strict=True)]
+        memories = (gpu.settled() for gpu in self._machine.gpus)
+        return [Reading(share, m.capacity - m.free_on_gpu) for share, m in zip(shares, memories, strict=True)]
+
+    def _mark(self) -> None:
+        clock = self._machine.clock
+        self.seconds, self._busy = max(clock.host, *clock.ready), list(clock.busy)
+
+    def close(self) -> None:
+        pass
 
 
 class NVMLSource:
@@ -53,6 +91,7 @@ class NVMLSource:
     """
 
     interval = 0.1
+    origin = "measured"
 
     def __init__(self):
         try:
@@ -100,6 +139,7 @@ class GPUtilSource:
     """
 
     interval = 1.0
+    origin = "measured"
     _one_at_a_time = threading.Lock()  # GPUtil's Popen is one for the whole process
 
     def __init__(self, limit: float = 5.0):
@@ -160,6 +200,7 @@ class CPUSource:
     """This process on this machine's cores: the share of all usable cores it keeps busy, and its resident memory."""
 
     interval = 0.1
+    origin = "measured"
 
     def __init__(self):
         self._process = psutil.Process()
@@ -175,8 +216,8 @@ class CPUSource:
 
 
 def best_source() -> Source:
-    """NVML where there is a driver, else GPUtil where nvidia-smi works, else the CPU. Never raises."""
-    for source in (NVMLSource, GPUtilSource):
+    """The virtual GPUs that are on, else NVML where there is a driver, else GPUtil where nvidia-smi works, else the CPU."""
+    for source in (VirtualSource, NVMLSource, GPUtilSource):
         try:
             return source()
         except RuntimeError:
@@ -187,7 +228,7 @@ def best_source() -> Source:
 class Monitor:
     """Reads a source in a thread while a `with` block runs; `step()` marks the end of an iteration (under 0.1 ms).
 
-    samples: list of (iteration, seconds since the start, [Reading per device]).
+    samples: list of (iteration, seconds since the start, [Reading per device]). Seconds are simulated on virtual GPUs.
     """
 
     def __init__(self, source: Source | None = None, interval: float | None = None):
@@ -200,17 +241,27 @@ class Monitor:
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
 
     def __enter__(self) -> "Monitor":
-        self._start = time.perf_counter()
-        self._thread.start()
+        if self.interval is None:
+            self.source.read()  # what was before is not of the first iteration
+        self._start = self._now()
+        if self.interval is not None:
+            self._thread.start()
         return self
 
     def step(self) -> None:
-        self.step_times.append(time.perf_counter() - self._start)
+        if self.interval is None:
+            readings = self.source.read()
+            self.samples.append((len(self.step_times), self._now() - self._start, readings))
+        self.step_times.append(self._now() - self._start)
+
+    def _now(self) -> float:
+        return time.perf_counter() if self.interval is not None else self.source.seconds
 
     def __exit__(self, *error) -> None:
         self._stop.set()
         self.source.close()  # ends a reading that hangs, so that the thread ends too
-        self._thread.join(timeout=1.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=1.0)
 
     def utilization(self) -> dict[str, list[float]]:
         """Percent per device: one figure an iteration, the mean of its readings, NaN where there was none."""

@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from helpers.monitor import Monitor
+from helpers.timeline import Timeline
 
 Origin = Literal["measured", "simulated", "data"]
 
@@ -31,6 +32,7 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",  # also in a dark theme, where black text would vanish on nothing
 }
+KINDS = {"forward": COLORS[0], "backward": COLORS[1], "optimizer": COLORS[2], "kernel": COLORS[0], "copy": COLORS[3]}
 WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
 
 
@@ -39,7 +41,7 @@ def utilization(monitor: Monitor, title: str) -> None:
     figure, axes = _figure()
     _readings(axes, monitor, monitor.utilization())
     axes.set(xlabel="iteration", ylabel="utilization (%)", ylim=(-3, 108))
-    _show(figure, title, "measured")
+    _show(figure, title, monitor.source.origin)
 
 
 def memory(monitor: Monitor, title: str) -> None:
@@ -49,7 +51,27 @@ def memory(monitor: Monitor, title: str) -> None:
         axes, monitor, {device: [value / 2**20 for value in values] for device, values in monitor.memory().items()}
     )
     axes.set(xlabel="iteration", ylabel="memory (MiB)")
-    _show(figure, title, "measured")
+    _show(figure, title, monitor.source.origin)
+
+
+def timeline(timeline: Timeline, title: str) -> None:
+    """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing."""
+    rows = timeline.rows
+    figure, axes = _figure(height=1.2 + 0.55 * len(rows))
+    for at, (name, spans) in enumerate(rows.items()):
+        for kind, color in KINDS.items():
+            bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
+            axes.broken_barh(bars, (at - 0.36, 0.72), color=color, label=kind if bars else None)
+        computing = sum(span.end - span.start for span in spans if span.kind != "copy")
+        axes.annotate(
+            f"{computing / timeline.seconds:.0%} busy", (1.01, at), xycoords=("axes fraction", "data"), va="center"
+        )
+    axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.grid(axis="y", visible=False)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), borderpad=0)
+    _show(figure, title, timeline.origin)
 
 
 def curves(

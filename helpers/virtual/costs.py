@@ -1,48 +1,37 @@
 """What one operation costs: its floating-point operations, by the formulas of `torch.utils.flop_counter`, and the bytes it moves."""
 
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterable
 
 import torch
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from helpers.virtual.specs import TF32
 
 aten = torch.ops.aten
-CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
+CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """FLOPs, bytes read and written, and the dtype whose rate applies."""
-
-    flops: int
-    nbytes: int
-    dtype: object
-
-
-def cost(func, args, kwargs, out) -> Cost:
-    """The cost of out = func(*args, **kwargs), an operation of ATen on tensors of any device."""
+def formula(func) -> Callable | None:
+    """What counts the FLOPs of an operation, called with its arguments and out_val; None where they do not matter."""
     packet = func._overloadpacket
-    formula = FORMULAS.get(packet) or flop_registry.get(packet)
-    flops = formula(*args, **kwargs, out_val=out) if formula else 0
-    tensors = {id(leaf): leaf for leaf in tree_iter((args, kwargs, out)) if isinstance(leaf, torch.Tensor)}
-    nbytes = sum(_moved(tensor) for tensor in tensors.values())
-    if func in WRITE_ONLY:
-        nbytes = _moved(args[0])
-    dtype = next((t.dtype for t in tensors.values() if t.dtype.is_floating_point), torch.float32)
-    if packet in CONVOLUTIONS and dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
-        dtype = TF32  # a card without it has no such rate, and falls back to that of float32
-    elif flops and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        dtype = TF32
-    return Cost(flops, nbytes, dtype)
+    return FORMULAS.get(packet) or flop_registry.get(packet)
 
 
-def _moved(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor; an expanded one is read from memory once."""
-    numbers = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size == 0)
-    return numbers * tensor.element_size()
+def moved(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that these tensors take to read or write once; an expanded one is no larger than its storage."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+def rate(func, flops: int, tensors: Iterable[torch.Tensor]):
+    """The key into Spec.rates: the tensors' floating-point type, or TF32 where PyTorch's settings allow it."""
+    if not flops:
+        return torch.float32
+    dtype = next(tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
+    if dtype == torch.float32:
+        allowed = torch.backends.cudnn if func in CONVOLUTIONS else torch.backends.cuda.matmul
+        if allowed.allow_tf32:
+            return TF32  # a card that has no such rate falls back to that of float32
+    return dtype
 
 
 def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:

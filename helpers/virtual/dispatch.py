@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.virtual.costs import cost
-from helpers.virtual.machine import GPU, HOME, Home, Machine, home_of, storage_of
+from helpers.virtual.costs import WRITE_ONLY, formula, moved, rate
+from helpers.virtual.machine import GPU, Home, Machine, home_of, storage_of
 
 aten = torch.ops.aten
 UNKNOWN = object()
 # The home of a tensor that PyTorch's own C++ made for its use (the zeros of a gradient that is missing, say): options that it
 # copied from a GPU tensor say CPU here. It belongs with whatever it meets. Factories called from Python are not among them.
 ANYWHERE = SimpleNamespace(gpu=None, nbytes=0)
-PLANS = 20_000  # kinds of operation remembered (an operation and the shapes it meets); beyond that, start again
+KINDS = 20_000  # kinds of operation remembered (an operation and the shapes it meets); beyond that, start again
 
 # Operations whose tensors may be on different devices, and the error of none
 MIXED = {
@@ -39,7 +39,7 @@ RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 class Operation:
     """What the schema tells about one operation, once."""
 
-    __slots__ = ("cacheable", "copies", "foreach", "func", "host_result", "is_view", "mixed", "name", "new", "reads", "resizes", "returns")
+    __slots__ = ("cacheable", "copies", "foreach", "formula", "func", "host_result", "is_view", "mixed", "name", "new", "reads", "resizes", "returns", "write_only")
 
     def __init__(self, func):
         schema = func._schema
@@ -54,6 +54,8 @@ class Operation:
         # which argument each result is, for operations in place; None: a new tensor
         names = [_alias(argument.alias_info) for argument in schema.arguments]
         self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
+        self.formula = formula(func)
+        self.write_only = func in WRITE_ONLY
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.cacheable = not (
@@ -65,7 +67,7 @@ class Dispatch(TorchDispatchMode):
     """The mode of one thread. All of them share the machine, and what is known about operations."""
 
     operations: dict = {}
-    costs: dict = {}
+    flops: dict = {}
     results: dict = {}  # of dry runs
 
     @classmethod
@@ -85,24 +87,31 @@ class Dispatch(TorchDispatchMode):
             op = self.operations[func] = Operation(func)
         if op.is_view:
             return func(*args, **kwargs)
-        dry = self.machine.dry
-        tensors: list[torch.Tensor] = []
-        key = [func]
-        _describe(args, key, tensors)
-        if kwargs:
-            _describe(kwargs.items(), key, tensors)
+        tensors = _tensors(args, kwargs)
         gpu = self._device(op, args, tensors)
-        if gpu is None and not dry:
-            out = func(*args, **kwargs)
-            if op.new and type(out) is torch.Tensor and all(_is_anywhere(tensor) for tensor in tensors):
-                setattr(out.untyped_storage(), HOME, ANYWHERE)
-            return out
         if op.reads:
             self._read(op, gpu)
-        key = tuple(key)
-        out = self._dry(op, key, args, kwargs, tensors, gpu) if dry else func(*args, **kwargs)
-        if gpu is not None:
-            self._account(op, key, args, kwargs, tensors, out, gpu)
+        out = self._dry(op, args, kwargs, tensors) if self.machine.dry else func(*args, **kwargs)
+        if gpu is None:
+            if op.new and type(out) is torch.Tensor and all(_is_anywhere(tensor) for tensor in tensors):
+                out.untyped_storage()._virtual_home = ANYWHERE
+            return out
+        if type(out) is torch.Tensor:
+            self._settle(op, out, gpu)
+            tensors.append(out)
+        elif isinstance(out, (tuple, list)):
+            self._settle_all(op, args, out, gpu)
+            tensors.extend(tensor for tensor in out if tensor is not None)
+        if op.foreach:
+            self._launch_foreach(op, args, tensors)
+        elif op.copies and (crossing := self._crossing(args)):
+            self.travel(*crossing, args[1], wait=not (len(args) > 2 and args[2]))
+        else:
+            if op.write_only:
+                tensors = tensors[:1]
+            flops = 0 if op.formula is None else self._flops(op, args, kwargs, tensors, out)
+            seconds = gpu.spec.seconds(flops, moved(tensors), rate(op.func, flops, tensors))
+            self.clock.launch(gpu.index, seconds, op.name)
         return out
 
     def _device(self, op: Operation, args, tensors) -> GPU | None:
@@ -110,8 +119,8 @@ class Dispatch(TorchDispatchMode):
         gpu = UNKNOWN
         for tensor in tensors:
             try:
-                home = getattr(tensor.untyped_storage(), HOME, None)
-            except NotImplementedError:
+                home = tensor.untyped_storage()._virtual_home
+            except NotImplementedError:  # sparse tensors
                 home = None
             here = None if home is None else home.gpu
             if here is gpu or (here is None and (home is ANYWHERE or not tensor.dim())):
@@ -130,55 +139,40 @@ class Dispatch(TorchDispatchMode):
             )
         return gpu
 
-    def _account(self, op: Operation, key, args, kwargs, tensors, out, gpu: GPU) -> None:
-        """Room for what is new, and time for the work."""
-        if type(out) is torch.Tensor:
-            self._settle(op, out, gpu)
-        elif isinstance(out, (tuple, list)):
-            for at, tensor in enumerate(out):
-                if isinstance(tensor, torch.Tensor) and at != op.host_result:
-                    self._settle(op, tensor, self._lane(op, args, at, gpu))
-        if op.copies and (crossing := self._crossing(args)):
-            self.travel(*crossing, args[1], wait=not (len(args) > 2 and args[2]))
-            return
-        known = self.costs.get(key)
+    def _flops(self, op: Operation, args, kwargs, tensors, out) -> int:
+        key = (op.func, *[tensor.shape for tensor in tensors], *[arg for arg in args if type(arg) is bool])
+        known = self.flops.get(key)
         if known is None:
-            if len(self.costs) > PLANS:
-                self.costs.clear()
-            known = self.costs[key] = cost(op.func, args, kwargs, out)
-        if op.foreach:
-            self._launch_foreach(op, args, gpu, known)
-        else:
-            self.clock.launch(gpu.index, gpu.spec.seconds(known.flops, known.nbytes, known.dtype), op.name)
+            _bound(self.flops)
+            known = self.flops[key] = op.formula(*args, **kwargs, out_val=out)
+        return known
+
+    def _settle_all(self, op: Operation, args, out, gpu: GPU) -> None:
+        for at, tensor in enumerate(out):
+            if tensor is None or at == op.host_result:
+                continue
+            if op.foreach:  # each result where its own input is
+                home = home_of(args[0][at])
+                gpu = None if home is None else home.gpu
+            self._settle(op, tensor, gpu)
 
     def _settle(self, op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:
         storage = tensor.untyped_storage()
-        home = getattr(storage, HOME, None)
+        home = storage._virtual_home
         if home is None:
             if op.new and gpu is not None:
-                setattr(storage, HOME, Home(gpu, storage.nbytes()))
+                storage._virtual_home = Home(gpu, storage.nbytes())
         elif op.resizes and home.nbytes != storage.nbytes():
-            setattr(storage, HOME, Home(home.gpu, storage.nbytes()))
+            storage._virtual_home = Home(home.gpu, storage.nbytes())
 
-    def _lane(self, op: Operation, args, at: int, gpu: GPU) -> GPU | None:
-        """The GPU of one result of a foreach operation: that of its own input."""
-        if not op.foreach:
-            return gpu
-        home = home_of(args[0][at])
-        return None if home is None else home.gpu
-
-    def _launch_foreach(self, op: Operation, args, gpu: GPU, known) -> None:
+    def _launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
-        share: dict[GPU | None, int] = {}
-        for tensor in args[0]:
-            home = home_of(tensor)
-            where = None if home is None else home.gpu
-            share[where] = share.get(where, 0) + tensor.nbytes
-        total = sum(share.values()) or 1
-        for where, nbytes in share.items():
-            if where is not None:
-                seconds = where.spec.seconds(0, known.nbytes * nbytes // total, known.dtype)
-                self.clock.launch(where.index, seconds, op.name)
+        first = [(tensor.nbytes, home_of(tensor)) for tensor in args[0]]
+        total, nbytes = sum(size for size, _ in first) or 1, moved(tensors)
+        for gpu in dict.fromkeys(home.gpu for _, home in first if home is not None):
+            share = sum(size for size, home in first if home is not None and home.gpu is gpu)
+            seconds = gpu.spec.seconds(0, nbytes * share // total, torch.float32)
+            self.clock.launch(gpu.index, seconds, op.name)
 
     def _crossing(self, args) -> tuple[GPU | None, GPU | None] | None:
         target, source = home_of(args[0]), home_of(args[1])
@@ -230,10 +224,14 @@ class Dispatch(TorchDispatchMode):
             f"{common} (when checking argument in method wrapper_CUDA_{op.name})"
         )
 
-    def _dry(self, op: Operation, key, args, kwargs, tensors, gpu: GPU | None):
+    def _dry(self, op: Operation, args, kwargs, tensors):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.reads:
             return self._no_value(op, tensors)
+        key = [op.func]
+        _describe(args, key)
+        _describe(kwargs.items(), key)
+        key = tuple(key)
         made = self.results.get(key)
         if made is not None:
             return made(args)
@@ -244,8 +242,7 @@ class Dispatch(TorchDispatchMode):
             out = op.func(*shapes, **options)
             again = _recipe(op, out, tensors) if op.cacheable and tensors else None
         if again is not None:
-            if len(self.results) > PLANS:
-                self.results.clear()
+            _bound(self.results)
             self.results[key] = again
             return again(args)
         same = op.returns[0] if len(op.returns) == 1 else None
@@ -265,7 +262,8 @@ class Dispatch(TorchDispatchMode):
 
 
 def _is_anywhere(tensor: torch.Tensor) -> bool:
-    return getattr(storage_of(tensor), HOME, None) is ANYWHERE
+    storage = storage_of(tensor)
+    return storage is not None and storage._virtual_home is ANYWHERE
 
 
 def _alias(info) -> str | None:
@@ -273,11 +271,20 @@ def _alias(info) -> str | None:
     return min(info.before_set) if info is not None and info.is_write and info.before_set else None
 
 
-def _describe(values, key: list, tensors: list) -> None:
-    """What of the arguments decides over cost and shape: add it to the key, and the tensors to the list."""
+def _tensors(args, kwargs) -> list[torch.Tensor]:
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def _describe(values, key: list) -> None:
+    """What of the arguments decides over the result's shape: add it to the key."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            tensors.append(value)
             key.append(value.dtype)
             key.append(value.shape)
             key.append(value.stride())
@@ -285,9 +292,14 @@ def _describe(values, key: list, tensors: list) -> None:
             key.append(float)
         elif isinstance(value, (list, tuple)):
             key.append(len(value))
-            _describe(value, key, tensors)
+            _describe(value, key)
         else:
             key.append(value)
+
+
+def _bound(known: dict) -> None:
+    if len(known) > KINDS:
+        known.clear()
 
 
 def _recipe(op: Operation, out, tensors):

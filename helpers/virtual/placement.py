@@ -8,6 +8,7 @@ import functools
 import re
 
 import torch
+from torch import nn
 from torch.utils._device import DeviceContext, _device_constructors
 
 from helpers.virtual.dispatch import Dispatch
@@ -57,6 +58,8 @@ class Placement:
             replace(Tensor, name, self._factory(getattr(Tensor, name)))
         replace(torch.UntypedStorage, "clone", self._storage_clone(torch.UntypedStorage.clone))
         replace(torch, "Generator", _generator(torch.Generator, self.machine))
+        for owner in (nn.functional, torch._C._nn):
+            replace(owner, "scaled_dot_product_attention", self._attention(owner.scaled_dot_product_attention))
         replace(torch._C, "_group_tensors_by_device_and_dtype", self.group_by_device)
 
     # -- where a tensor is
@@ -260,6 +263,22 @@ class Placement:
             return ours(original, tensor, *args, **kwargs)
 
         return method
+
+    # -- kernels that PyTorch chooses by the real device
+
+    def _attention(self, original):
+        """In a dry run, the fused kernel that the CPU takes, and a GPU likewise; PyTorch has none for meta."""
+
+        @functools.wraps(original)
+        def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+            options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+            if not self.machine.dry or query.dim() != 4 or dropout_p or enable_gqa:
+                return original(query, key, value, **options, enable_gqa=enable_gqa)
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                options["attn_mask"] = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **options)[0]
+
+        return attention
 
     # -- lists of tensors on several devices
 

@@ -40,7 +40,7 @@ class _Session:
         cuda.CUDA(self.machine, self.patches).install()
         cuda.gputil(self.machine, self.patches)
         self.patches.replace(threading.Thread, "start", _in_threads_too(threading.Thread.start, self.machine))
-        _autocast(self.patches)
+        _autocast(self.patches, self.machine)
         self.package = (0, self._tag, self._restore)  # before PyTorch's own, which have 10 and more
         torch.serialization.register_package(*self.package)
         self.steps = [
@@ -62,6 +62,8 @@ class _Session:
 
     def _tag(self, storage) -> str | None:
         """torch.save asks where a storage is."""
+        if self.machine.dry and storage.device.type == "meta":
+            raise RuntimeError("this tensor comes from a dry run and has no values to save. Save it outside dry_run()")
         home = getattr(storage, HOME, None)
         return None if home is None else f"cuda:{home.gpu.index}"
 
@@ -79,6 +81,16 @@ class _Session:
 
 
 _session: _Session | None = None
+
+
+def _in_forked_child() -> None:
+    """A DataLoader's worker and its kind prepare data on the CPU, as they must where GPUs are real."""
+    if _session is not None:
+        _session.machine.dry, _session.machine.local.bypass = False, True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def machine() -> Machine | None:
@@ -194,12 +206,14 @@ def _in_threads_too(original, machine: Machine):
     return start
 
 
-def _autocast(patches: Patches) -> None:
+def _autocast(patches: Patches, machine: Machine) -> None:
     """Autocast for "cuda" is the CPU's, on tensors that are the CPU's: float16 unless told otherwise."""
     autocast = torch.amp.autocast_mode.autocast
     original = autocast.__init__
 
     def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        if machine.dry and enabled:
+            raise NotImplementedError("autocast is not modelled in a dry run; cast the model (.half()), or run it with numbers")
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, enabled, cache_enabled)
