@@ -70,7 +70,7 @@ def timeline(timeline: Timeline, title: str) -> None:
     axes.set_yticks(range(len(rows)), list(rows))
     axes.grid(axis="y", visible=False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), borderpad=0)
+    axes.legend(handles.values(), handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     _show(figure, title, timeline.origin)
 
 

@@ -228,7 +228,7 @@ class Dispatch(TorchDispatchMode):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.reads:
             return self._no_value(op, tensors)
-        key = [op.func]
+        key = [op.func, torch.is_grad_enabled()]
         _describe(args, key)
         _describe(kwargs.items(), key)
         key = tuple(key)
@@ -261,6 +261,9 @@ class Dispatch(TorchDispatchMode):
         return float("nan") if dtype.is_floating_point else False if dtype is torch.bool else 0
 
 
+_has_no_numbers = torch._C.TensorBase.is_meta.__get__  # whatever placement lets is_meta say
+
+
 def _is_anywhere(tensor: torch.Tensor) -> bool:
     storage = storage_of(tensor)
     return storage is not None and storage._virtual_home is ANYWHERE
@@ -288,6 +291,7 @@ def _describe(values, key: list) -> None:
             key.append(value.dtype)
             key.append(value.shape)
             key.append(value.stride())
+            key.append(_has_no_numbers(value))
         elif type(value) is float:
             key.append(float)
         elif isinstance(value, (list, tuple)):
@@ -336,8 +340,12 @@ def _empty(shape, stride, dtype) -> torch.Tensor:
 def _on_meta(value):
     """Tensors with numbers become shapes, where a dry run meets them."""
     if isinstance(value, torch.Tensor):
-        if not value.dim() or torch._C.TensorBase.is_meta.__get__(value):
+        if not value.dim() or _has_no_numbers(value):
             return value
+        if value.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a tensor of shape {tuple(value.shape)} that wants gradients was made outside dry_run(). Make the model inside, too"
+            )
         return _empty(value.shape, value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
         return type(value)(map(_on_meta, value))

@@ -5,6 +5,7 @@ is added is only the label of the storage, the room on the GPU and the time of t
 """
 
 import functools
+import math
 import re
 
 import torch
@@ -184,8 +185,9 @@ class Placement:
         """In a dry run there are none: nan, or zero."""
         if not (self.machine.dry and _real_device(tensor).type == "meta"):
             return tensor
-        nothing = float("nan") if tensor.is_floating_point() else 0
-        return torch._C._VariableFunctions.full(tuple(tensor.shape), nothing, dtype=tensor.dtype, device="cpu")
+        nothing = math.nan if tensor.is_floating_point() else 0
+        with self.machine.aside():
+            return torch.full(tuple(tensor.shape), nothing, dtype=tensor.dtype, device="cpu")
 
     # -- copies, pinned memory, streams
 
