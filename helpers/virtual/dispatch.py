@@ -33,13 +33,14 @@ MIXED = {
 }
 # ... and results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
+MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 
 
 class Operation:
     """What the schema tells about one operation, once."""
 
-    __slots__ = ("cacheable", "copies", "foreach", "formula", "func", "host_result", "is_view", "mixed", "name", "new", "reads", "resizes", "returns", "write_only")
+    __slots__ = ("cacheable", "copies", "foreach", "formula", "func", "host_result", "is_view", "mixed", "name", "new", "reads", "resizes", "returns", "shape_from_values", "write_only")
 
     def __init__(self, func):
         schema = func._schema
@@ -49,7 +50,8 @@ class Operation:
         self.copies = packet is aten.copy_
         self.foreach = self.name.startswith("_foreach_") or self.name.startswith("_amp_foreach_")
         self.mixed = self.foreach or self.copies or packet in MIXED
-        self.reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        self.reads = torch.Tag.data_dependent_output in func.tags
+        self.shape_from_values = torch.Tag.dynamic_output_shape in func.tags
         self.resizes = self.name in RESIZING or any(argument.is_out for argument in schema.arguments)
         # which argument each result is, for operations in place; None: a new tensor
         names = [_alias(argument.alias_info) for argument in schema.arguments]
@@ -89,8 +91,11 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
         gpu = self._device(op, args, tensors)
-        if op.reads:
-            self._read(op, gpu)
+        waits = op.shape_from_values and (op.name != "index" or any(t.dtype in MASKS for t in tensors[1:]))
+        if waits and self.machine.dry:
+            raise NotImplementedError(
+                f"the shape of what {op.name} returns depends on values, and a dry run has none. Run this line outside dry_run()"
+            )
         out = self._dry(op, args, kwargs, tensors) if self.machine.dry else func(*args, **kwargs)
         if gpu is None:
             if op.new and type(out) is torch.Tensor and all(_is_anywhere(tensor) for tensor in tensors):
@@ -102,7 +107,9 @@ class Dispatch(TorchDispatchMode):
         elif isinstance(out, (tuple, list)):
             self._settle_all(op, args, out, gpu)
             tensors.extend(tensor for tensor in out if tensor is not None)
-        if op.foreach:
+        if op.reads:
+            self.clock.host_copy(gpu.index, gpu.spec.host.seconds(8), True, op.name)
+        elif op.foreach:
             self._launch_foreach(op, args, tensors)
         elif op.copies and (crossing := self._crossing(args)):
             self.travel(*crossing, args[1], wait=not (len(args) > 2 and args[2]))
@@ -112,6 +119,8 @@ class Dispatch(TorchDispatchMode):
             flops = 0 if op.formula is None else self._flops(op, args, kwargs, tensors, out)
             seconds = gpu.spec.seconds(flops, moved(tensors), rate(op.func, flops, tensors))
             self.clock.launch(gpu.index, seconds, op.name)
+            if waits:  # the host needs to know how large the result is
+                self.clock.wait(gpu.index)
         return out
 
     def _device(self, op: Operation, args, tensors) -> GPU | None:
@@ -188,15 +197,6 @@ class Dispatch(TorchDispatchMode):
             self.clock.host_copy(target.index, target.spec.host.seconds(nbytes), wait, "copy from the host")
         elif source is not None:
             self.clock.host_copy(source.index, source.spec.host.seconds(nbytes), wait, "copy to the host")
-
-    def _read(self, op: Operation, gpu: GPU | None) -> None:
-        """The host needs a value, and waits until it is there."""
-        if gpu is not None:
-            self.clock.wait(gpu.index)
-        if self.machine.dry and torch.Tag.dynamic_output_shape in op.func.tags:
-            raise NotImplementedError(
-                f"the shape of what {op.name} returns depends on values, and a dry run has none. Run this line outside dry_run()"
-            )
 
     def _mismatch(self, op: Operation, args) -> None:
         """Raises the error of PyTorch for tensors on two devices."""

@@ -1,0 +1,228 @@
+"""The simulated clock: its rules one by one, and the figures that PyTorch's model-parallel tutorial printed from two real GPUs."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers import Monitor, Timeline, plots, virtual
+from helpers.virtual.clock import LAUNCH, Clock
+from helpers.virtual.specs import SPECS
+from tests.programs import PipelinedResNet, SplitResNet, train
+from tests.test_virtual_memory import MODELS, steps
+
+T4 = SPECS["T4"]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    with virtual.gpus(2):
+        yield virtual.machine()
+
+
+# -- rules
+
+
+def test_host_runs_ahead_until_it_waits():
+    clock = Clock(2)
+    for _ in range(3):
+        clock.launch(0, 1.0, "mm")
+    assert clock.host == 3 * LAUNCH and clock.ready[0] == pytest.approx(3 + LAUNCH) and clock.busy == [3, 0]
+    clock.launch(1, 1.0, "mm")  # the other GPU does not wait for the first
+    assert clock.ready[1] == pytest.approx(1 + 4 * LAUNCH)
+    clock.wait(1)
+    assert clock.host == clock.ready[1]
+    clock.wait()
+    assert clock.host == clock.ready[0]
+
+
+def test_copy_between_gpus_waits_for_both():
+    clock = Clock(2)
+    clock.launch(0, 1.0, "mm")
+    clock.launch(1, 3.0, "mm")
+    clock.between(0, 1, 0.5)
+    assert clock.ready[0] == clock.ready[1] == pytest.approx(3.5 + 2 * LAUNCH) and clock.busy == [1, 3]
+
+
+def test_short_kernels_are_bound_by_their_launch():
+    clock = Clock(1)
+    for _ in range(100):
+        clock.launch(0, 1e-6, "add")
+    assert clock.ready[0] == pytest.approx(100 * LAUNCH + 1e-6)
+
+
+def test_what_waits(gpus):
+    clock = gpus.clock
+    x = torch.randn(2000, 2000, device="cuda:1")
+    for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: repr(x), lambda: x.tolist(), lambda: torch.cuda.synchronize(1), lambda: bool((x > 0).any())):
+        x = x @ x / 50
+        assert clock.host < clock.ready[1]
+        wait()
+        assert clock.host >= clock.ready[1]
+    x @ x
+    torch.cuda.synchronize(0)
+    assert clock.host < clock.ready[1]
+
+
+def test_cost_of_an_operation(gpus):
+    """Bound by arithmetic: 2 n^3 FLOPs. Bound by memory: two read, one written."""
+    with virtual.dry_run():
+        x, y = torch.randn(4096, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
+        half = x.half()
+        costs = [
+            (lambda: x @ x, 2 * 4096**3 / 8.1e12),
+            (lambda: x + y, 3 * x.nbytes / 320e9),
+            (lambda: x.add_(y), 3 * x.nbytes / 320e9),
+            (lambda: x.zero_(), x.nbytes / 320e9),
+            (lambda: half @ half, 2 * 4096**3 / 65e12),
+        ]
+        for operation, seconds in costs:
+            before = gpus.clock.busy[0]
+            operation()
+            assert gpus.clock.busy[0] - before == pytest.approx(seconds + T4.kernel)
+
+
+def test_pinned_copies_leave_the_host_free(gpus):
+    clock, x = gpus.clock, torch.zeros(10**7)
+    seconds = T4.host.seconds(x.nbytes)
+    for source, options, waits in ((x, {}, True), (x, {"non_blocking": True}, True), (x.pin_memory(), {}, True), (x.pin_memory(), {"non_blocking": True}, False)):
+        before = clock.host
+        source.to("cuda:0", **options)
+        assert (clock.host - before > seconds) == waits
+        torch.cuda.synchronize()
+    assert x.pin_memory().is_pinned() and not x.is_pinned()
+
+
+def test_events_time_what_lies_between(gpus):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    x = torch.randn(4096, 4096, device="cuda")
+    start.record()
+    with virtual.dry_run():
+        x.detach() @ x
+    end.record()
+    with pytest.raises(RuntimeError, match="must be completed"):
+        start.elapsed_time(end)
+    end.synchronize()
+    assert start.elapsed_time(end) == pytest.approx(1e3 * 2 * 4096**3 / 8.1e12, rel=0.01)
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        torch.cuda.Event().elapsed_time(end)
+    with pytest.raises(ValueError, match="must be recorded"):
+        torch.cuda.Event(enable_timing=True).elapsed_time(end)
+
+
+def test_backward_launches_from_one_thread_per_gpu(gpus):
+    """Two GPUs with many small kernels each: forward takes the launches of both, backward those of one."""
+    layers = [nn.Sequential(*[nn.Linear(4, 4) for _ in range(200)]).to(f"cuda:{i}") for i in range(2)]
+    x = [torch.zeros(2, 4, device=f"cuda:{i}", requires_grad=True) for i in range(2)]
+    outs = [layer(part) for layer, part in zip(layers, x, strict=True)]
+    torch.cuda.synchronize(0)
+    before = gpus.clock.host
+    outs[0].sum().backward()
+    alone = gpus.clock.host - before
+    layers[0].zero_grad()
+    before = gpus.clock.host
+    torch.autograd.backward([layers[0](x[0]).sum(), outs[1].sum()])
+    forward = 200 * LAUNCH
+    assert gpus.clock.host - before < forward + 1.1 * alone
+
+
+def test_same_figures_on_every_run():
+    def once():
+        with virtual.gpus(2):
+            train(SplitResNet("cuda:0", "cuda:1"), torch.randn(4, 3, 32, 32), torch.arange(4), "cuda:0", "cuda:1")
+            return virtual.machine().clock.ready, virtual.machine().clock.busy
+
+    assert once() == once()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])  # in a dry run PyTorch has no fused LSTM
+def test_a_dry_run_tells_the_same_bytes_and_seconds(name):
+    def once(dry):
+        with virtual.gpus(1):
+            if dry:
+                with virtual.dry_run():
+                    return figures()
+            return figures()
+
+    def figures():
+        model, x, y = MODELS[name]()
+        kept = steps(model.to("cuda"), x.to("cuda"), y.to("cuda"))
+        del kept
+        return torch.cuda.memory_stats(), virtual.machine().clock.ready, virtual.machine().clock.busy
+
+    assert once(dry=True) == once(dry=False)
+
+
+# -- read by monitor and timeline
+
+
+def test_monitor_reads_the_simulated_clock(gpus):
+    model = SplitResNet("cuda:0", "cuda:1")
+    torch.cuda.synchronize()
+    busy = list(gpus.clock.busy)
+    with Monitor() as monitor:
+        for _ in range(3):
+            train(model, torch.randn(4, 3, 32, 32), torch.arange(4), "cuda:0", "cuda:1", steps=1)
+            monitor.step()
+    assert monitor.source.origin == "simulated" and monitor.devices == ["cuda:0", "cuda:1"]
+    utilization = monitor.utilization()
+    assert all(len(row) == 3 and all(0 < share < 100 for share in row) for row in utilization.values())
+    assert monitor.memory()["cuda:1"][-1] == gpus.gpus[1].memory.context + torch.cuda.memory_reserved(1)
+    lengths = [end - start for start, end in zip([0, *monitor.step_times], monitor.step_times, strict=False)]
+    worked = sum(share / 100 * length for share, length in zip(utilization["cuda:0"], lengths, strict=True))
+    assert worked == pytest.approx(gpus.clock.busy[0] - busy[0])
+
+
+def test_timeline_tells_kinds_apart(gpus, capsys):
+    model = SplitResNet("cuda:0", "cuda:1")
+    with Timeline() as timeline:
+        train(model, torch.randn(4, 3, 32, 32), torch.arange(4), "cuda:0", "cuda:1", steps=1)
+    assert list(timeline.rows) == ["cuda:0", "cuda:1"] and timeline.origin == "simulated"
+    for spans in timeline.rows.values():
+        assert {span.kind for span in spans} == {"forward", "backward", "optimizer", "copy"}
+        assert all(a.end <= b.start + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        assert spans[-1].end <= timeline.seconds
+    last_forward = max(span.end for span in timeline.rows["cuda:0"] if span.kind == "forward")
+    first_backward = min(span.start for span in timeline.rows["cuda:0"] if span.kind == "backward")
+    assert last_forward < first_backward and gpus.clock.spans is None
+    plots.timeline(timeline, "Two stages take turns")
+    assert "Figure" in capsys.readouterr().out
+
+
+def test_timeline_without_gpus():
+    with pytest.raises(RuntimeError, match=r"call helpers.gpus\(2\) first"), Timeline():
+        pass
+
+
+# -- the tutorial's figures
+
+
+def test_the_tutorials_table():
+    """Single Machine Model Parallel Best Practices, PyTorch 1.0 to 2.4: two unnamed GPUs, ResNet-50, batch 120 of 128 x 128.
+
+    It printed model parallel 7 % slower than one GPU; split sizes 1, 3, 5, 8, 10, 12, 20, 40, 60 with 12 the best; 20 was
+    49 % faster than one GPU, 12 was 54 %. Data-sheet figures of the T4, none fitted to this table.
+    """
+    from torchvision.models import resnet50
+
+    def seconds(make):
+        with virtual.gpus(2, like="T4"), virtual.dry_run():
+            model = make()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+            times = []
+            for _ in range(2):
+                start = virtual.machine().clock.host
+                optimizer.zero_grad()
+                out = model(torch.randn(120, 3, 128, 128).to("cuda:0"))
+                nn.functional.mse_loss(out, torch.zeros(120, 1000).to(out.device)).backward()
+                optimizer.step()
+                virtual.machine().clock.wait()
+                times.append(virtual.machine().clock.host - start)
+            return times[-1]
+
+    places = ("cuda:0", "cuda:1", (3, 4, 6, 3), 1000)
+    single = seconds(lambda: resnet50().to("cuda:0"))
+    assert seconds(lambda: SplitResNet(*places)) / single - 1 == pytest.approx(0.07, abs=0.05)
+    faster = {size: single / seconds(lambda s=size: PipelinedResNet(*places, split_size=s)) - 1 for size in (1, 3, 5, 8, 10, 12, 20, 40, 60)}
+    assert max(faster, key=faster.get) == 12
+    assert faster[20] == pytest.approx(0.49, abs=0.10) and faster[12] == pytest.approx(0.54, abs=0.10)
