@@ -1,0 +1,136 @@
+"""What virtual GPUs cost: a dry run against PyTorch's own ways to run on shapes alone, and an operation with real numbers."""
+
+import contextlib
+import io
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models import resnet50
+
+from helpers import virtual
+from tests.bench.row import Row
+
+
+def rows() -> list[Row]:
+    ours, fake, tracked, meta = [], [], [], []
+    with silent():
+        for _ in range(5):  # in turn, so that a busy moment hits all
+            with virtual.dry_run(1):
+                ours.append(step_of_resnet("cuda:0"))
+            with FakeTensorMode():
+                fake.append(step_of_resnet("cpu"))
+            meta.append(step_of_resnet("meta"))
+        for _ in range(3):
+            tracked.append(with_mem_tracker())
+        added, operations = with_numbers()
+    dry, fake, tracked, meta = (statistics.median(times) for times in (ours, fake, tracked, meta))
+    return [
+        Row("dry run: ResNet-50 step, batch 120", 1e3 * dry, "ms", "", True),
+        Row("dry run: FakeTensorMode alone over ours", fake / dry, "x", ">= 1 x", fake >= dry),
+        Row("dry run: FakeTensorMode and MemTracker over ours", tracked / dry, "x", ">= 6 x", tracked >= 6 * dry),
+        Row("dry run: plain meta tensors over ours", meta / dry, "x", "", True),
+        Row("real numbers: added to each operation", 1e6 * added, "us", "< 40 us", added < 40e-6),
+        Row("real numbers: operations in that step", operations, "", "", True),
+        Row("real numbers: of which an empty dispatch mode", 1e6 * empty_mode(), "us", "", True),
+        Row("PyTorch's own share of a launch (clock.LAUNCH has 2.2)", 1e6 * small_addition(), "us", "", True),
+    ]
+
+
+def step_of_resnet(device: str) -> float:
+    """Seconds of one training step, the second one: the first fills every cache."""
+    with torch.device(device):
+        model = resnet50()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+    x, y = torch.empty(120, 3, 128, 128, device=device), torch.empty(120, 1000, device=device)
+    return timed(lambda: train(model, optimizer, nn.functional.mse_loss, x, y))
+
+
+def with_mem_tracker() -> float:
+    with FakeTensorMode():
+        model = resnet50()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+        x, y = torch.empty(120, 3, 128, 128), torch.empty(120, 1000)
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+
+        def step():
+            tracker.reset_mod_stats()
+            train(model, optimizer, nn.functional.mse_loss, x, y)
+
+        with tracker:
+            return timed(step)
+
+
+def with_numbers() -> tuple[float, int]:
+    """Seconds that a virtual GPU adds to each operation of a small CNN's step, and how many there are."""
+    plain = small_cnn("cpu")
+    with Counter() as counter:
+        plain()
+    added = []
+    for _ in range(9):
+        cpu = timed(plain, 30)
+        with virtual.gpus(1):
+            added.append((timed(small_cnn("cuda"), 30) - cpu) / counter.operations)
+    return statistics.median(added), counter.operations
+
+
+def empty_mode() -> float:
+    plain = small_cnn("cpu")
+    with Counter() as counter:
+        plain()
+    added = []
+    for _ in range(9):
+        cpu = timed(plain, 30)
+        with Empty():
+            added.append((timed(plain, 30) - cpu) / counter.operations)
+    return statistics.median(added)
+
+
+def small_cnn(device: str):
+    layers = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+    x, y = torch.randn(8, 1, 12, 12).to(device), torch.arange(8).to(device)
+    return lambda: train(model, optimizer, nn.functional.cross_entropy, x, y)
+
+
+def train(model, optimizer, loss, x, y) -> None:
+    optimizer.zero_grad()
+    loss(model(x), y).backward()
+    optimizer.step()
+
+
+def small_addition() -> float:
+    x = torch.ones(8)
+    return min(timed(lambda: torch.add(x, x), 10_000) for _ in range(5))
+
+
+def timed(call, times: int = 1) -> float:
+    call()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
+
+
+def silent():
+    """gpus() says each time what it gives."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+class Counter(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Empty(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
