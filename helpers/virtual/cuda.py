@@ -4,6 +4,7 @@ What is not modelled raises NotImplementedError and says so, rather than give a 
 """
 
 import contextlib
+import functools
 import sys
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ NOT_MODELLED = {
     "caching_allocator_alloc caching_allocator_delete CUDAPluggableAllocator change_current_allocator temperature power_draw "
     "clock_rate cudart jiterator list_gpu_processes",
     torch.cuda.memory: "_record_memory_history _snapshot _dump_snapshot memory_snapshot",
-    torch._C: "_broadcast_coalesced _broadcast _scatter _gather",
     torch: "compile",
 }
 
@@ -50,7 +50,9 @@ class CUDA:
         for module, names in NOT_MODELLED.items():
             for name in names.split():
                 if hasattr(module, name):
-                    self.patches.replace(module, name, _not_modelled(f"{module.__name__}.{name}"))
+                    self.patches.replace(module, name, _not_modelled(f"{module.__name__}.{name}", getattr(module, name)))
+        message = "nn.DataParallel copies in C++ where virtual GPUs cannot follow, and is not modelled; notebook 04 writes it out"
+        self.patches.replace(torch.nn.DataParallel, "forward", _raising(message))
 
     def _gpu(self, device=None) -> GPU:
         gpu = self.machine.gpu(device)
@@ -391,8 +393,12 @@ def _device_of(machine: Machine):
     return device_of
 
 
-def _not_modelled(name: str):
+def _not_modelled(name: str, original):
+    return functools.wraps(original)(_raising(f"{name} is not modelled: {MODES}. It works on real GPUs, or after helpers.virtual.reset()"))
+
+
+def _raising(message: str):
     def raising(*args, **kwargs):
-        raise NotImplementedError(f"{name} is not modelled: {MODES}. It works on real GPUs, or after helpers.virtual.reset()")
+        raise NotImplementedError(message)
 
     return raising

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
+import torch._dynamo  # it takes note of PyTorch's functions when torchvision or DDP import it, and must not find ours then
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from helpers.virtual import cuda, specs
