@@ -10,6 +10,9 @@ import run
 import series
 
 os.environ.update(run.ENVIRONMENT)
+os.environ.setdefault(
+    "HELPERS_GPUS", "virtual"
+)  # also where there are real GPUs: stored outputs are those of virtual ones
 
 
 def pytest_terminal_summary(terminalreporter, config):

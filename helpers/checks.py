@@ -148,7 +148,8 @@ def _tables(peaks: Mapping) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     pairs = list(peaks.values())
     return [
-        dict(zip(peaks, [pairs[i] for i in torch.randperm(len(pairs), generator=generator)], strict=True)) for _ in range(3)
+        dict(zip(peaks, [pairs[i] for i in torch.randperm(len(pairs), generator=generator)], strict=True))
+        for _ in range(3)
     ]
 
 

@@ -58,7 +58,7 @@ def timeline(timeline: Timeline, title: str) -> None:
     """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing."""
     rows = timeline.rows
     figure, axes = _figure(height=1.2 + 0.55 * len(rows))
-    for at, (name, spans) in enumerate(rows.items()):
+    for at, (_name, spans) in enumerate(rows.items()):
         for kind, color in KINDS.items():
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
             axes.broken_barh(bars, (at - 0.36, 0.72), color=color, label=kind if bars else None)

@@ -1,8 +1,8 @@
 """What each GPU does when, while a `with` block runs: simulated for virtual GPUs, measured by torch.profiler for real ones.
 
-    with Timeline() as timeline:
-        ...                         # a step or two
-    plots.timeline(timeline, ...)
+with Timeline() as timeline:
+    ...                         # a step or two
+plots.timeline(timeline, ...)
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,9 @@ class Timeline:
             self._recorder = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             self._recorder.__enter__()
         else:
-            raise RuntimeError("a timeline needs GPUs: call helpers.gpus(2) first, which makes virtual ones where there are none")
+            raise RuntimeError(
+                "a timeline needs GPUs: call helpers.gpus(2) first, which makes virtual ones where there are none"
+            )
         return self
 
     def __exit__(self, *error) -> None:

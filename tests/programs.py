@@ -295,12 +295,17 @@ def random_numbers(a, b):
     draws = [torch.randn(4, device=a), torch.rand(3, device=b), torch.randint(9, (5,), device=a)]
     generator = torch.Generator(device=a).manual_seed(1)
     draws.append(torch.randperm(6, device=a, generator=generator))
-    return [draw.cpu() for draw in [*draws, torch.randn_like(draws[0]), torch.bernoulli(torch.full((9,), 0.5, device=b))]]
+    return [
+        draw.cpu() for draw in [*draws, torch.randn_like(draws[0]), torch.bernoulli(torch.full((9,), 0.5, device=b))]
+    ]
 
 
 PROGRAMS = {
     program.__name__ if program.__name__ != "program" else name: program
     for name, program in list(globals().items())
-    if callable(program) and getattr(program, "__module__", "") == __name__ and name not in ("train", "pictures")
-    and not name.startswith("_") and not isinstance(program, type)
+    if callable(program)
+    and getattr(program, "__module__", "") == __name__
+    and name not in ("train", "pictures")
+    and not name.startswith("_")
+    and not isinstance(program, type)
 }

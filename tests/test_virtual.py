@@ -85,9 +85,9 @@ def test_asked_for_others_starts_afresh():
     x = torch.ones(3, device="cuda:1")
     virtual.gpus(3, like="A100")
     assert torch.cuda.device_count() == 3 and torch.cuda.memory_allocated(1) == 0
-    with pytest.raises(RuntimeError, match="a later call of gpus.. replaced; make it again"):
+    with pytest.raises(RuntimeError, match=r"a later call of gpus.. replaced; make it again"):
         x + 1
-    with pytest.raises(RuntimeError, match="a later call of gpus.. replaced; make it again"):
+    with pytest.raises(RuntimeError, match=r"a later call of gpus.. replaced; make it again"):
         x.cpu()
 
 
@@ -99,14 +99,21 @@ def test_impossible_numbers_of_gpus(n):
 
 
 def test_unknown_card():
-    with pytest.raises(ValueError, match="there is no GPU called 'RTX'.*T4, V100, A100, H100"):
+    with pytest.raises(ValueError, match=r"there is no GPU called 'RTX'.*T4, V100, A100, H100"):
         virtual.gpus(2, like="RTX")
     assert virtual.machine() is None
 
 
 @pytest.mark.parametrize(
     "memory, nbytes",
-    [("16 GB", 16 << 30), ("256MB", 256 << 20), ("1.5 GiB", 3 << 29), ("512 m", 512 << 20), (300_000_000, 300_000_000), (4e8, 400_000_000)],
+    [
+        ("16 GB", 16 << 30),
+        ("256MB", 256 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("512 m", 512 << 20),
+        (300_000_000, 300_000_000),
+        (4e8, 400_000_000),
+    ],
 )
 def test_memory_as_people_write_it(memory, nbytes):
     virtual.gpus(1, memory=memory)
@@ -115,7 +122,7 @@ def test_memory_as_people_write_it(memory, nbytes):
 
 @pytest.mark.parametrize("memory", ["a lot", "", "16 XB", "-1 GB", "1..5 GB", 0, -5, "1 KB", True, [16], float("nan")])
 def test_memory_as_nobody_writes_it(memory):
-    with pytest.raises(ValueError, match="memory=.*give bytes, or text like"):
+    with pytest.raises(ValueError, match=r"memory=.*give bytes, or text like"):
         virtual.gpus(1, memory=memory)
 
 
@@ -150,9 +157,14 @@ def test_where_tensors_say_they_are():
     virtual.gpus(2)
     x = torch.zeros(2, 3).to("cuda:1")
     assert x.device == torch.device("cuda:1") and x.is_cuda and not x.is_cpu and not x.is_meta and x.get_device() == 1
-    assert x.type() == "torch.cuda.FloatTensor" and repr(x) == "tensor([[0., 0., 0.],\n        [0., 0., 0.]], device='cuda:1')"
+    assert (
+        x.type() == "torch.cuda.FloatTensor"
+        and repr(x) == "tensor([[0., 0., 0.],\n        [0., 0., 0.]], device='cuda:1')"
+    )
     assert repr(torch.ones(1, dtype=torch.float16, device=0)) == "tensor([1.], device='cuda:0', dtype=torch.float16)"
-    assert repr(torch.ones(1, device=0, requires_grad=True) * 2) == "tensor([2.], device='cuda:0', grad_fn=<MulBackward0>)"
+    assert (
+        repr(torch.ones(1, device=0, requires_grad=True) * 2) == "tensor([2.], device='cuda:0', grad_fn=<MulBackward0>)"
+    )
     assert repr(nn.Parameter(torch.ones(1).cuda())).endswith("tensor([1.], device='cuda:0', requires_grad=True)")
     for other in (x.t(), x[0], x.detach(), x.clone(), x + 1, torch.zeros_like(x), x.new_zeros(2), copy.deepcopy(x)):
         assert other.device == x.device
@@ -164,14 +176,38 @@ def test_how_tensors_get_there():
     virtual.gpus(2)
     x = torch.zeros(2)
     one = torch.device("cuda:1")
-    places = [x.to("cuda:1"), x.to(one), x.to(1), x.to(device=one), x.cuda(1), x.cuda(device="cuda:1"), x.to(torch.ones(1, device=1))]
-    places += [x.to("cuda:1", torch.float16), x.to("cuda:1", non_blocking=True, copy=True), x.type("torch.cuda.HalfTensor").to(1)]
-    places += [torch.tensor([1.0], device=1), torch.as_tensor([1.0], device=one), torch.rand(2, device="cuda:1"), torch.arange(3, device=1)]
-    places += [torch.zeros_like(x, device=1), x.new_full((2,), 3, device="cuda:1"), torch.as_tensor(x, device=1), torch.asarray([1], device=1)]
+    places = [
+        x.to("cuda:1"),
+        x.to(one),
+        x.to(1),
+        x.to(device=one),
+        x.cuda(1),
+        x.cuda(device="cuda:1"),
+        x.to(torch.ones(1, device=1)),
+    ]
+    places += [
+        x.to("cuda:1", torch.float16),
+        x.to("cuda:1", non_blocking=True, copy=True),
+        x.type("torch.cuda.HalfTensor").to(1),
+    ]
+    places += [
+        torch.tensor([1.0], device=1),
+        torch.as_tensor([1.0], device=one),
+        torch.rand(2, device="cuda:1"),
+        torch.arange(3, device=1),
+    ]
+    places += [
+        torch.zeros_like(x, device=1),
+        x.new_full((2,), 3, device="cuda:1"),
+        torch.as_tensor(x, device=1),
+        torch.asarray([1], device=1),
+    ]
     assert all(t.device == one for t in places)
     assert places[7].dtype == torch.float16
     with torch.cuda.device(1):
-        assert x.cuda().device == one and torch.cuda.current_device() == 1 and torch.zeros(1, device="cuda").device == one
+        assert (
+            x.cuda().device == one and torch.cuda.current_device() == 1 and torch.zeros(1, device="cuda").device == one
+        )
     with one:
         assert torch.zeros(2).device == one and nn.Linear(2, 2).weight.device == one
     torch.set_default_device("cuda:1")
@@ -219,7 +255,14 @@ def test_threads_see_them_too():
     for thread in (threading.Thread(target=work), Own()):
         thread.start()
         thread.join()
-    assert found == ["Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cuda:0!", torch.device("cuda:1")] * 2
+    assert (
+        found
+        == [
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cuda:0!",
+            torch.device("cuda:1"),
+        ]
+        * 2
+    )
     gc.collect()
     assert torch.cuda.memory_allocated(1) == 0
 
@@ -245,11 +288,20 @@ def test_device_mismatch_in_pytorchs_words():
         x + y
     with pytest.raises(RuntimeError, match=f"^{both}found at least two devices, cuda:0 and cpu!"):
         x * torch.ones(2)
-    with pytest.raises(RuntimeError, match=f"^{both}got mat1 is on cuda:0, different from other tensors on cuda:1 .*wrapper_CUDA_addmm"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"^{both}got mat1 is on cuda:0, different from other tensors on cuda:1 .*wrapper_CUDA_addmm",
+    ):
         nn.Linear(2, 2).to("cuda:1")(x)
-    with pytest.raises(RuntimeError, match=f"^{both}got tensors is on cuda:1, different from other tensors on cuda:0 .*wrapper_CUDA_cat"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"^{both}got tensors is on cuda:1, different from other tensors on cuda:0 .*wrapper_CUDA_cat",
+    ):
         torch.cat([x, y])
-    with pytest.raises(RuntimeError, match=r"^Input type \(torch.cuda.FloatTensor\) and weight type \(torch.FloatTensor\) should be the same"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^Input type \(torch.cuda.FloatTensor\) and weight type \(torch.FloatTensor\) should be the same",
+    ):
         nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2, device="cuda"))
     assert (x + torch.tensor(1.0)).device == x.device  # a CPU tensor of no dimension may join in
     assert x[torch.tensor([0])].device == x.device  # and so may indices
@@ -258,7 +310,7 @@ def test_device_mismatch_in_pytorchs_words():
 def test_numpy_and_lists():
     virtual.gpus(1)
     x = torch.ones(2, device="cuda")
-    with pytest.raises(TypeError, match="^can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu"):
+    with pytest.raises(TypeError, match=r"^can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu"):
         x.numpy()
     with pytest.raises(TypeError, match="^can't convert cuda:0 device type tensor to numpy"):
         memoryview(x.__array__())
@@ -268,7 +320,11 @@ def test_numpy_and_lists():
 @pytest.mark.parametrize("place", ["cuda:2", 2, torch.device("cuda", 7)])
 def test_a_gpu_that_is_not_there(place):
     virtual.gpus(2)
-    for attempt in (lambda: torch.zeros(1).to(place), lambda: torch.zeros(1, device=place), lambda: nn.Linear(1, 1).cuda(place)):
+    for attempt in (
+        lambda: torch.zeros(1).to(place),
+        lambda: torch.zeros(1, device=place),
+        lambda: nn.Linear(1, 1).cuda(place),
+    ):
         with pytest.raises(RuntimeError, match="CUDA error: invalid device ordinal") as caught:
             attempt()
         assert type(caught.value) is getattr(torch, "AcceleratorError", RuntimeError)
@@ -299,7 +355,9 @@ def test_out_of_memory():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         kept.append(torch.zeros(5 * MIB, device="cuda"))
     said = str(caught.value)
-    assert said.startswith("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 64.00 MiB of which 16.00 MiB is free.")
+    assert said.startswith(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 64.00 MiB of which 16.00 MiB is free."
+    )
     assert "48.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated" in said
     assert torch.cuda.memory_allocated() == 48 * MIB and torch.cuda.memory_stats()["num_ooms"] == 1
     kept.pop()
@@ -311,7 +369,12 @@ def test_capacity_holds_for_every_operation():
     """Forward, backward, optimizer and copies all come up against it, and a failed one leaves nothing behind."""
     virtual.gpus(2, memory="24 MB")
     x = torch.zeros(MIB, device="cuda:0", requires_grad=True)  # 4 MiB
-    for attempt in (lambda: x.repeat(8), lambda: torch.stack([x] * 8), lambda: torch.zeros(8 * MIB).to("cuda:0"), lambda: x.expand(8, -1).to("cuda:1")):
+    for attempt in (
+        lambda: x.repeat(8),
+        lambda: torch.stack([x] * 8),
+        lambda: torch.zeros(8 * MIB).to("cuda:0"),
+        lambda: x.expand(8, -1).to("cuda:1"),
+    ):
         with pytest.raises(torch.OutOfMemoryError):
             attempt()
         assert torch.cuda.memory_allocated(0) == 4 * MIB and torch.cuda.memory_allocated(1) == 0
@@ -401,11 +464,13 @@ def test_dry_run_of_what_was_made_outside():
     virtual.gpus(2)
     model, x = nn.Linear(3, 2).to("cuda:1"), torch.randn(4, 3)
     with virtual.dry_run():
-        assert nn.Linear(3, 2).to("cuda:1")(x.to("cuda:1")).device == torch.device("cuda:1")  # data may come from outside
+        assert nn.Linear(3, 2).to("cuda:1")(x.to("cuda:1")).device == torch.device(
+            "cuda:1"
+        )  # data may come from outside
         with torch.no_grad():
             assert model(x.to("cuda:1")).shape == (4, 2)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="made outside dry_run.*Make the model inside, too"):
+            with pytest.raises(RuntimeError, match=r"made outside dry_run.*Make the model inside, too"):
                 model(x.to("cuda:1"))
     assert model(x.to("cuda:1")).isfinite().all()
 
@@ -452,7 +517,11 @@ def test_gputil_lists_them(capsys):
     assert first.load == 0 and 0.9 < second.load <= 1
     assert second.memoryUsed == first.memoryUsed + torch.cuda.memory_reserved(1) / MIB
     GPUtil.showUtilization()
-    assert capsys.readouterr().out.splitlines()[-3:] == ["------------------", "|  0 |  0% |  1% |", "|  1 |  0% |  1% |"]
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "------------------",
+        "|  0 |  0% |  1% |",
+        "|  1 |  0% |  1% |",
+    ]
     assert GPUtil.getAvailable(limit=8) == [0, 1]
 
 
@@ -482,7 +551,10 @@ def test_saved_with_its_place():
     assert {t.device for t in loaded(map_location="cuda:0").values()} == {torch.device("cuda:0")}
     assert loaded(map_location={"cuda:1": "cuda:0"})["a"].device == torch.device("cuda:0")
     virtual.gpus(1)
-    with pytest.raises(RuntimeError, match=r"on CUDA device 1 but torch.cuda.device_count\(\) is 1. Please use torch.load with map_location"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"on CUDA device 1 but torch.cuda.device_count\(\) is 1. Please use torch.load with map_location",
+    ):
         loaded()
 
 

@@ -1,5 +1,7 @@
 """The simulated clock: its rules one by one, and the figures that PyTorch's model-parallel tutorial printed from two real GPUs."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -54,10 +56,17 @@ def test_short_kernels_are_bound_by_their_launch():
 def test_what_waits(gpus):
     clock = gpus.clock
     x = torch.randn(2000, 2000, device="cuda:1")
-    for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: repr(x), lambda: x.tolist(), lambda: torch.cuda.synchronize(1), lambda: bool((x > 0).any())):
+    for wait in (
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: repr(x),
+        lambda x: x.tolist(),
+        lambda x: torch.cuda.synchronize(1),
+        lambda x: bool((x > 0).any()),
+    ):
         x = x @ x / 50
         assert clock.host < clock.ready[1]
-        wait()
+        wait(x)
         assert clock.host >= clock.ready[1]
     x @ x
     torch.cuda.synchronize(0)
@@ -85,7 +94,12 @@ def test_cost_of_an_operation(gpus):
 def test_pinned_copies_leave_the_host_free(gpus):
     clock, x = gpus.clock, torch.zeros(10**7)
     seconds = T4.host.seconds(x.nbytes)
-    for source, options, waits in ((x, {}, True), (x, {"non_blocking": True}, True), (x.pin_memory(), {}, True), (x.pin_memory(), {"non_blocking": True}, False)):
+    for source, options, waits in (
+        (x, {}, True),
+        (x, {"non_blocking": True}, True),
+        (x.pin_memory(), {}, True),
+        (x.pin_memory(), {"non_blocking": True}, False),
+    ):
         before = clock.host
         source.to("cuda:0", **options)
         assert (clock.host - before > seconds) == waits
@@ -180,7 +194,7 @@ def test_timeline_tells_kinds_apart(gpus, capsys):
     assert list(timeline.rows) == ["cuda:0", "cuda:1"] and timeline.origin == "simulated"
     for spans in timeline.rows.values():
         assert {span.kind for span in spans} == {"forward", "backward", "optimizer", "copy"}
-        assert all(a.end <= b.start + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
         assert spans[-1].end <= timeline.seconds
     last_forward = max(span.end for span in timeline.rows["cuda:0"] if span.kind == "forward")
     first_backward = min(span.start for span in timeline.rows["cuda:0"] if span.kind == "backward")
@@ -223,6 +237,9 @@ def test_the_tutorials_table():
     places = ("cuda:0", "cuda:1", (3, 4, 6, 3), 1000)
     single = seconds(lambda: resnet50().to("cuda:0"))
     assert seconds(lambda: SplitResNet(*places)) / single - 1 == pytest.approx(0.07, abs=0.05)
-    faster = {size: single / seconds(lambda s=size: PipelinedResNet(*places, split_size=s)) - 1 for size in (1, 3, 5, 8, 10, 12, 20, 40, 60)}
+    faster = {
+        size: single / seconds(lambda s=size: PipelinedResNet(*places, split_size=s)) - 1
+        for size in (1, 3, 5, 8, 10, 12, 20, 40, 60)
+    }
     assert max(faster, key=faster.get) == 12
     assert faster[20] == pytest.approx(0.49, abs=0.10) and faster[12] == pytest.approx(0.54, abs=0.10)

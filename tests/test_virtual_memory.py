@@ -12,11 +12,19 @@ from tests.programs import Tagger, Translator
 
 
 def vision(name, **options):
-    return lambda: (getattr(torchvision.models, name)(num_classes=10, **options), torch.randn(4, 3, 64, 64), torch.arange(4))
+    return lambda: (
+        getattr(torchvision.models, name)(num_classes=10, **options),
+        torch.randn(4, 3, 64, 64),
+        torch.arange(4),
+    )
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10)), torch.randn(32, 64), torch.arange(32) % 10
+    return (
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10)),
+        torch.randn(32, 64),
+        torch.arange(32) % 10,
+    )
 
 
 def vgg():
@@ -40,7 +48,11 @@ MODELS = {
     "shufflenet": vision("shufflenet_v2_x0_5"),
     "mnasnet": vision("mnasnet0_5", dropout=0.0),
     "efficientnet": vision("efficientnet_b0"),
-    "vit": lambda: (torchvision.models.VisionTransformer(64, 16, 2, 2, 64, 128, num_classes=10), torch.randn(4, 3, 64, 64), torch.arange(4)),
+    "vit": lambda: (
+        torchvision.models.VisionTransformer(64, 16, 2, 2, 64, 128, num_classes=10),
+        torch.randn(4, 3, 64, 64),
+        torch.arange(4),
+    ),
     "lstm": tokens(Tagger),
     "transformer": tokens(Translator),
 }

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.programs import PROGRAMS
 
 from helpers import virtual
+from tests.programs import PROGRAMS
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

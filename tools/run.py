@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     series.BUILD.mkdir(exist_ok=True)
     os.environ.update(ENVIRONMENT)
+    if options.store:
+        os.environ["HELPERS_GPUS"] = "virtual"  # outputs that every machine can repeat
     try:
         results = [stored(path) if options.stored else execute(path) for path in chosen]
     except KeyboardInterrupt:

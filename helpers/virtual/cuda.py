@@ -46,11 +46,15 @@ class CUDA:
         for name, ours in ACCELERATOR.items():
             if name in vars(torch.accelerator):
                 self.patches.replace(torch.accelerator, name, getattr(self, ours))
-        self.patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
+        self.patches.replace(
+            torch.backends.cudnn, "is_acceptable", lambda tensor: False
+        )  # the CPU's kernels do the work
         for module, names in NOT_MODELLED.items():
             for name in names.split():
                 if hasattr(module, name):
-                    self.patches.replace(module, name, _not_modelled(f"{module.__name__}.{name}", getattr(module, name)))
+                    self.patches.replace(
+                        module, name, _not_modelled(f"{module.__name__}.{name}", getattr(module, name))
+                    )
         message = "nn.DataParallel copies in C++ where virtual GPUs cannot follow, and is not modelled; notebook 04 writes it out"
         self.patches.replace(torch.nn.DataParallel, "forward", _raising(message))
 
@@ -394,7 +398,9 @@ def _device_of(machine: Machine):
 
 
 def _not_modelled(name: str, original):
-    return functools.wraps(original)(_raising(f"{name} is not modelled: {MODES}. It works on real GPUs, or after helpers.virtual.reset()"))
+    return functools.wraps(original)(
+        _raising(f"{name} is not modelled: {MODES}. It works on real GPUs, or after helpers.virtual.reset()")
+    )
 
 
 def _raising(message: str):

@@ -6,6 +6,7 @@ A TorchDispatchMode sees operations below autograd, as the kernels of a GPU woul
 import warnings
 from itertools import zip_longest
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +41,23 @@ RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 class Operation:
     """What the schema tells about one operation, once."""
 
-    __slots__ = ("cacheable", "copies", "foreach", "formula", "func", "host_result", "is_view", "mixed", "name", "new", "reads", "resizes", "returns", "shape_from_values", "write_only")
+    __slots__ = (
+        "cacheable",
+        "copies",
+        "foreach",
+        "formula",
+        "func",
+        "host_result",
+        "is_view",
+        "mixed",
+        "name",
+        "new",
+        "reads",
+        "resizes",
+        "returns",
+        "shape_from_values",
+        "write_only",
+    )
 
     def __init__(self, func):
         schema = func._schema
@@ -68,9 +85,9 @@ class Operation:
 class Dispatch(TorchDispatchMode):
     """The mode of one thread. All of them share the machine, and what is known about operations."""
 
-    operations: dict = {}
-    flops: dict = {}
-    results: dict = {}  # of dry runs
+    operations: ClassVar[dict] = {}
+    flops: ClassVar[dict] = {}
+    results: ClassVar[dict] = {}  # of dry runs
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -208,9 +225,7 @@ class Dispatch(TorchDispatchMode):
                     home = home_of(tensor)
                     named.append((argument.name, tensor, torch.device("cpu") if home is None else home.gpu.device))
         if op.name in ("convolution", "_convolution") and named[0][2].type != named[1][2].type:
-            kinds = [
-                f"torch.{'cuda.' if d.type == 'cuda' else ''}{_legacy_type(tensor)}" for _, tensor, d in named[:2]
-            ]
+            kinds = [f"torch.{'cuda.' if d.type == 'cuda' else ''}{_legacy_type(tensor)}" for _, tensor, d in named[:2]]
             raise RuntimeError(f"Input type ({kinds[0]}) and weight type ({kinds[1]}) should be the same")
         if torch.Tag.pointwise in op.func.tags:
             first, other = named[0][2], next(d for _, _, d in named if d != named[0][2])
@@ -319,7 +334,11 @@ def _recipe(op: Operation, out, tensors):
             steps.append((same, None))
         elif result is None:
             steps.append((None, None))
-        elif not isinstance(result, torch.Tensor) or result.untyped_storage()._cdata in known or result.device.type != "meta":
+        elif (
+            not isinstance(result, torch.Tensor)
+            or result.untyped_storage()._cdata in known
+            or result.device.type != "meta"
+        ):
             return None
         else:
             known.add(result.untyped_storage()._cdata)

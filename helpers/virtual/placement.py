@@ -18,12 +18,42 @@ from helpers.virtual.patches import Patches
 
 CPU = torch.device("cpu")
 
-FACTORIES = (
-    "empty ones zeros full eye arange range linspace logspace rand randn randint randperm tensor as_tensor asarray scalar_tensor "
-    "empty_strided empty_permuted tril_indices triu_indices hann_window hamming_window bartlett_window blackman_window kaiser_window "
-    "empty_like ones_like zeros_like full_like rand_like randn_like randint_like"
-).split()
-METHODS = "new_tensor new_empty new_zeros new_ones new_full new_empty_strided".split()
+FACTORIES = [
+    "empty",
+    "ones",
+    "zeros",
+    "full",
+    "eye",
+    "arange",
+    "range",
+    "linspace",
+    "logspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "empty_strided",
+    "empty_permuted",
+    "tril_indices",
+    "triu_indices",
+    "hann_window",
+    "hamming_window",
+    "bartlett_window",
+    "blackman_window",
+    "kaiser_window",
+    "empty_like",
+    "ones_like",
+    "zeros_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+]
+METHODS = ["new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"]
 LEGACY = {
     torch.float32: "FloatTensor",
     torch.float64: "DoubleTensor",
@@ -51,7 +81,20 @@ class Placement:
         replace(Tensor, "is_cpu", property(lambda tensor: self.device(tensor).type == "cpu"))
         replace(Tensor, "is_meta", property(self.is_meta))
         replace(Tensor, "get_device", lambda tensor: -1 if (d := self.device(tensor)).index is None else d.index)
-        for name in "to cuda cpu type numpy tolist pin_memory is_pinned __array__ __repr__ __deepcopy__ record_stream".split():
+        for name in [
+            "to",
+            "cuda",
+            "cpu",
+            "type",
+            "numpy",
+            "tolist",
+            "pin_memory",
+            "is_pinned",
+            "__array__",
+            "__repr__",
+            "__deepcopy__",
+            "record_stream",
+        ]:
             replace(Tensor, name, self._standing_in(name))
         for name in FACTORIES:
             replace(torch, name, self._factory(getattr(torch, name)))
@@ -85,7 +128,9 @@ class Placement:
 
     def move(self, tensor: torch.Tensor, target: GPU | None, wait: bool = True) -> torch.Tensor:
         """A copy of `tensor` on `target` (None: the CPU), through which gradients travel back."""
-        if tensor.requires_grad and torch.is_grad_enabled() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if (tensor.requires_grad and torch.is_grad_enabled()) or torch._C._functorch.is_functorch_wrapped_tensor(
+            tensor
+        ):
             return _Move.apply(tensor, self, target, wait)
         return self.carry(tensor, target, wait)
 
@@ -111,7 +156,7 @@ class Placement:
             where, dtype = self.device(first), first.dtype
             plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})
         else:
-            where, dtype, non_blocking, memory_format = torch._C._nn._parse_to(
+            where, dtype, _non_blocking, memory_format = torch._C._nn._parse_to(
                 *(_unnumbered(a) for a in args if not isinstance(a, bool)),
                 **{k: _unnumbered(v) for k, v in kwargs.items() if k not in ("copy", "non_blocking")},
             )

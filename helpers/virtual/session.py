@@ -214,7 +214,9 @@ def _autocast(patches: Patches, machine: Machine) -> None:
 
     def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
         if machine.dry and enabled:
-            raise NotImplementedError("autocast is not modelled in a dry run; cast the model (.half()), or run it with numbers")
+            raise NotImplementedError(
+                "autocast is not modelled in a dry run; cast the model (.half()), or run it with numbers"
+            )
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, enabled, cache_enabled)

@@ -1,0 +1,38 @@
+"""The same programs on virtual and on real GPUs. Skipped without one; two are needed where a program uses both."""
+
+import gc
+
+import pytest
+import torch
+
+from helpers import virtual
+from helpers.virtual.specs import SPECS, Spec
+from tests.test_virtual_memory import MODELS, steps
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a real GPU")
+
+
+def figures(name: str) -> dict[str, int]:
+    torch.manual_seed(0)
+    model, x, y = MODELS[name]()
+    model, x, y = model.to("cuda"), x.to("cuda"), y.to("cuda")
+    kept = steps(model, x, y)
+    torch.cuda.synchronize()
+    found = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+    del model, x, y, kept
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_allocated_to_the_byte_and_reserved_within_two_percent(name, monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    total = torch.cuda.get_device_properties(0).total_memory
+    spec = SPECS["H100"]
+    with virtual.gpus(1, like=Spec(**{**vars(spec), "memory": total})):
+        expected = figures(name)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    found = figures(name)
+    assert found["allocated"] - before == expected["allocated"]
+    assert found["reserved"] == pytest.approx(expected["reserved"], rel=0.02)
