@@ -312,7 +312,7 @@ def test_numpy_and_lists():
     x = torch.ones(2, device="cuda")
     with pytest.raises(TypeError, match=r"^can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu"):
         x.numpy()
-    with pytest.raises(TypeError, match="^can't convert cuda:0 device type tensor to numpy"):
+    with pytest.raises(TypeError, match=r"^can't convert cuda:0 device type tensor to numpy"):
         memoryview(x.__array__())
     assert x.cpu().numpy().tolist() == x.tolist() == x.numpy(force=True).tolist() == [1, 1]
 
