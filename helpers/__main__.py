@@ -80,7 +80,7 @@ def gpus() -> Iterator[Line]:
             seen[name] = 0
     counts = ", ".join(f"{name} {count}" for name, count in {**seen, "torch": torch.cuda.device_count()}.items())
     if not on_path and not any(seen.values()) and not torch.cuda.is_available():
-        yield True, "gpu", "none: the lessons use the CPU"
+        yield True, "gpu", "none: the lessons use the CPU and virtual GPUs"
     elif torch.cuda.is_available():
         yield True, "gpu", f"{torch.cuda.get_device_name(0)} (seen by {counts})"
     elif any(seen.values()) and torch.version.cuda is None:

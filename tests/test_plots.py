@@ -21,7 +21,7 @@ def shown(monkeypatch):
 
 
 class Two:
-    devices, interval = ["cuda:0", "cuda:1"], 1.0
+    devices, interval, origin = ["cuda:0", "cuda:1"], 1.0, "measured"
 
 
 def watched():

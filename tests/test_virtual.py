@@ -305,6 +305,8 @@ def test_device_mismatch_in_pytorchs_words():
         nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2, device="cuda"))
     assert (x + torch.tensor(1.0)).device == x.device  # a CPU tensor of no dimension may join in
     assert x[torch.tensor([0])].device == x.device  # and so may indices
+    with pytest.raises(RuntimeError, match=r"^indices should be either on cpu or on the same device as the indexed tensor \(cpu\)"):
+        torch.ones(2)[torch.tensor([0], device="cuda:1")]
 
 
 def test_numpy_and_lists():

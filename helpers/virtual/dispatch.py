@@ -21,17 +21,9 @@ UNKNOWN = object()
 ANYWHERE = SimpleNamespace(gpu=None, nbytes=0)
 KINDS = 20_000  # kinds of operation remembered (an operation and the shapes it meets); beyond that, start again
 
-# Operations whose tensors may be on different devices, and the error of none
-MIXED = {
-    aten.index,
-    aten.index_put,
-    aten.index_put_,
-    aten._index_put_impl_,
-    aten._unsafe_index,
-    aten._pack_padded_sequence,
-    aten._pad_packed_sequence,
-    aten._pack_padded_sequence_backward,
-}
+# Operations whose tensors may be on different devices: indices and lengths may stay on the CPU
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+PACKING = {aten._pack_padded_sequence, aten._pad_packed_sequence, aten._pack_padded_sequence_backward}
 # ... and results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 MASKS = {torch.bool, torch.uint8}  # as indices
@@ -48,6 +40,7 @@ class Operation:
         "formula",
         "func",
         "host_result",
+        "indexes",
         "is_view",
         "mixed",
         "name",
@@ -66,7 +59,8 @@ class Operation:
         self.is_view = func.is_view or packet is aten._unsafe_view or packet is aten.lift_fresh
         self.copies = packet is aten.copy_
         self.foreach = self.name.startswith("_foreach_") or self.name.startswith("_amp_foreach_")
-        self.mixed = self.foreach or self.copies or packet in MIXED
+        self.indexes = packet in INDEXING
+        self.mixed = self.foreach or self.copies or self.indexes or packet in PACKING
         self.reads = torch.Tag.data_dependent_output in func.tags
         self.shape_from_values = torch.Tag.dynamic_output_shape in func.tags
         self.resizes = self.name in RESIZING or any(argument.is_out for argument in schema.arguments)
@@ -108,12 +102,12 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
         gpu = self._device(op, args, tensors)
-        waits = op.shape_from_values and (op.name != "index" or any(t.dtype in MASKS for t in tensors[1:]))
+        waits = op.shape_from_values and (not op.indexes or any(t.dtype in MASKS for t in tensors[1:]))
         if waits and self.machine.dry:
             raise NotImplementedError(
                 f"the shape of what {op.name} returns depends on values, and a dry run has none. Run this line outside dry_run()"
             )
-        out = self._dry(op, args, kwargs, tensors) if self.machine.dry else func(*args, **kwargs)
+        out = self._dry(op, args, kwargs, tensors, gpu) if self.machine.dry else func(*args, **kwargs)
         if gpu is None:
             if op.new and type(out) is torch.Tensor and all(_is_anywhere(tensor) for tensor in tensors):
                 out.untyped_storage()._virtual_home = ANYWHERE
@@ -159,6 +153,8 @@ class Dispatch(TorchDispatchMode):
                 self._mismatch(op, args)
         if gpu is UNKNOWN or gpu is None:
             return None
+        if op.indexes and home_of(tensors[0]) is None:
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         if gpu.machine is not self.machine:
             raise RuntimeError(
                 f"this tensor lives on {gpu.device} of virtual GPUs that a later call of gpus() replaced; make it again"
@@ -239,10 +235,10 @@ class Dispatch(TorchDispatchMode):
             f"{common} (when checking argument in method wrapper_CUDA_{op.name})"
         )
 
-    def _dry(self, op: Operation, args, kwargs, tensors):
+    def _dry(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.reads:
-            return self._no_value(op, tensors)
+            return self._no_value(op, tensors, gpu)
         key = [op.func, torch.is_grad_enabled()]
         _describe(args, key)
         _describe(kwargs.items(), key)
@@ -263,8 +259,8 @@ class Dispatch(TorchDispatchMode):
         same = op.returns[0] if len(op.returns) == 1 else None
         return out if same is None or same >= len(args) else args[same]
 
-    def _no_value(self, op: Operation, tensors):
-        if not self.machine.explained:
+    def _no_value(self, op: Operation, tensors, gpu: GPU | None):
+        if gpu is not None and not self.machine.explained:
             self.machine.explained = True
             warnings.warn(
                 "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)",
