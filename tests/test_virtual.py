@@ -13,6 +13,7 @@ from torch import nn
 
 from helpers import virtual
 from helpers.virtual import session, specs
+from helpers.virtual.dry import DryRun
 
 MIB = 1 << 20
 
@@ -305,7 +306,9 @@ def test_device_mismatch_in_pytorchs_words():
         nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2, device="cuda"))
     assert (x + torch.tensor(1.0)).device == x.device  # a CPU tensor of no dimension may join in
     assert x[torch.tensor([0])].device == x.device  # and so may indices
-    with pytest.raises(RuntimeError, match=r"^indices should be either on cpu or on the same device as the indexed tensor \(cpu\)"):
+    with pytest.raises(
+        RuntimeError, match=r"^indices should be either on cpu or on the same device as the indexed tensor \(cpu\)"
+    ):
         torch.ones(2)[torch.tensor([0], device="cuda:1")]
 
 
@@ -431,7 +434,7 @@ def test_ten_thousand_steps_leave_no_trace():
             [g.settled().reserved for g in machine.gpus],
             [(len(g.memory._small), len(g.memory._large), len(g._freed)) for g in machine.gpus],
             len(session.Dispatch.flops),
-            len(session.Dispatch.results),
+            len(DryRun.recipes),
             sum(type(o).__name__ in ("Home", "Block") for o in gc.get_objects()),
         )
 

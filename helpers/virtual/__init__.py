@@ -5,8 +5,9 @@
 
 Numbers are computed on the CPU. Places, memory and time are kept account of: tensors on two devices do not mix, a GPU that is
 full says so, and each has a simulated clock. A reading guide: `specs` (what a GPU is), `allocator` (its memory), `clock` (its
-time), `machine` (all of it together), `dispatch` (every operation passes there), `placement` (`.to` and its kind), `cuda` (the
-face of torch.cuda), `session` (on and off).
+time), `machine` (all of it together); `dispatch` (every operation passes there), with `operations` (what is known of each),
+`costs` and `dry` (operations on shapes alone); `placement` (`.to` and its kind); `cuda`, `streams` and `gputil` (the faces);
+`session` (on and off) and `patches`.
 """
 
 from helpers.virtual.session import dry_run, gpus, machine, recording, reset

@@ -1,20 +1,20 @@
-"""The face of torch.cuda, torch.accelerator and GPUtil while virtual GPUs are on: the functions that lessons and tutorials call.
+"""The face of torch.cuda and torch.accelerator while virtual GPUs are on: the functions that lessons and tutorials call.
 
 What is not modelled raises NotImplementedError and says so, rather than give a figure that means nothing.
 """
 
 import contextlib
 import functools
-import sys
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from helpers.virtual.gputil import load
 from helpers.virtual.machine import GPU, Machine
 from helpers.virtual.patches import Patches
-from helpers.virtual.specs import MIB
+from helpers.virtual.streams import Stream, event_class
 
 MODES = "virtual GPUs have one stream per GPU and run eager PyTorch"
 NOT_MODELLED = {
@@ -40,7 +40,7 @@ class CUDA:
             for public in PUBLIC:
                 if public in vars(module):
                     self.patches.replace(module, public, getattr(self, public))
-        self.patches.replace(torch.cuda, "Event", _event(self.machine))
+        self.patches.replace(torch.cuda, "Event", event_class(self.machine))
         self.patches.replace(torch.cuda, "device", _device(self.machine))
         self.patches.replace(torch.cuda, "device_of", _device_of(self.machine))
         for name, ours in ACCELERATOR.items():
@@ -250,124 +250,6 @@ ACCELERATOR = {
     "get_memory_info": "mem_get_info",
     "memory_stats": "memory_stats",
 }
-
-
-class Stream:
-    """The one stream of a GPU."""
-
-    cuda_stream = 0
-
-    def __init__(self, machine: Machine, gpu: GPU):
-        self.machine, self.gpu, self.device = machine, gpu, gpu.device
-
-    def synchronize(self) -> None:
-        self.machine.clock.wait(self.gpu.index)
-
-    def query(self) -> bool:
-        return self.machine.clock.ready[self.gpu.index] <= self.machine.clock.host
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def wait_stream(self, stream: "Stream") -> None:
-        """What is queued here from now on starts when that stream has come to here."""
-        ready = self.machine.clock.ready
-        ready[self.gpu.index] = max(ready[self.gpu.index], ready[stream.gpu.index])
-
-    def wait_event(self, event) -> None:
-        event.wait(self)
-
-    def record_event(self, event=None):
-        event = event or torch.cuda.Event()
-        event.record(self)
-        return event
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Stream) and other.gpu is self.gpu
-
-    def __hash__(self) -> int:
-        return hash(self.gpu.index)
-
-
-def load(machine: Machine, gpu: GPU, asker: str) -> float:
-    """The share of simulated time in which this GPU was busy since `asker` last asked, of work already queued; 0 to 1."""
-    clock, asked = machine.clock, machine.asked.setdefault((asker, gpu.index), (0.0, 0.0))
-    now, busy = max(clock.host, *clock.ready), clock.busy[gpu.index]
-    machine.asked[asker, gpu.index] = (now, busy)
-    return (busy - asked[1]) / (now - asked[0]) if now > asked[0] else 0.0
-
-
-def gputil(machine: Machine, patches: Patches) -> None:
-    """Let GPUtil, where it is installed, list the virtual GPUs."""
-    try:
-        from GPUtil import GPUtil as module
-    except ImportError:
-        return
-
-    def getGPUs() -> list:
-        """As nvidia-smi lists them: memory in MiB, reserved and context counted as used."""
-        found = []
-        for gpu in machine.gpus:
-            memory = gpu.settled()
-            total, free = memory.capacity // MIB, memory.free_on_gpu // MIB
-            busy = load(machine, gpu, "GPUtil")
-            found.append(
-                module.GPU(
-                    gpu.index,
-                    f"GPU-virtual-{gpu.index}",
-                    busy,
-                    float(total),
-                    float(total - free),
-                    float(free),
-                    "virtual",
-                    gpu.spec.name,
-                    "",
-                    "Disabled",
-                    "Disabled",
-                    float("nan"),
-                )
-            )
-        return found
-
-    patches.replace(module, "getGPUs", getGPUs)
-    patches.replace(sys.modules["GPUtil"], "getGPUs", getGPUs)
-
-
-def _event(machine: Machine):
-    class Event:
-        """A mark in a GPU's queue: the moment at which all that was queued before it is done."""
-
-        def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_):
-            if interprocess:
-                raise NotImplementedError("events between processes are not modelled by virtual GPUs")
-            self.enable_timing, self.time, self.gpu = enable_timing, None, 0
-
-        def record(self, stream=None) -> None:
-            self.gpu = machine.local.current if stream is None else stream.device.index
-            self.time = max(machine.clock.host, machine.clock.ready[self.gpu])
-
-        def synchronize(self) -> None:
-            machine.clock.wait_until(self.time or 0.0)
-
-        def wait(self, stream=None) -> None:
-            """Work queued from now on starts after this event."""
-            gpu = machine.local.current if stream is None else stream.device.index
-            machine.clock.ready[gpu] = max(machine.clock.ready[gpu], self.time or 0.0)
-
-        def query(self) -> bool:
-            return self.time is None or self.time <= machine.clock.host
-
-        def elapsed_time(self, end_event) -> float:
-            """Milliseconds of simulated time from this event to the other."""
-            if not (self.enable_timing and end_event.enable_timing):
-                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-            if self.time is None or end_event.time is None:
-                raise ValueError("Both events must be recorded before calculating elapsed time.")
-            if not (self.query() and end_event.query()):
-                raise RuntimeError("Both events must be completed before calculating elapsed time.")
-            return (end_event.time - self.time) * 1e3
-
-    return Event
 
 
 def _device(machine: Machine):

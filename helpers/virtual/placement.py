@@ -131,7 +131,7 @@ class Placement:
         if (tensor.requires_grad and torch.is_grad_enabled()) or torch._C._functorch.is_functorch_wrapped_tensor(
             tensor
         ):
-            return _Move.apply(tensor, self, target, wait)
+            return ToCopy.apply(tensor, self, target, wait)
         return self.carry(tensor, target, wait)
 
     def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool) -> torch.Tensor:
@@ -342,7 +342,7 @@ class Placement:
         return groups
 
 
-class _Move(torch.autograd.Function):
+class ToCopy(torch.autograd.Function):
     """The copy between two places, and the copy of its gradient back."""
 
     generate_vmap_rule = True

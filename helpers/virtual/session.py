@@ -9,7 +9,7 @@ import torch
 import torch._dynamo  # it takes note of PyTorch's functions when torchvision or DDP import it, and must not find ours then
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from helpers.virtual import cuda, specs
+from helpers.virtual import cuda, gputil, specs
 from helpers.virtual.clock import Span
 from helpers.virtual.dispatch import Dispatch
 from helpers.virtual.machine import HOME, Machine
@@ -39,7 +39,7 @@ class _Session:
         self.patches = Patches()
         Placement(self.machine, self.patches).install()
         cuda.CUDA(self.machine, self.patches).install()
-        cuda.gputil(self.machine, self.patches)
+        gputil.install(self.machine, self.patches)
         self.patches.replace(threading.Thread, "start", _in_threads_too(threading.Thread.start, self.machine))
         _autocast(self.patches, self.machine)
         self.package = (0, self._tag, self._restore)  # before PyTorch's own, which have 10 and more

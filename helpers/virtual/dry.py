@@ -1,0 +1,136 @@
+"""Operations on shapes alone: what an operation gave for the same shapes before, or else PyTorch's meta kernel.
+
+Remembering is what makes a dry run cheap: PyTorch's meta kernels are written in Python, and take ten times as long.
+"""
+
+import warnings
+from typing import ClassVar
+
+import torch
+
+from helpers.virtual.machine import GPU, Machine
+from helpers.virtual.operations import Operation
+
+KINDS = 20_000  # kinds of operation remembered (an operation and the shapes it meets); beyond that, start again
+
+
+class DryRun:
+    """Carries out operations without numbers. The recipes are shared by all threads, and outlive a call of gpus()."""
+
+    recipes: ClassVar[dict] = {}
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
+        """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
+        if op.reads:
+            return self.no_value(op, tensors, gpu)
+        key = [op.func, torch.is_grad_enabled()]
+        _describe(args, key)
+        _describe(kwargs.items(), key)
+        key = tuple(key)
+        made = self.recipes.get(key)
+        if made is not None:
+            return made(args)
+        shapes, options = _on_meta(args), _on_meta(kwargs)
+        if "device" in options:
+            options["device"] = torch.device("meta")
+        with self.machine.aside():
+            out = op.func(*shapes, **options)
+            again = _recipe(op, out, tensors) if op.cacheable and tensors else None
+        if again is not None:
+            bound(self.recipes)
+            self.recipes[key] = again
+            return again(args)
+        same = op.returns[0] if len(op.returns) == 1 else None
+        return out if same is None or same >= len(args) else args[same]
+
+    def no_value(self, op: Operation, tensors, gpu: GPU | None):
+        if gpu is not None and not self.machine.explained:
+            self.machine.explained = True
+            warnings.warn(
+                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)",
+                stacklevel=5,
+            )
+        if op.name != "_local_scalar_dense":
+            return False
+        dtype = tensors[0].dtype
+        return float("nan") if dtype.is_floating_point else False if dtype is torch.bool else 0
+
+
+_has_no_numbers = torch._C.TensorBase.is_meta.__get__  # whatever placement lets is_meta say
+
+
+def _describe(values, key: list) -> None:
+    """What of the arguments decides over the result's shape: add it to the key."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            key.append(value.dtype)
+            key.append(value.shape)
+            key.append(value.stride())
+            key.append(_has_no_numbers(value))
+        elif type(value) is float:
+            key.append(float)
+        elif isinstance(value, (list, tuple)):
+            key.append(len(value))
+            _describe(value, key)
+        else:
+            key.append(value)
+
+
+def bound(known: dict) -> None:
+    if len(known) > KINDS:
+        known.clear()
+
+
+def _recipe(op: Operation, out, tensors):
+    """A function that makes `out` again, from other arguments of the same shapes; None where it cannot."""
+    if out is None:
+        return lambda args: None
+    single = isinstance(out, torch.Tensor)
+    known = {tensor.untyped_storage()._cdata for tensor in tensors}
+    steps = []
+    for at, result in enumerate([out] if single else out):
+        same = op.returns[at] if at < len(op.returns) else None
+        if same is not None:
+            steps.append((same, None))
+        elif result is None:
+            steps.append((None, None))
+        elif (
+            not isinstance(result, torch.Tensor)
+            or result.untyped_storage()._cdata in known
+            or result.device.type != "meta"
+        ):
+            return None
+        else:
+            known.add(result.untyped_storage()._cdata)
+            steps.append((None, (tuple(result.shape), result.stride(), result.dtype)))
+    if single:
+        same, new = steps[0]
+        return (lambda args: _empty(*new)) if same is None else (lambda args: args[same])
+    kind = list if isinstance(out, list) else tuple
+    return lambda args: kind(
+        args[same] if same is not None else None if new is None else _empty(*new) for same, new in steps
+    )
+
+
+def _empty(shape, stride, dtype) -> torch.Tensor:
+    return torch._C._VariableFunctions.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _on_meta(value):
+    """Tensors with numbers become shapes, where a dry run meets them."""
+    if isinstance(value, torch.Tensor):
+        if not value.dim() or _has_no_numbers(value):
+            return value
+        if value.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a tensor of shape {tuple(value.shape)} that wants gradients was made outside dry_run(). Make the model inside, too"
+            )
+        return _empty(value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_meta, value))
+    if isinstance(value, dict):
+        return {name: _on_meta(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,110 @@
+"""What is known about each operation of ATen, from its schema and a few lists; and PyTorch's words for tensors in the wrong place."""
+
+from itertools import zip_longest
+
+import torch
+
+from helpers.virtual.costs import WRITE_ONLY, formula
+from helpers.virtual.machine import home_of
+
+aten = torch.ops.aten
+
+# Operations whose tensors may be on different devices: indices and lengths may stay on the CPU
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+PACKING = {aten._pack_padded_sequence, aten._pad_packed_sequence, aten._pack_padded_sequence_backward}
+# ... and results that are for the host in any case
+HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
+MASKS = {torch.bool, torch.uint8}  # as indices
+RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
+
+
+class Operation:
+    """What the schema tells about one operation, once."""
+
+    __slots__ = (
+        "cacheable",
+        "copies",
+        "foreach",
+        "formula",
+        "func",
+        "host_result",
+        "indexes",
+        "is_view",
+        "mixed",
+        "name",
+        "new",
+        "reads",
+        "resizes",
+        "returns",
+        "shape_from_values",
+        "write_only",
+    )
+
+    def __init__(self, func):
+        schema = func._schema
+        packet = func._overloadpacket
+        self.func, self.name = func, packet.__name__
+        self.is_view = func.is_view or packet is aten._unsafe_view or packet is aten.lift_fresh
+        self.copies = packet is aten.copy_
+        self.foreach = self.name.startswith("_foreach_") or self.name.startswith("_amp_foreach_")
+        self.indexes = packet in INDEXING
+        self.mixed = self.foreach or self.copies or self.indexes or packet in PACKING
+        self.reads = torch.Tag.data_dependent_output in func.tags
+        self.shape_from_values = torch.Tag.dynamic_output_shape in func.tags
+        self.resizes = self.name in RESIZING or any(argument.is_out for argument in schema.arguments)
+        # which argument each result is, for operations in place; None: a new tensor
+        names = [_alias(argument.alias_info) for argument in schema.arguments]
+        self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
+        self.formula = formula(func)
+        self.write_only = func in WRITE_ONLY
+        self.host_result = HOST_RESULTS.get(packet)
+        self.new = any(argument is None for argument in self.returns)
+        self.cacheable = not (
+            self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")
+        )
+
+
+def _alias(info) -> str | None:
+    """The letter by which a schema says that a result is an argument: "a" of Tensor(a!)."""
+    return min(info.before_set) if info is not None and info.is_write and info.before_set else None
+
+
+def tensors_of(args, kwargs) -> list[torch.Tensor]:
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def mismatch(op: Operation, args) -> RuntimeError:
+    """PyTorch's error for tensors on two devices: which words it has depends on the operation."""
+    schema = op.func._schema.arguments
+    named = []
+    for argument, value in zip_longest(schema, args):
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                home = home_of(tensor)
+                named.append((argument.name, tensor, torch.device("cpu") if home is None else home.gpu.device))
+    if op.name in ("convolution", "_convolution") and named[0][2].type != named[1][2].type:
+        kinds = [f"torch.{'cuda.' if d.type == 'cuda' else ''}{_legacy_type(tensor)}" for _, tensor, d in named[:2]]
+        return RuntimeError(f"Input type ({kinds[0]}) and weight type ({kinds[1]}) should be the same")
+    if torch.Tag.pointwise in op.func.tags:
+        first, other = named[0][2], next(d for _, _, d in named if d != named[0][2])
+        return RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {first} and {other}!"
+        )
+    common = named[0][2]
+    name, odd = next((name, d) for name, _, d in named if d != common)
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but got {name} is on {odd}, different from other tensors on "
+        f"{common} (when checking argument in method wrapper_CUDA_{op.name})"
+    )
+
+
+def _legacy_type(tensor: torch.Tensor) -> str:
+    return {torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16"}.get(
+        tensor.dtype, "Long"
+    ) + "Tensor"
