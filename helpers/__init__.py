@@ -1,23 +1,25 @@
 """What a reader should not have to read in a lesson. The names that notebooks use, and nothing else.
 
-Each is imported when it is first used, so that `helpers.virtual` works without matplotlib and the rest.
+Most are imported when they are first used, so that `helpers.virtual` works without matplotlib and the rest. The two functions
+whose modules are called like them are bound first: importing a module later would bind its name to the module.
 """
 
 import importlib
 
-_FROM = {"Monitor": "monitor", "Timeline": "timeline", "progress": "progress", "gpus": "virtual", "dry_run": "virtual"}
+from helpers.launch import launch
+from helpers.progress import progress
+
+_FROM = {"Monitor": "monitor", "Timeline": "timeline", "gpus": "virtual", "dry_run": "virtual"}
 _MODULES = ("checkpoint", "checks", "data", "plots", "virtual")
 
-__all__ = [*_FROM, *_MODULES]
+__all__ = [*_FROM, *_MODULES, "launch", "progress"]
 
 
 def __getattr__(name: str):
     if name in _MODULES:
         return importlib.import_module(f"helpers.{name}")
     if name in _FROM:
-        found = getattr(importlib.import_module(f"helpers.{_FROM[name]}"), name)
-        globals()[name] = found  # after the import, which binds a module of that name
-        return found
+        return getattr(importlib.import_module(f"helpers.{_FROM[name]}"), name)
     raise AttributeError(f"module 'helpers' has no attribute {name!r}")
 
 
