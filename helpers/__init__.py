@@ -9,7 +9,7 @@ import importlib
 from helpers.launch import launch
 from helpers.progress import progress
 
-_FROM = {"Monitor": "monitor", "Timeline": "timeline", "gpus": "virtual", "dry_run": "virtual"}
+_FROM = {"Monitor": "monitor", "Recorder": "timeline", "Timeline": "timeline", "gpus": "virtual", "dry_run": "virtual"}
 _MODULES = ("checkpoint", "checks", "data", "plots", "virtual")
 
 __all__ = [*_FROM, *_MODULES, "launch", "progress"]

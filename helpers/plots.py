@@ -32,7 +32,15 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",  # also in a dark theme, where black text would vanish on nothing
 }
-KINDS = {"forward": COLORS[0], "backward": COLORS[1], "optimizer": COLORS[2], "kernel": COLORS[0], "copy": COLORS[3]}
+KINDS = {
+    "forward": COLORS[0],
+    "backward": COLORS[1],
+    "optimizer": COLORS[2],
+    "kernel": COLORS[0],
+    "copy": COLORS[3],
+    "send": COLORS[3],
+    "wait": "#dddddd",
+}
 WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
 
 
@@ -62,7 +70,7 @@ def timeline(timeline: Timeline, title: str) -> None:
         for kind, color in KINDS.items():
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
             axes.broken_barh(bars, (at - 0.36, 0.72), color=color, label=kind if bars else None)
-        computing = sum(span.end - span.start for span in spans if span.kind != "copy")
+        computing = sum(span.end - span.start for span in spans if span.kind not in ("copy", "send", "wait"))
         axes.annotate(
             f"{computing / timeline.seconds:.0%} busy", (1.01, at), xycoords=("axes fraction", "data"), va="center"
         )
@@ -91,6 +99,28 @@ def curves(
         axes.axvline(mark, color="#888888", linestyle="--", linewidth=1)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.xaxis.get_major_locator().set_params(integer=True)
+    _show(figure, title, origin)
+
+
+def sweep(
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    origin: Origin,
+    points: Mapping[str, Mapping[float, float]] | None = None,
+) -> None:
+    """One line a series over x, on a logarithmic axis; `points` are somebody else's figures: {"who": {x: y}}."""
+    figure, axes = _figure()
+    for name, values in series.items():
+        _line(axes, x, values, name)
+    for (name, found), color in zip((points or {}).items(), COLORS[len(series) :], strict=False):
+        axes.plot(list(found), list(found.values()), "*", markersize=12, color=color, label=name)
+    axes.legend(loc="best", frameon=False)
+    axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log")
+    axes.set_xticks(x, [f"{value:g}" for value in x])
+    axes.minorticks_off()
     _show(figure, title, origin)
 
 

@@ -1,10 +1,15 @@
 """What each GPU does when, while a `with` block runs: simulated for virtual GPUs, measured by torch.profiler for real ones.
 
-with Timeline() as timeline:
-    ...                         # a step or two
-plots.timeline(timeline, ...)
+    with Timeline() as timeline:
+        ...                         # a step or two
+    plots.timeline(timeline, ...)
+
+Processes measure themselves with a Recorder, and the parent puts their rows together: Timeline.of_ranks([...]).
 """
 
+import functools
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +20,8 @@ from helpers import virtual
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of work on one device, in seconds since the block began. kind: forward, backward, optimizer, copy, or
-    kernel where the profiler does not tell them apart."""
+    """A stretch of work on one device, in seconds since the block began. kind: forward, backward, optimizer, copy, send, wait,
+    or kernel where the profiler does not tell them apart."""
 
     start: float
     end: float
@@ -28,6 +33,19 @@ class Timeline:
 
     Raises RuntimeError where there is no GPU, real or virtual.
     """
+
+    @classmethod
+    def of_ranks(cls, spans: Sequence[Sequence[Span]]) -> "Timeline":
+        """One row a rank, from what each rank's Recorder holds. Their clock is the machine's, so that rows can be compared."""
+        timeline, every = cls(), [span for row in spans for span in row]
+        start = min((span.start for span in every), default=0.0)
+        timeline.origin = "measured"
+        timeline.seconds = max((span.end for span in every), default=start) - start
+        timeline.rows = {
+            f"rank {rank}": [Span(s.start - start, s.end - start, s.kind) for s in row]
+            for rank, row in enumerate(spans)
+        }
+        return timeline
 
     def __enter__(self) -> "Timeline":
         self.rows: dict[str, list[Span]] = {}
@@ -80,6 +98,35 @@ class Timeline:
         start = min((span.start for span in times), default=0.0)
         self.seconds = max((span.end for span in times), default=0.0) - start
         return list(by_gpu.items()), start
+
+
+class Recorder:
+    """What this process does when. `with recorder("forward"): ...`, or a function that is recorded at each call."""
+
+    def __init__(self):
+        self.spans: list[Span] = []
+
+    def __call__(self, kind: str) -> "_Recording":
+        return _Recording(self.spans, kind)
+
+    def wrap(self, kind: str, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def recorded(*args, **kwargs):
+            with self(kind):
+                return function(*args, **kwargs)
+
+        return recorded
+
+
+class _Recording:
+    def __init__(self, spans: list[Span], kind: str):
+        self.spans, self.kind = spans, kind
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *error) -> None:
+        self.spans.append(Span(self.start, time.perf_counter(), self.kind))
 
 
 def _joined(spans: list[Span], gap: float) -> list[Span]:
