@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from helpers import checks, virtual
@@ -177,4 +178,78 @@ def test_skip_repaired(capsys, make, complaint, monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     with virtual.gpus(2):
         checks.skip_repaired(make)
+    assert complaint in said(capsys)
+
+
+# -- notebook 03
+
+
+def gpipe(stages, pieces):
+    return [[None] * s + list(range(pieces)) + [None] * (stages - 1 - s) for s in range(stages)]
+
+
+@pytest.mark.parametrize(
+    "table, complaint",
+    [
+        (lambda m, n: [[None] * (s * n) + list(range(n)) + [None] * ((m - 1 - s) * n) for s in range(m)],
+         "with 2 stages and 4 micro-batches, stage 1 waits 4 of 8 slots; it need not wait more than 1"),
+        (lambda m, n: [list(range(n)) for _ in range(m)], "stage 1 begins 0 in slot 0, before stage 0 has finished it"),
+        (lambda m, n: gpipe(m, n)[:-1], "there should be 2 rows of one length"),
+        (lambda m, n: [[0] * (n + m - 1) for _ in range(m)], "stage 0 should work on each of 0 to 3 once"),
+        (gpipe, "[passed]"),
+    ],
+)  # fmt: skip
+def test_slots(capsys, table, complaint):
+    checks.slots(table)
+    assert complaint in said(capsys)
+
+
+def smallest(stages, batch, budget):
+    return next(
+        n for n in range(1, 10_000) if (stages - 1) / (n + stages - 1) < 0.1 and batch * min(stages, n) / n <= budget
+    )
+
+
+@pytest.mark.parametrize(
+    "choose, complaint",
+    [
+        (lambda stages, batch, budget: stages, "n = 2: the bubble is 33%, not under 10 %"),
+        (lambda stages, batch, budget: 9 * (stages - 1) + 1, "a stage holds 571 MiB"),
+        (lambda stages, batch, budget: smallest(stages, batch, budget) + 1, "right, but 10 would do"),
+        (lambda stages, batch, budget: 2.5, "it should be a whole number"),
+        (smallest, "[passed]"),
+    ],
+)
+def test_micro_batches(capsys, choose, complaint):
+    checks.micro_batches(choose)
+    assert complaint in said(capsys)
+
+
+def exchange(first, answer=lambda theirs: theirs):
+    def worker():
+        mine, theirs = torch.full((2,), float(dist.get_rank())), torch.empty(2)
+        other = 1 - dist.get_rank()
+        sending = dist.isend(mine, dst=other) if first(dist.get_rank()) else None
+        dist.recv(theirs, src=other)
+        sending.wait() if sending else dist.send(mine, dst=other)
+        return answer(theirs).tolist()
+
+    return worker
+
+
+@pytest.mark.parametrize(
+    "worker, complaint",
+    [
+        (
+            exchange(lambda rank: False),
+            "after 3 seconds rank 0 waits in recv and rank 1 waits in recv: who sends first?",
+        ),
+        (exchange(lambda rank: True, lambda theirs: theirs * 0), "it ends, but returns [0.0, 0.0] on rank 0"),
+        (exchange(lambda rank: True, lambda theirs: theirs / undefined), "raised NameError: name 'undefined'"),  # noqa: F821
+        (exchange(lambda rank: True), "[passed]"),
+        (exchange(lambda rank: rank == 1), "[passed]"),
+    ],
+)
+def test_exchanged(capsys, worker, complaint):
+    checks.exchanged(worker)
     assert complaint in said(capsys)
