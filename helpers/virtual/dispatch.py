@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.virtual.costs import moved, rate
 from helpers.virtual.dry import DryRun, bound
-from helpers.virtual.machine import GPU, Home, Machine, home_of, storage_of
+from helpers.virtual.machine import GPU, Home, Machine, gpu_of, storage_of
 from helpers.virtual.operations import MASKS, Operation, mismatch, tensors_of
 
 UNKNOWN = object()
@@ -67,7 +67,7 @@ class Dispatch(TorchDispatchMode):
         elif op.foreach:
             self._launch_foreach(op, args, tensors)
         elif op.copies and (crossing := self._crossing(args)):
-            self.travel(*crossing, args[1], wait=not (len(args) > 2 and args[2]))
+            self.machine.travel(*crossing, args[1], wait=not (len(args) > 2 and args[2]))
         else:
             if op.write_only:
                 tensors = tensors[:1]
@@ -97,13 +97,9 @@ class Dispatch(TorchDispatchMode):
                 raise mismatch(op, args)
         if gpu is UNKNOWN or gpu is None:
             return None
-        if op.indexes and home_of(tensors[0]) is None:
+        if op.indexes and gpu_of(tensors[0]) is None:
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-        if gpu.machine is not self.machine:
-            raise RuntimeError(
-                f"this tensor lives on {gpu.device} of virtual GPUs that a later call of gpus() replaced; make it again"
-            )
-        return gpu
+        return self.machine.own(gpu)
 
     def _flops(self, op: Operation, args, kwargs, tensors, out) -> int:
         key = (op.func, *[tensor.shape for tensor in tensors], *[arg for arg in args if type(arg) is bool])
@@ -118,8 +114,7 @@ class Dispatch(TorchDispatchMode):
             if tensor is None or at == op.host_result:
                 continue
             if op.foreach:  # each result where its own input is
-                home = home_of(args[0][at])
-                gpu = None if home is None else home.gpu
+                gpu = gpu_of(args[0][at])
             self._settle(op, tensor, gpu)
 
     def _settle(self, op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:
@@ -133,27 +128,16 @@ class Dispatch(TorchDispatchMode):
 
     def _launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
-        first = [(tensor.nbytes, home_of(tensor)) for tensor in args[0]]
+        first = [(tensor.nbytes, gpu_of(tensor)) for tensor in args[0]]
         total, nbytes = sum(size for size, _ in first) or 1, moved(tensors)
-        for gpu in dict.fromkeys(home.gpu for _, home in first if home is not None):
-            share = sum(size for size, home in first if home is not None and home.gpu is gpu)
+        for gpu in dict.fromkeys(where for _, where in first if where is not None):
+            share = sum(size for size, where in first if where is gpu)
             seconds = gpu.spec.seconds(0, nbytes * share // total, torch.float32)
             self.clock.launch(gpu.index, seconds, op.name)
 
     def _crossing(self, args) -> tuple[GPU | None, GPU | None] | None:
-        target, source = home_of(args[0]), home_of(args[1])
-        target, source = target and target.gpu, source and source.gpu
+        target, source = gpu_of(args[0]), gpu_of(args[1])
         return None if target is source else (source, target)
-
-    def travel(self, source: GPU | None, target: GPU | None, tensor: torch.Tensor, wait: bool) -> None:
-        """The time of a copy between two places. Only a copy from or to pinned memory leaves the host free."""
-        nbytes = tensor.nbytes
-        if source is not None and target is not None:
-            self.clock.between(source.index, target.index, source.spec.peer.seconds(nbytes))
-        elif target is not None:
-            self.clock.host_copy(target.index, target.spec.host.seconds(nbytes), wait, "copy from the host")
-        elif source is not None:
-            self.clock.host_copy(source.index, source.spec.host.seconds(nbytes), wait, "copy to the host")
 
 
 def _is_anywhere(tensor: torch.Tensor) -> bool:

@@ -116,6 +116,24 @@ class Machine:
             raise invalid_ordinal()
         return self.gpus[index]
 
+    def own(self, gpu: GPU) -> GPU:
+        """That GPU, if it is still one of these. Raises RuntimeError for one that a later call of gpus() replaced."""
+        if gpu.machine is not self:
+            raise RuntimeError(
+                f"this tensor lives on {gpu.device} of virtual GPUs that a later call of gpus() replaced; make it again"
+            )
+        return gpu
+
+    def travel(self, source: GPU | None, target: GPU | None, tensor: torch.Tensor, wait: bool) -> None:
+        """The time of a copy between two places. Only a copy from or to pinned memory leaves the host free."""
+        nbytes = tensor.nbytes
+        if source is not None and target is not None:
+            self.clock.between(source.index, target.index, source.spec.peer.seconds(nbytes))
+        elif target is not None:
+            self.clock.host_copy(target.index, target.spec.host.seconds(nbytes), wait, "copy from the host")
+        elif source is not None:
+            self.clock.host_copy(source.index, source.spec.host.seconds(nbytes), wait, "copy to the host")
+
     def place(self, tensor: torch.Tensor, gpu: GPU | None) -> torch.Tensor:
         """Let this tensor's storage live on `gpu`. Raises torch.OutOfMemoryError where there is no room."""
         self.place_storage(storage_of(tensor), gpu)
@@ -151,7 +169,7 @@ def storage_of(tensor: torch.Tensor):
         return None
 
 
-def home_of(tensor: torch.Tensor) -> Home | None:
+def gpu_of(tensor: torch.Tensor) -> GPU | None:
     """Where a tensor lives; None: on the CPU."""
     home = getattr(storage_of(tensor), HOME, None)
-    return None if home is None or home.gpu is None else home
+    return None if home is None else home.gpu

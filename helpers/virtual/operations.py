@@ -5,7 +5,7 @@ from itertools import zip_longest
 import torch
 
 from helpers.virtual.costs import WRITE_ONLY, formula
-from helpers.virtual.machine import home_of
+from helpers.virtual.machine import gpu_of
 
 aten = torch.ops.aten
 
@@ -16,6 +16,16 @@ PACKING = {aten._pack_padded_sequence, aten._pad_packed_sequence, aten._pack_pad
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
+LEGACY = {
+    torch.float32: "FloatTensor",
+    torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.int64: "LongTensor",
+    torch.int32: "IntTensor",
+    torch.uint8: "ByteTensor",
+    torch.bool: "BoolTensor",
+}
 
 
 class Operation:
@@ -86,10 +96,10 @@ def mismatch(op: Operation, args) -> RuntimeError:
     for argument, value in zip_longest(schema, args):
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, torch.Tensor):
-                home = home_of(tensor)
-                named.append((argument.name, tensor, torch.device("cpu") if home is None else home.gpu.device))
+                gpu = gpu_of(tensor)
+                named.append((argument.name, tensor, torch.device("cpu") if gpu is None else gpu.device))
     if op.name in ("convolution", "_convolution") and named[0][2].type != named[1][2].type:
-        kinds = [f"torch.{'cuda.' if d.type == 'cuda' else ''}{_legacy_type(tensor)}" for _, tensor, d in named[:2]]
+        kinds = [type_name(tensor) for _, tensor, _ in named[:2]]
         return RuntimeError(f"Input type ({kinds[0]}) and weight type ({kinds[1]}) should be the same")
     if torch.Tag.pointwise in op.func.tags:
         first, other = named[0][2], next(d for _, _, d in named if d != named[0][2])
@@ -104,7 +114,6 @@ def mismatch(op: Operation, args) -> RuntimeError:
     )
 
 
-def _legacy_type(tensor: torch.Tensor) -> str:
-    return {torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16"}.get(
-        tensor.dtype, "Long"
-    ) + "Tensor"
+def type_name(tensor: torch.Tensor) -> str:
+    """What Tensor.type() answers, and some errors still say: torch.cuda.FloatTensor."""
+    return f"torch.{'cuda.' if gpu_of(tensor) else ''}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._device import DeviceContext, _device_constructors
 
-from helpers.virtual.dispatch import Dispatch
-from helpers.virtual.machine import GPU, HOME, Machine, home_of, storage_of
+from helpers.virtual.machine import GPU, HOME, Machine, gpu_of, storage_of
+from helpers.virtual.operations import LEGACY, type_name
 from helpers.virtual.patches import Patches
 
 CPU = torch.device("cpu")
@@ -54,16 +54,6 @@ FACTORIES = [
     "randint_like",
 ]
 METHODS = ["new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"]
-LEGACY = {
-    torch.float32: "FloatTensor",
-    torch.float64: "DoubleTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.int64: "LongTensor",
-    torch.int32: "IntTensor",
-    torch.uint8: "ByteTensor",
-    torch.bool: "BoolTensor",
-}
 
 
 class Placement:
@@ -71,7 +61,6 @@ class Placement:
 
     def __init__(self, machine: Machine, patches: Patches):
         self.machine, self.patches, self.local = machine, patches, machine.local
-        self.travel = Dispatch(machine).travel
 
     def install(self) -> None:
         replace, Tensor = self.patches.replace, torch.Tensor
@@ -111,18 +100,14 @@ class Placement:
     def device(self, tensor: torch.Tensor) -> torch.device:
         if self.local.bypass:  # PyTorch's own meta kernels ask too, and should not be deceived
             return _real_device(tensor)
-        home = home_of(tensor)
-        if home is not None:
-            return home.gpu.device
+        gpu = gpu_of(tensor)
+        if gpu is not None:
+            return gpu.device
         real = _real_device(tensor)
         return CPU if real.type == "meta" and self.machine.dry else real
 
     def is_meta(self, tensor: torch.Tensor) -> bool:
         return _real_device(tensor).type == "meta" and (self.local.bypass or not self.machine.dry)
-
-    def _gpu(self, tensor: torch.Tensor) -> GPU | None:
-        home = home_of(tensor)
-        return None if home is None else home.gpu
 
     # -- how it gets elsewhere
 
@@ -135,11 +120,9 @@ class Placement:
         return self.carry(tensor, target, wait)
 
     def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool) -> torch.Tensor:
-        machine, source = self.machine, self._gpu(tensor)
-        if source is not None and source.machine is not machine:
-            raise RuntimeError(
-                f"this tensor lives on {source.device} of virtual GPUs that a later call of gpus() replaced; make it again"
-            )
+        machine, source = self.machine, gpu_of(tensor)
+        if source is not None:
+            machine.own(source)
         with machine.aside():
             if machine.dry and _real_device(tensor).type != "meta":
                 copy = torch._C._VariableFunctions.empty_like(tensor.detach(), device="meta")
@@ -147,11 +130,12 @@ class Placement:
                 copy = tensor.detach().clone()
         machine.place(copy, target)
         pinned = any(getattr(storage_of(t), "_virtual_pinned", False) for t in (tensor, copy))
-        self.travel(source, target, tensor, wait or not (pinned or source is not None))
+        machine.travel(source, target, tensor, wait or not (pinned or source is not None))
         return copy
 
     def to(self, original, tensor, *args, **kwargs):
         first = args[0] if args else kwargs.get("other")
+        flags = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
         if isinstance(first, torch.Tensor):  # .to(other): its device and dtype
             where, dtype = self.device(first), first.dtype
             plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})
@@ -162,7 +146,6 @@ class Placement:
             )
             if where is not None and where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
-            flags = [a for a in args if isinstance(a, bool)]
             copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
             plain = tensor
             if dtype is not None or memory_format is not None or copy:
@@ -170,10 +153,9 @@ class Placement:
                 plain = original(tensor, dtype if dtype is not None else tensor.dtype, **options)
         if where is None:
             return plain
-        flags = [a for a in args if isinstance(a, bool)]
         wait = not kwargs.get("non_blocking", flags[0] if flags else False)
         target = self.machine.gpu(where)
-        return plain if self._gpu(plain) is target else self.move(plain, target, wait)
+        return plain if gpu_of(plain) is target else self.move(plain, target, wait)
 
     def cuda(self, original, tensor, device=None, non_blocking=False, memory_format=torch.preserve_format):
         target = self.machine.gpu("cuda" if device is None else device)
@@ -183,11 +165,11 @@ class Placement:
         return tensor.to(CPU, memory_format=memory_format)
 
     def type(self, original, tensor, dtype=None, non_blocking=False, **kwargs):
-        gpu = self._gpu(tensor)
         if dtype is None:
-            return f"torch.{'cuda.' if gpu else ''}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"
+            return type_name(tensor)
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             kinds = {name: kind for kind, name in LEGACY.items()}
+            gpu = gpu_of(tensor)
             return tensor.to("cuda" if gpu is None else gpu.device, kinds[dtype.removeprefix("torch.cuda.")])
         return original(tensor, dtype, non_blocking, **kwargs)
 
@@ -196,7 +178,7 @@ class Placement:
     def numpy(self, original, tensor, *, force=False):
         if force:
             tensor = tensor.detach().cpu()
-        if (gpu := self._gpu(tensor)) is not None:
+        if (gpu := gpu_of(tensor)) is not None:
             raise TypeError(
                 f"can't convert {gpu.device} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
@@ -207,13 +189,13 @@ class Placement:
         return tensor.numpy() if dtype is None else tensor.numpy().astype(dtype, copy=False)
 
     def tolist(self, original, tensor):
-        if (gpu := self._gpu(tensor)) is not None:
+        if (gpu := gpu_of(tensor)) is not None:
             self.machine.clock.wait(gpu.index)
         with self.machine.aside():
             return original(self._with_values(tensor))
 
     def __repr__(self, original, tensor, *, tensor_contents=None):
-        gpu = self._gpu(tensor)
+        gpu = gpu_of(tensor)
         if _real_device(tensor).type == "meta" and self.machine.dry:
             where = f"device='{gpu.device}', " if gpu else ""
             return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
@@ -255,7 +237,7 @@ class Placement:
         return clone
 
     def pin_memory(self, original, tensor, device=None):
-        if (gpu := self._gpu(tensor)) is not None:
+        if (gpu := gpu_of(tensor)) is not None:
             raise RuntimeError(f"cannot pin '{tensor.type()}' on {gpu.device}: only dense CPU tensors can be pinned")
         if self.is_pinned(None, tensor):
             return tensor
@@ -354,7 +336,7 @@ class ToCopy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         tensor, ctx.placement, ctx.target, _ = inputs
-        ctx.source = ctx.placement._gpu(tensor)
+        ctx.source = gpu_of(tensor)
 
     @staticmethod
     def backward(ctx, gradient):

@@ -68,27 +68,29 @@ def with_mem_tracker() -> float:
 
 def with_numbers() -> tuple[float, int]:
     """Seconds that a virtual GPU adds to each operation of a small CNN's step, and how many there are."""
-    plain = small_cnn("cpu")
-    with Counter() as counter:
-        plain()
-    added = []
-    for _ in range(9):
-        cpu = timed(plain, 30)
+
+    def on_virtual_gpu(plain) -> float:
         with virtual.gpus(1):
-            added.append((timed(small_cnn("cuda"), 30) - cpu) / counter.operations)
-    return statistics.median(added), counter.operations
+            return timed(small_cnn("cuda"), 30)
+
+    return added_by(on_virtual_gpu)
 
 
 def empty_mode() -> float:
+    def in_empty_mode(plain) -> float:
+        with Empty():
+            return timed(plain, 30)
+
+    return added_by(in_empty_mode)[0]
+
+
+def added_by(measure) -> tuple[float, int]:
+    """The median, over nine pairs, of what measure(step) takes longer than the step on the CPU, an operation; their number."""
     plain = small_cnn("cpu")
     with Counter() as counter:
         plain()
-    added = []
-    for _ in range(9):
-        cpu = timed(plain, 30)
-        with Empty():
-            added.append((timed(plain, 30) - cpu) / counter.operations)
-    return statistics.median(added)
+    added = [-timed(plain, 30) + measure(plain) for _ in range(9)]
+    return statistics.median(added) / counter.operations, counter.operations
 
 
 def small_cnn(device: str):
