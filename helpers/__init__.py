@@ -9,8 +9,16 @@ import importlib
 from helpers.launch import launch
 from helpers.progress import progress
 
-_FROM = {"Monitor": "monitor", "Recorder": "timeline", "Timeline": "timeline", "gpus": "virtual", "dry_run": "virtual"}
-_MODULES = ("checkpoint", "checks", "data", "plots", "virtual")
+_FROM = {
+    "Monitor": "monitor",
+    "Recorder": "timeline",
+    "Timeline": "timeline",
+    "dry_run": "virtual",
+    "forget_error": "oom",
+    "gpus": "virtual",
+    "other_process": "oom",
+}
+_MODULES = ("checkpoint", "checks", "data", "oom", "plots", "virtual")
 
 __all__ = [*_FROM, *_MODULES, "launch", "progress"]
 

@@ -4,6 +4,7 @@ look next. A grader never raises, so that *Run all* reaches the end with the exe
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -142,6 +143,52 @@ def fastest_that_fits(choose: Callable, peaks: Mapping, times: Mapping, budget: 
             return f"cut {cut} needs {max(table[cut]):,.0f} MiB on one GPU, and the budget is {limit:,}"
         if cut is not None and times[cut] > min(times[c] for c in fitting):
             return f"cut {cut} fits, with {1e3 * times[cut]:.1f} ms a step; another that fits takes {1e3 * min(times[c] for c in fitting):.1f} ms"
+    return None
+
+
+@_grader
+def causes(answer: Mapping[str, str], curves: Mapping[str, list[float]]) -> str | None:
+    """Notebook 06: which cause each memory curve (MiB an iteration) has; says what to look at in the first that is wrong."""
+    right = {"A": "graph kept", "B": "optimizer state", "C": "longer inputs", "D": "outputs kept"}
+    for name, cause in right.items():
+        if answer.get(name) != cause:
+            curve = curves[name]
+            steps = [after - before for before, after in zip(curve, curve[1:], strict=False)]
+            grown = sum(step > 0.01 for step in steps)
+            return (
+                f"{name} is not {answer.get(name)!r}. It starts at {curve[0]:.1f} MiB, grows in {grown} of {len(steps)} iterations, by "
+                f"{max(steps):.1f} MiB at most, and {'falls' if min(steps) < -0.01 else 'never falls'}"
+            )
+    return None
+
+
+@_grader
+def within_budget(step: Callable, make_net: Callable, x: torch.Tensor, y: torch.Tensor, budget: int) -> str | None:
+    """Notebook 06: step(net, x, y) leaves the gradients of the mean loss over the whole batch in net, returns that loss, and needs
+    at most `budget` bytes for network and step."""
+    device = next(make_net().parameters()).device
+    reference = make_net()
+    expected = nn.functional.cross_entropy(reference(x.to(device)), y.to(device))
+    expected.backward()
+    wanted, expected = [p.grad.cpu() for p in reference.parameters()], expected.item()
+    del reference
+
+    before = torch.cuda.memory_allocated(device)
+    net, x, y = make_net(), x.to(device), y.to(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    loss = step(net, x, y)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    if any(p.grad is None for p in net.parameters()):
+        return "some parameters have no gradient: call backward() on every part, and leave zero_grad() to the caller"
+    got = [p.grad.cpu() for p in net.parameters()]
+    for found, want in zip(got, wanted, strict=True):
+        if not torch.allclose(found, want, rtol=1e-3, atol=1e-5):
+            ratio = float(found.norm() / want.norm())
+            return f"the gradients are not those of the whole batch: {ratio:.2f} times as long. The mean is over {len(x)} images"
+    if loss is None or not math.isclose(float(loss), expected, rel_tol=1e-3):
+        return f"gradients are right; the loss should be {expected:.4f}, and it returned {loss!r}"
+    if peak > budget:
+        return f"right gradients, and a peak of {peak / 2**20:.1f} MiB: the budget is {budget / 2**20:.1f}"
     return None
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
+import torch
 
 from helpers import virtual
 
@@ -237,6 +238,7 @@ class Monitor:
         self.interval = interval or self.source.interval
         self.samples: list[tuple[int, float, list[Reading]]] = []
         self.step_times: list[float] = []  # seconds since the start at which each iteration ended
+        self._allocated: list[list[float]] = []  # per iteration and device
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
 
@@ -253,6 +255,7 @@ class Monitor:
             readings = self.source.read()
             self.samples.append((len(self.step_times), self._now() - self._start, readings))
         self.step_times.append(self._now() - self._start)
+        self._allocated.append([_allocated(device) for device in self.devices])
 
     def _now(self) -> float:
         return time.perf_counter() if self.interval is not None else self.source.seconds
@@ -270,6 +273,10 @@ class Monitor:
     def memory(self) -> dict[str, list[float]]:
         """Bytes per device: one figure an iteration, the largest of its readings, NaN where there was none."""
         return self._per_iteration(lambda reading: reading.memory, max)
+
+    def allocated(self) -> dict[str, list[float]]:
+        """Bytes in this process's tensors per GPU, at the end of each iteration; NaN on the CPU."""
+        return dict(zip(self.devices, map(list, zip(*self._allocated, strict=True)), strict=False))
 
     def _per_iteration(self, field, combine) -> dict[str, list[float]]:
         table = {}
@@ -290,6 +297,11 @@ class Monitor:
             except Exception:
                 readings = [Reading(GAP, GAP)] * len(self.devices)
             self.samples.append((iteration, time.perf_counter() - self._start, readings))
+
+
+def _allocated(device: str) -> float:
+    """What PyTorch's tensors hold of a GPU, without waking one that this process does not use."""
+    return torch.cuda.memory_allocated(device) if device != "cpu" and torch.cuda.is_initialized() else GAP
 
 
 def visible(uuids: list[str]) -> list[int]:

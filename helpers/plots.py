@@ -3,6 +3,7 @@ numbers were *measured* or *simulated*. The same words become the picture's alte
 
 import base64
 import io
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -53,12 +54,14 @@ def utilization(monitor: Monitor, title: str) -> None:
 
 
 def memory(monitor: Monitor, title: str) -> None:
-    """Memory in use (MiB), one line a device, iteration by iteration; a gap where nothing was read."""
+    """Memory (MiB), iteration by iteration, two lines a device: what its tensors hold at the end of an iteration, and what is in
+    use on the device as nvidia-smi tells (reserved for later tensors, too). A gap where nothing was read."""
     figure, axes = _figure()
-    _readings(
-        axes, monitor, {device: [value / 2**20 for value in values] for device, values in monitor.memory().items()}
-    )
-    axes.set(xlabel="iteration", ylabel="memory (MiB)")
+    lines = {f"{device}, in use": values for device, values in monitor.memory().items()}
+    held = {f"{device}, in tensors": values for device, values in monitor.allocated().items()}
+    lines |= {name: values for name, values in held.items() if not all(map(math.isnan, values))}
+    _readings(axes, monitor, {name: [value / 2**20 for value in values] for name, values in lines.items()})
+    axes.set(xlabel="iteration", ylabel="memory (MiB)", ylim=(0, None))
     _show(figure, title, monitor.source.origin)
 
 
@@ -134,6 +137,17 @@ def dots(groups: Mapping[str, Sequence[float]], title: str, xlabel: str, origin:
         axes.annotate(f"{middle:.0f}", (middle, row - 0.36), color=color, ha="center", va="bottom", weight="bold")
     axes.set(xlabel=xlabel, ylim=(len(groups) - 0.4, -0.9))
     axes.set_yticks(range(len(groups)), list(groups))
+    _show(figure, title, origin)
+
+
+def bars(values: Mapping[str, float], title: str, xlabel: str, origin: Origin) -> None:
+    """One horizontal bar a name, the largest on top, with its figure."""
+    ordered = dict(sorted(values.items(), key=lambda item: item[1]))
+    figure, axes = _figure(height=0.8 + 0.3 * len(ordered))
+    drawn = axes.barh(list(ordered), list(ordered.values()), color=COLORS[0])
+    axes.bar_label(drawn, fmt="%.0f", padding=3)
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel=xlabel)
     _show(figure, title, origin)
 
 

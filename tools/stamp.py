@@ -18,7 +18,7 @@ BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.
 
 # Import name -> what pip installs, for what Colab does not have. The helpers themselves need the first two.
 HELPERS_NEED = {"GPUtil": "GPUtil", "pynvml": "nvidia-ml-py"}
-LESSONS_NEED = {"torchsummary": "torchsummary", "ray": "ray[tune]", "optuna": "optuna"}
+LESSONS_NEED = {"torchsummary": "torchsummary", "torchinfo": "torchinfo", "ray": "ray[tune]", "optuna": "optuna"}
 
 BOOTSTRAP = """# @title Set-up: fetches the helpers where they are missing, as on Colab {{ display-mode: "form" }}
 import importlib.util, pathlib, subprocess, sys

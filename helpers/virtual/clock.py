@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from helpers.virtual.faults import device_assert
+
 # A launch: 3.8 us, the time per kernel of a queue of short kernels in NVIDIA's "Getting Started with CUDA Graphs" (2019), and
 # 2.2 us for PyTorch's own way to it: an addition of two small CPU tensors took 1.5 to 4 us here (tests/bench prints it).
 LAUNCH = 3.8e-6 + 2.2e-6
@@ -31,9 +33,14 @@ class Span:
 
 
 class Clock:
-    """`ready[g]`: when GPU g has finished all that is queued so far; `busy[g]`: for how long its kernels ran, added up."""
+    """`ready[g]`: when GPU g has finished all that is queued so far; `busy[g]`: for how long its kernels ran, added up.
 
-    def __init__(self, gpus: int):
+    blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). After `stop`, calls raise as CUDA's do.
+    """
+
+    def __init__(self, gpus: int, blocking: bool = False):
+        self.blocking = blocking
+        self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
         self.ready = [0.0] * gpus
         self.busy = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
@@ -53,6 +60,19 @@ class Clock:
         self.ready[gpu] = start + seconds
         self.busy[gpu] += seconds
         self._record(gpu, start, start + seconds, None, name)
+        if self.blocking:
+            self.wait(gpu)
+
+    def stop(self, gpu: int) -> None:
+        """The kernel launched last asserts: calls fail from the moment at which it runs."""
+        self.stopped.setdefault(gpu, self.ready[gpu])
+        if self.blocking:
+            self.wait(gpu)
+
+    def check(self, gpu: int) -> None:
+        """Raises CUDA's error if, as far as the host can know now, a kernel of this GPU asserted."""
+        if gpu in self.stopped and self.stopped[gpu] <= (self._threads[gpu] if self._threads else self._host):
+            raise device_assert()
 
     def between(self, source: int, target: int, seconds: float) -> None:
         """Queue a copy from one GPU to another: it starts when both have come to it, and both go on when it is done."""
@@ -75,6 +95,8 @@ class Clock:
     def wait(self, gpu: int | None = None) -> None:
         """The host waits until this GPU's queue, or every queue, is empty."""
         self.wait_until(max(self.ready) if gpu is None else self.ready[gpu])
+        for waited_for in range(len(self.ready)) if gpu is None else (gpu,):
+            self.check(waited_for)
 
     def wait_until(self, until: float) -> None:
         """The host waits for a moment."""
@@ -85,6 +107,8 @@ class Clock:
 
     def _now(self, gpu: int, passed: float) -> float:
         """The moment after the thread that serves this GPU has spent `passed`."""
+        if self.stopped:
+            self.check(gpu)
         if self._in_backward():
             self._threads[gpu] += passed
             return self._threads[gpu]

@@ -132,10 +132,13 @@ class CUDA:
 
     def empty_cache(self) -> None:
         for gpu in self.machine.gpus:
+            self.machine.clock.check(gpu.index)
             gpu.settled().empty_cache()
 
     def mem_get_info(self, device=None) -> tuple[int, int]:
-        memory = self._gpu(device).settled()
+        gpu = self._gpu(device)
+        self.machine.clock.check(gpu.index)
+        memory = gpu.settled()
         return memory.free_on_gpu, memory.capacity
 
     def device_memory_used(self, device=None) -> int:

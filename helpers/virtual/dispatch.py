@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.virtual import faults
 from helpers.virtual.costs import moved, rate
 from helpers.virtual.dry import DryRun, bound
 from helpers.virtual.machine import GPU, Home, Machine, gpu_of, storage_of
@@ -36,7 +37,13 @@ class Dispatch(TorchDispatchMode):
         self.dry = DryRun(machine)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        __tracebackhide__ = True  # IPython shows the reader's line, not ours
+        try:
+            return self._run(func, args, kwargs or {})
+        except (RuntimeError, IndexError) as error:
+            raise error.with_traceback(None)  # PyTorch's error, for the line above
+
+    def _run(self, func, args, kwargs):
         if self.local.bypass:
             return func(*args, **kwargs)
         op = self.operations.get(func)
@@ -51,7 +58,16 @@ class Dispatch(TorchDispatchMode):
             raise NotImplementedError(
                 f"the shape of what {op.name} returns depends on values, and a dry run has none. Run this line outside dry_run()"
             )
-        out = self.dry.run(op, args, kwargs, tensors, gpu) if self.machine.dry else func(*args, **kwargs)
+        asserts = False
+        if self.machine.dry:
+            out = self.dry.run(op, args, kwargs, tensors, gpu)
+        else:
+            try:
+                out = func(*args, **kwargs)
+            except (IndexError, RuntimeError) as error:
+                if gpu is None or not faults.in_kernel(error):
+                    raise
+                asserts, out = True, self._undefined(op, args, kwargs)
         if gpu is None:
             if op.new and type(out) is torch.Tensor and all(_is_anywhere(tensor) for tensor in tensors):
                 out.untyped_storage()._virtual_home = ANYWHERE
@@ -72,11 +88,19 @@ class Dispatch(TorchDispatchMode):
             if op.write_only:
                 tensors = tensors[:1]
             flops = 0 if op.formula is None else self._flops(op, args, kwargs, tensors, out)
+            if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
+                gpu.use_cudnn()
             seconds = gpu.spec.seconds(flops, moved(tensors), rate(op.func, flops, tensors))
             self.clock.launch(gpu.index, seconds, op.name)
             if waits:  # the host needs to know how large the result is
                 self.clock.wait(gpu.index)
+        if asserts:
+            self.clock.stop(gpu.index)
         return out
+
+    def _undefined(self, op: Operation, args, kwargs):
+        with self.machine.aside():
+            return faults.undefined(op.func, op.returns, args, kwargs)
 
     def _device(self, op: Operation, args, tensors) -> GPU | None:
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""

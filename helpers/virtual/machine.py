@@ -5,6 +5,7 @@ wherever that was kept (a variable, the autograd graph, an optimizer), and gives
 """
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from helpers.virtual.allocator import CachingAllocator
 from helpers.virtual.clock import Clock
+from helpers.virtual.faults import CUDNN_HANDLE, cudnn_not_initialized, invalid_ordinal
 from helpers.virtual.specs import MIB, Spec
 
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
@@ -29,6 +31,7 @@ class GPU:
         # a GPU made very small for a lesson keeps its memory for the lesson
         context = CONTEXT if spec.memory > 8 * CONTEXT else 0
         self.memory = CachingAllocator(spec.memory, index, context)
+        self.cudnn = False  # has its handle
         self._freed: deque = deque()
         self._lock = threading.Lock()
 
@@ -47,6 +50,12 @@ class GPU:
         with self._lock:
             self._collect()
         return self.memory
+
+    def use_cudnn(self) -> None:
+        """The first convolution makes cuDNN's handle, which cannot use what PyTorch keeps reserved. Raises RuntimeError without room."""
+        if self.settled().free_on_gpu < CUDNN_HANDLE:
+            raise cudnn_not_initialized()
+        self.cudnn = True
 
     def _collect(self) -> None:
         while self._freed:
@@ -75,7 +84,7 @@ class Machine:
     """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device."""
 
     def __init__(self, specs: list[Spec]):
-        self.clock = Clock(len(specs))
+        self.clock = Clock(len(specs), blocking=os.environ.get("CUDA_LAUNCH_BLOCKING") == "1")  # read once, as CUDA does
         self.gpus = [GPU(index, spec, self) for index, spec in enumerate(specs)]
         self.dry = False
         self.explained = False  # that a value read in a dry run is nan
@@ -147,16 +156,6 @@ class Machine:
 class _PerThread(threading.local):
     current = 0  # torch.cuda.current_device()
     bypass = False  # see aside()
-
-
-def invalid_ordinal() -> RuntimeError:
-    """The error of CUDA for cuda:5 of two."""
-    return getattr(torch, "AcceleratorError", RuntimeError)(
-        "CUDA error: invalid device ordinal\n"
-        "GPU device may be out of range, do you have enough GPUs?\n"
-        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.\n"
-        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
-    )
 
 
 def storage_of(tensor: torch.Tensor):

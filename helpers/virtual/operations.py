@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 import torch
 
-from helpers.virtual.costs import WRITE_ONLY, formula
+from helpers.virtual.costs import CONVOLUTIONS, WRITE_ONLY, formula
 from helpers.virtual.machine import gpu_of
 
 aten = torch.ops.aten
@@ -33,6 +33,7 @@ class Operation:
 
     __slots__ = (
         "cacheable",
+        "convolves",
         "copies",
         "foreach",
         "formula",
@@ -56,6 +57,7 @@ class Operation:
         self.func, self.name = func, packet.__name__
         self.is_view = func.is_view or packet is aten._unsafe_view or packet is aten.lift_fresh
         self.copies = packet is aten.copy_
+        self.convolves = func in CONVOLUTIONS
         self.foreach = self.name.startswith("_foreach_") or self.name.startswith("_amp_foreach_")
         self.indexes = packet in INDEXING
         self.mixed = self.foreach or self.copies or self.indexes or packet in PACKING

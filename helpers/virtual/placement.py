@@ -167,6 +167,8 @@ class Placement:
     def type(self, original, tensor, dtype=None, non_blocking=False, **kwargs):
         if dtype is None:
             return type_name(tensor)
+        if isinstance(dtype, type):  # torch.cuda.FloatTensor itself, as torchsummary has it
+            dtype = f"{dtype.__module__}.{dtype.__name__}"
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             kinds = {name: kind for kind, name in LEGACY.items()}
             gpu = gpu_of(tensor)
@@ -258,7 +260,7 @@ class Placement:
 
         @functools.wraps(original)
         def make(*args, **kwargs):
-            machine = self.machine
+            __tracebackhide__ = True
             if self.local.bypass:
                 return original(*args, **kwargs)
             device = kwargs.get("device")
@@ -268,18 +270,24 @@ class Placement:
                 device = _default_device() or CPU
             if not isinstance(device, int) and torch.device(device).type not in ("cpu", "cuda"):
                 return original(*args, **kwargs)
-            gpu = machine.gpu(device)
-            with machine.aside():
-                made = original(*args, **{**kwargs, "device": machine.base})
-            given = args[0] if args and isinstance(args[0], torch.Tensor) else None
-            if given is not None and storage_of(made) is storage_of(given):
-                return made.to(CPU if gpu is None else gpu.device)  # as_tensor of what is already a tensor
-            if gpu is not None:
-                machine.place(made, gpu)
-                machine.clock.launch(gpu.index, gpu.spec.seconds(0, made.nbytes, made.dtype), original.__name__)
-            return made
+            try:
+                return self._make(original, self.machine.gpu(device), args, kwargs)
+            except RuntimeError as error:
+                raise error.with_traceback(None)  # PyTorch's error, for the line above
 
         return make
+
+    def _make(self, original, gpu: GPU | None, args, kwargs) -> torch.Tensor:
+        machine = self.machine
+        with machine.aside():
+            made = original(*args, **{**kwargs, "device": machine.base})
+        given = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if given is not None and storage_of(made) is storage_of(given):
+            return made.to(CPU if gpu is None else gpu.device)  # as_tensor of what is already a tensor
+        if gpu is not None:
+            machine.place(made, gpu)
+            machine.clock.launch(gpu.index, gpu.spec.seconds(0, made.nbytes, made.dtype), original.__name__)
+        return made
 
     def _standing_in(self, name: str):
         """A method of Tensor that calls ours, with PyTorch's as its first argument."""
@@ -287,9 +295,13 @@ class Placement:
 
         @functools.wraps(original)
         def method(tensor, *args, **kwargs):
+            __tracebackhide__ = True
             if self.local.bypass:
                 return original(tensor, *args, **kwargs)
-            return ours(original, tensor, *args, **kwargs)
+            try:
+                return ours(original, tensor, *args, **kwargs)
+            except RuntimeError as error:
+                raise error.with_traceback(None)  # PyTorch's error, for the line above
 
         return method
 

@@ -141,8 +141,9 @@ def gpus(n: int = 2, like: str = "T4", memory: int | str | None = None) -> Devic
 def _told(session: _Session) -> Devices:
     n, spec = session.asked
     plural = "s, each" if n > 1 else ","
+    size = f"{spec.memory / 2**30:.4g} GiB" if spec.memory >= 2**30 else f"{spec.memory / 2**20:.4g} MiB"
     print(
-        f"{n} virtual GPU{plural} like a {spec.name} with {spec.memory / 2**30:.4g} GiB: "
+        f"{n} virtual GPU{plural} like a {spec.name} with {size}: "
         "numbers and memory are real, time is simulated."
     )
     return Devices(gpu.device for gpu in session.machine.gpus)

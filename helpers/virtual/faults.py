@@ -1,0 +1,63 @@
+"""CUDA's own errors: the device that is not there, the assert inside a kernel, the cuDNN handle that finds no room.
+
+A kernel that meets an index out of range cannot raise: the host has long gone on. The GPU stops, and each later call of CUDA
+that comes to know of it fails ("device-side assert triggered"), until the process ends. The CPU's kernels do raise; what they
+say decides here whether a GPU's kernel would have asserted.
+"""
+
+import re
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from helpers.virtual.specs import MIB
+
+# What a CPU kernel says of values that only a kernel can see; of dimensions and shapes the host knows without one.
+SEEN_BY_KERNEL = re.compile(
+    r"(^|: )index (-?\d+ is )?out of (range in self|bounds for dimension)|Target -?\d+ is out of bounds"
+    r"|out of range: tried to access index|not in the valid range|all elements of (input|target) should be between"
+    r"|probability tensor contains"
+)
+# Room that cuDNN needs for its handle, outside PyTorch's allocator. NVIDIA prints no figure, and it differs between versions;
+# this one is chosen small. Its bytes are counted with the CUDA context.
+CUDNN_HANDLE = 8 * MIB
+
+
+def invalid_ordinal() -> RuntimeError:
+    """The error of CUDA for cuda:5 of two."""
+    return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?\n")
+
+
+def device_assert() -> RuntimeError:
+    """The error of CUDA for every call after a kernel's assert."""
+    return _cuda_error("device-side assert triggered")
+
+
+def cudnn_not_initialized() -> RuntimeError:
+    return RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+
+
+def in_kernel(error: Exception) -> bool:
+    """Would a GPU find this in a kernel, and not on the host?"""
+    return SEEN_BY_KERNEL.search(str(error)) is not None
+
+
+def undefined(func, returns, args, kwargs):
+    """Results of the right shapes, for an operation whose kernel stopped: zeros, where a GPU leaves what was in its memory."""
+    if len(returns) == 1 and returns[0] is not None:
+        return args[returns[0]]
+    shapes = func(*_on_meta(args), **_on_meta(kwargs))
+    return tree_map_only(torch.Tensor, lambda shape: torch.zeros_like(shape, device="cpu"), shapes)
+
+
+def _on_meta(values):
+    return tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), values)
+
+
+def _cuda_error(what: str, hint: str = "") -> RuntimeError:
+    return getattr(torch, "AcceleratorError", RuntimeError)(
+        f"CUDA error: {what}\n{hint}"
+        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+        + ("" if hint else "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n")
+    )
