@@ -111,6 +111,9 @@ def execute(path: Path) -> dict:
 def tidy(notebook) -> None:
     """Leave out what differs from machine to machine and teaches nothing, so that a stored notebook's diff is its change."""
     for cell in series.code_cells(notebook):
+        for output in cell.outputs:
+            if output.output_type == "error":  # nbval does not compare a traceback
+                output.traceback = [line.replace(f"{series.ROOT}{os.sep}", "") for line in output.traceback]
         # elsewhere a path in an output is a fault, which a guard reports
         if "nbval-ignore-output" in series.tags(cell):
             for output in cell.outputs:

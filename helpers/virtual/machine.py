@@ -84,7 +84,9 @@ class Machine:
     """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device."""
 
     def __init__(self, specs: list[Spec]):
-        self.clock = Clock(len(specs), blocking=os.environ.get("CUDA_LAUNCH_BLOCKING") == "1")  # read once, as CUDA does
+        self.clock = Clock(
+            len(specs), blocking=os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+        )  # read once, as CUDA does
         self.gpus = [GPU(index, spec, self) for index, spec in enumerate(specs)]
         self.dry = False
         self.explained = False  # that a value read in a dry run is nan

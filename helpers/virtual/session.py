@@ -142,10 +142,7 @@ def _told(session: _Session) -> Devices:
     n, spec = session.asked
     plural = "s, each" if n > 1 else ","
     size = f"{spec.memory / 2**30:.4g} GiB" if spec.memory >= 2**30 else f"{spec.memory / 2**20:.4g} MiB"
-    print(
-        f"{n} virtual GPU{plural} like a {spec.name} with {size}: "
-        "numbers and memory are real, time is simulated."
-    )
+    print(f"{n} virtual GPU{plural} like a {spec.name} with {size}: numbers and memory are real, time is simulated.")
     return Devices(gpu.device for gpu in session.machine.gpus)
 
 

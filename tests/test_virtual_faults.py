@@ -1,0 +1,171 @@
+"""CUDA's own errors on virtual GPUs: an assert inside a kernel, and cuDNN without room. And where a traceback ends."""
+
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import virtual
+
+CUDA0 = "cuda:0"
+
+
+@pytest.fixture(autouse=True)
+def off_afterwards(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    yield
+    virtual.reset()
+
+
+def on_gpu(*values):
+    return [value.to(CUDA0) for value in values]
+
+
+KERNELS = {
+    "cross_entropy": lambda: F.cross_entropy(*on_gpu(torch.zeros(2, 3), torch.tensor([0, 3]))),
+    "negative label": lambda: F.cross_entropy(*on_gpu(torch.zeros(2, 3), torch.tensor([0, -1]))),
+    "embedding": lambda: F.embedding(*on_gpu(torch.tensor([9]), torch.zeros(4, 3))),
+    "index": lambda: (lambda x, i: x[i])(*on_gpu(torch.zeros(4, 3), torch.tensor([4]))),
+    "index_put": lambda: (lambda x, i, v: x.index_put_((i,), v))(
+        *on_gpu(torch.zeros(4), torch.tensor([4]), torch.ones(1))
+    ),
+    "index_select": lambda: (lambda x, i: x.index_select(0, i))(*on_gpu(torch.zeros(4, 3), torch.tensor([4]))),
+    "gather": lambda: (lambda x, i: x.gather(1, i))(*on_gpu(torch.zeros(4, 3), torch.tensor([[3]]))),
+    "scatter_": lambda: (lambda x, i: x.scatter_(1, i, 1.0))(*on_gpu(torch.zeros(4, 3), torch.tensor([[3]]))),
+    "take": lambda: (lambda x, i: x.take(i))(*on_gpu(torch.zeros(4, 3), torch.tensor([12]))),
+    "bce": lambda: F.binary_cross_entropy(*on_gpu(torch.tensor([1.5]), torch.tensor([1.0]))),
+}
+HOST = {
+    "a dimension": (lambda x: x.sum(5), IndexError),
+    "a single index": (lambda x: x[7], IndexError),
+    "shapes": (lambda x: x @ x, RuntimeError),
+    "types": (lambda x: F.embedding(x, x), RuntimeError),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_an_assert_shows_at_the_next_synchronization_and_stays(kernel):
+    virtual.gpus(2)
+    healthy = torch.ones(3, device="cuda:1")
+    result = kernel()  # does not raise: the host is ahead
+    with pytest.raises(RuntimeError, match="^CUDA error: device-side assert triggered\n"):
+        result.sum().item()
+    for call in (
+        lambda: torch.ones(1, device=CUDA0),
+        lambda: torch.ones(1).to(CUDA0),
+        lambda: result.cpu(),
+        lambda: result + result,
+        torch.cuda.synchronize,
+        torch.cuda.empty_cache,
+        torch.cuda.mem_get_info,
+    ):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            call()
+    assert healthy.sum().item() == 3  # the other GPU
+    assert torch.cuda.memory_allocated(0) > 0  # PyTorch's own books need no CUDA
+    virtual.reset()
+    virtual.gpus(2)
+    assert torch.ones(2, device=CUDA0).sum().item() == 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_with_launch_blocking_the_guilty_line_fails(kernel, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    virtual.gpus(1)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        kernel()
+
+
+def test_launch_blocking_is_read_when_the_gpus_are_made(monkeypatch):
+    virtual.gpus(1)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # too late, as with CUDA
+    KERNELS["embedding"]()
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        torch.cuda.synchronize()
+
+
+def test_the_host_runs_ahead_only_as_far_as_the_gpu_lags():
+    """A busy GPU comes late to the bad kernel."""
+    virtual.gpus(1)
+    big, words, table = (
+        torch.zeros(1 << 22, device=CUDA0),
+        torch.tensor([9], device=CUDA0),
+        torch.zeros(4, 3, device=CUDA0),
+    )
+    for _ in range(50):
+        big.add_(1)
+    x = F.embedding(words, table)
+    for _ in range(20):
+        x = x + 1
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        x.cpu()
+
+
+def test_an_assert_in_the_forward_pass_can_surface_in_backward():
+    virtual.gpus(1)
+    table = torch.zeros(4, 3, device=CUDA0, requires_grad=True)
+    loss = F.embedding(torch.tensor([9], device=CUDA0), table).sum()
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        loss.backward()
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("work", "kind"), HOST.values(), ids=HOST)
+def test_what_the_host_can_see_is_raised_at_once(work, kind):
+    virtual.gpus(1)
+    x = torch.zeros(4, 3, device=CUDA0)
+    with pytest.raises(kind) as found:
+        work(x)
+    assert "device-side" not in str(found.value)
+    assert x.sum().item() == 0  # and poisons nothing
+
+
+def test_on_the_cpu_the_kernel_itself_says_what_it_met():
+    virtual.gpus(1)
+    with pytest.raises(IndexError, match="Target 3 is out of bounds"):
+        F.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 3]))
+
+
+def test_cudnn_needs_room_beside_the_cache_for_its_first_convolution():
+    virtual.gpus(1, memory="64 MB")
+    conv, x = nn.Conv2d(1, 2, 3).to(CUDA0), torch.ones(1, 1, 8, 8, device=CUDA0)
+    full = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device=CUDA0)
+    del full
+    with pytest.raises(RuntimeError, match="^cuDNN error: CUDNN_STATUS_NOT_INITIALIZED$"):
+        conv(x)
+    with torch.backends.cudnn.flags(enabled=False):
+        assert conv(x).shape == (1, 2, 6, 6)
+    torch.cuda.empty_cache()
+    assert conv(x).shape == (1, 2, 6, 6)
+    full = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device=CUDA0)
+    assert conv(x).shape == (1, 2, 6, 6)  # it has its handle now
+    del full
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda: torch.zeros(1 << 30, device=CUDA0),
+        lambda: torch.zeros(1 << 24).to(CUDA0),
+        lambda: torch.ones(1 << 22, device=CUDA0) * torch.ones(1 << 22, device=CUDA0) + 1,
+        lambda: torch.ones(2, device=CUDA0) + torch.ones(2),
+    ],
+)
+def test_a_traceback_ends_one_frame_below_the_readers_line(line):
+    virtual.gpus(1, memory="40 MB")
+    with pytest.raises(RuntimeError) as found:
+        line()
+    frames = traceback.extract_tb(found.value.__traceback__)
+    assert [frame.filename == __file__ for frame in frames] == [True, True, False]
+    assert "PyTorch's error, for the line above" in frames[-1].line
+
+
+def test_torchsummary_runs_on_its_default_device(capsys):
+    from torchsummary import summary
+
+    virtual.gpus(1)
+    summary(nn.Sequential(nn.Conv2d(3, 8, 3)).to(CUDA0), (3, 32, 32))
+    assert "[-1, 8, 30, 30]" in capsys.readouterr().out
