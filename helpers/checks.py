@@ -4,6 +4,7 @@ look next. A grader never raises, so that *Run all* reaches the end with the exe
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -153,7 +154,7 @@ def causes(answer: Mapping[str, str], curves: Mapping[str, list[float]]) -> str 
     for name, cause in right.items():
         if answer.get(name) != cause:
             curve = curves[name]
-            steps = [after - before for before, after in zip(curve, curve[1:], strict=False)]
+            steps = [after - before for before, after in itertools.pairwise(curve)]
             grown = sum(step > 0.01 for step in steps)
             return (
                 f"{name} is not {answer.get(name)!r}. It starts at {curve[0]:.1f} MiB, grows in {grown} of {len(steps)} iterations, by "

@@ -1,5 +1,6 @@
 """What notebook 06 uses: an error forgotten, a neighbour on the GPU, the curve of what tensors hold, the riddle and graders."""
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -150,7 +151,7 @@ RIGHT = {"A": "graph kept", "B": "optimizer state", "C": "longer inputs", "D": "
 def test_the_riddles_curves_are_what_their_names_say(gpu):
     curves = oom.riddle(gpu)
     assert torch.cuda.memory_allocated() == 0
-    steps = {name: [b - a for a, b in zip(curve, curve[1:], strict=False)] for name, curve in curves.items()}
+    steps = {name: [b - a for a, b in itertools.pairwise(curve)] for name, curve in curves.items()}
     assert min(steps["A"][1:]) == max(steps["A"][1:]) > 2  # whole graphs
     assert sorted(steps["B"])[-1] > 5 and max(sorted(steps["B"])[:-1]) < 0.01  # one jump
     assert min(steps["C"]) < -5

@@ -51,7 +51,7 @@ def test_an_assert_shows_at_the_next_synchronization_and_stays(kernel):
     virtual.gpus(2)
     healthy = torch.ones(3, device="cuda:1")
     result = kernel()  # does not raise: the host is ahead
-    with pytest.raises(RuntimeError, match="^CUDA error: device-side assert triggered\n"):
+    with pytest.raises(RuntimeError, match=r"^CUDA error: device-side assert triggered\n"):
         result.sum().item()
     for call in (
         lambda: torch.ones(1, device=CUDA0),
@@ -134,7 +134,7 @@ def test_cudnn_needs_room_beside_the_cache_for_its_first_convolution():
     conv, x = nn.Conv2d(1, 2, 3).to(CUDA0), torch.ones(1, 1, 8, 8, device=CUDA0)
     full = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device=CUDA0)
     del full
-    with pytest.raises(RuntimeError, match="^cuDNN error: CUDNN_STATUS_NOT_INITIALIZED$"):
+    with pytest.raises(RuntimeError, match=r"^cuDNN error: CUDNN_STATUS_NOT_INITIALIZED$"):
         conv(x)
     with torch.backends.cudnn.flags(enabled=False):
         assert conv(x).shape == (1, 2, 6, 6)

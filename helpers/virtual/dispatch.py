@@ -41,7 +41,7 @@ class Dispatch(TorchDispatchMode):
         try:
             return self._run(func, args, kwargs or {})
         except (RuntimeError, IndexError) as error:
-            raise error.with_traceback(None)  # PyTorch's error, for the line above
+            raise error.with_traceback(None) from error.__cause__  # PyTorch's error, for the line above
 
     def _run(self, func, args, kwargs):
         if self.local.bypass:

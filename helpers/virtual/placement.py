@@ -273,7 +273,7 @@ class Placement:
             try:
                 return self._make(original, self.machine.gpu(device), args, kwargs)
             except RuntimeError as error:
-                raise error.with_traceback(None)  # PyTorch's error, for the line above
+                raise error.with_traceback(None) from error.__cause__  # PyTorch's error, for the line above
 
         return make
 
@@ -301,7 +301,7 @@ class Placement:
             try:
                 return ours(original, tensor, *args, **kwargs)
             except RuntimeError as error:
-                raise error.with_traceback(None)  # PyTorch's error, for the line above
+                raise error.with_traceback(None) from error.__cause__  # PyTorch's error, for the line above
 
         return method
 
