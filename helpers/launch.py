@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import cloudpickle
+import psutil
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "helpers.launch"]  # DDP's constructor imports torch._dynamo
 GRACE = 0.3  # seconds in which a process that died may still be found before a survivor is blamed
@@ -127,15 +128,21 @@ class _Rank:
         os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(GRACE)
         frames = re.findall(r'File "(.*)", line (\d+) in (.*)', self.stacks.read_text())
-        own = [(line, name) for file, line, name in frames if "site-packages" not in file and file != __file__]
-        if not own:
+        if not frames:
             return "does not answer"
+        foreign = ("site-packages", f"{os.sep}multiprocessing{os.sep}", __file__)
+        own = [(line, name) for file, line, name in frames if not any(part in file for part in foreign)]
+        if not own:
+            return "is done, and waits for the others"
         (line, name), (_, _, innermost) = own[0], frames[0]
         return f"stands in line {line}, in {name}" + (f", which waits in {innermost}" if innermost != name else "")
 
     def end(self) -> None:
         if self.process is not None:
             if self.process.is_alive():
+                with contextlib.suppress(psutil.Error):
+                    for child in psutil.Process(self.process.pid).children(recursive=True):  # a DataLoader's workers
+                        child.kill()
                 self.process.kill()
             self.process.join()
             self.read()
@@ -184,6 +191,7 @@ def _no_main_module():
 
 
 def _work(pipe: Connection, rank: int, world_size: int, port: int, stacks: str, output: str) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # a DataLoader in it may have workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
     with open(output, "wb") as file:  # what C++ writes, gloo's greetings among it
         os.dup2(file.fileno(), 1)
@@ -206,7 +214,6 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int, stacks: str, 
 
 
 def _run(payload: bytes, rank: int, world_size: int, port: int) -> bytes:
-    import psutil
     import torch
     import torch.distributed as dist
 

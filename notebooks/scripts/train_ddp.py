@@ -1,0 +1,81 @@
+"""Data-parallel training as a script, for torchrun; notebook 04 walks through it.
+
+    torchrun --standalone --nproc-per-node=2 train_ddp.py --checkpoint build/ddp.pt
+
+Each rank trains on its share of the digits, on a GPU of its own where there is one. Rank 0 saves after every epoch; a script that
+is started again, by hand or by torchrun after a crash, goes on from there.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where helpers/ is
+from helpers import checkpoint
+from helpers.data import digits
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--die-in-epoch", type=int, help="rank 1 kills itself once, in the middle of this epoch")
+    options = parser.parse_args()
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # from torchrun
+    local_rank = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if gpus else "gloo")
+
+    data = TensorDataset(*digits())
+    sampler = DistributedSampler(data)  # knows rank and world size from the group
+    loader = DataLoader(data, batch_size=64 // world_size, sampler=sampler, pin_memory=gpus)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    ddp = DistributedDataParallel(model, device_ids=[local_rank] if gpus else None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+
+    first = 0
+    if options.checkpoint.exists():  # every rank loads what rank 0 saved
+        state = checkpoint.load(options.checkpoint, map_location=device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["epoch"] + 1
+
+    for epoch in range(first, options.epochs):
+        sampler.set_epoch(epoch)  # another order in each epoch, the same after a restart
+        total = torch.zeros(2, device=device)
+        for step, (x, y) in enumerate(loader):
+            if epoch == options.die_in_epoch and step == 5 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), 9)
+            optimizer.zero_grad()
+            scores = ddp(x.to(device))
+            loss = nn.functional.cross_entropy(scores, y.to(device))
+            loss.backward()  # gradients are averaged over the ranks in here
+            optimizer.step()
+            total += torch.stack([loss.detach() * len(y), (scores.argmax(1) == y.to(device)).sum()])
+        dist.all_reduce(total)  # sums of all ranks
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+            checkpoint.save(state, options.checkpoint)  # whole or not at all
+            loss, correct = (total / len(sampler) / world_size).tolist()
+            print(f"epoch {epoch}: loss {loss:.2f}, {correct:.0%} right", flush=True)
+        dist.barrier()  # nobody goes on before the checkpoint is there
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
