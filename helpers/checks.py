@@ -317,7 +317,9 @@ def stays_together(train: Callable[[nn.Module, list], None]) -> str | None:
     if apart > 1e-6:
         return f"after 20 steps the weights of the two ranks differ by up to {apart:.2f}: who averages the gradients?"
     if not all(torch.allclose(a, b, atol=1e-4) for a, b in zip(first, right, strict=True)):
-        return "the ranks agree with each other, but not with DDP on the same batches: were all batches used, once each?"
+        return (
+            "the ranks agree with each other, but not with DDP on the same batches: were all batches used, once each?"
+        )
     return None
 
 

@@ -130,7 +130,7 @@ class _Rank:
         frames = re.findall(r'File "(.*)", line (\d+) in (.*)', self.stacks.read_text())
         if not frames:
             return "does not answer"
-        foreign = ("site-packages", f"{os.sep}multiprocessing{os.sep}", __file__)
+        foreign = ("site-packages", f"{os.sep}multiprocessing{os.sep}", "<string>", __file__)
         own = [(line, name) for file, line, name in frames if not any(part in file for part in foreign)]
         if not own:
             return "is done, and waits for the others"

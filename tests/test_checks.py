@@ -253,3 +253,73 @@ def exchange(first, answer=lambda theirs: theirs):
 def test_exchanged(capsys, worker, complaint):
     checks.exchanged(worker)
     assert complaint in said(capsys)
+
+
+def shard(length, rank, world_size):
+    return [index % length for index in range(rank, -(-length // world_size) * world_size, world_size)]
+
+
+@pytest.mark.parametrize(
+    "deal, complaint",
+    [
+        (lambda length, rank, n: list(range(rank, length, n)), "10 samples, rank 2 of 4: it gives [2, 6]"),
+        (lambda length, rank, n: list(range(length))[rank * length // n : (rank + 1) * length // n], "rank 0 of 2"),
+        (shard, "[passed]"),
+    ],
+)
+def test_shards(capsys, deal, complaint):
+    checks.shards(deal)
+    assert complaint in said(capsys)
+
+
+def each_gradient(change):
+    def average_gradients(model):
+        for parameter in model.parameters():
+            change(parameter)
+
+    return average_gradients
+
+
+def average(parameter):
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+
+
+@pytest.mark.parametrize(
+    "average_gradients, complaint",
+    [
+        (each_gradient(lambda parameter: dist.all_reduce(parameter.grad)), "2.00 times as long as DDP's"),
+        (lambda model: None, "times as long as DDP's"),
+        (lambda model: undefined, "rank 0 raised NameError"),  # noqa: F821
+        (each_gradient(average), "[passed]"),
+    ],
+)
+def test_averages(capsys, average_gradients, complaint):
+    checks.averages(average_gradients)
+    out = said(capsys)
+    assert complaint in out or complaint.replace("rank 0", "rank 1") in out
+
+
+def train_with(call, batches_of=lambda batches: batches):
+    def train(model, batches):
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for x, y in batches_of(batches):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(call(model, ddp)(x), y).backward()
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "train, complaint",
+    [
+        (train_with(lambda model, ddp: model), "the weights of the two ranks differ by up to 0."),
+        (train_with(lambda model, ddp: ddp, lambda batches: batches[:5]), "agree with each other, but not with DDP"),
+        (train_with(lambda model, ddp: ddp), "[passed]"),
+    ],
+)
+def test_stays_together(capsys, train, complaint):
+    checks.stays_together(train)
+    assert complaint in said(capsys)

@@ -213,3 +213,35 @@ def test_what_cannot_travel():
     with pytest.raises(WorkerError, match="pickle") as caught:
         launch(lambda: threading.Lock())
     assert caught.value.rank in (0, 1)
+
+
+def load_with_workers(fail=False):
+    from torch.utils.data import DataLoader
+
+    batches = iter(DataLoader(range(6), batch_size=2, num_workers=2))
+    first = next(batches).tolist()
+    if fail:
+        time.sleep(60)
+    return first + [n for batch in batches for n in batch.tolist()]
+
+
+def test_a_rank_may_have_a_loader_with_workers():
+    assert launch(load_with_workers) == [list(range(6))] * 2
+
+
+def test_a_loaders_workers_go_with_their_rank():
+    with pytest.raises(WorkerError, match="not done after 4 s"):
+        launch(load_with_workers, fail=True, timeout=4)
+    assert workers() == []
+
+
+def one_leaves_early():
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(1), src=0)
+
+
+def test_a_rank_that_is_done_says_so():
+    with pytest.raises(
+        WorkerError, match=r"rank 0 is done, and waits for the others\n  rank 1 stands in line \d+, in one_"
+    ):
+        launch(one_leaves_early, timeout=3)

@@ -31,6 +31,7 @@ def main():
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # from torchrun
     local_rank = int(os.environ["LOCAL_RANK"])
+    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
@@ -59,8 +60,8 @@ def main():
         sampler.set_epoch(epoch)  # another order in each epoch, the same after a restart
         total = torch.zeros(2, device=device)
         for step, (x, y) in enumerate(loader):
-            if epoch == options.die_in_epoch and step == 5 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                os.kill(os.getpid(), 9)
+            if (epoch, step, rank) == (options.die_in_epoch, 5, 1) and first_start:
+                os.kill(os.getpid(), 9)  # as a machine may
             optimizer.zero_grad()
             scores = ddp(x.to(device))
             loss = nn.functional.cross_entropy(scores, y.to(device))
