@@ -38,6 +38,8 @@ KINDS = {
     "backward": COLORS[1],
     "optimizer": COLORS[2],
     "kernel": COLORS[0],
+    "trial": COLORS[2],
+    "cut": COLORS[1],
     "copy": COLORS[3],
     "send": COLORS[3],
     "wait": "#dddddd",
@@ -127,6 +129,30 @@ def sweep(
     _show(figure, title, origin)
 
 
+def search(
+    found: Mapping[str, Sequence[tuple[float, float, float]]], title: str, xlabel: str, ylabel: str, value: str
+) -> None:
+    """One panel a way to search: a dot a trial at (x, y), both axes logarithmic, its colour the third number; the best has a ring."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+        panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    low = min(z for points in found.values() for *_, z in points)
+    high = max(z for points in found.values() for *_, z in points)
+    for axes, (name, points) in zip(panels, found.items(), strict=True):
+        x, y, z = zip(*points, strict=True)
+        drawn = axes.scatter(x, y, c=z, s=70, cmap="viridis", vmin=low, vmax=high)
+        best = max(points, key=lambda point: point[2])
+        axes.scatter(*best[:2], s=220, facecolors="none", edgecolors=COLORS[5], linewidths=2)
+        axes.annotate(f"{best[2]:.0f}", best[:2], (12, -14), textcoords="offset points", color=COLORS[5], weight="bold")
+        axes.set(xscale="log", xlabel=xlabel)
+        axes.set_yscale("log", base=2)
+        axes.set_title(name, fontsize=10)
+    panels[0].set_ylabel(ylabel)
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    figure.colorbar(drawn, ax=panels, label=value)
+    _show(figure, title, "measured")
+
+
 def dots(groups: Mapping[str, Sequence[float]], title: str, xlabel: str, origin: Origin = "measured") -> None:
     """One row a group: a dot per run, a bar at the median, and the median's figure."""
     figure, axes = _figure(height=0.9 + 0.55 * len(groups))
@@ -181,7 +207,7 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str) -> None
 
 
 def _legend(axes: Axes, series: Mapping) -> None:
-    if len(series) > 1:
+    if 1 < len(series) <= len(COLORS):
         axes.legend(loc="best")
 
 

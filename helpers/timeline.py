@@ -21,7 +21,7 @@ from helpers import virtual
 @dataclass(frozen=True, slots=True)
 class Span:
     """A stretch of work on one device, in seconds since the block began. kind: forward, backward, optimizer, copy, send, wait,
-    or kernel where the profiler does not tell them apart."""
+    or kernel where the profiler does not tell them apart; trial or cut in a search."""
 
     start: float
     end: float
@@ -45,6 +45,18 @@ class Timeline:
             f"rank {rank}": [Span(s.start - start, s.end - start, s.kind) for s in row]
             for rank, row in enumerate(spans)
         }
+        return timeline
+
+    @classmethod
+    def of_workers(cls, trials: Sequence[tuple[int, float, float, bool]]) -> "Timeline":
+        """One row a worker process, from (its number, start, end, whether it was cut) of each trial of a search."""
+        timeline = cls.of_ranks(
+            [
+                [Span(start, end, "cut" if cut else "trial") for process, start, end, cut in trials if process == own]
+                for own in sorted({process for process, *_ in trials})
+            ]
+        )
+        timeline.rows = {name.replace("rank", "worker"): spans for name, spans in timeline.rows.items()}
         return timeline
 
     def __enter__(self) -> "Timeline":

@@ -1,0 +1,106 @@
+"""Ray, started quietly and ended without a trace: what notebook 05 needs beside Ray Tune itself."""
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+# No usage report, no token file in the home folder, GPUs left visible to trials that use none, the plain progress reporters
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1",  # what a killed experiment knows of itself is that old at most; Ray's own choice is 10 s and more
+}
+OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
+_folder: str | None = None
+_watcher: subprocess.Popen | None = None
+# Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what it saw of Ray.
+WATCH = """
+import contextlib, psutil, select, sys
+notebook, seen = psutil.Process(int(sys.argv[1])), set()
+while not select.select([sys.stdin], [], [], 1)[0]:
+    with contextlib.suppress(psutil.Error):
+        for child in notebook.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+                if "ray" in child.name() or "/ray/" in " ".join(child.cmdline()):
+                    seen.add(child)
+seen.discard(psutil.Process())
+for process in seen:
+    with contextlib.suppress(psutil.Error):
+        process.kill()
+"""
+
+
+def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, float]:
+    """Start Ray on this machine, or join the cluster at `address` ("10.0.0.1:6379"); what there is to use: {"CPU": 2.0, ...}.
+
+    Ray's own files go to a folder that stop_ray() removes, and the next start where a notebook was killed. Calling it again
+    starts afresh. Raises ConnectionError where no cluster answers at `address`.
+    """
+    global _folder, _watcher
+    stop_ray()
+    _remove_folders_of_the_dead()
+    os.environ.update(QUIET)
+    if address is not None:
+        _knock(address)  # ray.init would end this whole process where nobody answers
+    import ray
+
+    options = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is None:
+        _folder = tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-")
+        options |= {
+            "include_dashboard": False,
+            "num_cpus": cpus,
+            "object_store_memory": OBJECT_STORE,
+            "_temp_dir": _folder,
+        }
+        _watcher = subprocess.Popen([sys.executable, "-c", WATCH, str(os.getpid())], stdin=subprocess.PIPE)
+    ray.init(address=address, **options)
+    logging.getLogger("ray.tune").setLevel(
+        logging.CRITICAL
+    )  # a trial's error is in its result; not its traceback here, too
+    atexit.register(stop_ray)
+    return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
+
+
+def stop_ray() -> None:
+    """End Ray's processes and remove its files. Does nothing where Ray was not started."""
+    global _folder, _watcher
+    atexit.unregister(stop_ray)
+    with contextlib.suppress(ImportError):
+        import ray
+
+        if ray.is_initialized():
+            ray.shutdown()
+    if _watcher is not None:
+        _watcher.communicate()
+        _watcher = None
+    if _folder is not None:
+        shutil.rmtree(_folder, ignore_errors=True)
+        _folder = None
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        cure = "start one with `ray start --head --port=6379`, and give its address as host:port"
+        raise ConnectionError(f"no Ray cluster answers at {address!r} ({error}): {cure}") from None
+
+
+def _remove_folders_of_the_dead() -> None:
+    for folder in Path(tempfile.gettempdir()).glob("ray-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
