@@ -91,7 +91,7 @@ def epochs(folder):
 
 
 def test_a_killed_experiment_is_restored_and_leaves_nothing_behind(program, tmp_path):
-    before = set(rays())
+    before, shared = set(rays()), set(os.listdir("/dev/shm"))
     driver = start(program, tmp_path)
     assert wait_until(
         lambda: len(list((tmp_path / "diary").glob("*"))) >= 3 if (tmp_path / "diary").exists() else False, 100
@@ -111,6 +111,7 @@ def test_a_killed_experiment_is_restored_and_leaves_nothing_behind(program, tmp_
     assert all(said.endswith("012") for said in after.values())
     assert wait_until(lambda: set(rays()) <= before)
     assert not left[0].exists()
+    assert set(os.listdir("/dev/shm")) <= shared
     assert not (tmp_path / ".ray").exists() and not (tmp_path / "ray_results").exists()  # in the home folder
 
 
