@@ -64,7 +64,9 @@ def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, 
             "object_store_memory": OBJECT_STORE,
             "_temp_dir": _folder,
         }
-        _watcher = subprocess.Popen([sys.executable, "-c", WATCH, str(os.getpid())], stdin=subprocess.PIPE)
+        command = [sys.executable, "-c", WATCH, str(os.getpid())]
+        # in a session of its own: an interrupted cell must not interrupt it
+        _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     ray.init(address=address, **options)
     logging.getLogger("ray.tune").setLevel(
         logging.CRITICAL
