@@ -170,8 +170,8 @@ def causes(answer: Mapping[str, str], curves: Mapping[str, list[float]]) -> str 
 def within_budget(step: Callable, make_net: Callable, x: torch.Tensor, y: torch.Tensor, budget: int) -> str | None:
     """Notebook 06: step(net, x, y) leaves the gradients of the mean loss over the whole batch in net, returns that loss, and needs
     at most `budget` bytes for network and step."""
-    device = next(make_net().parameters()).device
     reference = make_net()
+    device = next(reference.parameters()).device
     expected = nn.functional.cross_entropy(reference(x.to(device)), y.to(device))
     expected.backward()
     wanted, expected = [p.grad.cpu() for p in reference.parameters()], expected.item()
