@@ -329,7 +329,7 @@ def search_space(space: Mapping) -> str | None:
     if set(space) != {"lr", "batch_size", "dropout"}:
         return f"it has {sorted(space)}, and should have batch_size, dropout, lr"
     try:
-        drawn = {name: sorted(domain.sample() for _ in range(2000)) for name, domain in space.items()}
+        drawn = {name: sorted(domain.sample(size=2000, random_state=0)) for name, domain in space.items()}
     except AttributeError:
         return "each entry should be something of tune's that can be drawn from, such as tune.uniform(0, 1)"
     for name, (low, middle, high) in {"lr": (1e-4, 10**-2.5, 0.1), "dropout": (0, 0.25, 0.5)}.items():

@@ -1,7 +1,6 @@
 """Ray, started quietly and ended without a trace: what notebook 05 needs beside Ray Tune itself."""
 
 import atexit
-import contextlib
 import logging
 import os
 import shutil
@@ -68,9 +67,8 @@ def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, 
         # in a session of its own: an interrupted cell must not interrupt it
         _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     ray.init(address=address, **options)
-    logging.getLogger("ray.tune").setLevel(
-        logging.CRITICAL
-    )  # a trial's error is in its result; not its traceback here, too
+    # a trial's error is in its result; not its traceback here, too
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     atexit.register(stop_ray)
     return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
 
@@ -79,11 +77,9 @@ def stop_ray() -> None:
     """End Ray's processes and remove its files. Does nothing where Ray was not started."""
     global _folder, _watcher
     atexit.unregister(stop_ray)
-    with contextlib.suppress(ImportError):
-        import ray
-
-        if ray.is_initialized():
-            ray.shutdown()
+    ray = sys.modules.get("ray")  # not imported for this: that takes seconds, and would be before QUIET is set
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
     if _watcher is not None:
         _watcher.communicate()
         _watcher = None
