@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run site lab test bench store stamp clean setup
+.PHONY: run site lab test bench matrix browser store stamp clean setup
 
 run: setup         ## execute all notebooks, then write build/index.html
 	@$(PY) tools/run.py
@@ -21,10 +21,16 @@ test: setup        ## lint, unit tests, guards, strict nbval
 bench: setup       ## timings, side by side in one run
 	@$(PY) -m tests.bench
 
-store: setup       ## execute and keep the outputs in notebooks/ (what nbval compares against)
-	@$(PY) tools/run.py --store
+matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, as in Colab, in a browser; ONLY=colab
+	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")
 
-stamp: setup       ## badge and bootstrap cell of each notebook, from pyproject's repository name
+browser: setup     ## JupyterLab and the pages in chromium; screenshots under build/browser/
+	@$(PY) -m pip install -q --disable-pip-version-check -e '.[browser]' -c constraints.txt && $(PY) -m pytest -rs tests/browser
+
+store: setup       ## execute and keep the outputs in notebooks/ (what nbval compares against)
+	@$(PY) tools/run.py --store && $(PY) tools/stamp.py --fix
+
+stamp: setup       ## badges, set-up cells and README pictures, from pyproject's repository name and the notebooks
 	@$(PY) tools/stamp.py --fix
 
 setup:

@@ -33,3 +33,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_collection_modifyitems(config, items):
     config._nbval_items = [item for item in items if hasattr(item, "cell")]
+
+
+def pytest_ignore_collect(collection_path, config):
+    """tests/browser takes minutes and needs chromium: only when it is asked for by name."""
+    asked = any("browser" in str(argument) for argument in config.invocation_params.args)
+    return True if collection_path == series.ROOT / "tests" / "browser" and not asked else None

@@ -114,6 +114,16 @@ def test_badge_and_set_up_cell_are_as_generated(capsys):
     assert stamp.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_the_readme_names_each_notebook_and_only_those():
+    rows = re.findall(
+        r"^\| \[(\d\d · .+?)\]\(notebooks/(\S+?)\) .*colab-badge.*\|$", (series.ROOT / "README.md").read_text(), re.M
+    )
+    assert [name for _, name in rows] == [path.name for path in NOTEBOOKS]
+    for title, name in rows:
+        said = series.summary(series.read(series.NOTEBOOKS / name)).title
+        assert said.replace("`", "").startswith(title), f"{name} is titled {said}"
+
+
 def test_each_sanitizer_pair_that_was_written_is_parsed():
     text = (series.ROOT / "tests" / "sanitize.cfg").read_text()
     written = len(re.findall(r"^\s*\[", text, re.M))
@@ -168,3 +178,9 @@ def test_the_ranges_keep_what_colab_has():
 
 def test_outputs_are_made_and_compared_in_one_environment():
     assert run.ENVIRONMENT["TQDM_DISABLE"] == "1"
+
+
+def test_the_workflow_runs_each_session_of_the_matrix():
+    workflow = (series.ROOT / ".github" / "workflows" / "test.yml").read_text()
+    sessions = re.search(r"sessions = \[(.*?)\]", (series.ROOT / "noxfile.py").read_text(), re.S)[1]
+    assert re.findall(r'"(.+?)"', re.search(r"session: \[(.*)\]", workflow)[1]) == re.findall(r'"(.+?)"', sessions)

@@ -121,6 +121,7 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     """Another repository name in pyproject reaches badge and set-up cell of a stamped notebook, and --check notices."""
     (tmp_path / "notebooks").mkdir()
     shutil.copy(PATH, tmp_path / "notebooks")
+    shutil.copy(series.ROOT / "README.md", tmp_path)
     text = (series.ROOT / "pyproject.toml").read_text().replace(stamp.settings()["repository"], "someone/fork")
     (tmp_path / "pyproject.toml").write_text(text)
     monkeypatch.setattr(series, "ROOT", tmp_path)
@@ -134,4 +135,5 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
     stamped = nbformat.read(tmp_path / "notebooks" / PATH.name, 4)
     assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in stamped.cells[0].source
+    assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in (tmp_path / "README.md").read_text()
     assert "https://github.com/someone/fork" in next(c.source for c in stamped.cells if "bootstrap" in series.tags(c))

@@ -1,11 +1,15 @@
-"""HTML under build/: a page for each executed notebook, and index.html with what each teaches, its time and one picture."""
+"""HTML under build/, a small site: a page for each executed notebook, with its contents and the way to the next one, and
+index.html with what each teaches, its time and one picture."""
 
 import html
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import series
+from jupyter_core.paths import jupyter_path
 from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html
 
 INDEX = """<!DOCTYPE html>
 <html lang="en">
@@ -41,20 +45,45 @@ def write(results: list[dict]) -> Path:
         extra_template_basedirs=[str(Path(__file__).parent / "templates")],
         exclude_anchor_links=True,
     )
-    articles = []
-    for result in results:
-        notebook = series.read(result["path"])
-        found = series.summary(notebook)
-        notebook.metadata["title"] = plain(found.title)
+    notebooks = [series.read(result["path"]) for result in results]
+    found = [series.summary(notebook) for notebook in notebooks]
+    links = [
+        (f"{result['path'].stem}.html", inline(summary.title)) for result, summary in zip(results, found, strict=True)
+    ]
+    for at, (notebook, summary) in enumerate(zip(notebooks, found, strict=True)):
+        notebook.metadata["title"] = plain(summary.title)
         opening = notebook.cells[0]
         # the badge is fetched from outside: its words do
         opening.source = re.sub(r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", opening.source)
-        page = series.BUILD / f"{result['path'].stem}.html"
-        page.write_text(exporter.from_notebook_node(notebook)[0], encoding="utf-8")
-        articles.append(article(page.name, found, result))
+        before, after = links[:at][-1:], links[at + 1 :][:1]
+        page = {
+            "around": [
+                *([(link, f"← {title}") for link, title in before] or [("", "")]),
+                ("index.html", "All notebooks"),
+                *((link, f"{title} →") for link, title in after),
+            ],
+            "contents": contents(notebook),
+            "dark": dark(),
+        }
+        text = exporter.from_notebook_node(notebook, resources={"page": page})[0]
+        (series.BUILD / links[at][0]).write_text(text, encoding="utf-8")
+    articles = [article(link, *pair) for (link, _), pair in zip(links, zip(found, results, strict=True), strict=True)]
     index = series.BUILD / "index.html"
     index.write_text(INDEX.format(articles="\n".join(articles)), encoding="utf-8")
     return index
+
+
+def contents(notebook) -> list[tuple[str, str]]:
+    """Anchor and text of each section, as nbconvert writes them into the page."""
+    prose = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    headings = re.findall(r'<h2 id="([^"]*)">(.*?)</h2>', markdown2html(prose), re.S)
+    return [(quote(html.unescape(anchor)), re.sub(r"<a.*?</a>", "", text)) for anchor, text in headings]
+
+
+def dark() -> str:
+    """JupyterLab's dark colours, from nbconvert's own template."""
+    places = (Path(folder, "templates", "lab", "static", "theme-dark.css") for folder in jupyter_path("nbconvert"))
+    return next((file.read_text(encoding="utf-8") for file in places if file.exists()), "")
 
 
 def article(link: str, found: series.Summary, result: dict) -> str:

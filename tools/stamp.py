@@ -1,4 +1,5 @@
-"""Badge and set-up cell of each notebook, generated from pyproject's repository name and branch.
+"""What is generated: badge and set-up cell of each notebook, from pyproject's repository name and branch; in the README the
+badges, and its two pictures, which are notebooks' covers.
 
     stamp.py --fix      write them
     stamp.py --check    exit status 1 where one is missing or differs (a guard in the tests)
@@ -8,6 +9,8 @@ After a fork, change `repository` under [tool.series] in pyproject.toml and run 
 
 import argparse
 import ast
+import base64
+import re
 import sys
 import tomllib
 
@@ -15,6 +18,11 @@ import nbformat
 import series
 
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/{branch}/notebooks/{name})"
+
+PICTURES = {
+    "02_model_parallel.ipynb": "model_parallel.png",
+    "03_pipeline_parallel.ipynb": "pipeline.png",
+}  # under docs/
 
 # Import name -> what pip installs, for what Colab does not have. The helpers themselves need the first two.
 HELPERS_NEED = {"GPUtil": "GPUtil", "pynvml": "nvidia-ml-py"}
@@ -90,24 +98,48 @@ def stamp(notebook, name: str) -> list[str]:
     return changed
 
 
+def stamp_readme(fix: bool) -> list[str]:
+    """The README's badges and pictures; return what had to change."""
+    changed = []
+    readme = series.ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = re.sub(r"\[!\[Open in Colab\]\S*?/notebooks/([\w.]+)\)", lambda found: badge(found[1]), old)
+    if new != old:
+        changed.append("badges")
+        if fix:
+            readme.write_text(new, encoding="utf-8")
+    for path in series.notebooks():
+        if path.name in PICTURES:
+            picture = series.ROOT / "docs" / PICTURES[path.name]
+            cover = base64.b64decode(series.summary(series.read(path)).picture or "")
+            if not picture.exists() or picture.read_bytes() != cover:
+                changed.append(picture.name)
+                if fix:
+                    picture.parent.mkdir(exist_ok=True)
+                    picture.write_bytes(cover)
+    return changed
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--check", action="store_true")
     mode.add_argument("--fix", action="store_true")
     options = parser.parse_args(arguments)
-    wrong = 0
+    wrong = {}
     for path in series.notebooks():
         notebook = series.read(path)
         changed = stamp(notebook, path.name)
-        wrong += bool(changed)
         if changed and options.fix:
             nbformat.write(notebook, path)
+        wrong[path.name] = changed
+    wrong["README.md"] = stamp_readme(options.fix)
+    for name, changed in wrong.items():
         if changed:
             print(
-                f"{path.name}: {' and '.join(changed)} {'written' if options.fix else 'not as generated; cure: make stamp'}"
+                f"{name}: {' and '.join(changed)} {'written' if options.fix else 'not as generated; cure: make stamp'}"
             )
-    return int(bool(wrong) and options.check)
+    return int(any(wrong.values()) and options.check)
 
 
 if __name__ == "__main__":

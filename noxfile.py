@@ -1,0 +1,55 @@
+"""The versions that the series promises to run with: what `make matrix` calls, and the GitHub workflow.
+
+nox                             all of them (each makes an environment of about 6 GB under .nox/, shared files once)
+nox -s "test-3.13(newest)"      one
+nox -s colab -- 05              one notebook as in Colab
+"""
+
+import nox
+
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = [
+    "test-3.11(oldest)",
+    "test-3.12(pinned)",
+    "test-3.13(newest)",
+    "colab",
+    "browser",
+]  # 3.11 with the pinned versions is `make test`
+STRICT = [
+    "--nbval",
+    "--nbval-current-env",
+    "--nbval-sanitize-with",
+    "tests/sanitize.cfg",
+    "--nbval-cell-timeout",
+    "300",
+]
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+@nox.parametrize("versions", ["oldest", "pinned", "newest"], ids=["oldest", "pinned", "newest"])
+def test(session: nox.Session, versions: str) -> None:
+    """The whole suite with the oldest versions that requirements.txt admits, those behind the stored outputs, or the newest."""
+    constraints = "constraints.txt"
+    if versions != "pinned":
+        constraints = f"{session.create_tmp()}/versions.txt"
+        which = "lowest-direct" if versions == "oldest" else "highest"
+        python = ["--python-version", session.python]
+        session.run_install(
+            "uv", "pip", "compile", "-q", "requirements.txt", "-o", constraints, "--resolution", which, *python
+        )
+    session.install("-e", ".[dev]", "-c", constraints)
+    session.run("pytest", *STRICT, *(session.posargs or ["tests", "notebooks"]))
+
+
+@nox.session(python="3.13")
+def colab(session: nox.Session) -> None:
+    """Each notebook alone in a folder, in Colab's environment: its set-up cell fetches the helpers and what is missing."""
+    session.install("-r", "tests/colab/preinstalled.txt", "pip")
+    session.run("python", "tests/colab/run.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def browser(session: nox.Session) -> None:
+    """JupyterLab and the pages in a real browser: chromium or Chrome must be there. Screenshots under build/."""
+    session.install("-e", ".[dev,browser]", "-c", "constraints.txt")
+    session.run("pytest", "tests/browser", *session.posargs)
