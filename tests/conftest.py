@@ -4,6 +4,17 @@ import os
 import stat
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+# The same programs on each run, so that a red test is not luck; HYPOTHESIS_PROFILE=deep looks for new ones.
+COMMON = {
+    "deadline": None,
+    "phases": [Phase.reuse, Phase.generate, Phase.shrink],
+    "suppress_health_check": list(HealthCheck),
+}
+settings.register_profile("ci", max_examples=60, derandomize=True, database=None, **COMMON)
+settings.register_profile("deep", max_examples=1500, **COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 GOOD_LINES = "\n".join(
     f"{i}, GPU-{i}{i}, {10 * (i + 1)}, 15360, {1000 * (i + 1)}, {15360 - 1000 * (i + 1)}, 550.54, Tesla T4, 0, Disabled, Disabled, 40"

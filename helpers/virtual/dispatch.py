@@ -111,7 +111,7 @@ class Dispatch(TorchDispatchMode):
             except NotImplementedError:  # sparse tensors
                 home = None
             here = None if home is None else home.gpu
-            if here is gpu or (here is None and (home is ANYWHERE or not tensor.dim())):
+            if here is gpu or (here is None and (home is ANYWHERE or not (tensor.dim() or op.strict))):
                 continue
             if gpu is UNKNOWN:
                 gpu = here

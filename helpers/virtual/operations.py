@@ -12,7 +12,9 @@ aten = torch.ops.aten
 # Operations whose tensors may be on different devices: indices and lengths may stay on the CPU
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 PACKING = {aten._pack_padded_sequence, aten._pad_packed_sequence, aten._pack_padded_sequence_backward}
-# ... and results that are for the host in any case
+# A number on the CPU (no dimensions) may join most operations of GPU tensors; not these, where PyTorch is strict
+STRICT = {aten.cat, aten.stack, aten.index_select, aten.gather, aten.take, aten.embedding, aten.nll_loss_forward}
+# Results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
@@ -48,6 +50,7 @@ class Operation:
         "resizes",
         "returns",
         "shape_from_values",
+        "strict",
         "write_only",
     )
 
@@ -61,6 +64,7 @@ class Operation:
         self.foreach = self.name.startswith("_foreach_") or self.name.startswith("_amp_foreach_")
         self.indexes = packet in INDEXING
         self.mixed = self.foreach or self.copies or self.indexes or packet in PACKING
+        self.strict = packet in STRICT
         self.reads = torch.Tag.data_dependent_output in func.tags
         self.shape_from_values = torch.Tag.dynamic_output_shape in func.tags
         self.resizes = self.name in RESIZING or any(argument.is_out for argument in schema.arguments)

@@ -53,6 +53,7 @@ FACTORIES = [
     "randn_like",
     "randint_like",
 ]
+NEW_TENSOR = torch.Tensor.new_tensor
 METHODS = ["new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"]
 
 
@@ -265,9 +266,12 @@ class Placement:
                 return original(*args, **kwargs)
             device = kwargs.get("device")
             if device is None:
-                if not takes_default:
+                if original is NEW_TENSOR:  # no operation of its own, which would tell where
+                    device = self.device(args[0])
+                elif not takes_default:
                     return original(*args, **kwargs)  # zeros_like(x): where x is, as for any other operation
-                device = _default_device() or CPU
+                else:
+                    device = _default_device() or CPU
             if not isinstance(device, int) and torch.device(device).type not in ("cpu", "cuda"):
                 return original(*args, **kwargs)
             try:

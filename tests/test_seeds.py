@@ -1,0 +1,38 @@
+"""Each topic and snippet of the lecture notes has its place: tests/seeds.md says where, and it is there."""
+
+import re
+
+import pytest
+import series
+
+TABLE = (series.ROOT / "tests" / "seeds.md").read_text()
+ROWS = re.findall(r"^\| (?!topic)([^|]+?) \| (\d\d) \| (.+?) \| `([^|]+)` \|$", TABLE, re.M)
+
+
+def section(number: str, heading: str) -> list:
+    """The cells under that heading, up to the next one of the same or a higher level."""
+    (path,) = series.NOTEBOOKS.glob(f"{number}_*.ipynb")
+    level, cells = 0, []
+    for cell in series.read(path).cells:
+        if cell.cell_type == "markdown" and (found := re.search(r"^(#+) (.+)$", cell.source, re.M)):
+            if found[2] == heading or re.search(rf"^#+ {re.escape(heading)}$", cell.source, re.M):
+                level = len(found[1])
+            elif level and len(found[1]) <= level:
+                break
+        if level:
+            cells.append(cell)
+    return cells
+
+
+def test_the_table_is_read_whole():
+    assert len(ROWS) == len(re.findall(r"^\|", TABLE, re.M)) - 2
+    assert {number for _, number, _, _ in ROWS} == {path.name[:2] for path in series.notebooks()}
+
+
+@pytest.mark.parametrize("topic, number, heading, words", ROWS, ids=[row[0] for row in ROWS])
+def test_a_topic_has_its_place(topic, number, heading, words):
+    cells = section(number, heading)
+    assert cells, f"notebook {number} has no section {heading!r}"
+    holding = [cell for cell in cells if words in cell.source]
+    assert holding, f"no cell of {heading!r} holds {words!r}"
+    assert any(cell.cell_type == "markdown" or cell.execution_count for cell in holding)
