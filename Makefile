@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run site lab test bench matrix browser store stamp clean setup
+.PHONY: run site lab test bench matrix browser doctor store stamp clean setup
 
 run: setup         ## execute all notebooks, then write build/index.html
 	@$(PY) tools/run.py
@@ -29,6 +29,9 @@ browser: setup     ## JupyterLab and the pages in chromium; screenshots under bu
 
 store: setup       ## execute and keep the outputs in notebooks/ (what nbval compares against)
 	@$(PY) tools/run.py --store && $(PY) tools/stamp.py --fix
+
+doctor: setup      ## what is installed, which devices are there, and the cure of what fails
+	@$(PY) tools/doctor.py
 
 stamp: setup       ## badges, set-up cells and README pictures, from pyproject's repository name and the notebooks
 	@$(PY) tools/stamp.py --fix

@@ -18,7 +18,7 @@ _FROM = {
     "gpus": "virtual",
     "other_process": "oom",
 }
-_MODULES = ("checkpoint", "checks", "data", "oom", "plots", "tuning", "virtual")
+_MODULES = ("checkpoint", "data", "oom", "plots", "tuning", "virtual")
 
 __all__ = [*_FROM, *_MODULES, "launch", "progress"]
 

@@ -1,4 +1,4 @@
-"""The images the lessons train on: handwritten digits (shipped), printed digits (drawn here), CIFAR-10 (downloaded)."""
+"""The images the lessons train on: handwritten digits (shipped), printed digits (drawn here)."""
 
 from pathlib import Path
 
@@ -39,22 +39,6 @@ def printed_digits(copies: int = 2000, seed: int = 0) -> tuple[torch.Tensor, tor
     rng = torch.Generator().manual_seed(seed)
     chosen = torch.randint(len(glyphs), (10 * copies,), generator=rng)
     return _distorted(glyphs[chosen], rng), chosen // len(FONTS)
-
-
-def cifar10(train: bool = True, folder: Path = DATA):
-    """CIFAR-10 as a torchvision dataset of (image [3, 32, 32] in 0..1, label), downloaded (170 MB) on first use.
-
-    Raises ConnectionError, with what to do instead, where it is neither on disk nor to be had from the network.
-    """
-    from torchvision import datasets, transforms
-
-    try:
-        return datasets.CIFAR10(str(folder), train=train, download=True, transform=transforms.ToTensor())
-    except (OSError, RuntimeError) as error:  # torchvision: URLError (an OSError) or "not found or corrupted"
-        raise ConnectionError(
-            f"CIFAR-10 could not be downloaded ({error}). Without a network, go on with helpers.data.digits(); "
-            f"or put cifar-10-python.tar.gz into {Path(folder).name}/ and try again."
-        ) from error
 
 
 def _glyphs(size: int = 32) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What notebook 06 needs beside PyTorch: an error's frames forgotten, another process on the GPU, and a riddle."""
+"""What notebook 06 needs beside PyTorch: an error's frames forgotten, and another process on the GPU."""
 
 import contextlib
 import gc
@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from helpers import virtual
 from helpers.virtual.specs import parse_size
@@ -54,50 +53,6 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
             yield
         finally:
             child.stdin.close()
-
-
-def riddle(device: torch.device, iterations: int = 12) -> dict[str, list[float]]:
-    """Four short runs on the GPU: {name: MiB in tensors at the end of each iteration}. checks.causes knows the answers."""
-    runs = {"A": _keep_graphs, "B": _step_every_fourth, "C": _longer_inputs, "D": _keep_outputs}
-    curves = {}
-    for name, run in runs.items():
-        before = torch.cuda.memory_allocated(device)
-        curves[name] = [(torch.cuda.memory_allocated(device) - before) / 2**20 for _ in run(device, iterations)]
-    return curves
-
-
-def _keep_graphs(device, iterations) -> Iterator[None]:
-    net, total = nn.Linear(256, 256, device=device), 0
-    for _ in range(iterations):
-        total = total + net(torch.ones(2048, 256, device=device)).square().sum()
-        yield
-
-
-def _step_every_fourth(device, iterations) -> Iterator[None]:
-    net = nn.Linear(1536, 1536, device=device)
-    optimizer = torch.optim.Adam(net.parameters())
-    for iteration in range(1, iterations + 1):
-        net(torch.ones(1, 1536, device=device)).sum().backward()
-        if iteration % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        yield
-
-
-def _longer_inputs(device, iterations) -> Iterator[None]:
-    net = nn.Linear(256, 256, device=device)
-    for iteration in range(iterations):
-        length = 1 + iteration % (iterations // 2)
-        hidden = net(torch.ones(2048 * length, 256, device=device))
-        hidden.sum().backward()
-        yield
-
-
-def _keep_outputs(device, iterations) -> Iterator[None]:
-    net, kept = nn.Linear(256, 64, device=device), []
-    for _ in range(iterations):
-        kept.append(net(torch.ones(2048, 256, device=device)).detach())
-        yield
 
 
 _HOLD = """

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers import checks, virtual
+import checks
+from helpers import virtual
 
 
 def said(capsys):

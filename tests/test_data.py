@@ -1,7 +1,6 @@
-"""The images: shapes, ranges, the shipped file's bytes, and what happens without a network."""
+"""The images: shapes, ranges, and the shipped file's bytes."""
 
 import hashlib
-import urllib.error
 
 import pytest
 import torch
@@ -45,35 +44,3 @@ def test_printed_digits_leave_the_random_state_alone():
     before = torch.get_rng_state()
     data.printed_digits(copies=5)
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize(
-    "error",
-    [urllib.error.URLError("no network"), RuntimeError("File not found or corrupted."), OSError(28, "No space")],
-)
-def test_cifar10_without_a_network(monkeypatch, tmp_path, error):
-    def fail(self):
-        raise error
-
-    monkeypatch.setattr("torchvision.datasets.CIFAR10.download", fail)
-    with pytest.raises(ConnectionError, match=r"helpers.data.digits\(\)"):
-        data.cifar10(folder=tmp_path)
-
-
-def test_cifar10_from_the_disk(monkeypatch, tmp_path):
-    """A folder laid out as the archive is, one picture a batch; torchvision's own loading code reads it."""
-    import pickle
-
-    from torchvision.datasets import CIFAR10
-
-    folder = tmp_path / CIFAR10.base_folder
-    folder.mkdir()
-    for name, _ in CIFAR10.train_list + CIFAR10.test_list:
-        (folder / name).write_bytes(
-            pickle.dumps({"data": torch.zeros(1, 3072, dtype=torch.uint8).numpy(), "labels": [7]})
-        )
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    image, label = data.cifar10(train=False, folder=tmp_path)[0]
-    assert image.shape == (3, 32, 32) and label == 7
-    assert len(data.cifar10(folder=tmp_path)) == 5

@@ -143,7 +143,7 @@ class Program:
             self.both(TWO[how], [small(a), small(b)], a.place)
         elif not number and not (how in SUMMED and b.place == "cpu"):
             event("refused: two places")
-            with pytest.raises(RuntimeError, match="same device|at least two devices"):
+            with pytest.raises(RuntimeError, match=r"same device|at least two devices"):
                 TWO[how](a.ours, b.ours)
 
     def move(self, a, place):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import Monitor, checks, forget_error, oom, other_process, plots, virtual
+import checks
+from helpers import Monitor, forget_error, other_process, plots, virtual
 
 MIB = 1 << 20
 
@@ -149,7 +150,7 @@ RIGHT = {"A": "graph kept", "B": "optimizer state", "C": "longer inputs", "D": "
 
 
 def test_the_riddles_curves_are_what_their_names_say(gpu):
-    curves = oom.riddle(gpu)
+    curves = checks.riddle(gpu)
     assert torch.cuda.memory_allocated() == 0
     steps = {name: [b - a for a, b in itertools.pairwise(curve)] for name, curve in curves.items()}
     assert min(steps["A"][1:]) == max(steps["A"][1:]) > 2  # whole graphs
@@ -169,7 +170,7 @@ def test_the_riddles_curves_are_what_their_names_say(gpu):
     ],
 )
 def test_naming_the_causes_is_graded(gpu, capsys, answer, said):
-    checks.causes(answer, oom.riddle(gpu))
+    checks.causes(answer, checks.riddle(gpu))
     assert said in capsys.readouterr().out
 
 

@@ -1,10 +1,10 @@
-"""`python -m helpers`: a line per package and device, and the cure of what fails."""
+"""`make doctor`: a line per package and device, and the cure of what fails."""
 
 import importlib.metadata
 
+import doctor as report
 import pytest
 
-import helpers.__main__ as report
 from helpers import monitor
 
 

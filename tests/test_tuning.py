@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers import Timeline, checks, plots, tuning
+import checks
+from helpers import Timeline, plots, tuning
 from helpers.timeline import Span
 
 ROOT = Path(__file__).resolve().parent.parent

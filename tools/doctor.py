@@ -1,4 +1,4 @@
-"""`python -m helpers`: one line per package and device, [ OK ] or [FAIL], and the cure of each failure."""
+"""`make doctor`: one line per package and device, [ OK ] or [FAIL], and the cure of each failure."""
 
 import importlib
 import importlib.metadata
