@@ -19,7 +19,7 @@ test: setup        ## lint, unit tests, guards, strict nbval
 	@$(PY) -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/sanitize.cfg --nbval-cell-timeout 300 tests notebooks
 
 bench: setup       ## timings, side by side in one run
-	@$(PY) -m tests.bench
+	@$(PY) -m pip install -q --disable-pip-version-check -e '.[bench]' -c constraints.txt && $(PY) -m tests.bench
 
 matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, as in Colab, in a browser; ONLY=colab
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")

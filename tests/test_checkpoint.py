@@ -90,6 +90,21 @@ def test_a_disk_that_fills_at_the_last_moment(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_interrupted_while_writing(tmp_path, monkeypatch):
+    """Ctrl-C stays a KeyboardInterrupt, and costs neither the earlier file nor a forgotten one."""
+    path = tmp_path / "a.pt"
+    checkpoint.save(STATE, path)
+
+    def interrupted(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save({"model": torch.ones(1_000_000)}, path)
+    assert os.listdir(tmp_path) == ["a.pt"]
+    assert same(checkpoint.load(path), STATE)
+
+
 def test_a_folder_that_may_not_be_written(tmp_path):
     folder = tmp_path / "read only"
     folder.mkdir()

@@ -1,5 +1,6 @@
 """make run: one notebook that fails does not hide the others, and the pages show what was learned."""
 
+import json
 import re
 import subprocess
 import sys
@@ -63,6 +64,7 @@ def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
     assert {path.name for path in (root / "build").glob("0*")} == {
         f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead") for e in ("html", "ipynb")
     }
+    assert list(json.loads((root / "build" / "times.json").read_text())) == ["01_good"]
     assert nbformat.read(root / "build" / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", (
         "the copy shows it"
     )

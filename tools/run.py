@@ -9,6 +9,7 @@ A notebook that fails does not stop the others; the last table says which cell f
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path, result in zip(chosen, results, strict=True):
         if options.store and not result["error"]:
             shutil.copyfile(result["path"], path)
+    note_times(results)
     index = pages.write(results)
     report(results, index)
     return int(any(result["error"] for result in results))
@@ -125,6 +127,14 @@ def tidy(notebook) -> None:
             "language_info": {"name": "python"},
         }
     )
+
+
+def note_times(results: list[dict]) -> None:
+    """For `make bench`, which shows them: seconds of each notebook that ran to its end, the latest."""
+    path = series.BUILD / "times.json"
+    times = json.loads(path.read_text()) if path.exists() else {}
+    times |= {r["path"].stem: round(r["seconds"], 1) for r in results if r["seconds"] is not None and not r["error"]}
+    path.write_text(json.dumps(dict(sorted(times.items())), indent=1))
 
 
 def report(results: list[dict], index: Path) -> None:

@@ -7,18 +7,37 @@ import importlib
 import json
 import os
 import platform
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from tests.bench.row import Row
+
 HERE = Path(__file__).parent
+BUILD = HERE.parent.parent / "build"
+
+
+def notebooks() -> list[Row]:
+    """Seconds of each notebook, as the last `make run` on this machine noted them: running them again would take minutes."""
+    times = BUILD / "times.json"
+    if not times.exists():
+        print("no build/times.json: `make run` writes it, and the notebooks' times appear here")
+        return []
+    found = json.loads(times.read_text())
+    limits = {name: 120 if "ray" in name else 60 for name in found}
+    rows = [Row(f"notebook {name}", t, "s", f"< {limits[name]} s", t < limits[name]) for name, t in found.items()]
+    total = sum(found.values())
+    return [*rows, Row(f"{len(found)} notebooks", total, "s", "< 360 s", total < 360)]
 
 
 def main() -> None:
+    start = time.perf_counter()
     rows = []
     for path in sorted(HERE.glob("bench_*.py")):
         rows += importlib.import_module(f"tests.bench.{path.stem}").rows()
+    rows += notebooks()
     width = max(len(row.what) for row in rows)
     for row in rows:
         print(
@@ -31,9 +50,9 @@ def main() -> None:
         "torch": torch.__version__,
     }
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    build = HERE.parent.parent / "build"
-    build.mkdir(exist_ok=True)
-    (build / "bench.json").write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
+    print(f"{time.perf_counter() - start:.0f} s; also in build/bench.json, and how cost grows in build/bench.png")
+    BUILD.mkdir(exist_ok=True)
+    (BUILD / "bench.json").write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

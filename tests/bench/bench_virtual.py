@@ -1,9 +1,6 @@
 """What virtual GPUs cost: a dry run against PyTorch's own ways to run on shapes alone, and an operation with real numbers."""
 
-import contextlib
-import io
 import statistics
-import time
 
 import torch
 from torch import nn
@@ -14,6 +11,7 @@ from torchvision.models import resnet50
 
 from helpers import virtual
 from tests.bench.row import Row
+from tests.bench.tools import silent, timed
 
 
 def rows() -> list[Row]:
@@ -110,19 +108,6 @@ def train(model, optimizer, loss, x, y) -> None:
 def small_addition() -> float:
     x = torch.ones(8)
     return min(timed(lambda: torch.add(x, x), 10_000) for _ in range(5))
-
-
-def timed(call, times: int = 1) -> float:
-    call()
-    start = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - start) / times
-
-
-def silent():
-    """gpus() says each time what it gives."""
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 class Counter(TorchDispatchMode):

@@ -1,0 +1,19 @@
+"""What several benchmarks use."""
+
+import contextlib
+import io
+import time
+
+
+def silent():
+    """gpus() says each time what it gives."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def timed(call, times: int = 1) -> float:
+    """Seconds a call, after one to warm up."""
+    call()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times

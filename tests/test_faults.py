@@ -1,0 +1,145 @@
+"""Machines as they come: one core, 64 MB of shared memory, no usable home folder, a port that is taken, two notebooks at once, and
+Ctrl-C. After each: the result is right, no process is left, nothing is written where it should not be.
+
+The other rows of the README's table of faults are tested with the module that they concern.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+
+import psutil
+import series
+
+# A little of everything: virtual GPUs, processes, a loader with workers, a checkpoint, a figure, Ray.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import helpers
+from helpers import checkpoint, plots, tuning
+
+def rank_sum(size):
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+    x = sum(batch.sum() for batch in loader).repeat(size)
+    dist.all_reduce(x)
+    return x
+
+def trial(config):
+    for epoch in range(2):
+        time.sleep(config["slow"])
+        tune.report({"loss": config["n"] + epoch})
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    gpu = helpers.gpus(1)[0]
+    with helpers.Monitor() as monitor:
+        model = torch.nn.Linear(8, 1).to(gpu)
+        model(torch.ones(4, 8, device=gpu)).sum().backward()
+        monitor.step()
+    checkpoint.save(model.state_dict(), folder / "model.pt")
+    helpers.virtual.reset()
+    print([float(x.sum()) for x in helpers.launch(rank_sum, 5_000_000)])  # 20 MB each
+    there = tuning.start_ray(cpus=2)
+    from ray import tune
+    import ray
+    large = ray.get(ray.put(torch.ones(5_000_000).numpy()))
+    (folder / "tuning").touch()
+    slow = float(sys.argv[2]) if len(sys.argv) > 2 else 0
+    run = tune.RunConfig(name="run", storage_path=str(folder), verbose=0)
+    found = tune.Tuner(trial, param_space={"n": tune.grid_search([1, 2]), "slow": slow}, run_config=run).fit()
+    print(there, int(large.sum()), sorted(result.metrics.get("loss", 0) for result in found))
+    del large
+    tuning.stop_ray()
+    print("done")
+"""
+SAYS = ["[280000000.0, 280000000.0]", "{'CPU': 2.0} 5000000 [2, 3]", "done"]
+
+
+class Run:
+    """The program, in a folder and a session of its own; its family is known by a variable of its environment."""
+
+    def __init__(self, folder, *before, slow="", **environment):
+        folder.mkdir(exist_ok=True)
+        (folder / "program.py").write_text(PROGRAM)
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        environment = {"HELPERS_GPUS": "virtual", "PYTHONPATH": str(series.ROOT), "FAULT": self.mark} | environment
+        self.process = subprocess.Popen(
+            [*before, sys.executable, str(folder / "program.py"), str(folder), *([slow] if slow else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={k: v for k, v in os.environ.items() if k not in environment} | environment,
+            start_new_session=True,
+        )
+
+    def family(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("FAULT") == self.mark:
+                    found.append(process)
+            except psutil.Error:  # ended, or not ours to ask
+                continue
+        return found
+
+    def ends(self) -> tuple[list[str], str]:
+        """What it printed and what it complained of, once all of its processes are gone."""
+        try:
+            said, complaint = self.process.communicate(timeout=200)
+            deadline = time.monotonic() + 20
+            while (left := self.family()) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            assert not left, [process.cmdline() for process in left]
+        finally:
+            for process in self.family():
+                process.kill()
+        return said.splitlines(), complaint
+
+    def is_right(self) -> None:
+        said, complaint = self.ends()
+        assert (said[-3:], self.process.returncode) == (SAYS, 0), complaint
+        assert (self.folder / "model.pt").exists() and not list(self.folder.glob("*.part"))
+        assert "Traceback" not in complaint
+
+
+def test_one_core_and_the_usual_port_taken(tmp_path):
+    """More processes than cores: slower, and right. The address where torchrun's processes would meet is somebody else's."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        core = ["taskset", "-c", "0"] if shutil.which("taskset") else []
+        Run(tmp_path / "one", *core, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1])).is_right()
+
+
+def test_64_mb_of_shared_memory_and_no_home_folder(tmp_path):
+    """As in a container that was given no more; and not even root can write into /dev/null."""
+    little = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*little, "true"], capture_output=True).returncode:
+        little = []  # this user may not mount
+    Run(tmp_path / "little", *little, HOME="/dev/null").is_right()
+
+
+def test_two_at_once(tmp_path):
+    runs = [Run(tmp_path / "one"), Run(tmp_path / "other")]
+    for run in runs:
+        run.is_right()
+
+
+def test_interrupted_while_tuning(tmp_path):
+    """Ctrl-C reaches the whole group: the finished results are there, the experiment can be restored, Ray is gone."""
+    run = Run(tmp_path / "cut", slow="3")
+    deadline = time.monotonic() + 100
+    while not (run.folder / "tuning").exists():
+        assert time.monotonic() < deadline and run.process.poll() is None, run.ends()
+        time.sleep(0.1)
+    time.sleep(6)
+    os.killpg(run.process.pid, signal.SIGINT)
+    said, complaint = run.ends()
+    assert said[-1:] == ["done"] or "KeyboardInterrupt" in complaint
+    assert (run.folder / "run" / "tuner.pkl").exists()
