@@ -1,10 +1,11 @@
 """The caching allocator: its rounding as documented, its invariants under random programs, and its words when memory is out."""
 
 import itertools
-import random
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import event, given
 
 from helpers.virtual.allocator import CachingAllocator, format_size
 
@@ -111,25 +112,29 @@ def test_sizes_are_printed_as_pytorch_prints_them(size, text):
     assert format_size(size) == text
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_invariants_under_random_programs(seed):
+SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 2 * MIB), st.integers(1, 30 * MIB))
+ACTIONS = st.one_of(
+    *[st.tuples(st.just("malloc"), SIZES)] * 2, st.tuples(st.just("free"), SIZES), st.just(("empty_cache", 0))
+)
+
+
+@given(st.lists(ACTIONS, min_size=50, max_size=200))
+def test_invariants_under_random_programs(actions):
     """No two blocks overlap, what is allocated is what the live blocks hold, reserved covers it, and nothing is lost."""
-    rng = random.Random(seed)
     memory = CachingAllocator(200 * MIB)
     live, largest = [], 0
-    for _ in range(400):
-        action = rng.random()
-        if action < 0.55:
-            size = rng.choice([rng.randrange(1, 4096), rng.randrange(1, 2 * MIB), rng.randrange(1, 30 * MIB)])
+    for action, number in actions:
+        if action == "malloc":
             before = (memory.allocated, len(live))
             try:
-                live.append(memory.malloc(size))
-                assert live[-1].size >= size
+                live.append(memory.malloc(number))
+                assert live[-1].size >= number
             except torch.OutOfMemoryError:
+                event("out of memory")
                 assert (memory.allocated, len(live)) == before
-        elif action < 0.97 and live:
-            memory.free(live.pop(rng.randrange(len(live))))
-        else:
+        elif action == "free" and live:
+            memory.free(live.pop(number % len(live)))
+        elif action == "empty_cache":
             reserved, whole = memory.reserved, sum(size for pool in (memory._small, memory._large)
                                                    for size, _, b in pool if b.before is None and b.after is None)  # fmt: skip
             assert memory.empty_cache() == whole == reserved - memory.reserved
