@@ -199,6 +199,7 @@ def _readings(axes: Axes, monitor: Monitor, table: Mapping[str, Sequence[float]]
     due = sorted({iteration for iteration, _, _ in monitor.samples if iteration < len(monitor.step_times)})
     for device, values in table.items():
         _line(axes, due, [values[iteration] for iteration in due], device)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(axes, table)
 
 

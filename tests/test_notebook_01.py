@@ -66,7 +66,7 @@ def test_the_notebook_starts_in_another_folder(tmp_path):
 def repository(tmp_path):
     """What git would clone: helpers and data in a repository of one commit, reached under the name in pyproject."""
     origin = tmp_path / "origin"
-    for folder in ("helpers", "data"):
+    for folder in ("helpers", "checks", "data"):
         shutil.copytree(series.ROOT / folder, origin / folder, ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(origin), "-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run(["git", "init", "-q", "-b", stamp.settings()["branch"], str(origin)], check=True)
@@ -103,7 +103,7 @@ def test_without_helpers_the_set_up_cell_clones_them(tmp_path, repository):
 
 
 def test_beside_the_helpers_it_finds_them(tmp_path):
-    for folder in ("helpers", "data"):
+    for folder in ("helpers", "checks", "data"):
         shutil.copytree(series.ROOT / folder, tmp_path / folder)
     (tmp_path / "notebooks").mkdir()
     done = bootstrap(tmp_path / "notebooks")
