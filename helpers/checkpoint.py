@@ -78,7 +78,7 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
                 "Ask its author for a state_dict; allow code only from someone you would let use your keyboard."
             ) from error
         raise CheckpointError(
-            f"{path.name} is damaged or was not written by torch.save: {_first_line(error)}. Load an earlier checkpoint."
+            f"{path.name} is damaged or was not written by torch.save: {str(error).strip().splitlines()[0].rstrip('.')}. Load an earlier checkpoint."
         ) from error
 
 
@@ -100,7 +100,3 @@ def _system_error(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")

@@ -104,7 +104,7 @@ class NVMLSource:
         self._nvml = pynvml
         try:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
+            uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in self._handles]
         except Exception as error:
             self.close()
             raise RuntimeError(f"NVML found no usable GPU: {error}") from error
@@ -330,7 +330,3 @@ def _end(child: subprocess.Popen) -> None:
         os.killpg(child.pid, signal.SIGKILL)
     except (AttributeError, ProcessLookupError, PermissionError):  # Windows; or it ended meanwhile
         child.kill()
-
-
-def _text(value) -> str:
-    return value.decode() if isinstance(value, bytes) else value

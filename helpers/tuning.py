@@ -66,7 +66,13 @@ def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, 
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
         # in a session of its own: an interrupted cell must not interrupt it
         _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    ray.init(address=address, **options)
+    try:
+        ray.init(address=address, **options)
+    except Exception as error:  # Ray gives its processes 30 s: from a cold disk too little, and enough the second time
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        ray.init(address=address, **options)
     # a trial's error is in its result; not its traceback here, too
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     atexit.register(stop_ray)

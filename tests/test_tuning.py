@@ -153,6 +153,24 @@ def test_an_address_where_nobody_is_says_what_to_do(address):
         tuning.start_ray(address)
 
 
+@pytest.mark.parametrize("words, tries", [("The current node timed out during startup.", 2), ("something else", 1)])
+def test_a_start_that_ray_found_too_slow_is_tried_again(monkeypatch, words, tries):
+    """From a cold disk Ray's processes may need more than the 30 s it gives them."""
+    import ray
+
+    calls = []
+
+    def init(**options):
+        calls.append(options)
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RuntimeError, match=words):
+        tuning.start_ray(cpus=1)
+    assert len(calls) == tries
+    tuning.stop_ray()
+
+
 def test_stopping_what_was_not_started_does_nothing():
     tuning.stop_ray()
     tuning.stop_ray()
