@@ -31,7 +31,9 @@ def test(session: nox.Session, versions: str) -> None:
     """The whole suite with the oldest versions that requirements.txt admits, those behind the stored outputs, or the newest."""
     constraints = "constraints.txt"
     if versions != "pinned":
-        constraints = f"{session.create_tmp()}/versions.txt"
+        constraints = (
+            f"{session.virtualenv.location}/versions.txt"  # not create_tmp: it would move TMPDIR into the project
+        )
         which = "lowest-direct" if versions == "oldest" else "highest"
         python = ["--python-version", session.python]
         session.run_install(

@@ -20,6 +20,8 @@ QUIET = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "1",  # what a killed experiment knows of itself is that old at most; Ray's own choice is 10 s and more
 }
+# Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own folder for such things is too long
+SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
 _folder: str | None = None
 _watcher: subprocess.Popen | None = None
@@ -56,13 +58,9 @@ def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, 
 
     options = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
-        _folder = tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-")
-        options |= {
-            "include_dashboard": False,
-            "num_cpus": cpus,
-            "object_store_memory": OBJECT_STORE,
-            "_temp_dir": _folder,
-        }
+        _folder = tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=SHORT)
+        options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
+        options |= {"num_cpus": cpus, "_temp_dir": _folder}
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
         # in a session of its own: an interrupted cell must not interrupt it
         _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -104,7 +102,7 @@ def _knock(address: str) -> None:
 
 
 def _remove_folders_of_the_dead() -> None:
-    for folder in Path(tempfile.gettempdir()).glob("ray-*-*"):
+    for folder in Path(SHORT).glob("ray-*-*"):
         pid = folder.name.split("-")[1]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

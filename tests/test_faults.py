@@ -117,12 +117,12 @@ def test_one_core_and_the_usual_port_taken(tmp_path):
         Run(tmp_path / "one", *core, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1])).is_right()
 
 
-def test_64_mb_of_shared_memory_and_no_home_folder(tmp_path):
-    """As in a container that was given no more; and not even root can write into /dev/null."""
+def test_64_mb_of_shared_memory_no_home_folder_and_a_long_tmpdir(tmp_path):
+    """As in a container that was given no more; not even root can write into /dev/null; macOS's TMPDIR is too long for Ray."""
     little = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*little, "true"], capture_output=True).returncode:
         little = []  # this user may not mount
-    Run(tmp_path / "little", *little, HOME="/dev/null").is_right()
+    Run(tmp_path / "little", *little, HOME="/dev/null", TMPDIR=str(tmp_path)).is_right()
 
 
 def test_two_at_once(tmp_path):
