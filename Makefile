@@ -40,5 +40,5 @@ setup:
 	@$(PYTHON) tools/setup.py
 
 clean:             ## everything that make made
-	rm -rf .venv build .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .nox .hypothesis build .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
