@@ -96,7 +96,8 @@ def draw(operations, gpus, pieces, models) -> None:
     named = [("layers, on 2 GPUs", operations), ("GPUs, 200 layers", gpus), ("micro-batches, dry, 200 layers", pieces)]
     for axes, (name, times) in zip(panels, named, strict=False):
         axes.plot(list(times), [1e3 * seconds for seconds in times.values()], "o-")
-        axes.set(xlabel=name, ylabel="forward and backward (ms)", ylim=(0, None), xlim=(0, None))
+        axes.set(xlabel=name, ylabel="forward and backward (ms)", xlim=(0, None))
+        axes.set_ylim(0, 1.1e3 * max(times.values()))
     panels[3].barh(list(models), [1e3 * seconds for seconds in models.values()])
     panels[3].set(xlabel="dry training step (ms)")
     panels[3].invert_yaxis()
