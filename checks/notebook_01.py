@@ -11,7 +11,7 @@ from checks.grader import grader
 
 @grader
 def resumes(pack: Callable, unpack: Callable) -> str | None:
-    """does a training cut in half by pack(model, optimizer, averaged) and unpack(saved, model, optimizer, averaged)
+    """Does a training cut in half by pack(model, optimizer, averaged) and unpack(saved, model, optimizer, averaged)
     end exactly where the uninterrupted one ends? Names the first part that was not brought back."""
 
     def fresh(seed: int):
@@ -72,7 +72,7 @@ def loads_what_fits(load_what_fits: Callable, make: Callable[..., nn.Module]) ->
 
 @grader
 def frozen(model: nn.Module, frozen: str) -> str | None:
-    """one training step of `model`; `frozen` ("backbone[:8]") must not move, everything else must."""
+    """One training step of `model`; `frozen` ("backbone[:8]") must not move, everything else must."""
     name, end = frozen.removesuffix("]").split("[:")
     still = [f"{name}.{i}." for i in range(int(end))]
     device = next(model.parameters()).device

@@ -41,7 +41,7 @@ def fastest_that_fits(choose: Callable, peaks: Mapping, times: Mapping, budget: 
 
 @grader
 def skip_repaired(make: Callable[[], nn.Module]) -> str | None:
-    """a model of `below` on cuda:0 and `above` on cuda:1 computes above(relu(below(x))) + x, and trains."""
+    """A model of `below` on cuda:0 and `above` on cuda:1 computes above(relu(below(x))) + x, and trains."""
     torch.manual_seed(0)
     model = make()
     places = [str(layer.weight.device) for layer in (model.below, model.above)]

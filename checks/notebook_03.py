@@ -45,7 +45,7 @@ def micro_batches(choose: Callable[[int, float, float], int]) -> str | None:
 
 @grader
 def exchanged(worker: Callable[[], list]) -> str | None:
-    """in two processes, each rank returns [the other's rank] * 2, within three seconds."""
+    """In two processes, each rank returns [the other's rank] * 2, within three seconds."""
     try:
         found = launch(worker, nprocs=2, timeout=3)
     except WorkerError as error:

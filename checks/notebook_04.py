@@ -25,7 +25,7 @@ def shards(shard: Callable[[int, int, int], list[int]]) -> str | None:
 
 @grader
 def averages(average_gradients: Callable[[nn.Module], None]) -> str | None:
-    """after average_gradients(model) in each of two processes, the gradients are DDP's."""
+    """After average_gradients(model) in each of two processes, the gradients are DDP's."""
     found = launched(_gradients_both_ways, average_gradients)
     if isinstance(found, str):
         return found

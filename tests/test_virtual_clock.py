@@ -9,7 +9,8 @@ from torch import nn
 from helpers import Monitor, Timeline, plots, virtual
 from helpers.virtual.clock import LAUNCH, Clock
 from helpers.virtual.specs import SPECS
-from tests.programs import PipelinedResNet, SplitResNet, train
+from tests import tutorial
+from tests.programs import SplitResNet, train
 from tests.test_virtual_memory import MODELS, steps
 
 T4 = SPECS["T4"]
@@ -220,29 +221,7 @@ def test_the_tutorials_table():
     It printed model parallel 7 % slower than one GPU; split sizes 1, 3, 5, 8, 10, 12, 20, 40, 60 with 12 the best; 20 was
     49 % faster than one GPU, 12 was 54 %. Data-sheet figures of the T4, none fitted to this table.
     """
-    from torchvision.models import resnet50
-
-    def seconds(make):
-        with virtual.gpus(2, like="T4"), virtual.dry_run():
-            model = make()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-            times = []
-            for _ in range(2):
-                start = virtual.machine().clock.host
-                optimizer.zero_grad()
-                out = model(torch.randn(120, 3, 128, 128).to("cuda:0"))
-                nn.functional.mse_loss(out, torch.zeros(120, 1000).to(out.device)).backward()
-                optimizer.step()
-                virtual.machine().clock.wait()
-                times.append(virtual.machine().clock.host - start)
-            return times[-1]
-
-    places = ("cuda:0", "cuda:1", (3, 4, 6, 3), 1000)
-    single = seconds(lambda: resnet50().to("cuda:0"))
-    assert seconds(lambda: SplitResNet(*places)) / single - 1 == pytest.approx(0.07, abs=0.05)
-    faster = {
-        size: single / seconds(lambda s=size: PipelinedResNet(*places, split_size=s)) - 1
-        for size in (1, 3, 5, 8, 10, 12, 20, 40, 60)
-    }
+    slower, faster = tutorial.measured()
+    assert slower == pytest.approx(0.07, abs=0.05)
     assert max(faster, key=faster.get) == 12
     assert faster[20] == pytest.approx(0.49, abs=0.10) and faster[12] == pytest.approx(0.54, abs=0.10)

@@ -49,6 +49,7 @@ def write(results: list[dict]) -> Path:
     links = [
         (f"{result['path'].stem}.html", inline(summary.title)) for result, summary in zip(results, found, strict=True)
     ]
+    colors = dark()
     for at, (notebook, summary) in enumerate(zip(notebooks, found, strict=True)):
         notebook.metadata["title"] = plain(summary.title)
         opening = notebook.cells[0]
@@ -62,7 +63,7 @@ def write(results: list[dict]) -> Path:
                 *((link, f"{title} →") for link, title in after),
             ],
             "contents": contents(notebook),
-            "dark": dark(),
+            "dark": colors,
         }
         text = exporter.from_notebook_node(notebook, resources={"page": page})[0]
         text = re.sub(

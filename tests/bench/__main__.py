@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from tests.bench.row import Row
+from tests.bench.tools import BUILD
 
 HERE = Path(__file__).parent
-BUILD = HERE.parent.parent / "build"
 
 
 def notebooks() -> list[Row]:

@@ -1,7 +1,6 @@
 """How the cost of virtual GPUs grows: with operations, GPUs, micro-batches and model size. Drawn into build/bench.png."""
 
 import statistics
-from pathlib import Path
 
 import torch
 import torchvision
@@ -11,7 +10,7 @@ from torch import nn
 
 from helpers import virtual
 from tests.bench.row import Row
-from tests.bench.tools import silent, timed
+from tests.bench.tools import BUILD, silent, timed, train
 
 MODELS = ["resnet18", "resnet50", "resnet152", "vit_b_16", "vit_l_16"]
 
@@ -68,13 +67,7 @@ def model_step(name: str) -> float:
         model = getattr(torchvision.models, name)().to("cuda:0")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
         x, y = torch.empty(8, 3, 224, 224, device="cuda:0"), torch.zeros(8, dtype=torch.long, device="cuda:0")
-
-        def step():
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-        return timed(step)
+        return timed(lambda: train(model, optimizer, nn.functional.cross_entropy, x, y))
 
 
 def made_empty() -> float:
@@ -102,6 +95,5 @@ def draw(operations, gpus, pieces, models) -> None:
     panels[3].set(xlabel="dry training step (ms)")
     panels[3].invert_yaxis()
     figure.suptitle("What virtual GPUs cost on this machine (measured)", weight="bold")
-    build = Path(__file__).parent.parent.parent / "build"
-    build.mkdir(exist_ok=True)
-    figure.savefig(build / "bench.png", dpi=110)
+    BUILD.mkdir(exist_ok=True)
+    figure.savefig(BUILD / "bench.png", dpi=110)

@@ -11,7 +11,7 @@ from torchvision.models import resnet50
 
 from helpers import virtual
 from tests.bench.row import Row
-from tests.bench.tools import silent, timed
+from tests.bench.tools import silent, timed, train
 
 
 def rows() -> list[Row]:
@@ -97,12 +97,6 @@ def small_cnn(device: str):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     x, y = torch.randn(8, 1, 12, 12).to(device), torch.arange(8).to(device)
     return lambda: train(model, optimizer, nn.functional.cross_entropy, x, y)
-
-
-def train(model, optimizer, loss, x, y) -> None:
-    optimizer.zero_grad()
-    loss(model(x), y).backward()
-    optimizer.step()
 
 
 def small_addition() -> float:

@@ -3,6 +3,9 @@
 import contextlib
 import io
 import time
+from pathlib import Path
+
+BUILD = Path(__file__).parent.parent.parent / "build"
 
 
 def silent():
@@ -17,3 +20,10 @@ def timed(call, times: int = 1) -> float:
     for _ in range(times):
         call()
     return (time.perf_counter() - start) / times
+
+
+def train(model, optimizer, loss, x, y) -> None:
+    """One step."""
+    optimizer.zero_grad()
+    loss(model(x), y).backward()
+    optimizer.step()
