@@ -2,12 +2,12 @@
 
 from tests.bench.row import Row
 from tests.bench.tools import silent
-from tests.tutorial import measured
+from tests.tutorial import simulated
 
 
 def rows() -> list[Row]:
     with silent():
-        slower, faster = measured()
+        slower, faster = simulated()
     overhead, faster = 100 * slower, {size: 100 * share for size, share in faster.items()}
     best = max(faster, key=faster.get)
     return [
