@@ -91,6 +91,12 @@ def epochs(folder):
     return {path.name: path.read_text() for path in sorted((folder / "diary").iterdir())}
 
 
+def test_importing_ray_builds_no_grammar():
+    """jsonschema from 4.25 on builds one where JupyterLab is installed: two seconds for each process that Ray starts."""
+    program = "import ray, sys; print(*(name for name in sys.modules if name.startswith('rfc3987')))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
+
+
 def test_a_killed_experiment_is_restored_and_leaves_nothing_behind(program, tmp_path):
     before, shared = set(rays()), set(os.listdir("/dev/shm"))
     driver = start(program, tmp_path)

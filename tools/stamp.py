@@ -112,6 +112,8 @@ def stamp_readme(fix: bool) -> list[str]:
         if path.name in PICTURES:
             picture = series.ROOT / "docs" / PICTURES[path.name]
             cover = base64.b64decode(series.summary(series.read(path)).picture or "")
+            if not cover:  # outputs cleared: the last picture stays until the notebook has run again
+                continue
             if not picture.exists() or picture.read_bytes() != cover:
                 changed.append(picture.name)
                 if fix:
