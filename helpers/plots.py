@@ -77,7 +77,7 @@ def timeline(timeline: Timeline, title: str) -> None:
             axes.broken_barh(bars, (at - 0.36, 0.72), color=color, label=kind if bars else None)
         computing = sum(span.end - span.start for span in spans if span.kind not in ("copy", "send", "wait"))
         axes.annotate(
-            f"{computing / timeline.seconds:.0%} busy", (1.01, at), xycoords=("axes fraction", "data"), va="center"
+            f"{100 * computing / timeline.seconds:.0f} % busy", (1.01, at), xycoords=("axes fraction", "data"), va="center"
         )
     axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), list(rows))
@@ -135,7 +135,7 @@ def search(
     """One panel a way to search: a dot a trial at (x, y), both axes logarithmic, its colour the third number; the best has a ring."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-        panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+        panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
     low = min(z for points in found.values() for *_, z in points)
     high = max(z for points in found.values() for *_, z in points)
     for axes, (name, points) in zip(panels, found.items(), strict=True):
@@ -146,6 +146,7 @@ def search(
         axes.annotate(f"{best[2]:.0f}", best[:2], (12, -14), textcoords="offset points", color=COLORS[5], weight="bold")
         axes.set(xscale="log", xlabel=xlabel)
         axes.set_yscale("log", base=2)
+        axes.margins(0.1)
         axes.set_title(name, fontsize=10)
     panels[0].set_ylabel(ylabel)
     panels[0].yaxis.set_major_formatter("{x:g}")
@@ -216,8 +217,7 @@ def _show(figure: Figure, title: str, origin: Origin) -> None:
     """Draw into the cell, with the title as alternative text. No pyplot: nothing stays open, nothing is shown twice."""
     figure.suptitle(textwrap.fill(title, 95), x=0.01, ha="left", weight="bold", fontsize=11)
     if origin != "data":
-        where = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right", "va": "top"}
-        figure.axes[0].annotate(origin, (1, 0), (0, -30), style="italic", color="#666666", **where)
+        figure.supxlabel(origin, x=0.99, ha="right", style="italic", color="#666666", fontsize=9)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(picture, format="png", dpi=DPI)
     said = f"Figure ({origin}): {title}"
