@@ -16,7 +16,7 @@ lab: setup         ## JupyterLab on the notebooks
 
 test: setup        ## lint, unit tests, guards, strict nbval
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check .
-	@$(PY) -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/sanitize.cfg --nbval-cell-timeout 300 tests notebooks
+	@$(PY) -m pytest --nbval tests notebooks
 
 bench: setup       ## timings, side by side in one run
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[bench]' -c constraints.txt && $(PY) -m tests.bench

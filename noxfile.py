@@ -15,14 +15,6 @@ nox.options.sessions = [
     "colab",
     "browser",
 ]  # 3.11 with the pinned versions is `make test`
-STRICT = [
-    "--nbval",
-    "--nbval-current-env",
-    "--nbval-sanitize-with",
-    "tests/sanitize.cfg",
-    "--nbval-cell-timeout",
-    "300",
-]
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])
@@ -40,7 +32,7 @@ def test(session: nox.Session, versions: str) -> None:
             "uv", "pip", "compile", "-q", "requirements.txt", "-o", constraints, "--resolution", which, *python
         )
     session.install("-e", ".[dev]", "-c", constraints)
-    session.run("pytest", *STRICT, *(session.posargs or ["tests", "notebooks"]))
+    session.run("pytest", "--nbval", *(session.posargs or ["tests", "notebooks"]))
 
 
 @nox.session(python="3.13")

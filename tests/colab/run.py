@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from pathlib import Path
 
 import nbformat
@@ -22,13 +21,16 @@ from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))  # for this program; the notebooks find their helpers by themselves
+import series  # noqa: E402
+import stamp  # noqa: E402
 
 
 def main(only: list[str]) -> int:
     before = versions()
     os.environ.update(environment())
     failures = []
-    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+    for path in series.notebooks():
         if not only or path.name.startswith(tuple(only)):
             start = time.perf_counter()
             told, found = open_alone(path)
@@ -47,9 +49,8 @@ def versions() -> dict[str, str]:
 
 def open_alone(path: Path) -> tuple[str, list[str]]:
     """Execute one notebook in an empty folder; what its set-up cell printed, and what went wrong."""
-    stored = nbformat.read(path, 4)
-    notebook = nbformat.read(path, 4)
-    setup = next(cell for cell in notebook.cells if "bootstrap" in cell.metadata.get("tags", []))
+    stored, notebook = series.read(path), series.read(path)
+    setup = next(cell for cell in notebook.cells if "bootstrap" in series.tags(cell))
     notebook.cells.insert(notebook.cells.index(setup) + 1, again := nbformat.v4.new_code_cell(setup.source))
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(path, folder)
@@ -64,7 +65,7 @@ def open_alone(path: Path) -> tuple[str, list[str]]:
         failures += ["the set-up cell did something again"] if again.outputs else []
     notebook.cells.remove(again)
     for cell, kept in zip(notebook.cells, stored.cells, strict=True):
-        compared = not {"bootstrap", "nbval-ignore-output"} & set(cell.metadata.get("tags", []))
+        compared = not {"bootstrap", "nbval-ignore-output"} & series.tags(cell)
         if cell.cell_type == "code" and compared and texts(cell) != texts(kept):
             failures.append(f"{kept.source}\nshould print\n{texts(kept)}\nbut printed\n{texts(cell)}\n")
     return told, failures
@@ -72,11 +73,10 @@ def open_alone(path: Path) -> tuple[str, list[str]]:
 
 def environment() -> dict[str, str]:
     """github.com/<repository> is this working copy; no bars, virtual GPUs: as the outputs were stored."""
-    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["series"]["repository"]
     return {
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.file://{ROOT}.insteadOf",
-        "GIT_CONFIG_VALUE_0": f"https://github.com/{repository}",
+        "GIT_CONFIG_VALUE_0": f"https://github.com/{stamp.settings()['repository']}",
         "TQDM_DISABLE": "1",
         "HELPERS_GPUS": "virtual",
         "JUPYTER_PREFER_ENV_PATH": "1",
