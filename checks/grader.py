@@ -25,11 +25,15 @@ def grader(check: Callable) -> Callable:
     return graded
 
 
-def launched(worker: Callable, *args) -> list | str:
-    """What two ranks return, or the complaint."""
+def launched(
+    worker: Callable, *args, timeout: float = 20, ask: str = "do both ranks call the same collectives?"
+) -> list | str:
+    """What two ranks return, in a list; or the complaint, which ends in the question `ask` where they wait for each other."""
     try:
-        return launch(worker, *args, nprocs=2, timeout=20)
+        return launch(worker, *args, nprocs=2, timeout=timeout)
     except WorkerError as error:
         if error.rank is None:
-            return "after 20 seconds they still wait for each other: do both ranks call the same collectives?"
+            places = [line.strip().split(", which ") for line in str(error).splitlines()[1:]]
+            waits = [f"rank {i} {place[1]}" if len(place) > 1 else place[0] for i, place in enumerate(places)]
+            return f"after {timeout} seconds {' and '.join(waits)}: {ask}"
         return f"rank {error.rank} raised {str(error).splitlines()[-1]}"

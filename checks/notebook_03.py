@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from checks.grader import grader
-from helpers.launch import WorkerError, launch
+from checks.grader import grader, launched
 
 
 @grader
@@ -46,13 +45,9 @@ def micro_batches(choose: Callable[[int, float, float], int]) -> str | None:
 @grader
 def exchanged(worker: Callable[[], list]) -> str | None:
     """In two processes, each rank returns [the other's rank] * 2, within three seconds."""
-    try:
-        found = launch(worker, nprocs=2, timeout=3)
-    except WorkerError as error:
-        if error.rank is None:
-            waits = [line.split(", which ")[-1] for line in str(error).splitlines()[1:]]
-            return f"after 3 seconds rank 0 {waits[0]} and rank 1 {waits[-1]}: who sends first?"
-        return f"rank {error.rank} raised {str(error).splitlines()[-1]}"
+    found = launched(worker, timeout=3, ask="who sends first?")
+    if isinstance(found, str):
+        return found
     if found != [[1.0, 1.0], [0.0, 0.0]]:
         return (
             f"it ends, but returns {found[0]} on rank 0 and {found[1]} on rank 1; each should have the other's number"

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import checks
+from checks.grader import launched
 from helpers import virtual
 
 
@@ -254,6 +255,17 @@ def exchange(first, answer=lambda theirs: theirs):
 def test_exchanged(capsys, worker, complaint):
     checks.exchanged(worker)
     assert complaint in said(capsys)
+
+
+def test_launched_says_where_each_rank_stands():
+    def worker():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(2), src=1)
+
+    assert launched(worker, timeout=3) == (
+        "after 3 seconds rank 0 waits in recv and rank 1 is done, and waits for the others: "
+        "do both ranks call the same collectives?"
+    )
 
 
 def shard(length, rank, world_size):
