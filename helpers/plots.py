@@ -76,12 +76,8 @@ def timeline(timeline: Timeline, title: str) -> None:
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
             axes.broken_barh(bars, (at - 0.36, 0.72), color=color, label=kind if bars else None)
         computing = sum(span.end - span.start for span in spans if span.kind not in ("copy", "send", "wait"))
-        axes.annotate(
-            f"{100 * computing / timeline.seconds:.0f} % busy",
-            (1.01, at),
-            xycoords=("axes fraction", "data"),
-            va="center",
-        )
+        busy = f"{100 * computing / timeline.seconds:.0f} % busy"
+        axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")
     axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), list(rows))
     axes.grid(axis="y", visible=False)
