@@ -1,5 +1,6 @@
-"""Each notebook in JupyterLab in a real browser, by the menu's *Run All Cells*: what a reader would see."""
+"""JupyterLab in a real browser: each notebook by the menu's *Run All Cells*, what a reader would see; and the stop button."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,7 +9,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from types import SimpleNamespace
 
+import nbformat
+import psutil
 import pytest
 import series
 
@@ -22,7 +26,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The address of a JupyterLab on a copy of the notebooks, as a reader would run it: progress bars on."""
+    """A JupyterLab on a copy of the notebooks, as a reader would run it, progress bars on: its address, folder and process."""
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(series.NOTEBOOKS, folder / "notebooks")
     for name, values in SETTINGS.items():
@@ -44,7 +48,7 @@ def lab(tmp_path_factory):
     address = f"http://127.0.0.1:{port}/lab"
     try:
         wait_for(lambda: answers(address), 60, "JupyterLab does not answer")
-        yield address
+        yield SimpleNamespace(address=address, folder=folder / "notebooks", server=psutil.Process(server.pid))
     finally:
         server.terminate()
         server.wait(30)
@@ -64,17 +68,27 @@ def wait_for(condition, seconds: float, otherwise: str) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("path", series.notebooks(), ids=lambda path: path.stem)
-def test_run_all_cells(browser, lab, path):
+def opened(browser, lab, name: str):
+    """A notebook's page, its kernel ready."""
     page = browser.new_page(viewport={"width": 1300, "height": 1000})
-    page.goto(f"{lab}/tree/{path.name}?reset")
+    page.goto(f"{lab.address}/tree/{name}?reset")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
     page.wait_for_function(
         "jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000
     )
+    return page
+
+
+def run_all(page) -> None:
     page.locator(".jp-Notebook .jp-Cell").first.click()
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
     page.locator(".lm-Menu-itemLabel", has_text="Run All Cells").first.click()
+
+
+@pytest.mark.parametrize("path", series.notebooks(), ids=lambda path: path.stem)
+def test_run_all_cells(browser, lab, path):
+    page = opened(browser, lab, path.name)
+    run_all(page)
     start = time.monotonic()
     ran = "jupyterapp.shell.currentWidget.content.widgets.filter(c => c.model.type === 'code' && c.model.sharedModel.source.trim())"
     wait_for(
@@ -101,6 +115,47 @@ def test_run_all_cells(browser, lab, path):
     page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     page.close()
     assert not found, "\n".join(found)
+
+
+LAUNCH = """
+import time
+import helpers
+
+def slow():
+    time.sleep(600)
+
+helpers.launch(slow, timeout=900)
+"""
+
+
+def test_the_stop_button_leaves_no_rank(browser, lab):
+    """A cell that launches is interrupted from the toolbar and run again; then its kernel is shut down."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LAUNCH.strip())])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}  # or JupyterLab asks for one
+    nbformat.write(notebook, lab.folder / "stop.ipynb")
+    page = opened(browser, lab, "stop.ipynb")
+    run_all(page)
+    wait_for(lambda: len(ranks(lab.server)) == 2, 60, "no ranks")
+    page.locator('[data-command="notebook:interrupt-kernel"]').click()
+    wait_for(lambda: not ranks(lab.server), 20, "ranks outlive the stop button")
+    outputs = "jupyterapp.shell.currentWidget.content.model.toJSON().cells[0].outputs"
+    wait_for(lambda: page.evaluate(f"{outputs}.some(o => o.ename === 'KeyboardInterrupt')"), 20, "not interrupted")
+    run_all(page)
+    wait_for(lambda: len(ranks(lab.server)) == 2, 60, "no ranks the second time")
+    page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    wait_for(lambda: not lab.server.children(recursive=True), 30, "processes outlive the kernel")
+    page.close()
+
+
+def ranks(server: psutil.Process) -> list[psutil.Process]:
+    """What a forkserver below this process has started."""
+    found = []
+    for process in server.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+            parent = process.parent()
+            if process.status() != psutil.STATUS_ZOMBIE and parent and "forkserver" in " ".join(parent.cmdline()):
+                found.append(process)
+    return found
 
 
 def photograph(page, name: str) -> None:
