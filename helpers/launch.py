@@ -138,7 +138,9 @@ class _Rank:
         return f"stands in line {line}, in {name}" + (f", which waits in {innermost}" if innermost != name else "")
 
     def end(self) -> None:
-        if self.process is not None:
+        if self.process is None:
+            return
+        if self.process.pid is not None:  # None: interrupted while it was being started; the closed pipe ends it
             if self.process.is_alive():
                 with contextlib.suppress(psutil.Error):
                     for child in psutil.Process(self.process.pid).children(recursive=True):  # a DataLoader's workers
@@ -146,7 +148,7 @@ class _Rank:
                 self.process.kill()
             self.process.join()
             self.read()
-            self.pipe.close()
+        self.pipe.close()
 
 
 def _await(ranks: list[_Rank], deadline: float, timeout: float) -> None:
@@ -193,12 +195,15 @@ def _no_main_module():
 def _work(pipe: Connection, rank: int, world_size: int, port: int, stacks: str, output: str) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # a DataLoader in it may have workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
+    try:
+        payload = pipe.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)  # the parent was interrupted meanwhile, and has cleared everything away
     with open(output, "wb") as file:  # what C++ writes, gloo's greetings among it
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=False)  # noqa: SIM115 - until the end
-    payload = pipe.recv_bytes()
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     sys.stdout = sys.stderr = _Lines(pipe)
     try:
