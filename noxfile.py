@@ -5,8 +5,11 @@ nox -s "test-3.13(newest)"      one
 nox -s colab -- 05              one notebook as in Colab
 """
 
+import os
+
 import nox
 
+os.environ["UV_COMPILE_BYTECODE"] = "1"  # as pip does: the lessons start hundreds of processes that import PyTorch
 nox.options.default_venv_backend = "uv"
 nox.options.sessions = [
     "test-3.11(oldest)",
