@@ -2,6 +2,7 @@
 
 import re
 
+import nbformat
 import pytest
 import run
 import series
@@ -112,6 +113,25 @@ def test_the_opening_is_complete(notebook):
 
 def test_badge_and_set_up_cell_are_as_generated(capsys):
     assert stamp.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_cleared_outputs_cost_the_readme_no_picture(tmp_path, monkeypatch):
+    """A notebook that has not run again yet has no picture to give: the last one stays, and is not emptied."""
+    name, picture = next(iter(stamp.PICTURES.items()))
+    for folder in ("docs", "notebooks"):
+        (tmp_path / folder).mkdir()
+    for file in ("README.md", f"docs/{picture}"):
+        (tmp_path / file).write_bytes((series.ROOT / file).read_bytes())
+    notebook = series.read(series.NOTEBOOKS / name)
+    for cell in series.code_cells(notebook):
+        cell.outputs = []
+    nbformat.write(notebook, tmp_path / "notebooks" / name)
+    kept = (tmp_path / "docs" / picture).read_bytes()
+    monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(stamp, "settings", lambda found=stamp.settings(): found)  # noqa: B008 - read before ROOT moves
+    monkeypatch.setattr(series, "ROOT", tmp_path)
+    assert stamp.stamp_readme(fix=True) == []
+    assert kept and (tmp_path / "docs" / picture).read_bytes() == kept
 
 
 def test_the_readme_names_each_notebook_and_only_those():

@@ -159,7 +159,7 @@ def test_an_interrupted_cell_leaves_no_process():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_interrupted_while_a_rank_is_being_started(monkeypatch, capfd, rank):
-    """The interrupt stays one, and the half-started process ends by itself (the fixture looks), without a word."""
+    """The interrupt stays one, and the half-started process ends by itself, without a word."""
     launch(add_ranks, 1)
     read, calls = forkserver.read_signed, []
 

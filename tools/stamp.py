@@ -111,9 +111,10 @@ def stamp_readme(fix: bool) -> list[str]:
     for path in series.notebooks():
         if path.name in PICTURES:
             picture = series.ROOT / "docs" / PICTURES[path.name]
-            cover = base64.b64decode(series.summary(series.read(path)).picture or "")
-            if not cover:  # outputs cleared: the last picture stays until the notebook has run again
+            found = series.summary(series.read(path)).picture
+            if found is None:  # outputs cleared: the last picture stays until the notebook has run again
                 continue
+            cover = base64.b64decode(found)
             if not picture.exists() or picture.read_bytes() != cover:
                 changed.append(picture.name)
                 if fix:
