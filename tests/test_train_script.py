@@ -63,9 +63,3 @@ def test_two_nodes_give_the_same(undisturbed, tmp_path):
     nodes = [start([*meet, "--rdzv-id=test"], "--checkpoint", tmp_path / "a.pt") for _ in range(2)]
     assert sorted(len(finished(node)) for node in nodes) == [0, 4]
     assert equal(weights(tmp_path / "a.pt"), undisturbed[1])
-
-
-def test_the_notes_way_to_spawn_works():
-    command = [sys.executable, str(SCRIPT.with_name("spawn_ddp.py"))]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert "256 samples and 4 workers each, one step done" in said.stdout, said.stderr

@@ -1,39 +1,36 @@
 """DDP started by torch.multiprocessing.spawn, as the source notes do it; notebook 04 runs it beside torchrun's way."""
 
-import socket
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where helpers/ is
+from helpers.data import digits
 
 
-def main():
-    n_gpus = torch.cuda.device_count() or 2  # without GPUs: two processes on the CPU
-    with socket.socket() as free:  # a port that is free, not one written into the code
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(main_worker, nprocs=n_gpus, args=(n_gpus, port))
+def main_worker(gpu, n_gpus, address, path):
+    """One step on this process's share of 512 images. Process 0 saves the averaged gradient to path."""
+    cuda = torch.cuda.device_count() >= n_gpus
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=address, world_size=n_gpus, rank=gpu)
 
-
-def main_worker(gpu, n_gpus, port):
-    cuda = torch.cuda.is_available()
-    batch_size, num_workers = 512 // n_gpus, 8 // n_gpus  # each process takes its share
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=n_gpus, rank=gpu
-    )
+    torch.manual_seed(0)
     model = nn.Linear(64, 10)
     if cuda:
         torch.cuda.set_device(gpu)
         model = model.cuda(gpu)
     model = DistributedDataParallel(model, device_ids=[gpu] if cuda else None)
-    x = torch.full((batch_size, 64), float(gpu), device=model.device)
-    model(x).mean().backward()
+
+    data = TensorDataset(*digits())
+    sampler = DistributedSampler(data, shuffle=False)
+    loader = DataLoader(data, batch_size=512 // n_gpus, sampler=sampler)  # each process takes its share
+    images, labels = next(iter(loader))
+    scores = model(images.flatten(1).to(model.device))
+    nn.functional.cross_entropy(scores, labels.to(model.device)).backward()
     if gpu == 0:
-        print(f"{n_gpus} processes, {batch_size} samples and {num_workers} workers each, one step done", flush=True)
+        torch.save(model.module.weight.grad.cpu(), path)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":  # each process imports this file again, and must not spawn in turn
-    main()
