@@ -1,6 +1,7 @@
 """What makes a check a grader, and how a grader runs the reader's code in two processes."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import torch
@@ -33,7 +34,6 @@ def launched(
         return launch(worker, *args, nprocs=2, timeout=timeout)
     except WorkerError as error:
         if error.rank is None:
-            places = [line.strip().split(", which ") for line in str(error).splitlines()[1:]]
-            waits = [f"rank {i} {place[1]}" if len(place) > 1 else place[0] for i, place in enumerate(places)]
+            waits = [re.sub("stands in .*, which ", "", place) for place in error.places]
             return f"after {timeout} seconds {' and '.join(waits)}: {ask}"
         return f"rank {error.rank} raised {str(error).splitlines()[-1]}"

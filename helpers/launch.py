@@ -33,11 +33,11 @@ GRACE = 0.3  # seconds in which a process that died may still be found before a 
 
 
 class WorkerError(RuntimeError):
-    """A rank failed; `rank` says which was first."""
+    """A rank failed; `rank` says which was first. After a timeout it is None, and `places` says where each rank stood."""
 
-    def __init__(self, rank: int | None, message: str):
+    def __init__(self, rank: int | None, message: str, places: list[str] | None = None):
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.places = rank, places or []
 
 
 def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, **kwargs) -> list:
@@ -156,8 +156,9 @@ def _await(ranks: list[_Rank], deadline: float, timeout: float) -> None:
     while not all(rank.done for rank in ranks):
         left = deadline - time.monotonic()
         if left <= 0:
-            places = "\n".join(f"  rank {rank.index} {rank.where()}" for rank in ranks)
-            raise WorkerError(None, f"not done after {timeout:g} s (the timeout). Where each rank stood:\n{places}")
+            places = [f"rank {rank.index} {rank.where()}" for rank in ranks]
+            lines = "\n  ".join([f"not done after {timeout:g} s (the timeout). Where each rank stood:", *places])
+            raise WorkerError(None, lines, places)
         wait([x for rank in ranks if not rank.done for x in (rank.pipe, rank.process.sentinel)], timeout=left)
         for rank in ranks:
             rank.read()

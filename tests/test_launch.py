@@ -17,23 +17,7 @@ import torch.distributed as dist
 import helpers
 from helpers import launch as by_name
 from helpers.launch import WorkerError, launch
-
-
-def workers() -> list[psutil.Process]:
-    """Living descendants of this process, without the forkserver and the resource tracker."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            line = " ".join(process.cmdline())
-            if (
-                process.status() != psutil.STATUS_ZOMBIE
-                and "resource_tracker" not in line
-                and process.ppid() != os.getpid()
-            ):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+from tests.processes import ranks
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +28,7 @@ def nobody_left():
 
 def nobody(seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while (left := workers()) and time.monotonic() < deadline:
+    while (left := ranks()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
 
@@ -125,7 +109,7 @@ def test_twenty_launches_name_the_right_rank_each_time(capsys):
         if how == "raise":
             assert str(caught.value).endswith(f"ValueError: rank {bad} has had enough")
             assert "helpers/launch.py" not in str(caught.value)  # the traceback begins in the reader's function
-        assert workers() == []
+        assert ranks() == []
     assert "[rank 0] about to fail" in capsys.readouterr().out
 
 
@@ -139,8 +123,10 @@ def test_a_rank_that_hangs_ends_at_the_time_limit():
     with pytest.raises(WorkerError) as caught:
         launch(waits_for_nobody, timeout=3)
     assert caught.value.rank is None
-    first, zero, one = str(caught.value).splitlines()
+    first, *places = str(caught.value).splitlines()
     assert first == "not done after 3 s (the timeout). Where each rank stood:"
+    assert [place.strip() for place in places] == caught.value.places
+    zero, one = caught.value.places
     assert "rank 0 stands in line" in zero and zero.endswith("in waits_for_nobody, which waits in recv")
     assert "rank 1 stands in line" in one and one.endswith("in waits_for_nobody")
 
@@ -154,7 +140,7 @@ def test_an_interrupted_cell_leaves_no_process():
             launch(lambda: time.sleep(60))
     finally:
         signal.signal(signal.SIGINT, before)
-    assert workers() == []
+    assert ranks() == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -255,14 +241,14 @@ def load_with_workers(fail=False):
     return first + [n for batch in batches for n in batch.tolist()]
 
 
-def test_a_rank_may_have_a_loader_with_workers():
+def test_a_rank_may_have_a_loader_with_ranks():
     assert launch(load_with_workers) == [list(range(6))] * 2
 
 
 def test_a_loaders_workers_go_with_their_rank():
     with pytest.raises(WorkerError, match="not done after 4 s"):
         launch(load_with_workers, fail=True, timeout=4)
-    assert workers() == []
+    assert ranks() == []
 
 
 def one_leaves_early():

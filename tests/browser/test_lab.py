@@ -1,6 +1,5 @@
 """JupyterLab in a real browser: each notebook by the menu's *Run All Cells*, what a reader would see; and the stop button."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -15,6 +14,8 @@ import nbformat
 import psutil
 import pytest
 import series
+
+from tests.processes import ranks
 
 SHOTS = series.BUILD / "browser"
 LIMIT = 400  # seconds for one notebook
@@ -145,17 +146,6 @@ def test_the_stop_button_leaves_no_rank(browser, lab):
     page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     wait_for(lambda: not lab.server.children(recursive=True), 30, "processes outlive the kernel")
     page.close()
-
-
-def ranks(server: psutil.Process) -> list[psutil.Process]:
-    """What a forkserver below this process has started."""
-    found = []
-    for process in server.children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
-            parent = process.parent()
-            if process.status() != psutil.STATUS_ZOMBIE and parent and "forkserver" in " ".join(parent.cmdline()):
-                found.append(process)
-    return found
 
 
 def photograph(page, name: str) -> None:
