@@ -103,10 +103,8 @@ class _Rank:
                 kind, content = self.pipe.recv()
                 if kind == "line":
                     self.lines.append(content)
-                elif kind == "result":
-                    self.result = content
-                else:
-                    self.error = content
+                else:  # "result" or "error"
+                    setattr(self, kind, content)
 
     def died(self) -> str | None:
         """How it ended, if it ended without a word."""
@@ -225,9 +223,8 @@ def _run(payload: bytes, rank: int, world_size: int, port: int) -> bytes:
 
     address = "127.0.0.1"
     ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update(
-        {name: str(value) for name, value in {**ours, "MASTER_ADDR": address, "MASTER_PORT": port}.items()}
-    )
+    ours |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in ours.items()})
     loopback = next((n for n, found in psutil.net_if_addrs().items() if any(a.address == address for a in found)), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
