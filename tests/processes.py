@@ -10,7 +10,7 @@ def ranks(below: psutil.Process | None = None) -> list[psutil.Process]:
     found = []
     for process in (below or psutil.Process()).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
-            parent = process.parent()
-            if process.status() != psutil.STATUS_ZOMBIE and parent and "forkserver" in " ".join(parent.cmdline()):
+            above = (" ".join(parent.cmdline()) for parent in process.parents())
+            if process.status() != psutil.STATUS_ZOMBIE and any("forkserver" in line for line in above):
                 found.append(process)
     return found

@@ -241,7 +241,7 @@ def load_with_workers(fail=False):
     return first + [n for batch in batches for n in batch.tolist()]
 
 
-def test_a_rank_may_have_a_loader_with_ranks():
+def test_a_rank_may_have_a_loader_with_workers():
     assert launch(load_with_workers) == [list(range(6))] * 2
 
 
