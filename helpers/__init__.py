@@ -1,6 +1,6 @@
 """What a reader should not have to read in a lesson. The names that notebooks use, and nothing else.
 
-Most are imported when they are first used, so that `helpers.virtual` works without matplotlib and the rest. The two functions
+Most are imported when they are first used, so that `helpers.gpus` works without matplotlib and the rest. The two functions
 whose modules are called like them are bound first: importing a module later would bind its name to the module.
 """
 
@@ -13,12 +13,12 @@ _FROM = {
     "Monitor": "monitor",
     "Recorder": "timeline",
     "Timeline": "timeline",
-    "dry_run": "virtual",
+    "dry_run": "virtualgpu",
     "forget_error": "oom",
-    "gpus": "virtual",
+    "gpus": "virtualgpu",
     "other_process": "oom",
 }
-_MODULES = ("checkpoint", "data", "oom", "plots", "tuning", "virtual")
+_MODULES = ("checkpoint", "data", "oom", "plots", "tuning")
 
 __all__ = [*_FROM, *_MODULES, "launch", "progress"]
 
@@ -27,7 +27,8 @@ def __getattr__(name: str):
     if name in _MODULES:
         return importlib.import_module(f"helpers.{name}")
     if name in _FROM:
-        return getattr(importlib.import_module(f"helpers.{_FROM[name]}"), name)
+        home = _FROM[name]
+        return getattr(importlib.import_module(home if home == "virtualgpu" else f"helpers.{home}"), name)
     raise AttributeError(f"module 'helpers' has no attribute {name!r}")
 
 

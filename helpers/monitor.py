@@ -24,7 +24,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from helpers import virtual
+import virtualgpu
 
 GAP = math.nan
 
@@ -59,7 +59,7 @@ class VirtualSource:
     origin = "simulated"
 
     def __init__(self):
-        self._machine = virtual.machine()
+        self._machine = virtualgpu.machine()
         if self._machine is None:
             raise RuntimeError("no virtual GPUs are on: call gpus() first")
         self.devices = [str(gpu.device) for gpu in self._machine.gpus]

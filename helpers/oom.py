@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from helpers import virtual
-from helpers.virtual.specs import parse_size
+import virtualgpu
+from virtualgpu.hardware.specs import parse_size
 
 
 def forget_error() -> None:
@@ -34,7 +34,7 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
 
     On real GPUs there is such a process; it ends with the block, or with this one.
     """
-    leave, machine = parse_size(leave), virtual.machine()
+    leave, machine = parse_size(leave), virtualgpu.machine()
     if machine is not None:
         memory = machine.gpus[device].settled()
         taken = max(0, memory.free_on_gpu - leave)

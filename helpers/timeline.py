@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from helpers import virtual
+import virtualgpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class Timeline:
     def __enter__(self) -> "Timeline":
         self.rows: dict[str, list[Span]] = {}
         self.seconds = 0.0
-        self._machine = virtual.machine()
+        self._machine = virtualgpu.machine()
         if self._machine is not None:
             self.origin = "simulated"
             self._machine.clock.wait()
             self._start = self._machine.clock.host
-            self._recorder = virtual.recording()
+            self._recorder = virtualgpu.recording()
             self._spans = self._recorder.__enter__()
         elif torch.cuda.is_available():
             self.origin = "measured"

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import checks
+import virtualgpu
 from checks.grader import launched
-from helpers import virtual
 
 
 def said(capsys):
@@ -178,7 +178,7 @@ def hidden(self, x):
 )
 def test_skip_repaired(capsys, make, complaint, monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    with virtual.gpus(2):
+    with virtualgpu.gpus(2):
         checks.skip_repaired(make)
     assert complaint in said(capsys)
 

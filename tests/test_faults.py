@@ -43,7 +43,7 @@ if __name__ == "__main__":
         model(torch.ones(4, 8, device=gpu)).sum().backward()
         monitor.step()
     checkpoint.save(model.state_dict(), folder / "model.pt")
-    helpers.virtual.reset()
+    virtualgpu.reset()
     print([float(x.sum()) for x in helpers.launch(rank_sum, 5_000_000)])  # 20 MB each
     there = tuning.start_ray(cpus=2)
     from ray import tune

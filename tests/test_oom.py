@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import checks
-from helpers import Monitor, forget_error, other_process, plots, virtual
+import virtualgpu
+from helpers import Monitor, forget_error, other_process, plots
 
 MIB = 1 << 20
 
@@ -19,9 +20,9 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    (device,) = virtual.gpus(1, memory="256 MB")
+    (device,) = virtualgpu.gpus(1, memory="256 MB")
     yield device
-    virtual.reset()
+    virtualgpu.reset()
 
 
 def in_a_shell(*cells):
@@ -131,7 +132,7 @@ def test_the_memory_plot_has_both_lines(gpu, monkeypatch):
         monitor.step()
     plots.memory(monitor, "title")
     assert drawn == {"cuda:0, in use": [20.0], "cuda:0, in tensors": [4.0]} and x.nbytes == 4 * MIB
-    virtual.reset()
+    virtualgpu.reset()
     drawn.clear()
     with Monitor(interval=0.01) as monitor:
         monitor.step()

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torchvision.models import resnet50
 
-from helpers import virtual
-from tests.programs import PipelinedResNet, SplitResNet
+import virtualgpu
+from tests.virtualgpu.programs import PipelinedResNet, SplitResNet
 
 PLACES = ("cuda:0", "cuda:1", (3, 4, 6, 3), 1000)
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)
@@ -21,8 +21,8 @@ def simulated() -> tuple[float, dict[int, float]]:
 
 def seconds(make) -> float:
     """Simulated seconds of the second training step on two T4s."""
-    with virtual.gpus(2, like="T4"), virtual.dry_run():
-        model, clock = make(), virtual.machine().clock
+    with virtualgpu.gpus(2, like="T4"), virtualgpu.dry_run():
+        model, clock = make(), virtualgpu.machine().clock
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         for _ in range(2):
             start = clock.host

@@ -8,7 +8,7 @@ from accelerate import init_empty_weights
 from matplotlib.figure import Figure
 from torch import nn
 
-from helpers import virtual
+import virtualgpu
 from tests.bench.row import Row
 from tests.bench.tools import BUILD, silent, timed, train
 
@@ -50,20 +50,20 @@ def through(stages: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
 
 def real(layers: int, gpus: int) -> float:
     """Seconds of forward and backward through so many layers on so many virtual GPUs, with numbers."""
-    with virtual.gpus(gpus):
+    with virtualgpu.gpus(gpus):
         model, x = deep(layers, gpus), torch.ones(2, 8, device="cuda:0")
         return min(timed(lambda: through(model, x).sum().backward()) for _ in range(3))
 
 
 def dry(make, pieces: int) -> float:
     """The same in a dry run, the batch cut into micro-batches."""
-    with virtual.gpus(2), virtual.dry_run():
+    with virtualgpu.gpus(2), virtualgpu.dry_run():
         model, x = make(), torch.ones(16, 8, device="cuda:0")
         return min(timed(lambda: [through(model, p).sum().backward() for p in x.chunk(pieces)]) for _ in range(3))
 
 
 def model_step(name: str) -> float:
-    with virtual.dry_run(1, like="H100"):
+    with virtualgpu.dry_run(1, like="H100"):
         model = getattr(torchvision.models, name)().to("cuda:0")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
         x, y = torch.empty(8, 3, 224, 224, device="cuda:0"), torch.zeros(8, dtype=torch.long, device="cuda:0")
@@ -79,7 +79,7 @@ def made_empty() -> float:
 
 
 def made_dry() -> float:
-    with virtual.dry_run(1), torch.device("cuda:0"):
+    with virtualgpu.dry_run(1), torch.device("cuda:0"):
         return timed(torchvision.models.vit_l_16)
 
 

@@ -9,7 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
-from helpers import virtual
+import virtualgpu
 from tests.bench.row import Row
 from tests.bench.tools import silent, timed, train
 
@@ -18,7 +18,7 @@ def rows() -> list[Row]:
     ours, fake, tracked, meta = [], [], [], []
     with silent():
         for _ in range(5):  # in turn, so that a busy moment hits all
-            with virtual.dry_run(1):
+            with virtualgpu.dry_run(1):
                 ours.append(step_of_resnet("cuda:0"))
             with FakeTensorMode():
                 fake.append(step_of_resnet("cpu"))
@@ -68,7 +68,7 @@ def with_numbers() -> tuple[float, int]:
     """Seconds that a virtual GPU adds to each operation of a small CNN's step, and how many there are."""
 
     def on_virtual_gpu(plain) -> float:
-        with virtual.gpus(1):
+        with virtualgpu.gpus(1):
             return timed(small_cnn("cuda"), 30)
 
     return added_by(on_virtual_gpu)

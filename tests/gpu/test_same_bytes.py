@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from helpers import virtual
-from helpers.virtual.specs import SPECS, Spec
-from tests.test_virtual_memory import MODELS, steps
+import virtualgpu
+from tests.virtualgpu.test_memory import MODELS, steps
+from virtualgpu.hardware.specs import SPECS, Spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a real GPU")
 
@@ -28,7 +28,7 @@ def test_allocated_to_the_byte_and_reserved_within_two_percent(name, monkeypatch
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     total = torch.cuda.get_device_properties(0).total_memory
     spec = SPECS["H100"]
-    with virtual.gpus(1, like=Spec(**{**vars(spec), "memory": total})):
+    with virtualgpu.gpus(1, like=Spec(**{**vars(spec), "memory": total})):
         expected = figures(name)
     gc.collect()
     torch.cuda.empty_cache()

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import Monitor, Timeline, plots, virtual
-from helpers.virtual.clock import LAUNCH, Clock
-from helpers.virtual.specs import SPECS
+import virtualgpu
+from helpers import Monitor, Timeline, plots
 from tests import tutorial
-from tests.programs import SplitResNet, train
-from tests.test_virtual_memory import MODELS, steps
+from tests.virtualgpu.programs import SplitResNet, train
+from tests.virtualgpu.test_memory import MODELS, steps
+from virtualgpu.hardware.specs import SPECS
+from virtualgpu.simulation.clock import LAUNCH, Clock
 
 T4 = SPECS["T4"]
 
@@ -19,8 +20,8 @@ T4 = SPECS["T4"]
 @pytest.fixture
 def gpus(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    with virtual.gpus(2):
-        yield virtual.machine()
+    with virtualgpu.gpus(2):
+        yield virtualgpu.machine()
 
 
 # -- rules
@@ -76,7 +77,7 @@ def test_what_waits(gpus):
 
 def test_cost_of_an_operation(gpus):
     """Bound by arithmetic: 2 n^3 FLOPs. Bound by memory: two read, one written."""
-    with virtual.dry_run():
+    with virtualgpu.dry_run():
         x, y = torch.randn(4096, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
         half = x.half()
         costs = [
@@ -112,7 +113,7 @@ def test_events_time_what_lies_between(gpus):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     x = torch.randn(4096, 4096, device="cuda")
     start.record()
-    with virtual.dry_run():
+    with virtualgpu.dry_run():
         x.detach() @ x
     end.record()
     with pytest.raises(RuntimeError, match="must be completed"):
@@ -143,9 +144,9 @@ def test_backward_launches_from_one_thread_per_gpu(gpus):
 
 def test_same_figures_on_every_run():
     def once():
-        with virtual.gpus(2):
+        with virtualgpu.gpus(2):
             train(SplitResNet("cuda:0", "cuda:1"), torch.randn(4, 3, 32, 32), torch.arange(4), "cuda:0", "cuda:1")
-            return virtual.machine().clock.ready, virtual.machine().clock.busy
+            return virtualgpu.machine().clock.ready, virtualgpu.machine().clock.busy
 
     assert once() == once()
 
@@ -153,9 +154,9 @@ def test_same_figures_on_every_run():
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])  # in a dry run PyTorch has no fused LSTM
 def test_a_dry_run_tells_the_same_bytes_and_seconds(name):
     def once(dry):
-        with virtual.gpus(1):
+        with virtualgpu.gpus(1):
             if dry:
-                with virtual.dry_run():
+                with virtualgpu.dry_run():
                     return figures()
             return figures()
 
@@ -163,7 +164,7 @@ def test_a_dry_run_tells_the_same_bytes_and_seconds(name):
         model, x, y = MODELS[name]()
         kept = steps(model.to("cuda"), x.to("cuda"), y.to("cuda"))
         del kept
-        return torch.cuda.memory_stats(), virtual.machine().clock.ready, virtual.machine().clock.busy
+        return torch.cuda.memory_stats(), virtualgpu.machine().clock.ready, virtualgpu.machine().clock.busy
 
     (dry_bytes, *dry), (real_bytes, *real) = once(dry=True), once(dry=False)
     assert dry_bytes == real_bytes

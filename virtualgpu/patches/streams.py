@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers.virtual.machine import GPU, Machine
+from virtualgpu.engine.machine import GPU, Machine
 
 
 class Stream:

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from helpers.virtual.machine import GPU, Machine
-from helpers.virtual.operations import Operation
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.operations import Operation
 
 KINDS = 20_000  # kinds of operation remembered (an operation and the shapes it meets); beyond that, start again
 

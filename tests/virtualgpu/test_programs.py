@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from helpers import virtual
-from tests.programs import PROGRAMS
+import virtualgpu
+from tests.virtualgpu.programs import PROGRAMS
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -12,9 +12,9 @@ def test_same_numbers_as_on_the_cpu(name):
     torch.manual_seed(0)
     plain = PROGRAMS[name]("cpu", "cpu")
     torch.manual_seed(0)
-    with virtual.gpus(2):
+    with virtualgpu.gpus(2):
         on_gpus = PROGRAMS[name]("cuda:0", "cuda:1")
-        clock = virtual.machine().clock
+        clock = virtualgpu.machine().clock
         assert sum(clock.busy) > 0  # it did run there
     assert len(plain) == len(on_gpus) > 0
     for a, b in zip(plain, on_gpus, strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import virtual
+import virtualgpu
 
 CUDA0 = "cuda:0"
 
@@ -17,7 +17,7 @@ def off_afterwards(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     yield
-    virtual.reset()
+    virtualgpu.reset()
 
 
 def on_gpu(*values):
@@ -48,7 +48,7 @@ HOST = {
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_an_assert_shows_at_the_next_synchronization_and_stays(kernel):
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     healthy = torch.ones(3, device="cuda:1")
     result = kernel()  # does not raise: the host is ahead
     with pytest.raises(RuntimeError, match=r"^CUDA error: device-side assert triggered\n"):
@@ -66,21 +66,21 @@ def test_an_assert_shows_at_the_next_synchronization_and_stays(kernel):
             call()
     assert healthy.sum().item() == 3  # the other GPU
     assert torch.cuda.memory_allocated(0) > 0  # PyTorch's own books need no CUDA
-    virtual.reset()
-    virtual.gpus(2)
+    virtualgpu.reset()
+    virtualgpu.gpus(2)
     assert torch.ones(2, device=CUDA0).sum().item() == 2
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_with_launch_blocking_the_guilty_line_fails(kernel, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     with pytest.raises(RuntimeError, match="device-side assert"):
         kernel()
 
 
 def test_launch_blocking_is_read_when_the_gpus_are_made(monkeypatch):
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # too late, as with CUDA
     KERNELS["embedding"]()
     with pytest.raises(RuntimeError, match="device-side assert"):
@@ -89,7 +89,7 @@ def test_launch_blocking_is_read_when_the_gpus_are_made(monkeypatch):
 
 def test_the_host_runs_ahead_only_as_far_as_the_gpu_lags():
     """A busy GPU comes late to the bad kernel."""
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     big, words, table = (
         torch.zeros(1 << 22, device=CUDA0),
         torch.tensor([9], device=CUDA0),
@@ -105,7 +105,7 @@ def test_the_host_runs_ahead_only_as_far_as_the_gpu_lags():
 
 
 def test_an_assert_in_the_forward_pass_can_surface_in_backward():
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     table = torch.zeros(4, 3, device=CUDA0, requires_grad=True)
     loss = F.embedding(torch.tensor([9], device=CUDA0), table).sum()
     with pytest.raises(RuntimeError, match="device-side assert"):
@@ -115,7 +115,7 @@ def test_an_assert_in_the_forward_pass_can_surface_in_backward():
 
 @pytest.mark.parametrize(("work", "kind"), HOST.values(), ids=HOST)
 def test_what_the_host_can_see_is_raised_at_once(work, kind):
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     x = torch.zeros(4, 3, device=CUDA0)
     with pytest.raises(kind) as found:
         work(x)
@@ -124,13 +124,13 @@ def test_what_the_host_can_see_is_raised_at_once(work, kind):
 
 
 def test_on_the_cpu_the_kernel_itself_says_what_it_met():
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     with pytest.raises(IndexError, match="Target 3 is out of bounds"):
         F.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 3]))
 
 
 def test_cudnn_needs_room_beside_the_cache_for_its_first_convolution():
-    virtual.gpus(1, memory="64 MB")
+    virtualgpu.gpus(1, memory="64 MB")
     conv, x = nn.Conv2d(1, 2, 3).to(CUDA0), torch.ones(1, 1, 8, 8, device=CUDA0)
     full = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device=CUDA0)
     del full
@@ -155,7 +155,7 @@ def test_cudnn_needs_room_beside_the_cache_for_its_first_convolution():
     ],
 )
 def test_a_traceback_ends_one_frame_below_the_readers_line(line):
-    virtual.gpus(1, memory="40 MB")
+    virtualgpu.gpus(1, memory="40 MB")
     with pytest.raises(RuntimeError) as found:
         line()
     frames = traceback.extract_tb(found.value.__traceback__)
@@ -166,6 +166,6 @@ def test_a_traceback_ends_one_frame_below_the_readers_line(line):
 def test_torchsummary_runs_on_its_default_device(capsys):
     from torchsummary import summary
 
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     summary(nn.Sequential(nn.Conv2d(3, 8, 3)).to(CUDA0), (3, 32, 32))
     assert "[-1, 8, 30, 30]" in capsys.readouterr().out

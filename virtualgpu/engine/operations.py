@@ -4,8 +4,8 @@ from itertools import zip_longest
 
 import torch
 
-from helpers.virtual.costs import CONVOLUTIONS, WRITE_ONLY, formula
-from helpers.virtual.machine import gpu_of
+from virtualgpu.engine.machine import gpu_of
+from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
 
 aten = torch.ops.aten
 

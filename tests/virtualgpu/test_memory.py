@@ -6,9 +6,9 @@ import torchvision
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from helpers import virtual
-from helpers.virtual.dispatch import Dispatch
-from tests.programs import Tagger, Translator
+import virtualgpu
+from tests.virtualgpu.programs import Tagger, Translator
+from virtualgpu.engine.dispatch import Dispatch
 
 
 def vision(name, **options):
@@ -93,7 +93,7 @@ def judged(operations: set[str], model, x, y) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_live_bytes_are_those_of_the_profiler(name):
-    with virtual.gpus(1):
+    with virtualgpu.gpus(1):
         torch.manual_seed(0)
         model, x, y = MODELS[name]()
         model, x, y = model.to("cuda"), x.to("cuda"), y.to("cuda")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import event, given
 
-from helpers.virtual.allocator import CachingAllocator, format_size
+from virtualgpu.memory.allocator import CachingAllocator, format_size
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

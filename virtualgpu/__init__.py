@@ -10,7 +10,7 @@ time), `machine` (all of it together); `dispatch` (every operation passes there)
 `session` (on and off) and `patches`.
 """
 
-from helpers.virtual.session import dry_run, gpus, machine, recording, reset
-from helpers.virtual.specs import SPECS, Spec
+from virtualgpu.hardware.specs import SPECS, Spec
+from virtualgpu.session import dry_run, gpus, machine, recording, reset
 
 __all__ = ["SPECS", "Spec", "dry_run", "gpus", "machine", "recording", "reset"]

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import virtual
-from helpers.virtual import session, specs
-from helpers.virtual.dry import DryRun
+import virtualgpu
+from virtualgpu import session
+from virtualgpu.engine.dry import DryRun
+from virtualgpu.hardware import specs
 
 MIB = 1 << 20
 
@@ -22,7 +23,7 @@ MIB = 1 << 20
 def off_afterwards(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     yield
-    virtual.reset()
+    virtualgpu.reset()
 
 
 # -- on and off
@@ -31,20 +32,20 @@ def off_afterwards(monkeypatch):
 def test_reset_puts_every_function_back():
     before = [(owner, name, vars(owner).get(name, "absent")) for owner, name in places()]
     assert len(before) > 100
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     assert all(vars(owner)[name] is not original for owner, name, original in before)
-    virtual.reset()
+    virtualgpu.reset()
     for owner, name, original in before:
         assert vars(owner).get(name, "absent") is original, f"{owner}.{name}"
     assert not torch.cuda.is_available() or torch.cuda.get_device_name(0) != "Tesla T4"
-    virtual.reset()  # a second time does nothing
+    virtualgpu.reset()  # a second time does nothing
 
 
 def places() -> list[tuple]:
     """What gpus() replaces."""
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     found = [(owner, name) for owner, name, _ in session._session.patches.replaced]
-    virtual.reset()
+    virtualgpu.reset()
     return found
 
 
@@ -52,13 +53,13 @@ def test_reset_leaves_no_mode_and_no_package():
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     packages = list(torch.serialization._package_registry)
-    with virtual.gpus(2):
+    with virtualgpu.gpus(2):
         assert len(_get_current_dispatch_mode_stack()) == 1
     assert _get_current_dispatch_mode_stack() == [] and torch.serialization._package_registry == packages
 
 
 def test_tensors_survive_reset_as_cpu_tensors():
-    with virtual.gpus(2):
+    with virtualgpu.gpus(2):
         x = torch.arange(3.0, device="cuda:1", requires_grad=True)
         y = (x.to("cuda:0") * 2).sum()
     y.backward()
@@ -67,25 +68,25 @@ def test_tensors_survive_reset_as_cpu_tensors():
 
 def test_usable_alone():
     """The engine brings neither plots nor data nor the rest of helpers along."""
-    code = "import sys; import helpers.virtual; print(sorted(m for m in sys.modules if m.startswith(('helpers', 'matplotlib', 'IPython'))))"
+    code = "import sys; import virtualgpu; print(sorted(m for m in sys.modules if m.startswith(('helpers', 'matplotlib', 'IPython'))))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     light = {"helpers", "helpers.launch", "helpers.progress"}
-    assert all(name in light or name.startswith("helpers.virtual") for name in eval(out)), out
+    assert all(name in light or name.startswith("virtualgpu") for name in eval(out)), out
 
 
 def test_asked_again_for_the_same_keeps_them(capsys):
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     x = torch.ones(3, device="cuda:1")
-    assert virtual.gpus(2) == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert virtualgpu.gpus(2) == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert torch.cuda.memory_allocated(1) == 512
     assert (x + 1).device == torch.device("cuda:1")
     assert capsys.readouterr().out.count("2 virtual GPUs, each like a Tesla T4 with 14.74 GiB") == 2
 
 
 def test_asked_for_others_starts_afresh():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     x = torch.ones(3, device="cuda:1")
-    virtual.gpus(3, like="A100")
+    virtualgpu.gpus(3, like="A100")
     assert torch.cuda.device_count() == 3 and torch.cuda.memory_allocated(1) == 0
     with pytest.raises(RuntimeError, match=r"a later call of gpus.. replaced; make it again"):
         x + 1
@@ -96,14 +97,14 @@ def test_asked_for_others_starts_afresh():
 @pytest.mark.parametrize("n", [0, 9, -1, 2.0, "2", True, None])
 def test_impossible_numbers_of_gpus(n):
     with pytest.raises(ValueError, match="ask for 1 to 8 GPUs"):
-        virtual.gpus(n)
-    assert virtual.machine() is None
+        virtualgpu.gpus(n)
+    assert virtualgpu.machine() is None
 
 
 def test_unknown_card():
     with pytest.raises(ValueError, match=r"there is no GPU called 'RTX'.*T4, V100, A100, H100"):
-        virtual.gpus(2, like="RTX")
-    assert virtual.machine() is None
+        virtualgpu.gpus(2, like="RTX")
+    assert virtualgpu.machine() is None
 
 
 @pytest.mark.parametrize(
@@ -118,24 +119,24 @@ def test_unknown_card():
     ],
 )
 def test_memory_as_people_write_it(memory, nbytes):
-    virtual.gpus(1, memory=memory)
+    virtualgpu.gpus(1, memory=memory)
     assert torch.cuda.mem_get_info()[1] == nbytes == torch.cuda.get_device_properties(0).total_memory
 
 
 @pytest.mark.parametrize("memory", ["a lot", "", "16 XB", "-1 GB", "1..5 GB", 0, -5, "1 KB", True, [16], float("nan")])
 def test_memory_as_nobody_writes_it(memory):
     with pytest.raises(ValueError, match=r"memory=.*give bytes, or text like"):
-        virtual.gpus(1, memory=memory)
+        virtualgpu.gpus(1, memory=memory)
 
 
 def test_environment_chooses(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "real")
     if torch.cuda.device_count() < 8:
         with pytest.raises(RuntimeError, match="HELPERS_GPUS=real asks for 8 real GPUs, and PyTorch sees"):
-            virtual.gpus(8)
+            virtualgpu.gpus(8)
     monkeypatch.setenv("HELPERS_GPUS", "imaginary")
     with pytest.raises(ValueError, match="set it to virtual or real"):
-        virtual.gpus(2)
+        virtualgpu.gpus(2)
 
 
 def test_real_gpus_where_there_are_enough(monkeypatch, capsys):
@@ -146,17 +147,17 @@ def test_real_gpus_where_there_are_enough(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA L4")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (20 << 30, 24 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda f, i: limits.update({i: f}))
-    assert virtual.gpus(2, memory="6 GB") == [torch.device("cuda:0"), torch.device("cuda:1")]
-    assert limits == {0: 0.25, 1: 0.25} and virtual.machine() is None
+    assert virtualgpu.gpus(2, memory="6 GB") == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert limits == {0: 0.25, 1: 0.25} and virtualgpu.machine() is None
     assert "2 real GPUs: NVIDIA L4, NVIDIA L4." in capsys.readouterr().out
-    assert virtual.gpus(3) and virtual.machine() is not None  # too few real ones
+    assert virtualgpu.gpus(3) and virtualgpu.machine() is not None  # too few real ones
 
 
 # -- places
 
 
 def test_where_tensors_say_they_are():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     x = torch.zeros(2, 3).to("cuda:1")
     assert x.device == torch.device("cuda:1") and x.is_cuda and not x.is_cpu and not x.is_meta and x.get_device() == 1
     assert (
@@ -175,7 +176,7 @@ def test_where_tensors_say_they_are():
 
 
 def test_how_tensors_get_there():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     x = torch.zeros(2)
     one = torch.device("cuda:1")
     places = [
@@ -224,7 +225,7 @@ def test_how_tensors_get_there():
 def test_a_model_built_before_the_gpus():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     model.to("cuda:1")
     model(torch.randn(4, 3, device="cuda:1")).sum().backward()
     optimizer.step()
@@ -232,14 +233,14 @@ def test_a_model_built_before_the_gpus():
 
 
 def test_gradients_travel_back():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     x = torch.ones(3, device="cuda:0", requires_grad=True)
     x.to("cuda:1").square().sum().backward()
     assert x.grad.device == torch.device("cuda:0")
 
 
 def test_threads_see_them_too():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     found = []
 
     def work():
@@ -270,7 +271,7 @@ def test_threads_see_them_too():
 
 
 def test_current_device_is_of_a_thread():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     torch.cuda.set_device(1)
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.cuda.current_device()))
@@ -283,7 +284,7 @@ def test_current_device_is_of_a_thread():
 
 
 def test_device_mismatch_in_pytorchs_words():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     x, y = torch.ones(2, 2, device="cuda:0"), torch.ones(2, 2, device="cuda:1")
     both = "Expected all tensors to be on the same device, but "
     with pytest.raises(RuntimeError, match=f"^{both}found at least two devices, cuda:0 and cuda:1!"):
@@ -314,7 +315,7 @@ def test_device_mismatch_in_pytorchs_words():
 
 
 def test_numpy_and_lists():
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     x = torch.ones(2, device="cuda")
     with pytest.raises(TypeError, match=r"^can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu"):
         x.numpy()
@@ -325,7 +326,7 @@ def test_numpy_and_lists():
 
 @pytest.mark.parametrize("place", ["cuda:2", 2, torch.device("cuda", 7)])
 def test_a_gpu_that_is_not_there(place):
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     for attempt in (
         lambda: torch.zeros(1).to(place),
         lambda: torch.zeros(1, device=place),
@@ -347,7 +348,7 @@ def test_a_gpu_that_is_not_there(place):
     ],
 )
 def test_what_is_not_modelled_says_so(attempt):
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     with pytest.raises(NotImplementedError, match="not modelled"):
         attempt()
 
@@ -356,7 +357,7 @@ def test_what_is_not_modelled_says_so(attempt):
 
 
 def test_out_of_memory():
-    virtual.gpus(1, memory="64 MB")
+    virtualgpu.gpus(1, memory="64 MB")
     kept = [torch.zeros(4 * MIB, device="cuda") for _ in range(3)]  # 16 MiB each
     with pytest.raises(torch.OutOfMemoryError) as caught:
         kept.append(torch.zeros(5 * MIB, device="cuda"))
@@ -373,7 +374,7 @@ def test_out_of_memory():
 
 def test_capacity_holds_for_every_operation():
     """Forward, backward, optimizer and copies all come up against it, and a failed one leaves nothing behind."""
-    virtual.gpus(2, memory="24 MB")
+    virtualgpu.gpus(2, memory="24 MB")
     x = torch.zeros(MIB, device="cuda:0", requires_grad=True)  # 4 MiB
     for attempt in (
         lambda: x.repeat(8),
@@ -387,7 +388,7 @@ def test_capacity_holds_for_every_operation():
 
 
 def test_memory_fraction():
-    virtual.gpus(1, memory="1 GB")
+    virtualgpu.gpus(1, memory="1 GB")
     torch.cuda.set_per_process_memory_fraction(0.5)
     with pytest.raises(torch.OutOfMemoryError, match=r"512.00 MiB allowed; "):
         torch.zeros(140 * MIB, device="cuda")
@@ -395,7 +396,7 @@ def test_memory_fraction():
 
 def test_interrupted_step_leaves_the_books_right():
     """An exception, or Ctrl-C, in the middle of forward or backward: what is alive is counted, nothing else."""
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
     x = torch.randn(32, 64, device="cuda")
     before = torch.cuda.memory_allocated()
@@ -412,12 +413,12 @@ def test_interrupted_step_leaves_the_books_right():
         gc.collect()
         assert torch.cuda.memory_allocated() == before
     model(x).sum().backward()
-    assert not virtual.machine().local.bypass and torch.cuda.memory_allocated() == before + 2 * (64 * 64 * 4 + 512)
+    assert not virtualgpu.machine().local.bypass and torch.cuda.memory_allocated() == before + 2 * (64 * 64 * 4 + 512)
 
 
 def test_ten_thousand_steps_leave_no_trace():
     """The bookkeeping stays bounded: blocks, free lists, remembered operations, garbage."""
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     below, above = nn.Linear(4, 4).to("cuda:0"), nn.Linear(4, 1).to("cuda:1")
     optimizer = torch.optim.SGD([*below.parameters(), *above.parameters()], lr=1e-3)
 
@@ -429,7 +430,7 @@ def test_ten_thousand_steps_leave_no_trace():
 
     def entries():
         gc.collect()
-        machine = virtual.machine()
+        machine = virtualgpu.machine()
         return (
             [g.settled().allocated for g in machine.gpus],
             [g.settled().reserved for g in machine.gpus],
@@ -449,8 +450,8 @@ def test_ten_thousand_steps_leave_no_trace():
 
 
 def test_dry_run_gives_shapes_places_and_bytes():
-    virtual.gpus(2, memory="1 GB")
-    with virtual.dry_run(), warnings.catch_warnings(record=True) as caught:
+    virtualgpu.gpus(2, memory="1 GB")
+    with virtualgpu.dry_run(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         x = torch.randn(1000, 1000, device="cuda:1")
         loss = (x @ x).mean()
@@ -467,9 +468,9 @@ def test_dry_run_gives_shapes_places_and_bytes():
 
 
 def test_dry_run_of_what_was_made_outside():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     model, x = nn.Linear(3, 2).to("cuda:1"), torch.randn(4, 3)
-    with virtual.dry_run():
+    with virtualgpu.dry_run():
         assert nn.Linear(3, 2).to("cuda:1")(x.to("cuda:1")).device == torch.device(
             "cuda:1"
         )  # data may come from outside
@@ -482,16 +483,16 @@ def test_dry_run_of_what_was_made_outside():
 
 
 def test_dry_run_alone_and_gpus_inside():
-    with virtual.dry_run(3, like="H100"):
+    with virtualgpu.dry_run(3, like="H100"):
         assert torch.cuda.device_count() == 3 and torch.cuda.get_device_name() == "NVIDIA H100 80GB HBM3"
-        virtual.gpus(2)
+        virtualgpu.gpus(2)
         assert torch.zeros(1, device="cuda:1").untyped_storage().device.type == "meta"  # still dry
-    assert virtual.machine() is None
+    assert virtualgpu.machine() is None
 
 
 def test_dry_run_needs_no_room():
     """A hundred gigabytes of parameters, on a machine that has none of it."""
-    with virtual.dry_run(1, like="H100"), pytest.raises(torch.OutOfMemoryError):
+    with virtualgpu.dry_run(1, like="H100"), pytest.raises(torch.OutOfMemoryError):
         torch.zeros(25, 10**9, device="cuda")
 
 
@@ -505,7 +506,7 @@ def test_dry_run_needs_no_room():
     ],
 )
 def test_what_a_dry_run_cannot_do_says_so(attempt, said):
-    with virtual.dry_run(), pytest.raises((NotImplementedError, RuntimeError), match=said):
+    with virtualgpu.dry_run(), pytest.raises((NotImplementedError, RuntimeError), match=said):
         attempt(torch.ones(3, device="cuda"))
 
 
@@ -515,7 +516,7 @@ def test_what_a_dry_run_cannot_do_says_so(attempt, said):
 def test_gputil_lists_them(capsys):
     import GPUtil
 
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     x = torch.randn(2000, 2000, device="cuda:1")
     x @ x
     first, second = GPUtil.getGPUs()
@@ -532,7 +533,7 @@ def test_gputil_lists_them(capsys):
 
 
 def test_random_state_round_trip():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     torch.manual_seed(1)
     state = torch.cuda.get_rng_state_all()
     first = torch.randn(3, device="cuda")
@@ -543,7 +544,7 @@ def test_random_state_round_trip():
 
 
 def test_saved_with_its_place():
-    virtual.gpus(2)
+    virtualgpu.gpus(2)
     import io
 
     def loaded(**options):
@@ -556,7 +557,7 @@ def test_saved_with_its_place():
     assert {t.device for t in loaded(map_location="cpu").values()} == {torch.device("cpu")}
     assert {t.device for t in loaded(map_location="cuda:0").values()} == {torch.device("cuda:0")}
     assert loaded(map_location={"cuda:1": "cuda:0"})["a"].device == torch.device("cuda:0")
-    virtual.gpus(1)
+    virtualgpu.gpus(1)
     with pytest.raises(
         RuntimeError,
         match=r"on CUDA device 1 but torch.cuda.device_count\(\) is 1. Please use torch.load with map_location",

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from helpers.virtual.gputil import load
-from helpers.virtual.machine import GPU, Machine
-from helpers.virtual.patches import Patches
-from helpers.virtual.streams import Stream, event_class
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.patches.gputil import load
+from virtualgpu.patches.registry import Patches
+from virtualgpu.patches.streams import Stream, event_class
 
 MODES = "virtual GPUs have one stream per GPU and run eager PyTorch"
 NOT_MODELLED = {
@@ -284,7 +284,7 @@ def _device_of(machine: Machine):
 
 def _not_modelled(name: str, original):
     return functools.wraps(original)(
-        _raising(f"{name} is not modelled: {MODES}. It works on real GPUs, or after helpers.virtual.reset()")
+        _raising(f"{name} is not modelled: {MODES}. It works on real GPUs, or after virtualgpu.reset()")
     )
 
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.virtual import faults
-from helpers.virtual.costs import moved, rate
-from helpers.virtual.dry import DryRun, bound
-from helpers.virtual.machine import GPU, Home, Machine, gpu_of, storage_of
-from helpers.virtual.operations import MASKS, Operation, mismatch, tensors_of
+from virtualgpu import errors
+from virtualgpu.engine.dry import DryRun, bound
+from virtualgpu.engine.machine import GPU, Home, Machine, gpu_of, storage_of
+from virtualgpu.engine.operations import MASKS, Operation, mismatch, tensors_of
+from virtualgpu.simulation.costs import moved, rate
 
 UNKNOWN = object()
 # The home of a tensor that PyTorch's own C++ made for its use (the zeros of a gradient that is missing, say): options that it
@@ -65,7 +65,7 @@ class Dispatch(TorchDispatchMode):
             try:
                 out = func(*args, **kwargs)
             except (IndexError, RuntimeError) as error:
-                if gpu is None or not faults.in_kernel(error):
+                if gpu is None or not errors.in_kernel(error):
                     raise
                 asserts, out = True, self._undefined(op, args, kwargs)
         if gpu is None:
@@ -100,7 +100,7 @@ class Dispatch(TorchDispatchMode):
 
     def _undefined(self, op: Operation, args, kwargs):
         with self.machine.aside():
-            return faults.undefined(op.func, op.returns, args, kwargs)
+            return errors.undefined(op.func, op.returns, args, kwargs)
 
     def _device(self, op: Operation, args, tensors) -> GPU | None:
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""

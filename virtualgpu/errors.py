@@ -10,7 +10,7 @@ import re
 import torch
 from torch.utils._pytree import tree_map_only
 
-from helpers.virtual.specs import MIB
+from virtualgpu.hardware.specs import MIB
 
 # What a CPU kernel says of values that only a kernel can see; of dimensions and shapes the host knows without one.
 SEEN_BY_KERNEL = re.compile(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from helpers.virtual.faults import device_assert
+from virtualgpu.errors import device_assert
 
 # A launch: 3.8 us, the time per kernel of a queue of short kernels in NVIDIA's "Getting Started with CUDA Graphs" (2019), and
 # 2.2 us for PyTorch's own way to it: an addition of two small CPU tensors took 1.5 to 4 us here (tests/bench prints it).

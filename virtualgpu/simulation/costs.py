@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from helpers.virtual.specs import TF32
+from virtualgpu.hardware.specs import TF32
 
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._device import DeviceContext, _device_constructors
 
-from helpers.virtual.machine import GPU, HOME, Machine, gpu_of, storage_of
-from helpers.virtual.operations import LEGACY, type_name
-from helpers.virtual.patches import Patches
+from virtualgpu.engine.machine import GPU, HOME, Machine, gpu_of, storage_of
+from virtualgpu.engine.operations import LEGACY, type_name
+from virtualgpu.patches.registry import Patches
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
-from helpers.virtual.allocator import CachingAllocator
-from helpers.virtual.clock import Clock
-from helpers.virtual.faults import CUDNN_HANDLE, cudnn_not_initialized, invalid_ordinal
-from helpers.virtual.specs import MIB, Spec
+from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, invalid_ordinal
+from virtualgpu.hardware.specs import MIB, Spec
+from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.simulation.clock import Clock
 
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
 CONTEXT = 102 * MIB

@@ -9,12 +9,13 @@ import torch
 import torch._dynamo  # it takes note of PyTorch's functions when torchvision or DDP import it, and must not find ours then
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from helpers.virtual import cuda, gputil, specs
-from helpers.virtual.clock import Span
-from helpers.virtual.dispatch import Dispatch
-from helpers.virtual.machine import HOME, Machine
-from helpers.virtual.patches import Patches
-from helpers.virtual.placement import Placement
+from virtualgpu.engine.dispatch import Dispatch
+from virtualgpu.engine.machine import HOME, Machine
+from virtualgpu.hardware import specs
+from virtualgpu.patches import cuda, gputil
+from virtualgpu.patches.placement import Placement
+from virtualgpu.patches.registry import Patches
+from virtualgpu.simulation.clock import Span
 
 MOST = 8  # GPUs in one machine, as in the largest common ones
 

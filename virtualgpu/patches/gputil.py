@@ -2,9 +2,9 @@
 
 import sys
 
-from helpers.virtual.machine import GPU, Machine
-from helpers.virtual.patches import Patches
-from helpers.virtual.specs import MIB
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.hardware.specs import MIB
+from virtualgpu.patches.registry import Patches
 
 
 def load(machine: Machine, gpu: GPU, asker: str) -> float:
