@@ -76,7 +76,7 @@ class VirtualSource:
 
     def _mark(self) -> None:
         clock = self._machine.clock
-        self.seconds, self._busy = max(clock.host, *clock.ready), list(clock.busy)
+        self.seconds, self._busy = clock.latest(), list(clock.busy)
 
     def close(self) -> None:
         pass

@@ -46,11 +46,11 @@ def undefined(func, returns, args, kwargs):
     """Results of the right shapes, for an operation whose kernel stopped: zeros, where a GPU leaves what was in its memory."""
     if len(returns) == 1 and returns[0] is not None:
         return args[returns[0]]
-    shapes = func(*_on_meta(args), **_on_meta(kwargs))
+    shapes = func(*on_meta(args), **on_meta(kwargs))
     return tree_map_only(torch.Tensor, lambda shape: torch.zeros_like(shape, device="cpu"), shapes)
 
 
-def _on_meta(values):
+def on_meta(values):
     return tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), values)
 
 
@@ -61,3 +61,33 @@ def _cuda_error(what: str, hint: str = "") -> RuntimeError:
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
         + ("" if hint else "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n")
     )
+
+
+def forked() -> RuntimeError:
+    """The error of PyTorch for a GPU used in a process that was forked from one that had used it."""
+    return RuntimeError(
+        "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method"
+    )
+
+
+def host_full(needed: int, free: int) -> RuntimeError:
+    """The virtual GPU has the room, but the machine that plays it has not."""
+    return RuntimeError(
+        f"the virtual GPU has room for these {needed / 2**30:.1f} GiB, but this machine, which holds its numbers, has "
+        f"{free / 2**30:.1f} GiB left. Work on shapes alone: virtualgpu.dry_run(), or python -m virtualgpu --dry"
+    )
+
+
+def host_refused(error: Exception) -> bool:
+    """Did the CPU's allocator find no memory?"""
+    return "DefaultCPUAllocator" in str(error)
+
+
+def foreign(traceback):
+    """A traceback from the first frame on that is not the engine's own; None where there is none (the error is ours)."""
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith("virtualgpu."):
+        traceback = traceback.tb_next
+    if traceback is not None and traceback.tb_frame.f_code.co_filename.endswith("_ops.py"):
+        inner = foreign(traceback.tb_next)  # OpOverload.__call__
+        return traceback if inner is not None else None
+    return traceback

@@ -1,94 +1,141 @@
-"""Virtual GPUs on and off: `gpus`, `dry_run`, `reset`."""
+"""Virtual GPUs on and off: `gpus`, `dry_run`, `reset`, `recording`; `activate` for the runner, `renew` for the pytest plugin."""
 
+import concurrent.futures.thread
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch._dynamo  # it takes note of PyTorch's functions when torchvision or DDP import it, and must not find ours then
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from virtualgpu import _compat
 from virtualgpu.engine.dispatch import Dispatch
-from virtualgpu.engine.machine import HOME, Machine
+from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware import specs
-from virtualgpu.patches import cuda, gputil
-from virtualgpu.patches.placement import Placement
+from virtualgpu.hardware.specs import Spec
+from virtualgpu.patches import (
+    autocast,
+    compiler,
+    cuda,
+    data_parallel,
+    foreach,
+    gputil,
+    legacy,
+    memory,
+    profiler,
+    random,
+    storage,
+    streams,
+    tensor,
+)
 from virtualgpu.patches.registry import Patches
-from virtualgpu.simulation.clock import Span
+from virtualgpu.simulation.trace import Recording
 
-MOST = 8  # GPUs in one machine, as in the largest common ones
+MAX_GPUS = 64  # more than any one machine has: a slip, rather
+# In this order: memory and random numbers before the driver that uses them
+FACES = (memory, random, streams, cuda, tensor, storage, legacy, foreach, data_parallel, autocast, compiler, profiler, gputil)
 
 
 class Devices(list):
-    """The devices, as a list; used in a with statement, virtual GPUs go when it ends."""
+    """The devices, as a list; used in a with statement, virtual GPUs that this call made go when it ends."""
+
+    made_here = False
 
     def __enter__(self) -> "Devices":
         return self
 
     def __exit__(self, *error) -> None:
-        reset()
+        if self.made_here:
+            reset()
 
 
 class _Session:
-    """Virtual GPUs that are on, and how to turn them off."""
+    """Virtual GPUs that are on, and how to turn them off. Made whole or not at all."""
 
-    def __init__(self, asked: tuple):
-        n, spec = asked
-        self.asked = asked
-        self.machine = Machine([spec] * n)
+    def __init__(self, cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False):
+        self.cards, self.as_real = tuple(cards), as_real
+        self.machine = Machine(list(cards), visible)
+        self.machine.enter = self.enter
         self.patches = Patches()
-        Placement(self.machine, self.patches).install()
-        cuda.CUDA(self.machine, self.patches).install()
-        gputil.install(self.machine, self.patches)
-        self.patches.replace(threading.Thread, "start", _in_threads_too(threading.Thread.start, self.machine))
-        _autocast(self.patches, self.machine)
-        self.package = (0, self._tag, self._restore)  # before PyTorch's own, which have 10 and more
-        torch.serialization.register_package(*self.package)
-        self.steps = [
-            register_optimizer_step_pre_hook(lambda *_: self._kind("optimizer")),
-            register_optimizer_step_post_hook(lambda *_: self._kind("forward")),
-        ]
-        self.mode = Dispatch(self.machine)
-        self.mode.__enter__()
+        self.before_lift = _compat.lift_only_cpu_tensors(True)
+        _compat.guard_without_driver()
+        try:
+            for face in FACES:
+                face.install(self.machine, self.patches)
+            self._install_threads()
+            for hook in (
+                register_optimizer_step_pre_hook(lambda *_: self._kind("optimizer")),
+                register_optimizer_step_post_hook(lambda *_: self._kind("forward")),
+            ):
+                self.patches.undo(hook.remove)
+            self.enter()
+        except BaseException:  # Ctrl-C among them
+            self.close()
+            raise
+
+    def enter(self) -> None:
+        """This thread sees the virtual GPUs from now on."""
+        _compat.remove_modes(lambda mode: isinstance(mode, Dispatch))  # one of an earlier session, that another thread ended
+        self.machine.local.seen = self.machine
+        Dispatch(self.machine).__enter__()
 
     def close(self) -> None:
-        self.mode.__exit__(None, None, None)
-        for hook in self.steps:
-            hook.remove()
-        torch.serialization._package_registry.remove(self.package)
+        """Each function of PyTorch back in its place. Threads that still have the mode are not disturbed: it lets all pass."""
+        self.machine.closed = True
+        self.machine.local.seen = None
+        _compat.remove_modes(lambda mode: isinstance(mode, Dispatch))
+        _compat.lift_only_cpu_tensors(self.before_lift)
         self.patches.restore()
 
     def _kind(self, kind: str) -> None:
-        self.machine.clock.kind = kind
+        self.machine.clock.local.kind = kind
 
-    def _tag(self, storage) -> str | None:
-        """torch.save asks where a storage is."""
-        if self.machine.dry and storage.device.type == "meta":
-            raise RuntimeError("this tensor comes from a dry run and has no values to save. Save it outside dry_run()")
-        home = getattr(storage, HOME, None)
-        return None if home is None else f"cuda:{home.gpu.index}"
+    def _install_threads(self) -> None:
+        """Modes belong to a thread, and so does simulated time. A thread sees the GPUs of who started it, and goes on from then."""
+        machine, Thread = self.machine, threading.Thread
+        start, join = Thread.start, Thread.join
+        work = concurrent.futures.thread._WorkItem
+        run_item = work.run
 
-    def _restore(self, storage, location: str):
-        """torch.load asks for a storage to be put where it was, or where map_location says."""
-        if not location.startswith("cuda"):
-            return None
-        index = torch.device(location).index or 0
-        if index >= len(self.machine.gpus):
-            raise RuntimeError(
-                f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
-                f"{len(self.machine.gpus)}. Please use torch.load with map_location to map your storages to an existing device."
-            )
-        return self.machine.place_storage(storage, self.machine.gpus[index])
+        def start_here(thread):
+            run, now = thread.run, machine.clock.host
+
+            def run_on_virtual_gpus():
+                if not machine.closed:
+                    machine.clock.inherit(now)
+                    machine.enter()
+                try:
+                    run()
+                finally:
+                    thread._virtual_now = machine.clock.host
+
+            thread.run = run_on_virtual_gpus
+            start(thread)
+
+        def join_here(thread, timeout=None):
+            join(thread, timeout)
+            if not thread.is_alive() and hasattr(thread, "_virtual_now"):
+                machine.clock.inherit(thread._virtual_now)
+
+        def run_here(item, *args, **kwargs):
+            if machine.local.seen is not machine and not machine.closed:
+                machine.enter()
+            return run_item(item, *args, **kwargs)
+
+        self.patches.replace(Thread, "start", start_here)
+        self.patches.replace(Thread, "join", join_here)
+        self.patches.replace(work, "run", run_here)  # a pool's worker that was there before
 
 
 _session: _Session | None = None
 
 
 def _in_forked_child() -> None:
-    """A DataLoader's worker and its kind prepare data on the CPU, as they must where GPUs are real."""
+    """A GPU that was used before a fork cannot be used after it, as where GPUs are real. Work on the CPU has numbers."""
     if _session is not None:
-        _session.machine.dry, _session.machine.local.bypass = False, True
+        _session.machine.dry = False
+        _session.machine.forked = _session.machine.initialized
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
@@ -96,38 +143,38 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 
 def machine() -> Machine | None:
-    """The virtual GPUs that are on, if any."""
-    return _session.machine if _session else None
+    """The virtual GPUs that are on, if any. None, too, where they are to pass for real ones (HELPERS_GPUS=real under the runner)."""
+    if _session is None or (_session.as_real and _wanted_kind() == "real"):
+        return None
+    return _session.machine
 
 
-def gpus(n: int = 2, like: str = "T4", memory: int | str | None = None) -> Devices:
+def gpus(n: int = 2, like="T4", memory: int | str | None = None) -> Devices:
     """`n` GPUs to work with: real ones where this machine has as many, otherwise virtual ones modelled on `like`.
 
-    like: T4, V100, A100 or H100. memory: bytes, or text such as "256 MB"; the card's own unless given; on real GPUs it
-    limits what this process may take. HELPERS_GPUS=virtual or real chooses one kind. Asking again for the same keeps what
-    is there; asking for other GPUs starts afresh, and tensors on the old ones are lost.
+    like: a card's name (`virtualgpu.SPECS` lists them), several for a mixed machine ("T4,V100"), the path of a card of your own, or
+    a Spec. memory: bytes, or text such as "256 MB"; the card's own unless given; on real GPUs it limits what this process may take.
+    HELPERS_GPUS=virtual or real chooses one kind. Asking again for the same keeps what is there; asking for other GPUs starts
+    afresh, and tensors on the old ones are lost.
 
-    Raises ValueError for a number, a name or a size that cannot be; RuntimeError where real GPUs are demanded and missing.
+    Raises ValueError for an invalid number, name or size; RuntimeError if HELPERS_GPUS=real and there are too few.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST:
-        raise ValueError(f"gpus({n!r}): ask for 1 to {MOST} GPUs")
-    spec = specs.find(like, memory)
-    kind = os.environ.get("HELPERS_GPUS", "").lower()
-    if kind not in ("", "virtual", "real"):
-        raise ValueError(f"HELPERS_GPUS={kind!r}: set it to virtual or real, or leave it unset")
     global _session
-    asked = (n, spec)
-    if _session is not None:
-        if _session.asked != asked:
+    _check_number("gpus", n)
+    cards = tuple(specs.find_all(n, like, memory))
+    kind = _wanted_kind()
+    if _session is not None and not _session.as_real:
+        new = _session.cards != cards
+        if new:
             dry = _session.machine.dry
             reset()
-            _session = _Session(asked)
+            _session = _Session(cards)
             _session.machine.dry = dry
-        return _told(_session)
+        return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
     if real >= n:
         for index in range(n):
-            share = 1.0 if memory is None else min(1.0, spec.memory / torch.cuda.mem_get_info(index)[1])
+            share = 1.0 if memory is None else min(1.0, cards[index].memory / torch.cuda.mem_get_info(index)[1])
             torch.cuda.set_per_process_memory_fraction(share, index)
         print(f"{n} real GPU{'s' * (n > 1)}: {', '.join(torch.cuda.get_device_name(i) for i in range(n))}.")
         return Devices(torch.device("cuda", index) for index in range(n))
@@ -135,16 +182,60 @@ def gpus(n: int = 2, like: str = "T4", memory: int | str | None = None) -> Devic
         raise RuntimeError(
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
         )
-    _session = _Session(asked)
-    return _told(_session)
+    reset()
+    _session = _Session(cards)
+    return _announce(_session, True)
 
 
-def _told(session: _Session) -> Devices:
-    n, spec = session.asked
-    plural = "s, each" if n > 1 else ","
-    size = f"{spec.memory / 2**30:.4g} GiB" if spec.memory >= 2**30 else f"{spec.memory / 2**20:.4g} MiB"
-    print(f"{n} virtual GPU{plural} like a {spec.name} with {size}: numbers and memory are real, time is simulated.")
-    return Devices(gpu.device for gpu in session.machine.gpus)
+def activate(cards: Sequence[Spec], dry: bool = False, visible: list[int] | None = None) -> Machine:
+    """Virtual GPUs on, without a word, and passing for real ones: what the runner does in each process, after `import torch`.
+
+    visible: which of the cards this process has, in CUDA's order (CUDA_VISIBLE_DEVICES).
+    """
+    global _session
+    reset()
+    _session = _Session(cards, visible, as_real=True)
+    _session.machine.dry = dry
+    return _session.machine
+
+
+def renew() -> None:
+    """The same virtual GPUs, fresh: empty, at time zero. Tensors on the old ones are lost."""
+    global _session
+    if _session is None:
+        raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
+    old = _session
+    visible = [gpu.physical for gpu in old.machine.gpus]
+    reset()
+    _session = _Session(old.cards, visible, old.as_real)
+    _session.machine.dry = old.machine.dry
+
+
+def _wanted_kind() -> str:
+    kind = os.environ.get("HELPERS_GPUS", "").lower()
+    if kind not in ("", "virtual", "real"):
+        raise ValueError(f"HELPERS_GPUS={kind!r}: set it to virtual or real, or leave it unset")
+    return kind
+
+
+def _check_number(who: str, n: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_GPUS:
+        raise ValueError(f"{who}({n!r}): ask for 1 to {MAX_GPUS} GPUs")
+
+
+def _announce(session: _Session, new: bool) -> Devices:
+    def size(card: Spec) -> str:
+        return f"{card.memory / 2**30:.4g} GiB" if card.memory >= 2**30 else f"{card.memory / 2**20:.4g} MiB"
+
+    cards, n = session.cards, len(session.cards)
+    if all(card == cards[0] for card in cards):
+        what = f"{'s, each' if n > 1 else ','} like a {cards[0].name} with {size(cards[0])}"
+    else:
+        what = "s: " + ", ".join(f"a {card.name} with {size(card)}" for card in cards)
+    print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated.")
+    devices = Devices(gpu.device for gpu in session.machine.gpus)
+    devices.made_here = new
+    return devices
 
 
 def reset() -> None:
@@ -156,16 +247,25 @@ def reset() -> None:
 
 
 @contextlib.contextmanager
-def dry_run(n: int = 2, like: str = "T4", memory: int | str | None = None) -> Iterator[None]:
+def dry_run(n: int | None = None, like=None, memory: int | str | None = None) -> Iterator[None]:
     """In this block, operations work on shapes alone: places, memory and time without the numbers.
 
     Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
     A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
+
+    Raises ValueError for an invalid number, name or size, or where other GPUs are on than are asked for.
     """
     global _session
+    if n is not None:
+        _check_number("dry_run", n)
     own = _session is None
     if own:
-        _session = _Session((n, specs.find(like, memory)))
+        _session = _Session(specs.find_all(n or 2, like or "T4", memory))
+    elif (n, like, memory) != (None, None, None):
+        cards = tuple(specs.find_all(n or len(_session.cards), like or _session.cards[0], memory))
+        if cards != _session.cards:
+            there = ", ".join(card.name for card in _session.cards)
+            raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
     before = _session.machine.dry
     _session.machine.dry = True
     try:
@@ -178,46 +278,15 @@ def dry_run(n: int = 2, like: str = "T4", memory: int | str | None = None) -> It
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Span]]:
-    """A list that fills with what each virtual GPU does in this block, on the simulated clock."""
+def recording() -> Iterator[Recording]:
+    """A list that fills with what each virtual GPU does in this block, on the simulated clock; `save("trace.json")` writes it."""
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to record: call gpus() first")
     clock = _session.machine.clock
-    before, clock.spans = clock.spans, []
+    before, clock.spans = clock.spans, Recording()
     try:
         yield clock.spans
     finally:
         clock.spans = before
 
 
-def _in_threads_too(original, machine: Machine):
-    """Modes belong to a thread. A thread started while virtual GPUs are on sees them too."""
-
-    def start(thread):
-        run = thread.run
-
-        def run_on_virtual_gpus():
-            with Dispatch(machine):
-                run()
-
-        thread.run = run_on_virtual_gpus
-        original(thread)
-
-    return start
-
-
-def _autocast(patches: Patches, machine: Machine) -> None:
-    """Autocast for "cuda" is the CPU's, on tensors that are the CPU's: float16 unless told otherwise."""
-    autocast = torch.amp.autocast_mode.autocast
-    original = autocast.__init__
-
-    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        if machine.dry and enabled:
-            raise NotImplementedError(
-                "autocast is not modelled in a dry run; cast the model (.half()), or run it with numbers"
-            )
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        original(self, device_type, dtype, enabled, cache_enabled)
-
-    patches.replace(autocast, "__init__", __init__)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import virtualgpu
-from virtualgpu import session
+from virtualgpu import _compat, session
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.hardware import specs
 
@@ -44,7 +44,7 @@ def test_reset_puts_every_function_back():
 def places() -> list[tuple]:
     """What gpus() replaces."""
     virtualgpu.gpus(2)
-    found = [(owner, name) for owner, name, _ in session._session.patches.replaced]
+    found = [(owner, name) for owner, name, *_ in session._session.patches.replaced]
     virtualgpu.reset()
     return found
 
@@ -94,9 +94,9 @@ def test_asked_for_others_starts_afresh():
         x.cpu()
 
 
-@pytest.mark.parametrize("n", [0, 9, -1, 2.0, "2", True, None])
+@pytest.mark.parametrize("n", [0, 65, -1, 2.0, "2", True, None])
 def test_impossible_numbers_of_gpus(n):
-    with pytest.raises(ValueError, match="ask for 1 to 8 GPUs"):
+    with pytest.raises(ValueError, match="ask for 1 to 64 GPUs"):
         virtualgpu.gpus(n)
     assert virtualgpu.machine() is None
 
@@ -340,11 +340,13 @@ def test_a_gpu_that_is_not_there(place):
 @pytest.mark.parametrize(
     "attempt",
     [
-        lambda: torch.cuda.Stream(),
         lambda: torch.cuda.CUDAGraph(),
-        lambda: torch.compile(nn.Linear(1, 1)),
-        lambda: nn.DataParallel(nn.Linear(1, 1).cuda(), [0, 1])(torch.ones(2, 1, device=0)),
-        lambda: torch.cuda.memory._record_memory_history(),
+        lambda: torch.cuda.make_graphed_callables(nn.Linear(1, 1), ()),
+        lambda: torch.cuda.temperature(),
+        lambda: torch.cuda.Event(interprocess=True),
+        lambda: torch.cuda.ExternalStream(12345),
+        lambda: torch.ones(2, device="cuda").untyped_storage()._share_cuda_(),
+        lambda: torch.nested.nested_tensor([torch.ones(2)], device="cuda"),
     ],
 )
 def test_what_is_not_modelled_says_so(attempt):
@@ -416,7 +418,7 @@ def test_interrupted_step_leaves_the_books_right():
     assert not virtualgpu.machine().local.bypass and torch.cuda.memory_allocated() == before + 2 * (64 * 64 * 4 + 512)
 
 
-def test_ten_thousand_steps_leave_no_trace():
+def test_five_hundred_steps_leave_no_trace():
     """The bookkeeping stays bounded: blocks, free lists, remembered operations, garbage."""
     virtualgpu.gpus(2)
     below, above = nn.Linear(4, 4).to("cuda:0"), nn.Linear(4, 1).to("cuda:1")
@@ -434,15 +436,13 @@ def test_ten_thousand_steps_leave_no_trace():
         return (
             [g.settled().allocated for g in machine.gpus],
             [g.settled().reserved for g in machine.gpus],
-            [(len(g.memory._small), len(g.memory._large), len(g._freed)) for g in machine.gpus],
-            len(session.Dispatch.flops),
-            len(DryRun.recipes),
+            [gpu.settled().statistics.retries for gpu in machine.gpus],
             sum(type(o).__name__ in ("Home", "Block") for o in gc.get_objects()),
         )
 
     steps(20)
     before = entries()
-    steps(10_000)
+    steps(500)
     assert entries() == before
 
 
@@ -486,7 +486,7 @@ def test_dry_run_alone_and_gpus_inside():
     with virtualgpu.dry_run(3, like="H100"):
         assert torch.cuda.device_count() == 3 and torch.cuda.get_device_name() == "NVIDIA H100 80GB HBM3"
         virtualgpu.gpus(2)
-        assert torch.zeros(1, device="cuda:1").untyped_storage().device.type == "meta"  # still dry
+        assert _compat.is_really_meta(torch.zeros(1, device="cuda:1"))  # still dry
     assert virtualgpu.machine() is None
 
 
@@ -502,7 +502,6 @@ def test_dry_run_needs_no_room():
         (lambda x: x[x > 0], "the shape of what index returns depends on values"),
         (lambda x: x.nonzero(), "the shape of what nonzero returns depends on values"),
         (lambda x: torch.save(x, "/dev/null"), "no values to save"),
-        (lambda x: torch.autocast("cuda"), "autocast is not modelled in a dry run"),
     ],
 )
 def test_what_a_dry_run_cannot_do_says_so(attempt, said):
@@ -563,10 +562,3 @@ def test_saved_with_its_place():
         match=r"on CUDA device 1 but torch.cuda.device_count\(\) is 1. Please use torch.load with map_location",
     ):
         loaded()
-
-
-@pytest.mark.parametrize("name", specs.SPECS)
-def test_specs_are_consistent(name):
-    spec = specs.SPECS[name]
-    assert spec.rates[torch.float32] < spec.rates[torch.float16] and spec.memory % MIB == 0
-    assert spec.seconds(1e12, 0, torch.float32) > spec.seconds(1e12, 0, torch.float16) > spec.kernel

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import virtualgpu
 from tests.virtualgpu.programs import Tagger, Translator
-from virtualgpu.engine.dispatch import Dispatch
+from virtualgpu.engine import dispatch
 
 
 def vision(name, **options):
@@ -104,7 +104,7 @@ def test_live_bytes_are_those_of_the_profiler(name):
         end, peak = (stats[f"requested_bytes.all.{what}"] - before for what in ("current", "peak"))
         del kept
     torch.manual_seed(0)
-    operations = {f"aten::{operation.name}" for operation in Dispatch.operations.values() if not operation.is_view}
+    operations = {f"aten::{operation.name}" for operation in dispatch._operations.values() if not operation.is_view}
     judged_end, judged_peak = judged(operations, *MODELS[name]())
     counters = 4 * len(list(model.parameters()))  # AdamW keeps its step counts on the CPU
     assert end == judged_end - counters

@@ -8,10 +8,11 @@ from typing import ClassVar
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
-KINDS = 20_000  # kinds of operation remembered (an operation and the shapes it meets); beyond that, start again
+MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
 
 class DryRun:
@@ -26,7 +27,9 @@ class DryRun:
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.reads:
             return self.no_value(op, tensors, gpu)
-        key = [op.func, torch.is_grad_enabled()]
+        # what else decides over a result: no tensor, but a setting
+        key = [op.func, torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        key.append(torch.are_deterministic_algorithms_enabled())
         _describe(args, key)
         _describe(kwargs.items(), key)
         key = tuple(key)
@@ -36,19 +39,20 @@ class DryRun:
         shapes, options = _on_meta(args), _on_meta(kwargs)
         if "device" in options:
             options["device"] = torch.device("meta")
-        with self.machine.aside():
+        with self.machine.untracked():
             out = op.func(*shapes, **options)
             again = _recipe(op, out, tensors) if op.cacheable and tensors else None
         if again is not None:
-            bound(self.recipes)
+            if len(self.recipes) > MAX_RECIPES:
+                self.recipes.clear()
             self.recipes[key] = again
             return again(args)
         same = op.returns[0] if len(op.returns) == 1 else None
         return out if same is None or same >= len(args) else args[same]
 
     def no_value(self, op: Operation, tensors, gpu: GPU | None):
-        if gpu is not None and not self.machine.explained:
-            self.machine.explained = True
+        if gpu is not None and not self.machine.warned_about_nan:
+            self.machine.warned_about_nan = True
             warnings.warn(
                 "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)",
                 stacklevel=5,
@@ -59,7 +63,7 @@ class DryRun:
         return float("nan") if dtype.is_floating_point else False if dtype is torch.bool else 0
 
 
-_has_no_numbers = torch._C.TensorBase.is_meta.__get__  # whatever placement lets is_meta say
+_has_no_numbers = _compat.is_really_meta  # whatever the patched is_meta says
 
 
 def _describe(values, key: list) -> None:
@@ -77,11 +81,6 @@ def _describe(values, key: list) -> None:
             _describe(value, key)
         else:
             key.append(value)
-
-
-def bound(known: dict) -> None:
-    if len(known) > KINDS:
-        known.clear()
 
 
 def _recipe(op: Operation, out, tensors):
@@ -116,7 +115,7 @@ def _recipe(op: Operation, out, tensors):
 
 
 def _empty(shape, stride, dtype) -> torch.Tensor:
-    return torch._C._VariableFunctions.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return _compat.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _on_meta(value):

@@ -1,53 +1,70 @@
-"""The virtual GPUs themselves: who owns which storage, the memory of each, and their clock.
-
-A tensor's place is that of its storage. A storage on a GPU carries a `Home` as its Python attribute; it dies with the storage,
-wherever that was kept (a variable, the autograd graph, an optimizer), and gives its block back. A storage without one is the CPU's.
-"""
+"""The virtual GPUs themselves: the memory of each, the clock they share, and which one is current."""
 
 import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator
+from uuid import NAMESPACE_OID, uuid5
 
 import torch
 
-from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, invalid_ordinal
+from virtualgpu.engine.home import HOME, Home, gpu_of, storage_of
+from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.simulation.clock import Clock
 
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
 CONTEXT = 102 * MIB
-HOME = "_virtual_home"  # the attribute of a storage
+
+__all__ = ["CONTEXT", "GPU", "HOME", "Home", "Machine", "gpu_of", "storage_of"]
 
 
 class GPU:
-    """One virtual GPU: its spec, its memory, its place in the clock."""
+    """One virtual GPU: its spec, its memory, its place in the clock.
 
-    def __init__(self, index: int, spec: Spec, machine: "Machine"):
+    index: CUDA's number of it. physical: the machine's, which CUDA_VISIBLE_DEVICES may have changed.
+    """
+
+    def __init__(self, index: int, spec: Spec, machine: "Machine", physical: int | None = None):
         self.index, self.spec, self.machine = index, spec, machine
+        self.physical = index if physical is None else physical
         self.device = torch.device("cuda", index)
         # a GPU made very small for a lesson keeps its memory for the lesson
         context = CONTEXT if spec.memory > 8 * CONTEXT else 0
-        self.memory = CachingAllocator(spec.memory, index, context)
+        self.lock = threading.RLock()
+        self.memory = CachingAllocator(spec.memory, index, context, timeline=_Timeline(machine.clock, index))
+        self.uuid = f"{uuid5(NAMESPACE_OID, f'virtual GPU {self.physical}')}"
         self.cudnn = False  # has its handle
         self._freed: deque = deque()
-        self._lock = threading.Lock()
 
     def malloc(self, nbytes: int):
-        """A block of memory. Raises torch.OutOfMemoryError as PyTorch would."""
-        with self._lock:
+        """A block of memory on the current stream. Raises torch.OutOfMemoryError as PyTorch would."""
+        clock = self.machine.clock
+        stream = clock.current(self.index).id if clock.multi else 0
+        with self.lock:
+            while self._freed:
+                self.memory.free(*self._freed.popleft())
+            return self.memory.malloc(nbytes, stream)
+
+    def require(self, nbytes: int) -> None:
+        """Raises torch.OutOfMemoryError where a block of that size cannot be had; nothing is taken."""
+        with self.lock:
             self._collect()
-            return self.memory.malloc(nbytes)
+            self.memory.require(nbytes, self.machine.clock.current(self.index).id)
 
     def free(self, block) -> None:
-        """Only noted here: a destructor may run in the middle of malloc."""
-        self._freed.append(block)
+        """Only noted here: a destructor may run in the middle of malloc. Streams that use the block are asked for their time now."""
+        ends = None
+        if block.streams:
+            clock = self.machine.clock
+            ends = {stream: clock.stream(self.index, stream).ready for stream in block.streams}
+        self._freed.append((block, ends))
 
     def settled(self) -> CachingAllocator:
         """The allocator with every free carried out, for whoever reads figures."""
-        with self._lock:
+        with self.lock:
             self._collect()
         return self.memory
 
@@ -59,42 +76,50 @@ class GPU:
 
     def _collect(self) -> None:
         while self._freed:
-            self.memory.free(self._freed.popleft())
+            self.memory.free(*self._freed.popleft())
 
     def __repr__(self) -> str:
         return f"cuda:{self.index} ({self.spec.name}, virtual)"
 
 
-class Home:
-    """Where a storage lives. Gives its memory back when it goes."""
+class _Timeline:
+    """What the allocator asks about time."""
 
-    __slots__ = ("block", "gpu", "nbytes")
+    def __init__(self, clock: Clock, gpu: int):
+        self.clock, self.gpu = clock, gpu
 
-    def __init__(self, gpu: GPU, nbytes: int):
-        self.gpu, self.nbytes = gpu, nbytes
-        self.block = None  # so that a failing malloc leaves nothing to free
-        self.block = gpu.malloc(nbytes)
+    def now(self) -> float:
+        return self.clock.host
 
-    def __del__(self):
-        if self.block is not None:
-            self.gpu.free(self.block)
+    def ready(self, stream: int) -> float:
+        return self.clock.stream(self.gpu, stream).ready
+
+    def wait_until(self, moment: float) -> None:
+        self.clock.wait_until(moment)
 
 
 class Machine:
-    """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device."""
+    """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device.
 
-    def __init__(self, specs: list[Spec]):
-        self.clock = Clock(
-            len(specs), blocking=os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
-        )  # read once, as CUDA does
-        self.gpus = [GPU(index, spec, self) for index, spec in enumerate(specs)]
+    dry: operations work on shapes alone. initialized: somebody has used a GPU (torch.cuda.is_initialized). forked: this process
+    was forked from one that had. on_first_use: called once, before the first use of a GPU.
+    """
+
+    def __init__(self, specs: list[Spec], visible: list[int] | None = None):
+        blocking = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"  # read once, as CUDA does
+        which = list(range(len(specs))) if visible is None else visible
+        self.clock = Clock(len(which), blocking=blocking)
+        self.gpus = [GPU(index, specs[physical], self, physical) for index, physical in enumerate(which)]
         self.dry = False
-        self.explained = False  # that a value read in a dry run is nan
+        self.initialized = self.forked = self.closed = False
+        self.enter = None  # lets the thread that calls it see the GPUs
+        self.on_first_use = None
+        self.warned_about_nan = False
         self.asked: dict = {}  # when somebody last asked for a GPU's load, and its busy time then
         self.local = _PerThread()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """Operations in here are the bookkeeper's own: no place, no memory, no time, and devices are what they really are."""
         before, self.local.bypass = self.local.bypass, True
         try:
@@ -125,25 +150,41 @@ class Machine:
             index = self.local.current if device.index is None else device.index
         if not 0 <= index < len(self.gpus):
             raise invalid_ordinal()
+        if not self.initialized or self.forked or self.local.seen is not self:
+            self.use()
         return self.gpus[index]
+
+    def use(self) -> None:
+        """Somebody uses a GPU. Raises PyTorch's error in a process that was forked from one that had."""
+        if self.forked:
+            raise forked()
+        if self.local.seen is not self and not self.closed:
+            self.enter()
+        if not self.initialized:
+            self.initialized = True
+            if self.on_first_use is not None:
+                self.on_first_use()
 
     def own(self, gpu: GPU) -> GPU:
         """That GPU, if it is still one of these. Raises RuntimeError for one that a later call of gpus() replaced."""
+        if self.forked:
+            raise forked()
         if gpu.machine is not self:
             raise RuntimeError(
                 f"this tensor lives on {gpu.device} of virtual GPUs that a later call of gpus() replaced; make it again"
             )
         return gpu
 
-    def travel(self, source: GPU | None, target: GPU | None, tensor: torch.Tensor, wait: bool) -> None:
+    def charge_copy(self, source: GPU | None, target: GPU | None, nbytes: int, wait: bool) -> None:
         """The time of a copy between two places. Only a copy from or to pinned memory leaves the host free."""
-        nbytes = tensor.nbytes
         if source is not None and target is not None:
             self.clock.between(source.index, target.index, source.spec.peer.seconds(nbytes))
         elif target is not None:
-            self.clock.host_copy(target.index, target.spec.host.seconds(nbytes), wait, "copy from the host")
+            seconds = target.spec.host.seconds(nbytes)
+            self.clock.host_copy(target.index, seconds, wait, "copy from the host", "in")
         elif source is not None:
-            self.clock.host_copy(source.index, source.spec.host.seconds(nbytes), wait, "copy to the host")
+            seconds = source.spec.host.seconds(nbytes)
+            self.clock.host_copy(source.index, seconds, wait, "copy to the host", "out")
 
     def place(self, tensor: torch.Tensor, gpu: GPU | None) -> torch.Tensor:
         """Let this tensor's storage live on `gpu`. Raises torch.OutOfMemoryError where there is no room."""
@@ -157,20 +198,6 @@ class Machine:
 
 class _PerThread(threading.local):
     current = 0  # torch.cuda.current_device()
-    bypass = False  # see aside()
+    bypass = False  # see untracked()
+    seen = None  # the machine whose dispatch mode this thread has
 
-
-def storage_of(tensor: torch.Tensor):
-    """A tensor's storage, through the wrappers of torch.func; None where there is none (sparse tensors)."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return storage_of(torch._C._functorch.get_unwrapped(tensor))
-        return None
-
-
-def gpu_of(tensor: torch.Tensor) -> GPU | None:
-    """Where a tensor lives; None: on the CPU."""
-    home = getattr(storage_of(tensor), HOME, None)
-    return None if home is None else home.gpu

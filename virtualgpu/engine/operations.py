@@ -1,10 +1,8 @@
 """What is known about each operation of ATen, from its schema and a few lists; and PyTorch's words for tensors in the wrong place."""
 
-from itertools import zip_longest
-
 import torch
 
-from virtualgpu.engine.machine import gpu_of
+from virtualgpu.engine.home import gpu_of
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
 
 aten = torch.ops.aten
@@ -12,12 +10,21 @@ aten = torch.ops.aten
 # Operations whose tensors may be on different devices: indices and lengths may stay on the CPU
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 PACKING = {aten._pack_padded_sequence, aten._pad_packed_sequence, aten._pack_padded_sequence_backward}
+LENGTHS = {aten._ctc_loss, aten._ctc_loss_backward}
 # A number on the CPU (no dimensions) may join most operations of GPU tensors; not these, where PyTorch is strict
 STRICT = {aten.cat, aten.stack, aten.index_select, aten.gather, aten.take, aten.embedding, aten.nll_loss_forward}
 # Results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
+# Views without PyTorch's tag: what they return has the storage of what they are given
+VIEWS = {aten._unsafe_view, aten.lift_fresh, aten._values, aten._indices, aten.values, aten.indices}
+VIEWS |= {aten.crow_indices, aten.col_indices, aten.ccol_indices, aten.row_indices}
+# Results that may be larger than all that goes in: room is asked for before the CPU allocates them
+GROWING = {aten.repeat, aten.repeat_interleave, aten.cat, aten.stack, aten.pad, aten.constant_pad_nd, aten.clone}
+GROWING |= {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.matmul, aten.convolution, aten.embedding, aten.index}
+GROWING |= {aten.index_select, aten.gather, aten.cdist, aten._cdist_forward, aten.upsample_nearest2d, aten.addr, aten.outer}
+GROWING |= {aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter, aten.contiguous}
 LEGACY = {
     torch.float32: "FloatTensor",
     torch.float64: "DoubleTensor",
@@ -25,56 +32,85 @@ LEGACY = {
     torch.bfloat16: "BFloat16Tensor",
     torch.int64: "LongTensor",
     torch.int32: "IntTensor",
+    torch.int16: "ShortTensor",
+    torch.int8: "CharTensor",
     torch.uint8: "ByteTensor",
     torch.bool: "BoolTensor",
 }
 
 
 class Operation:
-    """What the schema tells about one operation, once."""
+    """What the schema tells about one operation, once.
+
+    cacheable: a dry run may remember its result's shape. converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no
+    other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. growing: see GROWING. host_result: the result
+    that stays on the CPU. indexes: the first argument is what the others index. is_view: shares its argument's storage. mixed: not
+    all its tensors need to be on one device. new: makes at least one new tensor. random: draws from a generator, of which
+    `generator` says whether one can be given. reads: a value goes to the host. resizes: may change a storage's size. returns: which
+    argument each result is, None for a new tensor. shape_from_values: the host must wait to know the result's shape. special: how
+    dispatch handles it, where not like the others. strict: see STRICT. takes_device: has an argument `device`. write_only: reads none.
+    """
 
     __slots__ = (
         "cacheable",
+        "converts",
         "convolves",
         "copies",
+        "factory",
         "foreach",
         "formula",
         "func",
+        "generator",
+        "growing",
         "host_result",
         "indexes",
         "is_view",
         "mixed",
         "name",
         "new",
+        "pointwise",
+        "random",
         "reads",
         "resizes",
         "returns",
         "shape_from_values",
+        "special",
         "strict",
+        "takes_device",
         "write_only",
     )
 
-    def __init__(self, func):
+    def __init__(self, func, special: dict | None = None):
         schema = func._schema
         packet = func._overloadpacket
+        arguments = schema.arguments
         self.func, self.name = func, packet.__name__
-        self.is_view = func.is_view or packet is aten._unsafe_view or packet is aten.lift_fresh
+        self.special = (special or {}).get(func)
+        self.is_view = func.is_view or packet in VIEWS
         self.copies = packet is aten.copy_
+        self.converts = packet is aten._to_copy
         self.convolves = func in CONVOLUTIONS
         self.foreach = self.name.startswith("_foreach_") or self.name.startswith("_amp_foreach_")
         self.indexes = packet in INDEXING
-        self.mixed = self.foreach or self.copies or self.indexes or packet in PACKING
+        self.mixed = self.copies or self.indexes or packet in PACKING or packet in LENGTHS
         self.strict = packet in STRICT
         self.reads = torch.Tag.data_dependent_output in func.tags
         self.shape_from_values = torch.Tag.dynamic_output_shape in func.tags
-        self.resizes = self.name in RESIZING or any(argument.is_out for argument in schema.arguments)
+        self.resizes = self.name in RESIZING or any(argument.is_out for argument in arguments)
         # which argument each result is, for operations in place; None: a new tensor
-        names = [_alias(argument.alias_info) for argument in schema.arguments]
+        names = [_alias(argument.alias_info) for argument in arguments]
         self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
         self.formula = formula(func)
         self.write_only = func in WRITE_ONLY
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.generator = any(argument.name == "generator" for argument in arguments)
+        self.takes_device = any(argument.name == "device" for argument in arguments)
+        tensors = any("Tensor" in str(argument.type) for argument in arguments if not argument.is_out)
+        self.factory = self.takes_device and not tensors
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self.growing = packet in GROWING
         self.cacheable = not (
             self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")
         )
@@ -86,6 +122,7 @@ def _alias(info) -> str | None:
 
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:
+    """Every tensor among the arguments, those in lists included, in order."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
@@ -95,25 +132,24 @@ def tensors_of(args, kwargs) -> list[torch.Tensor]:
     return found
 
 
-def mismatch(op: Operation, args) -> RuntimeError:
+def mismatch(op: Operation, args, kwargs) -> RuntimeError:
     """PyTorch's error for tensors on two devices: which words it has depends on the operation."""
-    schema = op.func._schema.arguments
+    values = list(zip([argument.name for argument in op.func._schema.arguments], args, strict=False))
     named = []
-    for argument, value in zip_longest(schema, args):
+    for name, value in (*values, *kwargs.items()):
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, torch.Tensor):
                 gpu = gpu_of(tensor)
-                named.append((argument.name, tensor, torch.device("cpu") if gpu is None else gpu.device))
+                named.append((name, tensor, torch.device("cpu") if gpu is None else gpu.device))
     if op.name in ("convolution", "_convolution") and named[0][2].type != named[1][2].type:
         kinds = [type_name(tensor) for _, tensor, _ in named[:2]]
         return RuntimeError(f"Input type ({kinds[0]}) and weight type ({kinds[1]}) should be the same")
-    if torch.Tag.pointwise in op.func.tags:
-        first, other = named[0][2], next(d for _, _, d in named if d != named[0][2])
-        return RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {first} and {other}!"
-        )
     common = named[0][2]
-    name, odd = next((name, d) for name, _, d in named if d != common)
+    name, odd = next(((name, where) for name, _, where in named if where != common), named[0][::2])
+    if op.pointwise or op.foreach:
+        return RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {common} and {odd}!"
+        )
     return RuntimeError(
         f"Expected all tensors to be on the same device, but got {name} is on {odd}, different from other tensors on "
         f"{common} (when checking argument in method wrapper_CUDA_{op.name})"
@@ -122,4 +158,13 @@ def mismatch(op: Operation, args) -> RuntimeError:
 
 def type_name(tensor: torch.Tensor) -> str:
     """What Tensor.type() answers, and some errors still say: torch.cuda.FloatTensor."""
-    return f"torch.{'cuda.' if gpu_of(tensor) else ''}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"
+    sparse = "sparse." if tensor.layout is torch.sparse_coo else ""
+    where = "cuda." if gpu_of(tensor) else ""
+    return f"torch.{where}{sparse}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, those of its parts for a sparse one."""
+    return tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0
+
+

@@ -1,142 +1,156 @@
-"""What a virtual GPU is made of: data-sheet figures of four well-known cards, each with its source.
+"""Which GPUs there are: looked up by the names that people write, from a file of one's own, or several for one machine.
 
-Peak figures, as the makers print them. Real kernels reach less of them, and not all the same share: a step simulated here
-is a lower bound, and comparisons between two ways to run the same model mean more than seconds.
+The table is in `cards`, what stands in it in `datasheet`, files in `files`.
 """
 
+import difflib
+import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-TF32 = "tf32"  # not a torch.dtype: what convolutions of float32 run in from Ampere on (torch.backends.cudnn.allow_tf32)
-MIB = 1 << 20
+from virtualgpu.hardware import files
+from virtualgpu.hardware.cards import SPECS
+from virtualgpu.hardware.datasheet import PCIE3, PCIE4, PCIE5, TF32, Link, NVLink, Spec
+from virtualgpu.hardware.units import GIB, MIB, parse_size
+
+__all__ = [
+    "MIB",
+    "PCIE3",
+    "PCIE4",
+    "PCIE5",
+    "SPECS",
+    "TF32",
+    "Link",
+    "NVLink",
+    "Spec",
+    "find",
+    "find_all",
+    "parse_size",
+    "table",
+]
 
 
-@dataclass(frozen=True)
-class Link:
-    """A way to another GPU or to the host: bytes per second in one direction, and seconds before the first byte."""
+def find(like: str | os.PathLike | Spec, memory: int | str | None = None) -> Spec:
+    """The card of that name, with another memory size where one is given (bytes, or "16 GB").
 
-    bandwidth: float
-    latency: float
+    like: a name in the table, as `torch.cuda.get_device_name` prints it or as people write it ("A100", "a100-80gb",
+    "A100 PCIe", "RTX4090", "4090"); the path of a .toml or .json file (see `files`); or a Spec, which is kept.
 
-    def seconds(self, nbytes: int) -> float:
-        return self.latency + nbytes / self.bandwidth
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One model of GPU. Rates in FLOP/s per dtype, bandwidth in bytes/s, memory in bytes, times in seconds."""
-
-    name: str  # as torch.cuda.get_device_name prints it
-    memory: int  # torch.cuda.get_device_properties().total_memory: what the driver leaves of the nominal size
-    capability: tuple[int, int]
-    processors: int  # streaming multiprocessors
-    rates: dict
-    bandwidth: float
-    peer: Link
-    host: Link
-    kernel: float = 2e-6
-
-    def seconds(self, flops: float, nbytes: int, dtype) -> float:
-        """How long one kernel lasts: bound by arithmetic or by memory, whichever is slower, and never less than `kernel`."""
-        return self.kernel + max(flops / self.rates.get(dtype, self.rates[torch.float32]), nbytes / self.bandwidth)
-
-
-# A PCI Express 3.0 lane carries 8 GT/s with 128 bits in 130 (PCI-SIG): 15.75 GB/s for 16 lanes; 4.0 twice, 5.0 four times that.
-# Latencies: what NVIDIA's sample p2pBandwidthLatencyTest prints, some 10 us where copies pass through the host's memory and 2 us
-# over NVLink.
-PCIE3, PCIE4, PCIE5 = Link(15.75e9, 10e-6), Link(31.5e9, 10e-6), Link(63e9, 10e-6)
-
-SPECS = {
-    # NVIDIA T4 data sheet (2019): 8.1 TFLOPS float32, 65 float16, 320 GB/s, PCIe 3.0. float64 1/32 of float32 (Turing
-    # white paper). total_memory as PyTorch prints it on Colab.
-    "T4": Spec(
-        "Tesla T4",
-        15095 * MIB,
-        (7, 5),
-        40,
-        {torch.float64: 0.25e12, torch.float32: 8.1e12, torch.float16: 65e12},
-        320e9,
-        peer=PCIE3,
-        host=PCIE3,
-    ),
-    # NVIDIA V100 data sheet (2020), SXM2: 7.8 TFLOPS float64, 15.7 float32, 125 with tensor cores, 900 GB/s. Two of its six
-    # NVLinks of 25 GB/s lead to one neighbour (DGX-1 white paper).
-    "V100": Spec(
-        "Tesla V100-SXM2-16GB",
-        16160 * MIB,
-        (7, 0),
-        80,
-        {torch.float64: 7.8e12, torch.float32: 15.7e12, torch.float16: 125e12},
-        900e9,
-        peer=Link(50e9, 2e-6),
-        host=PCIE3,
-    ),
-    # NVIDIA A100 data sheet (2021), SXM 40 GB, dense: 9.7 TFLOPS float64, 19.5 float32, 156 TF32, 312 float16 and bfloat16,
-    # 1,555 GB/s, NVLink 600 GB/s both ways, PCIe 4.0.
-    "A100": Spec(
-        "NVIDIA A100-SXM4-40GB",
-        40326 * MIB,
-        (8, 0),
-        108,
-        {
-            torch.float64: 9.7e12,
-            torch.float32: 19.5e12,
-            TF32: 156e12,
-            torch.float16: 312e12,
-            torch.bfloat16: 312e12,
-        },
-        1555e9,
-        peer=Link(300e9, 2e-6),
-        host=PCIE4,
-    ),
-    # NVIDIA H100 data sheet (2023), SXM, dense (half of the figures printed with sparsity): 34 TFLOPS float64, 67 float32,
-    # 494.5 TF32, 989.5 float16 and bfloat16, 3.35 TB/s, NVLink 900 GB/s both ways, PCIe 5.0.
-    "H100": Spec(
-        "NVIDIA H100 80GB HBM3",
-        81079 * MIB,
-        (9, 0),
-        132,
-        {
-            torch.float64: 34e12,
-            torch.float32: 67e12,
-            TF32: 494.5e12,
-            torch.float16: 989.5e12,
-            torch.bfloat16: 989.5e12,
-        },
-        3350e9,
-        peer=Link(450e9, 2e-6),
-        host=PCIE5,
-    ),
-}
-
-
-def find(like: str | Spec, memory: int | str | None = None) -> Spec:
-    """The spec of that name, with another memory size where one is given (bytes, or "16 GB").
-
-    Raises ValueError, naming what there is, for an unknown name or a size that cannot be read.
+    Raises ValueError, naming what there is, for an unknown name, a file that does not say a card, or a size that cannot be read.
     """
-    spec = like if isinstance(like, Spec) else SPECS.get(str(like).upper())
-    if spec is None:
-        raise ValueError(f"there is no GPU called {like!r} here; choose one of {', '.join(SPECS)}")
+    if isinstance(like, Spec):
+        spec = like
+    elif isinstance(like, os.PathLike) or (isinstance(like, str) and files.is_path(like)):
+        spec = files.load(os.fspath(like), find)
+    else:
+        spec = _named(like)
     return spec if memory is None else replace(spec, memory=parse_size(memory))
 
 
-def parse_size(size: int | float | str) -> int:
-    """Bytes from 256_000_000, "256 MB", "16 GB", "1.5 GiB". As for GPUs, a kB here is 1,024 bytes, and so on."""
-    cure = 'give bytes, or text like "256 MB" or "16 GB"'
-    if isinstance(size, str):
-        found = re.fullmatch(r"\s*([\d_.]+)\s*([kmgt]?)i?b?\s*", size, re.IGNORECASE)
-        try:
-            number = float(found[1])
-        except (TypeError, ValueError):
-            raise ValueError(f"memory={size!r} is not a size: {cure}") from None
-        size = number * 1024 ** " kmgt".index(found[2].lower() or " ")
-    if isinstance(size, bool) or not isinstance(size, (int, float)):
-        raise ValueError(f"memory={size!r} is not a size: {cure}")
-    if not 2 * MIB <= size < 1 << 50:
+def find_all(n: int | None, like: str | os.PathLike | Spec | Sequence, memory: int | str | None = None) -> list[Spec]:
+    """The cards of a machine with `n` GPUs: `like` one for all, or one for each ("T4,V100", or a list of names and Specs).
+
+    n: None for as many as `like` names. memory: the size of each. Raises ValueError, as `find`, and where the numbers differ.
+    """
+    if isinstance(like, str) and not os.path.exists(like):
+        like = [name.strip() for name in like.split(",")]
+        if "" in like and len(like) > 1:
+            raise ValueError(f"like={','.join(like)!r} has a comma too many, or a name is missing")
+    elif not isinstance(like, Sequence) or isinstance(like, str):
+        like = [like]
+    if not like:
+        raise ValueError("like=[] names no card")
+    if n is None:
+        n = len(like)
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"{n!r} GPUs: ask for a whole number of them, 1 at least")
+    if len(like) not in (1, n):
+        names = ", ".join(card.name if isinstance(card, Spec) else str(card) for card in like)
         raise ValueError(
-            f"memory={size!r} is {size:,.0f} bytes, and a GPU needs at least 2 MiB (PyTorch's smallest segment): {cure}"
+            f"like names {len(like)} cards ({names}) for {n} GPU{'s' * (n > 1)}: name one for all, or one for each"
         )
-    return int(size)
+    specs = [find(card, memory) for card in like]
+    return specs * n if len(specs) == 1 else specs
+
+
+def _named(like) -> Spec:
+    spec = SPECS.get(like) if isinstance(like, str) else None
+    if spec is not None:
+        return spec
+    names = [*SPECS, *(spec.name for spec in SPECS.values())]
+    model, form, gigabytes = _parts(str(like))
+    for key, spec in SPECS.items():
+        if (
+            model == _parts(key)[0]
+            and form in (None, "sxm" if spec.nvlink else "pcie")
+            and (gigabytes is None or _is_sold_as(spec, gigabytes))
+        ):
+            return spec
+    near = difflib.get_close_matches(_plain(str(like)), [_plain(name) for name in names], 1, 0.5)
+    nearest = next((key for key in SPECS for name in (key, SPECS[key].name) if near == [_plain(name)]), None)
+    meant = f" (did you mean {nearest}?)" if nearest else ""
+    raise ValueError(
+        f"there is no GPU called {like!r} here{meant}; choose one of {', '.join(SPECS)}; or describe one in a .toml file"
+    )
+
+
+def _plain(name: str) -> str:
+    """Without case, separators, and what says the maker or the series: "NVIDIA GeForce RTX 4090" and "4090" are one."""
+    return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
+
+
+def _parts(name: str) -> tuple[str, str | None, int | None]:
+    """Model, "sxm" or "pcie" or None, and gigabytes or None: "NVIDIA A100-SXM4-80GB" is ("a100", "sxm", 80)."""
+    text = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    text = re.sub(r"\bhbm\d\w*", " ", text)
+    form = re.search(r"sxm\d?(?!\d)|pci ?e(xpress)?", text)
+    text = text.replace(form[0], " ") if form else text
+    size = re.search(r"\b(\d+) ?gi?b?\b", text)
+    text = text.replace(size[0], " ") if size else text
+    return _plain(text), form and ("sxm" if form[0].startswith("sxm") else "pcie"), size and int(size[1])
+
+
+def _is_sold_as(spec: Spec, gigabytes: int) -> bool:
+    """The driver leaves 92 to 100 % of the size on the box."""
+    return spec.memory <= gigabytes * GIB <= 1.1 * spec.memory
+
+
+def table() -> str:
+    """The cards and their figures in columns of text: what `like` may be, and what follows from it."""
+
+    def tera(rate: float | None) -> str:
+        return f"{rate / 1e12:.4g}" if rate else "-"
+
+    head = ("like", "GiB", "capability", "SMs", "float32", "TF32", "float16", "float8", "GB/s", "peer", "host", "name")
+    rows = [head]
+    for key, spec in SPECS.items():
+        rates = [spec.rates.get(dtype) for dtype in (torch.float32, TF32, torch.float16, torch.float8_e4m3fn)]
+        sizes = [spec.bandwidth / 1e9, spec.peer.bandwidth / 1e9, spec.host.bandwidth / 1e9]
+        rows.append(
+            (
+                key,
+                f"{spec.memory / GIB:.1f}",
+                "{}.{}".format(*spec.capability),
+                str(spec.processors),
+                *map(tera, rates),
+                *(f"{size:.0f}" for size in sizes),
+                spec.name,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    words = {0, len(head) - 1}  # to the left; figures to the right
+    lines = [
+        "  ".join(
+            cell.ljust(width) if at in words else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    foot = (
+        "Rates in TFLOPS: dense, accumulated in float32. GB/s of its memory, to another GPU (one way) and to the host.\n"
+        "Without bridges. A card of your own: a .toml file (virtualgpu.hardware.files says its keys)."
+    )
+    return "\n".join([*lines, "", foot])

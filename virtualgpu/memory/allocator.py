@@ -1,189 +1,233 @@
 """PyTorch's caching allocator, in Python: which bytes of one GPU are allocated, which are only reserved, and when it is full.
 
-What is modelled is the default of `c10/cuda/CUDACachingAllocator.cpp` on one stream, as its opening comment and
-`c10/core/AllocatorConfig.h` describe it: requests are rounded to 512 bytes; small ones (up to 1 MiB) share segments of
-2 MiB; larger ones come from segments of 20 MiB or, from 10 MiB on, of their own size rounded to 2 MiB; the smallest free
-block that fits is used, and split where enough would be left over; a freed block joins its free neighbours and stays
-reserved until `empty_cache`. Not modelled: expandable segments, several streams, and PYTORCH_CUDA_ALLOC_CONF.
+What is modelled is `c10/cuda/CUDACachingAllocator.cpp`: requests are rounded to 512 bytes; small ones (up to 1 MiB) share segments of
+2 MiB; larger ones come from segments of 20 MiB or, from 10 MiB on, of their own size rounded to 2 MiB; the smallest free block of the
+same stream that fits is used, and split where enough would be left over; a freed block joins its free neighbours and stays
+reserved until `empty_cache`, or until memory runs out. A block that other streams use is free when they are done. Not modelled:
+memory pools of one's own (MemPool, CUDA graphs).
 
-All sizes are in bytes.
+`malloc` and `free` have a short way, written out for speed, which serves while nothing special is on (streams that share blocks,
+settings, a recorded history), and a long one in general.py; a test holds the two equal. blocks.py, segments.py, expandable.py: what
+they work with; statistics.py: the figures; history.py: what happened. All sizes are in bytes, times in seconds.
 """
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterable
 
 import torch
 
-# c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kRoundLarge; the default of 20 MiB
-MIN_BLOCK = 512
-SMALL = 1 << 20
-SMALL_SEGMENT = 2 << 20
-LARGE_SEGMENT = 20 << 20
-MIN_LARGE = 10 << 20
-ROUND_LARGE = 2 << 20
+from virtualgpu.memory.blocks import ADDRESS_BITS, SMALL, Block, format_size, round_size, segment_size
+from virtualgpu.memory.general import GeneralAllocator
+from virtualgpu.memory.segments import Timeline, Untimed
+from virtualgpu.memory.statistics import BLOCKS, SPLITS
+
+__all__ = ["Block", "CachingAllocator", "Timeline", "Untimed", "format_size", "round_size", "segment_size"]
 
 
-@dataclass(eq=False, slots=True)
-class Block:
-    """A piece of a segment. Its neighbours in the same segment are `before` and `after`."""
+class CachingAllocator(GeneralAllocator):
+    """The memory of one GPU. For the arguments see `Segments`; not safe among threads, so its owner holds a lock."""
 
-    address: int
-    size: int
-    pool: list = field(repr=False)  # the free blocks it belongs to when it is free
-    used: bool = False
-    requested: int = 0  # bytes asked for, before rounding
-    before: "Block | None" = field(default=None, repr=False)
-    after: "Block | None" = field(default=None, repr=False)
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self._small, self._large = (pool.lists for pool in self.pools)
 
+    # -- figures
 
-class CachingAllocator:
-    """The memory of one GPU: its `capacity`, of which this process's CUDA `context` and `others` on the GPU hold a part."""
+    @property
+    def allocated(self) -> int:
+        return self.statistics.now(1)
 
-    def __init__(self, capacity: int, device: int = 0, context: int = 0, others: int = 0):
-        self.capacity, self.device, self.context, self.others = capacity, device, context, others
-        self.limit = capacity  # torch.cuda.set_per_process_memory_fraction
-        self.allocated = self.reserved = 0
-        self.requested = 0  # as allocated, before rounding
-        self.peak_allocated = self.peak_reserved = self.peak_requested = 0
-        self.retries = self.ooms = 0  # num_alloc_retries and num_ooms of torch.cuda.memory_stats
-        self._small: list[tuple[int, int, Block]] = []  # free blocks, by size, then by address
-        self._large: list[tuple[int, int, Block]] = []
-        self._next_address = ROUND_LARGE
+    @property
+    def requested(self) -> int:
+        """As allocated, before rounding."""
+        return self.statistics.now(2)
 
-    def malloc(self, nbytes: int) -> Block | None:
-        """A block of at least `nbytes`; None for no bytes at all, as PyTorch gives a null pointer.
+    @property
+    def peak_allocated(self) -> int:
+        return self.statistics.peak_of(1)
+
+    @property
+    def peak_requested(self) -> int:
+        return self.statistics.peak_of(2)
+
+    @property
+    def peak_reserved(self) -> int:
+        return self.statistics.reserved_bytes.peak
+
+    @property
+    def retries(self) -> int:
+        return self.statistics.retries
+
+    @property
+    def ooms(self) -> int:
+        return self.statistics.ooms
+
+    def reset_peaks(self) -> None:
+        self.statistics.reset_peaks()
+
+    # -- malloc and free
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
+        """A block of at least `nbytes` for use on `stream`; None for no bytes at all, as PyTorch gives a null pointer.
 
         Raises torch.OutOfMemoryError, in PyTorch's words, where neither free blocks nor the GPU can serve it, even after
         the cache was given back.
         """
-        if nbytes == 0:
+        if self.special:
+            return self.malloc_generally(nbytes, stream)
+        if not nbytes:
             return None
-        size = round_size(nbytes)
-        pool = self._small if size <= SMALL else self._large
-        block = self._smallest_fitting(pool, size) or self._new_segment(pool, size)
-        if self._worth_splitting(block, size):
-            self._split(block, size)
+        size = (nbytes + 511) & -512
+        try:
+            free = (self._small if size <= SMALL else self._large)[stream]
+        except KeyError:
+            free = self._free_list(size, stream)
+        keys = free.keys
+        at = bisect_left(keys, size << ADDRESS_BITS)
+        if at < len(keys):
+            del keys[at]
+            block = free.blocks.pop(at)
+        else:
+            block = self._grow(free, size)
+        # 0, 1, 2: blocks, their bytes, those asked for; 3, 4: free pieces of segments, their bytes (see statistics.py)
+        up, bar = free.up, free.bar
+        rest = block.size - size
+        after = block.after
+        if rest > free.unsplit:
+            if after is None and block.before is None:
+                up[3] += 1
+                up[4] += rest
+                if up[3] > bar[3] or up[4] > bar[4]:
+                    self.statistics.note_peaks(SPLITS)
+            else:
+                bar[4] += size
+            block.size = size
+            address = block.address + size
+            if free.spare:
+                piece = free.spare.pop()
+                piece.address = address
+                piece.size = rest
+                piece.before = block
+                piece.after = after
+            else:
+                piece = Block(address, rest, free, block, after)
+            block.after = piece
+            if after is not None:
+                after.before = piece
+            key = rest << ADDRESS_BITS | address
+            at = bisect_left(keys, key)
+            keys.insert(at, key)
+            free.blocks.insert(at, piece)
+        else:
+            size = block.size
+            if after is not None or block.before is not None:
+                bar[3] += 1
+                bar[4] += size
         block.used, block.requested = True, nbytes
-        self.allocated += block.size
-        self.requested += nbytes
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
-        if self.requested > self.peak_requested:
-            self.peak_requested = self.requested
+        up[0] += 1
+        up[1] += size
+        up[2] += nbytes
+        if up[0] > bar[0] or up[1] > bar[1] or up[2] > bar[2]:
+            self.statistics.note_peaks(BLOCKS)
         return block
 
-    def free(self, block: Block | None) -> None:
-        """Give a block back to the cache: it joins its free neighbours, and stays reserved."""
+    def free(self, block: Block | None, ends: dict[int, float] | None = None, context=None) -> None:
+        """Give a block back to the cache: it joins its free neighbours, and stays reserved.
+
+        A block that other streams use (`record_stream`) waits for them first: `ends` says when each is done with it, as it was at
+        the moment of the free; by default that is now. context: where the free was asked for (`history.gather`); by default here.
+        """
         if block is None:
             return
+        if self.special:
+            return self.free_generally(block, ends, context)
         assert block.used, "freed twice"
         block.used = False
-        self.allocated -= block.size
-        self.requested -= block.requested
-        for other in (block.before, block.after):
-            if other is not None and not other.used:
-                self._take(other)
-                block = self._join(block, other)
-        insort(block.pool, (block.size, block.address, block))
+        free = block.home
+        size = block.size
+        before, after = block.before, block.after
+        keys, blocks, bar = free.keys, free.blocks, free.bar
+        bar[0] += 1
+        bar[1] += size
+        bar[2] += block.requested
+        whole, joined = size, 0
+        if before is not None and not before.used:
+            at = bisect_left(keys, before.size << ADDRESS_BITS | before.address)
+            del keys[at], blocks[at]
+            before.size = whole = size + before.size
+            before.after = after
+            if after is not None:
+                after.before = before
+            block, before, joined = before, before.before, 1
+        if after is not None and not after.used:
+            at = bisect_left(keys, after.size << ADDRESS_BITS | after.address)
+            del keys[at], blocks[at]
+            block.size = whole = whole + after.size
+            free.spare.append(after)
+            block.after = after = after.after
+            if after is not None:
+                after.before = block
+            joined += 1
+        key = whole << ADDRESS_BITS | block.address
+        at = bisect_left(keys, key)
+        keys.insert(at, key)
+        blocks.insert(at, block)
+        if before is None and after is None:
+            bar[3] += joined
+            bar[4] += whole - size
+        else:
+            up = free.up
+            up[4] += size
+            if not joined:
+                up[3] += 1
+            elif joined == 2:
+                bar[3] += 1
+            if up[3] > bar[3] or up[4] > bar[4]:
+                self.statistics.note_peaks(SPLITS)
+        return None
 
-    def empty_cache(self) -> int:
-        """Return each segment that is wholly free to the GPU; how many bytes that were."""
-        returned = 0
-        for pool in (self._small, self._large):
-            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
-            pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
-            returned += sum(size for size, _, _ in whole)
-        self.reserved -= returned
-        return returned
+    def require(self, nbytes: int | Iterable[int], stream: int = 0) -> None:
+        """Raises torch.OutOfMemoryError where `malloc` of so much, or of these sizes one after the other, would.
 
-    def reset_peaks(self) -> None:
-        self.peak_allocated, self.peak_reserved, self.peak_requested = self.allocated, self.reserved, self.requested
+        What malloc would give back to make room is given back; nothing is taken, and it is no malloc in the figures. A failure is
+        one, with all that belongs to it.
+        """
+        sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
+        rounded = [self.config.round_size(size) for size in sizes if size]
+        if len(rounded) == 1 and not self.special:
+            free = (self._small if rounded[0] <= SMALL else self._large).get(stream)
+            if free is not None and free.at_least(rounded[0]) < len(free.keys):
+                return
+        if rounded and not self.fits(sum(self._most_taken(size) for size in rounded)):
+            self._try(sizes, stream)
 
-    @property
-    def free_on_gpu(self) -> int:
-        """What torch.cuda.mem_get_info calls free: neither reserved here nor held otherwise."""
-        return self.capacity - self.others - self.context - self.reserved
+    def _most_taken(self, size: int) -> int:
+        """No more than this is taken from the GPU for a rounded request."""
+        segment = segment_size(size, self.config.large_segment)
+        if self.config.expandable_segments:
+            page = self.expandable.page(self.pools[size > SMALL])
+            return -(-segment // page) * page
+        return segment
 
-    def _smallest_fitting(self, pool: list, size: int) -> Block | None:
-        at = bisect_left(pool, (size,))
-        return pool.pop(at)[2] if at < len(pool) else None
-
-    def _new_segment(self, pool: list, size: int) -> Block:
-        segment = segment_size(size)
-        if not self._fits(segment) and self.reserved:
-            self.retries += 1
-            self.empty_cache()
-        if not self._fits(segment):
-            self.ooms += 1
-            raise torch.OutOfMemoryError(self._message(segment))
-        self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        block = Block(self._next_address, segment, pool)
-        self._next_address += -(-segment // ROUND_LARGE) * ROUND_LARGE
-        return block
-
-    def _fits(self, segment: int) -> bool:
-        return segment <= self.free_on_gpu and self.reserved + segment <= self.limit
-
-    def _worth_splitting(self, block: Block, size: int) -> bool:
-        rest = block.size - size
-        return rest >= MIN_BLOCK if block.pool is self._small else rest > SMALL
-
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        insort(rest.pool, (rest.size, rest.address, rest))
-
-    def _take(self, block: Block) -> None:
-        """Out of the free blocks, of which it is one."""
-        del block.pool[bisect_left(block.pool, (block.size, block.address))]
-
-    @staticmethod
-    def _join(one: Block, other: Block) -> Block:
-        """Two free neighbours become the one with the lower address."""
-        first, second = (one, other) if one.address < other.address else (other, one)
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        return first
-
-    def _message(self, segment: int) -> str:
-        allowed = f"{format_size(self.limit)} allowed; " if self.limit < self.capacity else ""
-        return (
-            f"CUDA out of memory. Tried to allocate {format_size(segment)}. "
-            f"GPU {self.device} has a total capacity of {format_size(self.capacity)} "
-            f"of which {format_size(self.free_on_gpu)} is free. "
-            f"Including non-PyTorch memory, this process has {format_size(self.reserved + self.context)} memory in use. "
-            f"{allowed}Of the allocated memory {format_size(self.allocated)} is allocated by PyTorch, and "
-            f"{format_size(self.reserved - self.allocated)} is reserved by PyTorch but unallocated. If reserved but "
-            "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
-            "fragmentation.  See documentation for Memory Management  "
-            "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
-        )
-
-
-def round_size(nbytes: int) -> int:
-    """A request rounded up to whole 512-byte blocks."""
-    return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
-
-
-def segment_size(size: int) -> int:
-    """What is asked of the GPU when a rounded request of `size` finds no free block."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    if size < MIN_LARGE:
-        return LARGE_SEGMENT
-    return -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
-def format_size(size: int) -> str:
-    """Bytes as PyTorch's message prints them."""
-    if size <= 1 << 10:
-        return f"{size} bytes"
-    for unit, power in (("KiB", 10), ("MiB", 20)):
-        if size <= 1 << (power + 10):
-            return f"{size / (1 << power):.2f} {unit}"
-    return f"{size / (1 << 30):.2f} GiB"
+    def _try(self, sizes: list[int], stream: int) -> None:
+        """Allocate all of it, and take that back."""
+        blocks: list[Block | None] = []
+        before, self.silent = self.silent, True
+        try:
+            for size in sizes:
+                blocks.append(self.malloc(size, stream))
+        except torch.OutOfMemoryError:
+            for block in blocks:
+                self.free(block)
+            raise
+        finally:
+            self.silent = before
+        self.silent = True
+        for block in reversed(blocks):
+            if block is not None:
+                up, bar, size, requested = block.home.up, block.home.bar, block.size, block.requested
+                self.free(block)
+                for i, amount in enumerate((1, size, requested)):
+                    up[i] -= amount
+                    bar[i] -= amount
+        self.silent = before

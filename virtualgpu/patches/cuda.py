@@ -1,295 +1,258 @@
-"""The face of torch.cuda and torch.accelerator while virtual GPUs are on: the functions that lessons and tutorials call.
+"""The driver as PyTorch's own Python sees it: the functions of C++ below torch.cuda and torch.accelerator.
 
-What is not modelled raises NotImplementedError and says so, rather than give a figure that means nothing.
+torch.cuda's Python code stays as it is; what it calls (`torch._C._cuda_getDeviceCount` and its kind) is answered here. A wheel
+without CUDA lacks those names: they are added. What is not modelled raises NotImplementedError and says so.
 """
 
-import contextlib
 import functools
-from collections import OrderedDict
-from types import SimpleNamespace
-from typing import Any
+import sys
+from collections.abc import Callable
 
 import torch
 
 from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.errors import forked
 from virtualgpu.patches.gputil import load
 from virtualgpu.patches.registry import Patches
-from virtualgpu.patches.streams import Stream, event_class
 
-MODES = "virtual GPUs have one stream per GPU and run eager PyTorch"
 NOT_MODELLED = {
-    torch.cuda: "CUDAGraph graph make_graphed_callables Stream ExternalStream MemPool use_mem_pool memory_snapshot "
-    "caching_allocator_alloc caching_allocator_delete CUDAPluggableAllocator change_current_allocator temperature power_draw "
-    "clock_rate cudart jiterator list_gpu_processes",
-    torch.cuda.memory: "_record_memory_history _snapshot _dump_snapshot memory_snapshot",
-    torch: "compile",
+    "torch.cuda": "CUDAGraph graph make_graphed_callables graph_pool_handle temperature power_draw clock_rate jiterator "
+    "list_gpu_processes memory_usage",
+    "torch.cuda.graphs": "CUDAGraph graph make_graphed_callables graph_pool_handle",
 }
+CUDA_VERSION = "12.8"  # said by a wheel without CUDA; what the default wheels of PyTorch 2.11 are built with
 
 
-class CUDA:
-    """The functions that replace those of torch.cuda; `install` says which. A device is an index, a name, a torch.device or None."""
+def install(machine: Machine, patches: Patches) -> None:
+    driver = Driver(machine)
+    for name, answer in driver.functions().items():
+        patches.add(torch._C, name, answer)
+    for name, answer in driver.functions().items():  # names that torch.cuda bound when it was imported
+        alias = {"_cuda_exchangeDevice": "_exchange_device", "_cuda_maybeExchangeDevice": "_maybe_exchange_device"}
+        if name in alias:
+            patches.replace(torch.cuda, alias[name], answer)
+    cuda = torch.cuda
+    patches.replace(cuda, "_lazy_init", driver.lazy_init)
+    patches.set(cuda, "_initialized", False)
+    patches.replace(cuda, "_is_in_bad_fork", lambda: machine.forked)
+    patches.replace(cuda, "is_available", lambda: bool(machine.gpus))
+    patches.replace(cuda, "device_count", lambda: len(machine.gpus))
+    patches.add(cuda, "_get_device_properties", driver.properties)
+    patches.replace(cuda, "is_bf16_supported", driver.is_bf16_supported)
+    patches.replace(cuda, "get_arch_list", driver.arch_list)
+    patches.replace(cuda, "utilization", lambda device=None: round(100 * load(machine, driver.gpu(device), "torch.cuda")))
+    patches.replace(cuda, "_cudart", Cudart(driver))
+    patches.replace(torch.backends.cuda, "is_built", lambda: True)
+    patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
+    if torch.version.cuda is None:
+        patches.add(torch.version, "cuda", CUDA_VERSION)
+    nvtx = sys.modules.get("torch.cuda.nvtx")
+    if nvtx is not None:
+        patches.replace(nvtx, "_nvtx", _Nvtx())
+    for module, names in NOT_MODELLED.items():
+        for name in names.split():
+            owner = sys.modules[module]
+            if hasattr(owner, name):
+                patches.replace(owner, name, not_modelled(f"torch.cuda.{name}", getattr(owner, name)))
+    machine.on_first_use = cuda._lazy_init
 
-    def __init__(self, machine: Machine, patches: Patches):
-        self.machine, self.patches = machine, patches
 
-    def install(self) -> None:
-        for name in PUBLIC:
-            self.patches.replace(torch.cuda, name, getattr(self, name))
-        for name in ("memory", "random"):
-            module = getattr(torch.cuda, name)
-            for public in PUBLIC:
-                if public in vars(module):
-                    self.patches.replace(module, public, getattr(self, public))
-        self.patches.replace(torch.cuda, "Event", event_class(self.machine))
-        self.patches.replace(torch.cuda, "device", _device(self.machine))
-        self.patches.replace(torch.cuda, "device_of", _device_of(self.machine))
-        for name, ours in ACCELERATOR.items():
-            if name in vars(torch.accelerator):
-                self.patches.replace(torch.accelerator, name, getattr(self, ours))
-        self.patches.replace(
-            torch.backends.cudnn, "is_acceptable", lambda tensor: False
-        )  # the CPU's kernels do the work
-        for module, names in NOT_MODELLED.items():
-            for name in names.split():
-                if hasattr(module, name):
-                    self.patches.replace(
-                        module, name, _not_modelled(f"{module.__name__}.{name}", getattr(module, name))
-                    )
-        message = "nn.DataParallel copies in C++ where virtual GPUs cannot follow, and is not modelled; notebook 04 writes it out"
-        self.patches.replace(torch.nn.DataParallel, "forward", _raising(message))
+class Driver:
+    """What C++ would ask CUDA. A device is an index, a name, a torch.device or None for the current one."""
 
-    def _gpu(self, device=None) -> GPU:
+    def __init__(self, machine: Machine):
+        self.machine, self.clock, self.local = machine, machine.clock, machine.local
+
+    def functions(self) -> dict[str, Callable]:
+        """{the name in torch._C: what answers}."""
+        return {
+            "_cuda_getDeviceCount": lambda: len(self.machine.gpus),
+            "_cuda_init": lambda: None,
+            "_cuda_isInBadFork": lambda: self.machine.forked,
+            "_cuda_getDevice": lambda: self.local.current,
+            "_cuda_setDevice": self.set_device,
+            "_cuda_exchangeDevice": self.exchange_device,
+            "_cuda_maybeExchangeDevice": self.exchange_device,
+            "_cuda_hasPrimaryContext": lambda device: self.machine.initialized,
+            "_cuda_synchronize": lambda: self.clock.wait(self.local.current),
+            "_cuda_canDeviceAccessPeer": self.can_access_peer,
+            "_cuda_getArchFlags": lambda: " ".join(self.arch_list()),
+            "_cuda_sleep": self.sleep,
+            "_cuda_ipc_collect": lambda: None,
+            "_cuda_isCurrentStreamCapturing": lambda: False,
+            "_cuda_getCompiledVersion": lambda: int(float(torch.version.cuda or CUDA_VERSION) * 1000),
+            "_cuda_getDriverVersion": lambda: 12080,
+            "_cuda_get_sync_debug_mode": lambda: 0,
+            "_cuda_set_sync_debug_mode": lambda mode: None,
+            "_cuda_getCurrentBlasHandle": lambda: 0,
+            "_get_accelerator": lambda check=None: torch.device("cuda"),
+            "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+            "_accelerator_getDeviceIndex": lambda: self.local.current,
+            "_accelerator_setDeviceIndex": self.set_device,
+            "_accelerator_exchangeDevice": self.exchange_device,
+            "_accelerator_maybeExchangeDevice": self.exchange_device,
+            "_accelerator_synchronizeDevice": lambda device: self.clock.wait(self.gpu(device).index),
+            "_accelerator_getDeviceCapability": self.capability,
+        }
+
+    def gpu(self, device=None) -> GPU:
         gpu = self.machine.gpu(device)
         if gpu is None:
             raise ValueError(f"Expected a cuda device, but got: {device}")
         return gpu
 
-    # -- which GPUs there are
+    def lazy_init(self) -> None:
+        """PyTorch's own asks the driver; here the generators are made, and what waited for them is called."""
+        if self.machine.forked:
+            raise forked()
+        cuda = torch.cuda
+        if cuda._initialized or hasattr(cuda._tls, "is_initializing"):
+            return
+        cuda._tls.is_initializing = True
+        try:
+            self.machine.initialized = True
+            tracker = cuda._lazy_seed_tracker
+            waiting, tracker.call_order = tracker.call_order, []
+            for call in filter(None, waiting):  # torch.cuda.manual_seed before the first use of a GPU
+                call[0]()
+        finally:
+            del cuda._tls.is_initializing
+        cuda._initialized = True
 
-    def is_available(self) -> bool:
-        return True
+    def set_device(self, device: int) -> None:
+        self.local.current = self.gpu(int(device)).index
 
-    def is_initialized(self) -> bool:
-        return True
+    def exchange_device(self, device: int) -> int:
+        before = self.local.current
+        if device < 0:
+            return -1
+        if device != before:
+            self.set_device(device)
+        return before
 
-    def init(self) -> None:
-        """There is nothing to start."""
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        one, other = self.gpu(device), self.gpu(peer)
+        return one is not other and getattr(one.spec, "peer_access", True) and getattr(other.spec, "peer_access", True)
 
-    def device_count(self) -> int:
-        return len(self.machine.gpus)
+    def arch_list(self) -> list[str]:
+        return sorted({"sm_{}{}".format(*gpu.spec.capability) for gpu in self.machine.gpus})
 
-    def current_device(self) -> int:
-        return self.machine.local.current
-
-    def set_device(self, device) -> None:
-        self.machine.local.current = self._gpu(device).index
-
-    def get_device_name(self, device=None) -> str:
-        return self._gpu(device).spec.name
-
-    def get_device_capability(self, device=None) -> tuple[int, int]:
-        return self._gpu(device).spec.capability
-
-    def get_device_properties(self, device=None) -> SimpleNamespace:
-        spec = self._gpu(device).spec
-        major, minor = spec.capability
-        return SimpleNamespace(
-            name=spec.name,
-            major=major,
-            minor=minor,
-            total_memory=spec.memory,
-            multi_processor_count=spec.processors,
-        )
-
-    def can_device_access_peer(self, device, peer_device) -> bool:
-        return self._gpu(device) is not self._gpu(peer_device)
+    def sleep(self, cycles: int) -> None:
+        """A kernel that does nothing for so many cycles."""
+        gpu = self.gpu()
+        self.clock.launch(gpu.index, cycles / (getattr(gpu.spec, "clock", None) or 1.5e9), "sleep")
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        return including_emulation or self._gpu().spec.capability >= (8, 0)
+        return including_emulation or self.gpu().spec.capability >= (8, 0)
 
-    def get_arch_list(self) -> list[str]:
-        return ["sm_{}{}".format(*gpu.spec.capability) for gpu in self.machine.gpus[:1]]
+    def capability(self, device: int) -> dict:
+        return {"supported_dtypes": set(self.gpu(device).spec.rates)}
 
-    def current_accelerator(self, check_available: bool = False) -> torch.device:
-        return torch.device("cuda")
+    def properties(self, device) -> "DeviceProperties":
+        gpu = self.gpu(device)
+        return DeviceProperties(gpu)
 
-    # -- memory, in bytes
 
-    def memory_allocated(self, device=None) -> int:
-        return self._gpu(device).settled().allocated
+class DeviceProperties:
+    """torch.cuda.get_device_properties: of the card's data sheet, under PyTorch's names."""
 
-    def max_memory_allocated(self, device=None) -> int:
-        return self._gpu(device).settled().peak_allocated
+    def __init__(self, gpu: GPU):
+        spec = gpu.spec
+        self.name = spec.name
+        self.major, self.minor = spec.capability
+        self.total_memory = spec.memory
+        self.multi_processor_count = spec.processors
+        self.is_multi_gpu_board = self.is_integrated = False
+        self.warp_size = 32
+        self.uuid = gpu.uuid
+        self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, gpu.physical + 1, 0
+        for name in CARD:
+            value = getattr(spec, name, None)
+            if value is not None:
+                setattr(self, name, value)
 
-    def memory_reserved(self, device=None) -> int:
-        return self._gpu(device).settled().reserved
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory // (1 << 20)}MB, multi_processor_count={self.multi_processor_count}, uuid={self.uuid})"
+        )
 
-    def max_memory_reserved(self, device=None) -> int:
-        return self._gpu(device).settled().peak_reserved
+    def __getattr__(self, name: str):
+        raise AttributeError(f"{self.name}, virtual, does not say its {name!r}: give it in a Spec of your own")
 
-    def reset_peak_memory_stats(self, device=None) -> None:
-        self._gpu(device).settled().reset_peaks()
 
-    def empty_cache(self) -> None:
-        for gpu in self.machine.gpus:
-            self.machine.clock.check(gpu.index)
-            gpu.settled().empty_cache()
+CARD = (
+    "L2_cache_size",
+    "clock_rate",
+    "max_threads_per_multi_processor",
+    "memory_bus_width",
+    "memory_clock_rate",
+    "regs_per_multiprocessor",
+    "shared_memory_per_block",
+    "shared_memory_per_block_optin",
+    "shared_memory_per_multiprocessor",
+    "max_threads_per_block",
+)
 
-    def mem_get_info(self, device=None) -> tuple[int, int]:
-        gpu = self._gpu(device)
-        self.machine.clock.check(gpu.index)
+
+class Cudart:
+    """torch.cuda.cudart(): those calls of the CUDA runtime that programs make."""
+
+    class cudaError(int):
+        success = 0
+
+    def __init__(self, driver: Driver):
+        self.driver = driver
+
+    def cudaMemGetInfo(self, device=None) -> tuple[int, int]:
+        gpu = self.driver.gpu(device)
+        self.driver.clock.check(gpu.index)
         memory = gpu.settled()
         return memory.free_on_gpu, memory.capacity
 
-    def device_memory_used(self, device=None) -> int:
-        free, total = self.mem_get_info(device)
-        return total - free
+    def cudaGetErrorString(self, error: int) -> str:
+        return "no error" if error == 0 else f"error {error}"
 
-    def set_per_process_memory_fraction(self, fraction: float, device=None) -> None:
-        if not isinstance(fraction, float):
-            raise TypeError("Invalid type for fraction argument, must be `float`")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        memory = self._gpu(device).settled()
-        memory.limit = int(fraction * memory.capacity)
+    def cudaDeviceSynchronize(self) -> int:
+        self.driver.clock.wait(self.driver.local.current)
+        return 0
 
-    def get_per_process_memory_fraction(self, device=None) -> float:
-        memory = self._gpu(device).settled()
-        return memory.limit / memory.capacity
+    def cudaProfilerStart(self) -> int:
+        return 0
 
-    def memory_stats(self, device=None) -> dict[str, Any]:
-        """Those figures of PyTorch's that are modelled, under PyTorch's names."""
-        memory = self._gpu(device).settled()
-        return OrderedDict(
-            {
-                "allocated_bytes.all.current": memory.allocated,
-                "allocated_bytes.all.peak": memory.peak_allocated,
-                "reserved_bytes.all.current": memory.reserved,
-                "reserved_bytes.all.peak": memory.peak_reserved,
-                "requested_bytes.all.current": memory.requested,
-                "requested_bytes.all.peak": memory.peak_requested,
-                "num_alloc_retries": memory.retries,
-                "num_ooms": memory.ooms,
-            }
-        )
+    cudaProfilerStop = cudaProfilerStart
 
-    def memory_summary(self, device=None, abbreviated: bool = False) -> str:
-        gpu = self._gpu(device)
-        rows = "\n".join(f"{name:<30} {value:>16,}" for name, value in self.memory_stats(device).items())
-        return f"{gpu.device}, {gpu.spec.name}, virtual\n{rows}"
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        return 0
 
-    def ipc_collect(self) -> None:
-        """No memory is shared with other processes."""
-
-    # -- time
-
-    def synchronize(self, device=None) -> None:
-        self.machine.clock.wait(self._gpu(device).index)
-
-    def current_stream(self, device=None) -> "Stream":
-        return Stream(self.machine, self._gpu(device))
-
-    def is_current_stream_capturing(self) -> bool:
-        return False
-
-    default_stream = current_stream
-
-    def stream(self, stream):
-        if stream is None or isinstance(stream, Stream):
-            return contextlib.nullcontext()
-        raise NotImplementedError(f"streams of one's own are not modelled: {MODES}")
-
-    def utilization(self, device=None) -> int:
-        """Percent of the time since the last question, on the simulated clock."""
-        gpu = self._gpu(device)
-        return round(100 * load(self.machine, gpu, "torch.cuda"))
-
-    # -- random numbers: drawn by the CPU's generator, so that they equal the CPU's
-
-    def manual_seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
-    manual_seed_all = manual_seed
-
-    def seed(self) -> None:
-        torch.default_generator.seed()
-
-    seed_all = seed
-
-    def initial_seed(self) -> int:
-        return torch.default_generator.initial_seed()
-
-    def get_rng_state(self, device="cuda") -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state() for _ in self.machine.gpus]
-
-    def set_rng_state(self, new_state, device="cuda") -> None:
-        torch.set_rng_state(new_state)
-
-    def set_rng_state_all(self, new_states) -> None:
-        torch.set_rng_state(new_states[0])
+    def cudaHostUnregister(self, pointer: int) -> int:
+        return 0
 
 
-PUBLIC = [name for name in vars(CUDA) if not name.startswith("_") and name not in ("install", "current_accelerator")]
-# torch.accelerator calls some of the same things by another name
-ACCELERATOR = {
-    "is_available": "is_available",
-    "device_count": "device_count",
-    "current_accelerator": "current_accelerator",
-    "current_device_index": "current_device",
-    "current_device_idx": "current_device",
-    "set_device_index": "set_device",
-    "set_device_idx": "set_device",
-    "synchronize": "synchronize",
-    "current_stream": "current_stream",
-    "empty_cache": "empty_cache",
-    "memory_allocated": "memory_allocated",
-    "max_memory_allocated": "max_memory_allocated",
-    "memory_reserved": "memory_reserved",
-    "max_memory_reserved": "max_memory_reserved",
-    "reset_peak_memory_stats": "reset_peak_memory_stats",
-    "get_memory_info": "mem_get_info",
-    "memory_stats": "memory_stats",
-}
+class _Nvtx:
+    """Ranges for a profiler that is not there."""
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: 0
 
 
-def _device(machine: Machine):
-    class device:
-        """torch.cuda.device(1): the current GPU, for as long as the block lasts."""
+def not_modelled(name: str, original):
+    """Raises NotImplementedError in its place; a class stays a class, for isinstance."""
+    message = f"{name} is not modelled by virtual GPUs: they run eager PyTorch. It works on real GPUs, or after virtualgpu.reset()"
+    if isinstance(original, type):
 
-        def __init__(self, device):
-            self.index = -1 if device is None or device == -1 else machine.gpu(device).index
+        class Refused(original):
+            def __new__(cls, *args, **kwargs):
+                raise NotImplementedError(message)
 
-        def __enter__(self):
-            self.before = machine.local.current
-            if self.index >= 0:
-                machine.local.current = self.index
+            def __init__(self, *args, **kwargs):
+                raise NotImplementedError(message)
 
-        def __exit__(self, *error):
-            machine.local.current = self.before
-            return False
+        Refused.__name__, Refused.__qualname__ = original.__name__, original.__qualname__
+        return Refused
 
-    return device
-
-
-def _device_of(machine: Machine):
-    class device_of(_device(machine)):
-        def __init__(self, obj):
-            super().__init__(obj.get_device() if obj.is_cuda else None)
-
-    return device_of
-
-
-def _not_modelled(name: str, original):
-    return functools.wraps(original)(
-        _raising(f"{name} is not modelled: {MODES}. It works on real GPUs, or after virtualgpu.reset()")
-    )
-
-
-def _raising(message: str):
-    def raising(*args, **kwargs):
+    @functools.wraps(original)
+    def refused(*args, **kwargs):
         raise NotImplementedError(message)
 
-    return raising
+    return refused

@@ -2,17 +2,20 @@
 
 import sys
 
+from virtualgpu import environment
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.hardware.specs import MIB
+from virtualgpu.memory.ledger import share
+from virtualgpu.patches.nvml import DRIVER
 from virtualgpu.patches.registry import Patches
 
 
 def load(machine: Machine, gpu: GPU, asker: str) -> float:
     """The share of simulated time in which this GPU was busy since `asker` last asked, of work already queued; 0 to 1."""
     clock, asked = machine.clock, machine.asked.setdefault((asker, gpu.index), (0.0, 0.0))
-    now, busy = max(clock.host, *clock.ready), clock.busy[gpu.index]
-    machine.asked[asker, gpu.index] = (now, busy)
-    return (busy - asked[1]) / (now - asked[0]) if now > asked[0] else 0.0
+    now = clock.busy[gpu.index], clock.latest()
+    machine.asked[asker, gpu.index] = now
+    return share(now, asked)
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -31,13 +34,13 @@ def install(machine: Machine, patches: Patches) -> None:
             busy = load(machine, gpu, "GPUtil")
             found.append(
                 module.GPU(
-                    gpu.index,
-                    f"GPU-virtual-{gpu.index}",
+                    gpu.physical,
+                    environment.uuid(gpu.physical),
                     busy,
                     float(total),
                     float(total - free),
                     float(free),
-                    "virtual",
+                    DRIVER,
                     gpu.spec.name,
                     "",
                     "Disabled",

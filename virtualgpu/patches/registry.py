@@ -1,24 +1,56 @@
 """Replace attributes of other modules, and put each one back."""
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 MISSING = object()
 
 
 class Patches:
-    """What was replaced, in order. An attribute that the owner only inherited is removed again, not copied into it."""
+    """What was replaced, in order. An attribute that the owner only inherited is removed again, not copied into it.
+
+    `add` is for what a wheel without CUDA lacks; `replace` demands that there is something to replace.
+    """
 
     def __init__(self):
-        self.replaced: list[tuple[Any, str, Any]] = []
+        self.replaced: list[tuple[Any, str, Any, Any]] = []
+        self.others: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        self.replaced.append((owner, name, vars(owner).get(name, MISSING)))
+        """Raises AttributeError, naming PyTorch's version, where there is nothing of that name."""
+        if not hasattr(owner, name):
+            import torch
+
+            where = getattr(owner, "__name__", type(owner).__name__)
+            raise AttributeError(f"PyTorch {torch.__version__} has no {where}.{name}, which virtual GPUs stand in for")
+        self.add(owner, name, value)
+
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        original = vars(owner).get(name, MISSING)
         setattr(owner, name, value)
+        self.replaced.append((owner, name, original, vars(owner).get(name, value)))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """A variable, which others may change meanwhile; it gets its old value back all the same."""
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self.undo(lambda: setattr(owner, name, before))
+
+    def undo(self, step: Callable[[], None]) -> None:
+        """Something else that was done, and how to take it back."""
+        self.others.append(step)
 
     def restore(self) -> None:
+        """What somebody else has replaced meanwhile stays theirs."""
+        while self.others:
+            self.others.pop()()
         while self.replaced:
-            owner, name, original = self.replaced.pop()
-            if original is MISSING:
+            owner, name, original, ours = self.replaced.pop()
+            if vars(owner).get(name, ours) is not ours:
+                where = getattr(owner, "__name__", type(owner).__name__)
+                warnings.warn(f"{where}.{name} was replaced while virtual GPUs were on, and is left so", stacklevel=2)
+            elif original is MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)

@@ -1,70 +1,229 @@
-"""torch.cuda's stream and event on the simulated clock."""
+"""torch.cuda's streams and events on the simulated clock, and torch.Stream, torch.Event for the same."""
 
 import torch
 
-from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.machine import Machine
+from virtualgpu.patches.registry import Patches
+from virtualgpu.simulation.clock import DEFAULT, Queue
+
+_Stream = torch.Stream
+_Event = torch.Event
+CUDA = 1  # c10::DeviceType::CUDA
+HANDLES = 0x7F00_0000_0000  # a stream's handle is a number that says which it is; 0 is the default one, as in CUDA
 
 
-class Stream:
-    """The one stream of a GPU."""
+def install(machine: Machine, patches: Patches) -> None:
+    stream, event = stream_class(machine), event_class(machine)
+    cuda = torch.cuda
 
-    cuda_stream = 0
+    def external(pointer: int, device=None):
+        """The stream of such a handle. Raises NotImplementedError for one that PyTorch did not make."""
+        gpu = machine.gpu(device)
+        id = DEFAULT if not pointer else pointer - HANDLES - (gpu.index << 20)
+        if id not in machine.clock.queues[gpu.index]:
+            raise NotImplementedError("a stream that was not made by PyTorch is not modelled by virtual GPUs: use torch.cuda.Stream()")
+        return stream(stream_id=id, device_index=gpu.index, device_type=CUDA)
 
-    def __init__(self, machine: Machine, gpu: GPU):
-        self.machine, self.gpu, self.device = machine, gpu, gpu.device
+    for owner in (cuda, cuda.streams):
+        patches.replace(owner, "Stream", stream)
+        patches.replace(owner, "Event", event)
+        patches.replace(owner, "ExternalStream", external)
+    patches.replace(torch, "Stream", _Either("Stream", stream, _Stream))
+    patches.replace(torch, "Event", _Either("Event", event, _Event))
 
-    def synchronize(self) -> None:
-        self.machine.clock.wait(self.gpu.index)
+    def answer(queue: Queue) -> tuple[int, int, int]:
+        return queue.id, queue.gpu, CUDA
 
-    def query(self) -> bool:
-        return self.machine.clock.ready[self.gpu.index] <= self.machine.clock.host
+    def set_stream(stream_id: int, device_index: int, device_type: int = CUDA) -> None:
+        machine.local.current = machine.gpu(device_index).index
+        machine.clock.use(machine.clock.stream(device_index, stream_id))
 
-    def is_capturing(self) -> bool:
-        return False
+    def use(chosen) -> None:
+        machine.local.current = machine.gpu(chosen.device_index).index
+        machine.clock.use(machine.clock.stream(chosen.device_index, chosen.stream_id))
 
-    def wait_stream(self, stream: "Stream") -> None:
-        """What is queued here from now on starts when that stream has come to here."""
-        ready = self.machine.clock.ready
-        ready[self.gpu.index] = max(ready[self.gpu.index], ready[stream.gpu.index])
+    def current(device: int = -1) -> Queue:
+        return machine.clock.current(machine.gpu(None if device < 0 else device).index)
 
-    def wait_event(self, event) -> None:
-        event.wait(self)
+    def current_of(device: int = -1):
+        id, index, kind = answer(current(device))
+        return stream(stream_id=id, device_index=index, device_type=kind)
 
-    def record_event(self, event=None):
-        event = event or torch.cuda.Event()
-        event.record(self)
-        return event
+    for name, function in {
+        "_cuda_getCurrentStream": lambda device: answer(current(device)),
+        "_cuda_getDefaultStream": lambda device: (DEFAULT, machine.gpu(None if device < 0 else device).index, CUDA),
+        "_cuda_getCurrentRawStream": lambda device: handle(current(device)),
+        "_cuda_getStreamFromExternal": lambda pointer, device: answer(machine.clock.stream(device, external(pointer, device).stream_id)),
+        "_cuda_setStream": set_stream,
+        "_accelerator_getStream": current_of,
+        "_accelerator_setStream": use,
+    }.items():
+        patches.add(torch._C, name, function)
 
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Stream) and other.gpu is self.gpu
 
-    def __hash__(self) -> int:
-        return hash(self.gpu.index)
+def handle(queue: Queue) -> int:
+    return 0 if queue.id == DEFAULT else HANDLES + (queue.gpu << 20) + queue.id
 
 
-def event_class(machine: Machine):
-    class Event:
-        """A mark in a GPU's queue: the moment at which all that was queued before it is done."""
+class _Kind(type):
+    """torch.Stream and torch.Event: for a GPU ours, for any other device PyTorch's; both are instances."""
 
-        def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_):
-            if interprocess:
-                raise NotImplementedError("events between processes are not modelled by virtual GPUs")
-            self.enable_timing, self.time, self.gpu = enable_timing, None, 0
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, (cls.ours, cls.theirs))
 
-        def record(self, stream=None) -> None:
-            self.gpu = machine.local.current if stream is None else stream.device.index
-            self.time = max(machine.clock.host, machine.clock.ready[self.gpu])
+    def __subclasscheck__(cls, other) -> bool:
+        return issubclass(other, (cls.ours, cls.theirs)) or super().__subclasscheck__(other)
+
+    def __call__(cls, *args, **kwargs):
+        if cls.__bases__ != (object,):  # a subclass of the reader's
+            return super().__call__(*args, **kwargs)
+        device = args[0] if args and not isinstance(args[0], bool) else kwargs.get("device")
+        if kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda"):
+            return cls.theirs(*args, **kwargs)
+        return cls.ours(*args, **kwargs) if cls.ours.takes_device else cls.ours(**{k: v for k, v in kwargs.items() if k != "device"})
+
+
+def _Either(name: str, ours: type, theirs: type) -> type:
+    return _Kind(name, (), {"ours": ours, "theirs": theirs, "__module__": "torch", "__doc__": theirs.__doc__})
+
+
+def stream_class(machine: Machine) -> type:
+    clock = machine.clock
+
+    class Stream(_Stream):
+        """A stream of a virtual GPU: its work runs in order, beside that of other streams."""
+
+        takes_device = True
+
+        def __new__(cls, device=None, priority=0, **kwargs):
+            if "stream_id" in kwargs:
+                gpu = machine.gpu(kwargs.get("device_index", 0))
+                queue = clock.stream(gpu.index, kwargs["stream_id"])
+            elif kwargs.get("stream_ptr"):
+                return torch.cuda.ExternalStream(kwargs["stream_ptr"], device)
+            else:
+                gpu = machine.gpu(None if device is None or (isinstance(device, int) and device < 0) else device)
+                if gpu is None:
+                    raise ValueError(f"Expected a cuda device, but got: {device}")
+                queue = clock.new_stream(gpu.index, priority)
+            self = super().__new__(cls, stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)
+            self._queue = queue
+            return self
+
+        def __init__(self, *args, **kwargs):
+            pass
+
+        @property
+        def priority(self) -> int:
+            return self._queue.priority
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return 0, -5
+
+        @property
+        def cuda_stream(self) -> int:
+            return handle(self._queue)
+
+        native_handle = cuda_stream
+
+        @property
+        def device(self) -> torch.device:
+            return machine.gpus[self._queue.gpu].device
+
+        def __enter__(self) -> "Stream":
+            gpu = self._queue.gpu
+            self._before = [*getattr(self, "_before", []), (machine.local.current, clock.current(gpu))]
+            machine.local.current = gpu
+            clock.use(self._queue)
+            return self
+
+        def __exit__(self, *error) -> None:
+            machine.local.current, queue = self._before.pop()
+            clock.use(queue)
 
         def synchronize(self) -> None:
-            machine.clock.wait_until(self.time or 0.0)
+            clock.wait_for(self._queue)
+
+        def query(self) -> bool:
+            clock.check(self._queue.gpu)
+            return self._queue.ready <= clock.host
+
+        def is_capturing(self) -> bool:
+            return False
+
+        def wait_stream(self, stream) -> None:
+            """What is queued here from now on starts when that stream has come to here."""
+            theirs = clock.stream(stream.device_index, stream.stream_id)
+            self._queue.ready = max(self._queue.ready, theirs.ready)
+
+        def wait_event(self, event) -> None:
+            event.wait(self)
+
+        def record_event(self, event=None):
+            event = torch.cuda.Event() if event is None else event
+            event.record(self)
+            return event
+
+        def __eq__(self, other) -> bool:
+            same = isinstance(other, _Stream)
+            return same and (other.stream_id, other.device_index) == (self.stream_id, self.device_index)
+
+        def __ne__(self, other) -> bool:
+            return not self == other
+
+        def __hash__(self) -> int:
+            return hash((self.stream_id, self.device_index))
+
+        def __repr__(self) -> str:
+            return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+
+    Stream.__module__, Stream.__qualname__ = "torch.cuda.streams", "Stream"
+    return Stream
+
+
+def event_class(machine: Machine) -> type:
+    clock = machine.clock
+
+    class Event:
+        """A mark in a stream: the moment at which all that was queued before it is done."""
+
+        takes_device = False
+
+        def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external=False):
+            if interprocess:
+                raise NotImplementedError("events between processes are not modelled by virtual GPUs")
+            self.enable_timing, self.blocking, self.time, self._gpu = enable_timing, blocking, None, None
+
+        @property
+        def device(self) -> torch.device | None:
+            return None if self._gpu is None else machine.gpus[self._gpu].device
+
+        @property
+        def cuda_event(self) -> int:
+            return 0 if self.time is None else HANDLES + id(self) % (1 << 40)
+
+        event_id = cuda_event
+
+        def record(self, stream=None) -> None:
+            queue = _queue_of(stream)
+            if self._gpu not in (None, queue.gpu):
+                raise RuntimeError(f"Event device {self._gpu} does not match recording stream's device {queue.gpu}.")
+            self._gpu = queue.gpu
+            self.time = max(clock.host, queue.ready)
+
+        def synchronize(self) -> None:
+            clock.wait_until(self.time or 0.0)
+            if self._gpu is not None:
+                clock.check(self._gpu)
 
         def wait(self, stream=None) -> None:
             """Work queued from now on starts after this event."""
-            gpu = machine.local.current if stream is None else stream.device.index
-            machine.clock.ready[gpu] = max(machine.clock.ready[gpu], self.time or 0.0)
+            queue = _queue_of(stream)
+            queue.ready = max(queue.ready, self.time or 0.0)
 
         def query(self) -> bool:
-            return self.time is None or self.time <= machine.clock.host
+            return self.time is None or self.time <= clock.host
 
         def elapsed_time(self, end_event) -> float:
             """Milliseconds of simulated time from this event to the other."""
@@ -76,4 +235,16 @@ def event_class(machine: Machine):
                 raise RuntimeError("Both events must be completed before calculating elapsed time.")
             return (end_event.time - self.time) * 1e3
 
+        def ipc_handle(self):
+            raise NotImplementedError("events between processes are not modelled by virtual GPUs")
+
+        def __repr__(self) -> str:
+            return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.time is not None else "<torch.cuda.Event uninitialized>"
+
+    def _queue_of(stream) -> Queue:
+        if stream is None:
+            return clock.current(machine.gpu(None).index)
+        return clock.stream(stream.device_index, stream.stream_id)
+
+    Event.__module__, Event.__qualname__ = "torch.cuda.streams", "Event"
     return Event

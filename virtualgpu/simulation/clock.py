@@ -1,24 +1,33 @@
-"""Simulated time: one queue per GPU, and the host that fills them.
+"""Simulated time: the streams of each GPU, what of a GPU they share, and the host that fills them.
 
 Launching a kernel takes the host a moment, and returns before the kernel runs: the host runs ahead, until something makes it
-wait. A GPU runs its queue in order. A copy between two GPUs is ordered after the queues of both (PyTorch says so in
-`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
+wait. A stream runs its work in order. The kernels of all streams of one GPU take turns; copies run beside them, one in each
+direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A copy between two GPUs is ordered after the current
+streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
 
-In a backward pass autograd has one thread per GPU ("Autograd mechanics", PyTorch notes), so that one thread's launches do not
-wait for the other's. Work on CPU tensors takes no time here: the clock knows GPUs, and the host only as the one who launches.
+Each thread of Python has its own time as a host. In a backward pass autograd has one thread per GPU ("Autograd mechanics", PyTorch
+notes), so that one thread's launches do not wait for the other's; an operation of it runs on the stream of its forward operation.
+Work on CPU tensors takes no time here: the clock knows GPUs, and the host only as the one who launches.
 
 All times are in seconds since the GPUs were made.
 """
 
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
+from virtualgpu import _compat
 from virtualgpu.errors import device_assert
 
 # A launch: 3.8 us, the time per kernel of a queue of short kernels in NVIDIA's "Getting Started with CUDA Graphs" (2019), and
 # 2.2 us for PyTorch's own way to it: an addition of two small CPU tensors took 1.5 to 4 us here (tests/bench prints it).
 LAUNCH = 3.8e-6 + 2.2e-6
+DEFAULT = 0  # the id of a GPU's default stream
+POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
+NODES = 100_000  # forward operations whose stream is remembered for the backward pass
+
+_graph_task = _compat.graph_task  # -1 outside a backward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +39,75 @@ class Span:
     end: float
     kind: str
     name: str
+    stream: int = DEFAULT
+
+
+class Queue:
+    """One stream of one GPU: work put into it is done at `ready`."""
+
+    __slots__ = ("gpu", "id", "priority", "ready")
+
+    def __init__(self, gpu: int, id: int, priority: int = 0):
+        self.gpu, self.id, self.priority, self.ready = gpu, id, priority, 0.0
+
+
+class Engine:
+    """Something of a GPU that serves one stream at a time. Work that is ready early takes a gap that is long enough."""
+
+    __slots__ = ("ends", "floor", "starts")
+    KEPT = 512  # busy stretches; older ones are forgotten, and nothing is placed among them any more
+
+    def __init__(self, floor: float = 0.0):
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.floor = floor
+
+    def reserve(self, earliest: float, seconds: float) -> float:
+        """The first moment, not before `earliest`, from which the engine is free for so long; it is then taken."""
+        starts, ends = self.starts, self.ends
+        start = max(earliest, self.floor)
+        if not ends or start >= ends[-1]:
+            at = len(ends)
+        else:
+            at = bisect_right(ends, start)
+            while at < len(starts) and starts[at] < start + seconds:
+                start = max(start, ends[at])
+                at += 1
+        self._insert(at, start, start + seconds)
+        return start
+
+    def _insert(self, at: int, start: float, end: float) -> None:
+        """A stretch that touches its neighbours becomes one with them."""
+        starts, ends = self.starts, self.ends
+        if at and ends[at - 1] == start:
+            ends[at - 1] = end
+            at -= 1
+        else:
+            starts.insert(at, start)
+            ends.insert(at, end)
+        if at + 1 < len(starts) and starts[at + 1] == ends[at]:
+            ends[at] = ends.pop(at + 1)
+            del starts[at + 1]
+        if len(ends) > self.KEPT:
+            half = self.KEPT // 2
+            self.floor = ends[half - 1]
+            del starts[:half], ends[:half]
+
+
+class _Host(threading.local):
+    """One thread of Python."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.kind = "forward"  # what the kernels it launches are for, outside a backward pass
+        self.streams: dict[int, Queue] = {}  # of each GPU, where not the default one
+        self.backward: list[float] | None = None  # in a backward pass: each GPU's own launching thread
+        self.node = None  # of the backward pass, that `streams` was set for
+        self.outside: dict[int, Queue] = {}  # `streams` as it was before the backward pass
 
 
 class Clock:
-    """`ready[g]`: when GPU g has finished all that is queued so far; `busy[g]`: for how long its kernels ran, added up.
+    """`busy[g]`: for how long the kernels of GPU g ran, added up.
 
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). After `stop`, calls raise as CUDA's do.
     """
@@ -41,94 +115,226 @@ class Clock:
     def __init__(self, gpus: int, blocking: bool = False):
         self.blocking = blocking
         self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
-        self.ready = [0.0] * gpus
+        self.queues: list[dict[int, Queue]] = [{DEFAULT: Queue(gpu, DEFAULT)} for gpu in range(gpus)]
+        self.default = [queues[DEFAULT] for queues in self.queues]
+        self.compute = [Engine() for _ in range(gpus)]
+        self.copies = {(gpu, way): Engine() for gpu in range(gpus) for way in ("in", "out", "peer")}
+        self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
         self.busy = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
-        self.kind = "forward"
-        self._host = 0.0
-        self._threads: list[float] | None = None  # in a backward pass: each GPU's own launching thread
+        self.local = _Host()
+        self._made = [0] * gpus
+        self._streams_of_nodes: dict[tuple[int, int], Queue] = {}
+
+    # -- time
 
     @property
     def host(self) -> float:
-        """Now, as the program sees it."""
-        self._leave_backward()
-        return self._host
+        """Now, as this thread of the program sees it."""
+        local = self.local
+        if local.backward is not None:
+            if _graph_task() != -1:
+                return max(local.backward)
+            self._leave_backward(local)
+        return local.now
 
-    def launch(self, gpu: int, seconds: float, name: str) -> None:
-        """Queue a kernel that lasts `seconds`."""
-        start = max(self._now(gpu, LAUNCH), self.ready[gpu])
-        self.ready[gpu] = start + seconds
+    def ready(self, gpu: int) -> float:
+        """When this GPU has done all that is queued so far, on every stream."""
+        if not self.multi:
+            return self.default[gpu].ready
+        return max(queue.ready for queue in self.queues[gpu].values())
+
+    def latest(self) -> float:
+        """The end of all that the program has done or queued."""
+        return max(self.host, *(self.ready(gpu) for gpu in range(len(self.queues))))
+
+    def inherit(self, now: float) -> None:
+        """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
+        self.local.now = max(self.local.now, now)
+
+    # -- work
+
+    def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0) -> float:
+        """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end."""
+        local = self.local
+        now = self._passed(local, gpu, LAUNCH)
+        if self.multi:
+            queue = self.current(gpu)
+            start = self.compute[gpu].reserve(max(now, queue.ready, after), seconds)
+        else:
+            queue = self.default[gpu]
+            start = now if now > queue.ready else queue.ready
+        queue.ready = end = start + seconds
         self.busy[gpu] += seconds
-        self._record(gpu, start, start + seconds, None, name)
+        if self.spans is not None:
+            kind = "backward" if local.backward is not None else local.kind
+            self.spans.append(Span(gpu, start, end, kind, name, queue.id))
         if self.blocking:
             self.wait(gpu)
+        return end
 
     def stop(self, gpu: int) -> None:
         """The kernel launched last asserts: calls fail from the moment at which it runs."""
-        self.stopped.setdefault(gpu, self.ready[gpu])
+        self.stopped.setdefault(gpu, self.current(gpu).ready)
         if self.blocking:
             self.wait(gpu)
 
     def check(self, gpu: int) -> None:
         """Raises CUDA's error if, as far as the host can know now, a kernel of this GPU asserted."""
-        if gpu in self.stopped and self.stopped[gpu] <= (self._threads[gpu] if self._threads else self._host):
-            raise device_assert()
+        if gpu in self.stopped:
+            local = self.local
+            if self.stopped[gpu] <= (local.now if local.backward is None else local.backward[gpu]):
+                raise device_assert()
 
     def between(self, source: int, target: int, seconds: float) -> None:
         """Queue a copy from one GPU to another: it starts when both have come to it, and both go on when it is done."""
-        now = self._now(source, LAUNCH)
-        start = max(now, self.ready[source], self.ready[target])
-        self.ready[source] = self.ready[target] = start + seconds
-        if self._threads is not None:  # the other GPU's thread learns of its next work only now
-            self._threads[target] = max(self._threads[target], now)
-        for gpu in (source, target):
-            self._record(gpu, start, start + seconds, "copy", f"copy cuda:{source} to cuda:{target}")
+        local = self.local
+        now = self._passed(local, source, LAUNCH)
+        here, there = self.current(source), self.current(target)
+        start = max(now, here.ready, there.ready)
+        if self.multi:
+            start = self.copies[source, "peer"].reserve(start, seconds)
+        here.ready = there.ready = start + seconds
+        if local.backward is not None:  # the thread of the target comes to its next work only now
+            local.backward[target] = max(local.backward[target], now)
+        if self.spans is not None:
+            for queue in (here, there):
+                name = f"copy cuda:{source} to cuda:{target}"
+                self.spans.append(Span(queue.gpu, start, start + seconds, "copy", name, queue.id))
 
-    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str) -> None:
-        """Queue a copy between host and GPU; the host waits for it unless it is asynchronous."""
-        start = max(self._now(gpu, LAUNCH), self.ready[gpu])
-        self.ready[gpu] = start + seconds
-        self._record(gpu, start, start + seconds, "copy", name)
+    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
+        """Queue a copy from ("in") or to ("out") the host; the host waits for it unless it is asynchronous."""
+        local = self.local
+        now = self._passed(local, gpu, LAUNCH)
+        queue = self.current(gpu)
+        start = max(now, queue.ready)
+        if self.multi:
+            start = self.copies[gpu, way].reserve(start, seconds)
+        queue.ready = start + seconds
+        if self.spans is not None:
+            self.spans.append(Span(gpu, start, start + seconds, "copy", name, queue.id))
         if wait:
-            self.wait(gpu)
+            self.wait_for(queue)
+
+    # -- waiting
 
     def wait(self, gpu: int | None = None) -> None:
-        """The host waits until this GPU's queue, or every queue, is empty."""
-        self.wait_until(max(self.ready) if gpu is None else self.ready[gpu])
-        for waited_for in range(len(self.ready)) if gpu is None else (gpu,):
-            self.check(waited_for)
+        """The host waits until this GPU's streams, or those of all, are empty."""
+        gpus = range(len(self.queues)) if gpu is None else (gpu,)
+        self.wait_until(max(self.ready(index) for index in gpus))
+        for index in gpus:
+            self.check(index)
+
+    def wait_for(self, queue: Queue) -> None:
+        """The host waits until this stream is empty."""
+        self.wait_until(queue.ready)
+        self.check(queue.gpu)
 
     def wait_until(self, until: float) -> None:
         """The host waits for a moment."""
-        if self._in_backward():
-            self._threads = [max(thread, until) for thread in self._threads]
-        else:
-            self._host = max(self._host, until)
+        local = self.local
+        if self._in_backward(local):
+            local.backward = [max(thread, until) for thread in local.backward]
+        elif until > local.now:
+            local.now = until
 
-    def _now(self, gpu: int, passed: float) -> float:
-        """The moment after the thread that serves this GPU has spent `passed`."""
+    # -- streams
+
+    def stream(self, gpu: int, id: int) -> Queue:
+        """The stream of that id. Raises RuntimeError where there is none."""
+        try:
+            return self.queues[gpu][id]
+        except (KeyError, IndexError):
+            raise RuntimeError(f"cuda:{gpu} has no stream with the id {id}: make one by torch.cuda.Stream()") from None
+
+    def new_stream(self, gpu: int, priority: int = 0) -> Queue:
+        """The next stream of the GPU's pool for this priority (0, or -1 for a high one)."""
+        priority = -1 if priority < 0 else 0
+        number = self._made[gpu] % POOL
+        self._made[gpu] += 1
+        id = number << 5 | (1 - priority) << 1 | 1
+        queue = self.queues[gpu].get(id)
+        if queue is None:
+            queue = self.queues[gpu][id] = Queue(gpu, id, priority)
+        return queue
+
+    def current(self, gpu: int) -> Queue:
+        """The stream that this thread's next work on the GPU goes to; in a backward pass, that of the forward operation."""
+        if not self.multi:
+            return self.default[gpu]
+        local = self.local
+        if local.backward is not None and _graph_task() != -1:
+            self._enter_node(local)
+        return local.streams.get(gpu) or self.default[gpu]
+
+    def use(self, queue: Queue) -> None:
+        """This stream becomes current for this thread."""
+        local = self.local
+        if queue.id != DEFAULT and not self.multi:
+            self._begin_multi()
+        if self._in_backward(local):
+            self._enter_node(local)
+        local.streams = {**local.streams, queue.gpu: queue}
+
+    def note_node(self, gpu: int) -> None:
+        """A forward operation is being run: its backward one will be on the same stream."""
+        queue = self.local.streams.get(gpu)
+        if queue is not None and queue.id != DEFAULT:
+            known = self._streams_of_nodes
+            if len(known) > NODES:
+                for key in list(known)[: NODES // 2]:
+                    del known[key]
+            known[gpu, _compat.next_sequence_number() - 1] = queue
+
+    def _begin_multi(self) -> None:
+        for gpu, queue in enumerate(self.default):
+            self.compute[gpu].floor = queue.ready
+        self.multi = True
+
+    # -- a backward pass
+
+    def _passed(self, local: _Host, gpu: int, seconds: float) -> float:
+        """The moment after the thread that serves this GPU has spent `seconds`."""
         if self.stopped:
             self.check(gpu)
-        if self._in_backward():
-            self._threads[gpu] += passed
-            return self._threads[gpu]
-        self._host += passed
-        return self._host
+        if self._in_backward(local):
+            local.backward[gpu] += seconds
+            return local.backward[gpu]
+        local.now += seconds
+        return local.now
 
-    def _in_backward(self) -> bool:
-        if torch._C._current_graph_task_id() == -1:
-            self._leave_backward()
+    def _in_backward(self, local: _Host) -> bool:
+        if _graph_task() == -1:
+            if local.backward is not None:
+                self._leave_backward(local)
             return False
-        if self._threads is None:
-            self._threads = [self._host] * len(self.ready)
+        if local.backward is None:
+            local.backward, local.kind = [local.now] * len(self.queues), "forward"
+            local.outside, local.node = local.streams, None
         return True
 
-    def _leave_backward(self) -> None:
-        """backward() returns when every thread has launched its last kernel."""
-        if self._threads is not None and torch._C._current_graph_task_id() == -1:
-            self._host, self._threads = max(self._host, *self._threads), None
+    def _enter_node(self, local: _Host) -> None:
+        """Autograd makes the streams of a node's forward operation current before it calls the node."""
+        node = _compat.current_node()
+        key = None if node is None else node._sequence_nr()
+        if key == local.node and node is not None:
+            return
+        local.node = key
+        if node is None:  # callbacks at the end of the pass
+            local.streams = local.outside
+            return
+        found = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
+        local.streams = {gpu: queue for gpu, queue in found if queue is not None}
 
-    def _record(self, gpu: int, start: float, end: float, kind: str | None, name: str) -> None:
-        if self.spans is not None:
-            kind = kind or ("backward" if self._threads is not None else self.kind)
-            self.spans.append(Span(gpu, start, end, kind, name))
+    def _leave_backward(self, local: _Host) -> None:
+        """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
+        local.now, local.backward = max(local.now, *local.backward), None
+        if self.multi:
+            local.streams, local.node = local.outside, None
+            for gpu, queues in enumerate(self.queues):
+                queue = local.streams.get(gpu) or self.default[gpu]
+                queue.ready = max(queue.ready, *self._used_in_backward(queues.values()))
+
+    def _used_in_backward(self, queues: Iterable[Queue]) -> list[float]:
+        noted = {id(queue) for queue in self._streams_of_nodes.values()}
+        return [0.0] + [queue.ready for queue in queues if id(queue) in noted or queue.id == DEFAULT]

@@ -19,7 +19,26 @@ def formula(func) -> Callable | None:
 
 def moved(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that these tensors take to read or write once; an expanded one is no larger than its storage."""
-    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+    try:
+        return sum([min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors])
+    except (NotImplementedError, RuntimeError):  # a sparse tensor: its parts, each
+        return moved([part for tensor in tensors for part in parts(tensor) or [tensor]])
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of, values last; none for any other tensor."""
+    layout = tensor.layout
+    if layout is torch.strided or layout not in SPARSE:
+        return []
+    with torch._C._DisableTorchDispatch():
+        if layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def rate(func, flops: int, tensors: Iterable[torch.Tensor]):

@@ -135,10 +135,9 @@ def test_invariants_under_random_programs(actions):
         elif action == "free" and live:
             memory.free(live.pop(number % len(live)))
         elif action == "empty_cache":
-            reserved, whole = memory.reserved, sum(size for pool in (memory._small, memory._large)
-                                                   for size, _, b in pool if b.before is None and b.after is None)  # fmt: skip
+            reserved, whole = memory.reserved, sum(b.size for b in memory.all_blocks() if b.whole and not b.used)
             assert memory.empty_cache() == whole == reserved - memory.reserved
-        free = [block for pool in (memory._small, memory._large) for _, _, block in pool]
+        free = [block for pool in memory.pools for block in pool.free_blocks()]
         spans = sorted((block.address, block.address + block.size) for block in live + free)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "two blocks overlap"
         assert memory.allocated == sum(block.size for block in live)
@@ -150,4 +149,4 @@ def test_invariants_under_random_programs(actions):
     for block in live:
         memory.free(block)
     memory.empty_cache()
-    assert (memory.allocated, memory.reserved, memory._small, memory._large) == (0, 0, [], [])
+    assert (memory.allocated, memory.reserved, memory.all_blocks()) == (0, 0, [])

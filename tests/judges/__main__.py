@@ -1,0 +1,17 @@
+"""`python -m tests.judges JUDGE ...`: other people's programs on our virtual GPUs. README.md beside this file says how to get them.
+
+examples CHECKOUT [name ...]   multi-GPU examples of PyTorch, unmodified
+pytorch FOLDER [file ...]      tests of PyTorch's own suite
+op_db [--dry] [name ...]       every operation of PyTorch's own database
+"""
+
+import importlib
+import sys
+
+JUDGES = ("examples", "pytorch", "op_db")
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in JUDGES:
+        print(__doc__.strip())
+        sys.exit(2)
+    sys.exit(importlib.import_module(f"tests.judges.{sys.argv[1]}").main(sys.argv[2:]))

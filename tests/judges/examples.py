@@ -1,0 +1,145 @@
+"""PyTorch's own multi-GPU examples, unmodified, on virtual GPUs.
+
+    python -m tests.judges examples CHECKOUT [name ...]      CHECKOUT: a copy of github.com/pytorch/examples
+
+Each program runs under `python -m virtualgpu` (RUNNER names another) in a copy of its folder; its output goes to build/judges/<name>.log and the
+results to build/judges/examples.json. A program that trains for hours is stopped once it has printed what shows that it does.
+Exit status 0: all end well but those that need_not_pass.toml lists.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.judges.report import BUILD, ROOT, excused, table
+
+LIMIT = 240  # seconds a program may take
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of the checkout. until: a pattern of its output after which it is stopped and has ended well."""
+
+    folder: str
+    arguments: list[str]
+    gpus: int
+    until: str = ""
+
+
+def _ranks(n: int, folder: str, *program: str) -> Case:
+    """`n` processes by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return Case(f"distributed/{folder}", [*torchrun, *program], n)
+
+
+TINY_GPT = [
+    *("gpt_config.n_layer=2", "gpt_config.n_head=2", "gpt_config.n_embd=32", "data_config.path=data/input.txt"),
+    *("data_config.truncate=0.002", "data_config.block_size=32", "trainer_config.max_epochs=2"),
+    *("trainer_config.save_every=1", "trainer_config.data_loader_workers=1"),
+]
+IMAGENET = ["main.py", "--dummy", "-a", "resnet18", "-b", "8", "-j", "0", "-p", "1"]
+SPAWNED = ["--multiprocessing-distributed", "--world-size", "1", "--rank", "0", "--dist-url", "tcp://127.0.0.1:29517"]
+DCGAN = ["main.py", "--dataset", "fake", "--accel", "--dry-run", "--workers", "0", "--batchSize", "8", "--niter", "1"]
+THREE_STEPS = r"Epoch: \[0\]\[ *3/"
+CASES = {
+    # one process
+    "imagenet_data_parallel": Case("imagenet", IMAGENET, 2, THREE_STEPS),
+    "dcgan": Case("dcgan", DCGAN, 1),
+    "dcgan_data_parallel": Case("dcgan", [*DCGAN, "--ngpu", "2"], 2),
+    "ddp_series_single_gpu": Case("distributed/ddp-tutorial-series", ["single_gpu.py", "3", "1"], 1),
+    # several processes
+    "imagenet_ddp": Case("imagenet", [*IMAGENET, *SPAWNED], 2, THREE_STEPS),
+    "ddp_series_multigpu": Case("distributed/ddp-tutorial-series", ["multigpu.py", "3", "1"], 2),
+    "ddp_series_torchrun": _ranks(2, "ddp-tutorial-series", "multigpu_torchrun.py", "3", "1"),
+    "ddp": _ranks(2, "ddp", "example.py"),
+    "fsdp2": _ranks(2, "FSDP2", "example.py"),
+    "fsdp2_prefetch": _ranks(2, "FSDP2", "example.py", "--explicit-prefetching"),
+    "fsdp2_mixed": _ranks(2, "FSDP2", "example.py", "--mixed-precision"),
+    "fsdp2_dcp": _ranks(2, "FSDP2", "example.py", "--dcp-api"),
+    "tensor_parallel_2": _ranks(2, "tensor_parallelism", "tensor_parallel_example.py"),
+    "tensor_parallel_4": _ranks(4, "tensor_parallelism", "tensor_parallel_example.py"),
+    "sequence_parallel": _ranks(4, "tensor_parallelism", "sequence_parallel_example.py"),
+    "fsdp_tp": _ranks(4, "tensor_parallelism", "fsdp_tp_example.py"),
+    "minGPT": _ranks(2, "minGPT-ddp/mingpt", "main.py", *TINY_GPT),  # needs hydra-core, fsspec, boto3
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.judges examples")
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], default=[], metavar="name", help=", ".join(CASES))
+    options = parser.parse_args(arguments)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for name in options.names or CASES:
+        results[name] = result = run(name, options.checkout.resolve())
+        good = "ends well" if result["good"] else "fails"
+        print(f"{name:24} {good:10} {result['seconds']:6.1f} s  {result['why']}", flush=True)
+    (BUILD / "examples.json").write_text(json.dumps(results, indent=1))
+    excuses = {name: excused("examples", name) for name, result in results.items() if not result["good"]}
+    ends = sum(result["good"] for result in results.values())
+    excusable = sum(map(bool, excuses.values()))
+    print()
+    table(
+        [
+            (
+                "examples",
+                f"{ends} of {len(results) - excusable}",
+                f"{excusable} fail and need not pass: {sorted(set(filter(None, excuses.values())))}",
+            )
+        ]
+    )
+    return int(not all(excuses.values()))
+
+
+def run(name: str, checkout: Path) -> dict:
+    """How one program ends."""
+    case, log = CASES[name], BUILD / f"{name}.log"
+    runner = os.environ.get("RUNNER", f"{sys.executable} -m virtualgpu").split()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as scratch:
+        work = shutil.copytree(checkout / case.folder, Path(scratch, "work"))
+        start = time.monotonic()
+        with open(log, "w") as out:
+            program = subprocess.Popen(
+                [*runner, "--gpus", str(case.gpus), *case.arguments],
+                **dict(cwd=work, stdout=out, stderr=subprocess.STDOUT, start_new_session=True),
+                env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
+            )
+        ended = _wait(program, case.until, log)
+    text = log.read_text(errors="replace")
+    refused = (
+        "Unable to locate sufficient" in text or "using CPU, this will be slow" in text or "Using device: cpu" in text
+    )
+    good = ended in (0, "shown") and not refused
+    errors = re.findall(r"^(?:\[rank\d+\]: |\s*)?(\w*(?:Error|Exception)\b: .*)$", text, re.M)
+    why = "" if good else "it sees no GPUs" if refused else errors[-1][:160] if errors else f"ended with {ended}"
+    return {**asdict(case), "good": good, "ended": ended, "seconds": round(time.monotonic() - start, 1), "why": why}
+
+
+def _wait(program: subprocess.Popen, until: str, log: Path) -> int | str:
+    """Its exit status; "shown" if it printed what it was to print, "late" over the limit. It and what it started are ended."""
+    deadline = time.monotonic() + LIMIT
+    ended: int | str | None = None
+    while ended is None:
+        try:
+            ended = program.wait(0.5)
+        except subprocess.TimeoutExpired:
+            if until and re.search(until, log.read_text(errors="replace")):
+                ended = "shown"
+            elif time.monotonic() > deadline:
+                ended = "late"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+    return ended

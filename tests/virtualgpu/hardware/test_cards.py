@@ -1,0 +1,177 @@
+"""The figures of the table, against each other and against what is known apart from it."""
+
+import math
+
+import pytest
+import torch
+
+from virtualgpu.hardware import specs
+from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
+
+GEFORCE = {"RTX 3090", "RTX 4090", "RTX 5090"}
+SOLD_AS = {  # GB on the box
+    **{"T4": 16, "V100": 16, "A100": 40, "H100": 80, "P100": 16, "P100-SXM2": 16, "V100-32GB": 32, "TITAN RTX": 24},
+    **{"RTX 3090": 24, "RTX A6000": 48, "A10G": 24, "A100-80GB": 80, "A100-PCIE-40GB": 40, "A100-PCIE-80GB": 80},
+    **{"L4": 24, "RTX 4090": 24, "H100-PCIe": 80, "H100-96GB": 96, "H200": 141, "RTX 5090": 32, "B200": 180},
+}
+every_card = pytest.mark.parametrize("key", SPECS)
+
+
+def test_the_lessons_cards_keep_their_figures():
+    """Stored outputs of the notebooks stand on these."""
+    half, pcie = (torch.float16, torch.bfloat16), [Link(15.75e9 * times, 10e-6) for times in (1, 2, 4)]
+    nvlink = {gigabytes: Link(gigabytes * 1e9, 2e-6) for gigabytes in (50, 300, 450)}
+    expected = {
+        "T4": ("Tesla T4", 15095, (7, 5), 40, (0.25, 8.1, None, 65, None), 320e9, pcie[0], pcie[0]),
+        "V100": ("Tesla V100-SXM2-16GB", 16160, (7, 0), 80, (7.8, 15.7, None, 125, None), 900e9, nvlink[50], pcie[0]),
+        "A100": ("NVIDIA A100-SXM4-40GB", 40326, (8, 0), 108, (9.7, 19.5, 156, 312, 312), 1555e9, nvlink[300], pcie[1]),
+        "H100": (
+            *("NVIDIA H100 80GB HBM3", 81079, (9, 0), 132),
+            *((34, 67, 494.5, 989.5, 989.5), 3350e9, nvlink[450], pcie[2]),
+        ),
+    }
+    for key, (name, mib, capability, processors, teraflops, bandwidth, peer, host) in expected.items():
+        spec = SPECS[key]
+        found = [spec.rates.get(dtype) for dtype in (torch.float64, torch.float32, TF32, *half)]
+        assert found == [rate and float(f"{rate}e12") for rate in teraflops]
+        assert (spec.name, spec.memory, spec.capability, spec.processors) == (name, mib << 20, capability, processors)
+        assert (spec.bandwidth, spec.peer, spec.host, spec.kernel) == (bandwidth, peer, host, 2e-6)
+    assert list(SPECS)[:4] == list(expected)
+
+
+def test_every_card_has_its_size():
+    assert SOLD_AS.keys() == SPECS.keys()
+
+
+@every_card
+def test_the_driver_leaves_most_of_the_memory(key):
+    assert 0.9 * SOLD_AS[key] <= SPECS[key].memory / 2**30 <= SOLD_AS[key]
+
+
+@every_card
+def test_bandwidth_is_bus_times_memory_clock(key):
+    """H200: the data sheet says 4.8 TB/s, its clock gives 4.92. H100-96GB: bus and clock are not known."""
+    spec = SPECS[key]
+    if key == "H100-96GB":
+        assert spec.bus is None and spec.memory_clock is None and spec.memory_clock_rate == spec.memory_bus_width == 0
+    else:
+        assert 2 * spec.memory_clock * spec.bus / 8 == pytest.approx(
+            spec.bandwidth, rel=0.025 if key == "H200" else 0.02
+        )
+
+
+@every_card
+def test_float32_is_cores_times_clock(key):
+    """P100 PCIe: CUDA reports 1,329 MHz, the data sheet's rate is at 1,303."""
+    spec = SPECS[key]
+    cores = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}.get(spec.capability, 128)
+    assert cores == spec.limits.cores
+    assert 2 * spec.processors * cores * spec.clock == pytest.approx(spec.rates[torch.float32], rel=0.025)
+
+
+@every_card
+def test_float64_is_the_known_fraction_of_float32(key):
+    spec = SPECS[key]
+    fraction = {(7, 5): 32, (8, 6): 64, (8, 9): 64, (12, 0): 64}.get(spec.capability, 2)
+    assert spec.rates[torch.float32] / spec.rates[torch.float64] == pytest.approx(fraction, rel=0.025)
+
+
+@every_card
+def test_tensor_cores_do_a_power_of_two_per_clock(key):
+    """Multiply-adds that one multiprocessor's tensor cores do in a cycle, dense, accumulating in float32 (white papers).
+
+    On Hopper and Blackwell B200 they are clocked some 8 % lower than the highest clock.
+    """
+    spec = SPECS[key]
+    each = {(7, 0): 512, (7, 5): 512, (8, 0): 1024, (8, 6): 512, (8, 9): 512, (9, 0): 2048, (10, 0): 4096, (12, 0): 512}
+    expected = (
+        256 if key in GEFORCE or key == "A10G" else each.get(spec.capability, 64)
+    )  # P100 has none: cores for float32
+    found = spec.rates[torch.float16] / (2 * spec.processors * spec.clock)
+    assert expected * 0.9 <= found <= expected * 1.01
+
+
+@every_card
+def test_narrower_types_are_twice_as_fast(key):
+    rates, capability = SPECS[key].rates, SPECS[key].capability
+    half = rates[torch.float16]
+    assert rates[torch.float64] < rates[torch.float32] <= half and all(math.isfinite(rate) for rate in rates.values())
+    assert (TF32 in rates) == (torch.bfloat16 in rates) == (capability >= (8, 0))
+    assert (torch.float8_e4m3fn in rates) == (torch.float8_e5m2 in rates) == (capability >= (8, 9))
+    if capability >= (8, 0):
+        assert rates[torch.bfloat16] == half and half / rates[TF32] == pytest.approx(2, rel=0.01)
+    if capability >= (8, 9):
+        assert rates[torch.float8_e4m3fn] == rates[torch.float8_e5m2] == pytest.approx(2 * half, rel=0.005)
+
+
+@every_card
+def test_links_are_the_bus_or_nvlinks(key):
+    spec = SPECS[key]
+    if spec.nvlink is None:
+        assert spec.peer == spec.host
+        assert spec.peer_access == (key not in GEFORCE and key != "TITAN RTX")
+    else:
+        assert spec.peer_access and spec.peer.latency < spec.host.latency < spec.host.seconds(1)
+        share = spec.peer.bandwidth / (spec.nvlink.links * spec.nvlink.bandwidth)
+        assert share == 1 if spec.nvlink.switch else share == {"P100-SXM2": 1 / 4}.get(key, 1 / 3)
+
+
+@pytest.mark.parametrize(
+    "key, shared, optin, threads",  # as PyTorch prints them of such cards
+    [
+        ("P100", 65536, 49152, 2048),
+        ("T4", 65536, 65536, 1024),
+        ("V100", 98304, 98304, 2048),
+        ("A100", 167936, 166912, 2048),
+        ("RTX A6000", 102400, 101376, 1536),
+        ("RTX 4090", 102400, 101376, 1536),
+        ("H200", 233472, 232448, 2048),
+        ("B200", 233472, 232448, 2048),
+        ("RTX 5090", 102400, 101376, 1536),
+    ],
+)
+def test_limits_follow_from_the_capability(key, shared, optin, threads):
+    spec = SPECS[key]
+    assert (spec.shared_memory_per_multiprocessor, spec.shared_memory_per_block_optin) == (shared, optin)
+    assert (spec.max_threads_per_multi_processor, spec.shared_memory_per_block, spec.warp_size) == (threads, 49152, 32)
+
+
+def test_properties_are_in_pytorchs_units():
+    spec = SPECS["RTX 4090"]
+    assert (spec.clock_rate, spec.memory_clock_rate) == (2_520_000, 10_501_000)  # kHz
+    assert (spec.memory_bus_width, spec.L2_cache_size, spec.power) == (384, 75497472, 450)
+    assert (spec.major, spec.minor, spec.architecture) == (8, 9, "Ada")
+    assert (spec.total_memory, spec.multi_processor_count) == (24081 << 20, 128)
+
+
+def test_a_spec_of_ones_own_needs_few_figures():
+    link = Link(10e9, 1e-5)
+    spec = Spec("Mine", 2**30, (8, 6), 10, {torch.float32: 2.56e12}, 100e9, link, link)
+    assert spec.clock_rate == 1_000_000 and spec.L2_cache_size == 0
+    assert spec.seconds(2.56e12, 0, torch.float16) == pytest.approx(1 + 2e-6)
+    assert Spec(**vars(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"capability": (3, 5)}, r"compute capability \(3, 5\) is not known here"),
+        ({"capability": "8.6"}, "give a tuple, the nearest of 6.0"),
+        ({"rates": {torch.float16: 1e12}}, r"with torch\.float32 at least"),
+        ({"rates": {torch.float32: "fast"}}, r"the rate of torch\.float32 is 'fast'"),
+        ({"bandwidth": 0}, "bandwidth is 0, and must be a number above 0"),
+        ({"peer": 1e9}, r"a Link\(bandwidth, latency\) each"),
+    ],
+)
+def test_a_spec_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Spec(**{**vars(SPECS["T4"]), **wrong})
+
+
+def test_the_table_names_every_card():
+    lines = specs.table().splitlines()
+    for line, (key, spec) in zip(lines[1:], SPECS.items(), strict=False):
+        assert line.startswith(key + " ") and line.endswith(" " + spec.name)
+    assert lines[0].split()[:4] == ["like", "GiB", "capability", "SMs"]
+    a100 = next(line for line in lines if line.startswith("A100 ")).split()
+    assert a100[1:11] == ["39.4", "8.0", "108", "19.5", "156", "312", "-", "1555", "300", "32"]

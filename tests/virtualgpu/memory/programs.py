@@ -1,0 +1,98 @@
+"""Random programs for the allocator, and what must hold after each of their steps."""
+
+import itertools
+
+import hypothesis.strategies as st
+import torch
+
+from virtualgpu.memory.allocator import CachingAllocator
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 2 * MIB), st.integers(1, 30 * MIB))
+STREAMS = st.sampled_from([0, 0, 7, 9])
+STEPS = st.one_of(
+    *[st.tuples(st.just("malloc"), SIZES, STREAMS)] * 3,
+    *[st.tuples(st.just("free"), SIZES, STREAMS)] * 2,
+    st.tuples(st.just("share"), SIZES, STREAMS),
+    st.tuples(st.just("pass"), st.integers(0, 5), STREAMS),
+    st.just(("empty_cache", 0, 0)),
+)
+
+
+class Time:
+    """Each stream is busy for as long as `work` says; the host waits by moving on."""
+
+    def __init__(self):
+        self.host, self.work = 0.0, {}
+
+    def now(self) -> float:
+        return self.host
+
+    def ready(self, stream: int) -> float:
+        return max(self.host, self.work.get(stream, 0.0))
+
+    def wait_until(self, moment: float) -> None:
+        self.host = max(self.host, moment)
+
+
+class Program:
+    """Carries out steps, one stream or several; `live`: the blocks that it holds."""
+
+    def __init__(self, memory: CachingAllocator, streams: bool):
+        self.memory, self.streams, self.live = memory, streams, []
+
+    def step(self, action: str, number: int, stream: int) -> bool:
+        """False: memory ran out."""
+        memory, stream = self.memory, stream if self.streams else 0
+        if action == "malloc":
+            try:
+                self.live.append(memory.malloc(number, stream))
+            except torch.OutOfMemoryError:
+                return False
+        elif action == "free" and self.live:
+            memory.free(self.live.pop(number % len(self.live)))
+        elif action == "share" and self.live and self.streams:
+            memory.record_stream(self.live[number % len(self.live)], stream)
+        elif action == "pass" and self.streams:
+            time = memory.timeline
+            time.work[stream] = time.ready(stream) + number
+            time.host += 1
+        elif action == "empty_cache":
+            memory.empty_cache()
+        return True
+
+
+def check(memory: CachingAllocator, live: list) -> None:
+    """Bytes add up over blocks and segments, nothing overlaps, and free neighbours are joined."""
+    blocks = memory.all_blocks()
+    mapped = [block for block in blocks if block.mapped]
+    for block in blocks:
+        assert block.size > 0 and block.size % 512 == 0
+        if block.after is not None:
+            assert block.after.before is block and block.after.address == block.address + block.size
+            assert block.after.home is block.home, "a segment is of one stream and one pool"
+            assert block.used or block.after.used or block.mapped != block.after.mapped, "free neighbours did not join"
+    assert all(a.address + a.size <= b.address for a, b in itertools.pairwise(blocks)), "two blocks overlap"
+    free = [block for pool in memory.pools for block in pool.free_blocks()]
+    assert {id(block) for block in free} == {id(block) for block in mapped if not block.used}
+    unmapped = [block for pool in memory.pools for entry in pool.lists.values() for block in entry.unmapped]
+    assert {id(block) for block in unmapped} == {id(block) for block in blocks if not block.mapped}
+    assert memory.reserved == sum(block.size for block in mapped) <= memory.capacity
+    assert memory.allocated == sum(block.size for block in live)
+    assert {id(block) for block in live} == {id(block) for block in mapped if block.used and not block.waiting}
+    waiting = [block for block in mapped if block.waiting]
+    assert memory.requested == sum(block.requested for block in live + waiting)
+    figures = memory.statistics.nested()
+    assert figures["active_bytes"]["all"]["current"] == sum(block.size for block in mapped if block.used)
+    assert figures["active"]["all"]["current"] == len(live) + len(waiting)
+    for name, small in (("small_pool", True), ("large_pool", False)):
+        pieces = [b for b in mapped if not b.used and not b.whole and b.segment is None and b.home.pool.small is small]
+        assert figures["inactive_split"][name]["current"] == len(pieces)
+        assert figures["inactive_split_bytes"][name]["current"] == sum(block.size for block in pieces)
+        of_pool = [block for block in mapped if block.home.pool.small is small]
+        assert figures["reserved_bytes"][name]["current"] == sum(block.size for block in of_pool)
+
+
+def layout(memory: CachingAllocator) -> list[tuple]:
+    return [(b.address, b.size, b.used, b.requested if b.used else 0, b.stream) for b in memory.all_blocks()]

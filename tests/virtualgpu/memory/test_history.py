@@ -1,0 +1,312 @@
+"""Memory history and snapshots through PyTorch's own functions: its C functions replaced, on GPUs without a machine around them."""
+
+import io
+import pickle
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.cuda import _memory_viz
+
+from tests.virtualgpu.memory.programs import KIB, MIB, Time
+from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.patches import memory as patch
+from virtualgpu.patches.registry import Patches
+
+HERE = __file__
+
+
+class GPU:
+    """What the patch knows of a GPU."""
+
+    def __init__(self, index: int):
+        self.index, self.lock = index, threading.RLock()
+        self.memory = CachingAllocator(100 * MIB, index, timeline=Time())
+
+    def settled(self) -> CachingAllocator:
+        return self.memory
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, of which the first is current, under torch.cuda.memory."""
+    gpus = [GPU(0), GPU(1)]
+    clock = SimpleNamespace(check=lambda index: None)
+    machine = SimpleNamespace(gpus=gpus, clock=clock, gpu=lambda device: gpus[0])
+    for name, value in (("_cuda_getDevice", lambda: 0), ("_cuda_exchangeDevice", lambda index: 0)):
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: 0)
+    patches = Patches()
+    patch.install(machine, patches)
+    yield gpus
+    patches.restore()
+
+
+def made_here(gpu: GPU, nbytes: int):
+    return gpu.memory.malloc(nbytes)
+
+
+def actions(trace: list[dict]) -> list[str]:
+    return [entry["action"] for entry in trace]
+
+
+def test_all_is_put_back():
+    names = ("_cuda_memoryStats", "_cuda_memorySnapshot", "_cuda_releasePool", "_accelerator_getDeviceStats")
+    before = {name: getattr(torch._C, name, None) for name in names}
+    patches = Patches()
+    patch.install(SimpleNamespace(gpus=[], clock=None), patches)
+    patches.restore()
+    assert before == {name: getattr(torch._C, name, None) for name in names}
+
+
+def test_figures_by_pytorchs_functions(gpus):
+    block = made_here(gpus[1], 3 * MIB)
+    assert torch.cuda.memory_allocated(1) == 3 * MIB and torch.cuda.memory_allocated() == 0
+    assert torch.cuda.memory_reserved("cuda:1") == 20 * MIB == torch.cuda.memory_reserved(torch.device("cuda", 1))
+    assert torch.cuda.memory_allocated(torch.cuda.device(1)) == 3 * MIB
+    gpus[1].memory.free(block)
+    assert torch.cuda.max_memory_allocated(1) == 3 * MIB
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.cuda.max_memory_allocated(1) == 0
+    nested = torch.cuda.memory_stats_as_nested_dict(1)
+    assert nested["allocation"]["large_pool"] == {"current": 0, "peak": 0, "allocated": 1, "freed": 1}
+    torch.cuda.reset_accumulated_memory_stats(1)
+    assert torch.cuda.memory_stats(1)["allocation.all.allocated"] == 0
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(1) == 0 and torch.cuda.max_memory_reserved(1) == 20 * MIB
+
+
+def test_summary_has_every_figure(gpus):
+    made_here(gpus[0], 3 * MIB)
+    text = torch.cuda.memory_summary(0)
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:6]] for line in text.splitlines() if "B  " in line}
+    assert rows["Allocated memory"] == ["3072 KiB", "3072 KiB", "3072 KiB", "0 B"]
+    assert rows["GPU reserved memory"][0] == "20480 KiB" and rows["Non-releasable memory"][0] == "17408 KiB"
+    assert text.count("from large pool") == 9 and "Oversize GPU segments" in text
+
+
+def test_the_accelerators_functions(gpus):
+    if not hasattr(torch.accelerator, "memory_stats"):
+        pytest.skip("this PyTorch has no torch.accelerator.memory_stats")
+    made_here(gpus[1], 3 * MIB)
+    stats = torch._C._accelerator_getDeviceStats(1)
+    assert stats == torch._C._cuda_memoryStats(1) and stats["allocated_bytes"]["all"]["current"] == 3 * MIB
+    torch._C._accelerator_resetAccumulatedStats(1)
+    torch._C._accelerator_resetPeakStats(1)
+    assert torch._C._accelerator_getDeviceStats(1)["allocation"]["all"]["allocated"] == 0
+    assert torch._C._accelerator_isAllocatorInitialized()
+
+
+def test_fraction_and_settings(gpus):
+    torch.cuda.set_per_process_memory_fraction(0.5, 1)
+    assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
+    with pytest.raises(torch.OutOfMemoryError, match="50.00 MiB allowed"):
+        made_here(gpus[1], 60 * MIB)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    assert all(gpu.memory.config.expandable_segments for gpu in gpus)
+    assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
+    assert torch.cuda.get_allocator_backend() == "native"
+    with pytest.raises(RuntimeError, match="Invalid device argument 2: did you call init"):
+        torch._C._cuda_memoryStats(2)
+
+
+def test_memory_without_a_tensor(gpus):
+    address = torch._C._cuda_cudaCachingAllocator_raw_alloc(3 * MIB, 0)
+    assert torch.cuda.memory_allocated() == 3 * MIB
+    torch.cuda.caching_allocator_delete(address)
+    assert torch.cuda.memory_allocated() == 0
+    with pytest.raises(RuntimeError, match="invalid device pointer"):
+        torch.cuda.caching_allocator_delete(address)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.cuda.MemPool(),
+        lambda: torch.cuda.memory.CUDAPluggableAllocator("lib.so", "a", "b"),
+        lambda: torch.cuda.memory._get_current_allocator(),
+        lambda: torch.cuda.host_memory_stats(),
+        lambda: torch._C._cuda_beginAllocateToPool(0, (1, 0)),
+        lambda: torch.cuda.memory_snapshot((1, 0)),
+        lambda: torch.cuda.memory.caching_allocator_enable(False),
+        lambda: torch.cuda.memory._record_memory_history(record_pinned_host_memory=True),
+        lambda: torch._C._cuda_allocationTraceback(123),
+    ],
+)
+def test_not_modelled_says_so(gpus, call):
+    with pytest.raises(NotImplementedError, match=r"on virtual GPUs|virtual GPUs always"):
+        call()
+
+
+def test_a_history_by_hand(gpus):
+    torch.cuda.memory._record_memory_history(max_entries=100)
+    time = gpus[0].memory.timeline
+    time.host = 0.25
+    block = made_here(gpus[0], 3 * MIB)
+    gpus[0].memory.free(block)
+    torch.cuda.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError):
+        made_here(gpus[0], 200 * MIB)
+    snapshot = torch.cuda.memory._snapshot()
+    first, second = snapshot["device_traces"]
+    assert actions(first) == ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free", "oom"] and second == []
+    alloc, oom = first[1], first[-1]
+    assert (alloc["addr"], alloc["size"], alloc["stream"], alloc["time_us"]) == (block.address, 3 * MIB, 0, 250_000)
+    assert (alloc["compile_context"], alloc["user_metadata"], alloc["pool_id"]) == ("N/A", "", (0, 0))
+    assert (oom["device_free"], oom["size"]) == (100 * MIB, 200 * MIB) and "addr" not in oom
+    assert [(frame["filename"], frame["name"]) for frame in alloc["frames"][:2]] == [
+        (HERE, "made_here"),
+        (HERE, "test_a_history_by_hand"),
+    ]
+    assert alloc["frames"][0]["line"] == made_here.__code__.co_firstlineno + 1
+    assert not any("virtualgpu/" in frame["filename"].replace("tests/virtualgpu", "") for frame in alloc["frames"])
+    assert actions(torch.cuda.memory._snapshot()["device_traces"][0])[-1] == "snapshot"
+
+
+def test_segments_and_blocks_add_up(gpus):
+    torch.cuda.memory._record_memory_history()
+    memory = gpus[0].memory
+    blocks = [made_here(gpus[0], size) for size in (100, 300 * KIB, 5 * MIB)]
+    memory.record_stream(blocks[1], 7)
+    memory.timeline.work[7] = 5.0
+    memory.free(blocks[1])
+    small, large = torch.cuda.memory_snapshot()
+    assert [block["state"] for block in small["blocks"]] == ["active_allocated", "active_pending_free", "inactive"]
+    assert [(block["size"], block["requested_size"]) for block in small["blocks"][:2]] == [(512, 100), (300 * KIB, 300 * KIB)]
+    assert (small["allocated_size"], small["active_size"], small["requested_size"]) == (512, 512 + 300 * KIB, 100 + 300 * KIB)
+    assert (large["segment_type"], large["total_size"], large["is_expandable"]) == ("large", 20 * MIB, False)
+    for segment in (small, large):
+        assert segment["total_size"] == sum(block["size"] for block in segment["blocks"])
+        assert segment["frames"][0]["name"] == "made_here", "who made the segment grow"
+    assert small["blocks"][0]["frames"][0]["name"] == "made_here" and small["blocks"][2]["frames"] == []
+
+
+def test_expandable_segments_in_a_snapshot(gpus):
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.memory._record_memory_history()
+    blocks = [made_here(gpus[0], 20 * MIB) for _ in range(3)]
+    gpus[0].memory.free(blocks[1])
+    torch.cuda.empty_cache()
+    snapshot = torch.cuda.memory._snapshot()
+    assert [segment["total_size"] for segment in snapshot["segments"]] == [20 * MIB, 20 * MIB], "each mapped piece is one"
+    assert all(segment["is_expandable"] for segment in snapshot["segments"])
+    trace = actions(snapshot["device_traces"][0])
+    assert trace == ["segment_map", "alloc"] * 3 + ["free_requested", "free_completed", "segment_unmap"]
+    assert snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_what_is_recorded_can_be_chosen(gpus):
+    record, snapshot = torch.cuda.memory._record_memory_history, torch.cuda.memory._snapshot
+    record("state", context="state")
+    made_here(gpus[0], 100)
+    result = snapshot()
+    assert len(result["device_traces"][0]) == 1, "as in PyTorch, the last event alone"
+    assert result["segments"][0]["blocks"][0]["frames"][0]["name"] == "made_here"
+    record("all", context=None, clear_history=True, skip_actions=["free_requested"])
+    gpus[0].memory.free(made_here(gpus[0], 100))
+    trace = snapshot()["device_traces"][0]
+    assert actions(trace) == ["alloc", "free_completed"] and trace[0]["frames"] == []
+    record("all", max_entries=2, clear_history=True)
+    gpus[0].memory.free(made_here(gpus[0], 100))
+    assert actions(snapshot()["device_traces"][0]) == ["free_requested", "free_completed"], "the last two"
+    record(None)
+    made_here(gpus[0], 100)
+    assert snapshot()["device_traces"] == [[], []] and not torch._C._cuda_isHistoryEnabled()
+    with pytest.raises(RuntimeError, match="expected state to be 'state', 'all', or None"):
+        record("everything")
+
+
+def test_the_older_way_to_ask(gpus):
+    torch.cuda.memory._record_memory_history(True, trace_alloc_max_entries=10, trace_alloc_record_context=True)
+    made_here(gpus[0], 100)
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    assert actions(trace) == ["segment_alloc", "alloc"] and trace[1]["frames"][0]["name"] == "made_here"
+    torch.cuda.memory._record_memory_history(False)
+    assert gpus[0].memory.history is None
+
+
+def test_metadata_of_the_thread(gpus):
+    if not hasattr(torch.cuda.memory, "_set_memory_metadata"):
+        pytest.skip("this PyTorch has no _set_memory_metadata")
+    torch.cuda.memory._record_memory_history()
+    torch.cuda.memory._set_memory_metadata("epoch 1")
+    made_here(gpus[0], 100)
+    torch.cuda.memory._set_memory_metadata("")
+    made_here(gpus[0], 100)
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    assert [entry["user_metadata"] for entry in trace] == ["epoch 1", "epoch 1", ""]
+
+
+def test_observers_may_take_a_snapshot(gpus):
+    seen = []
+
+    def observer(device, asked, allowed, free):
+        seen.append((device, asked, allowed, free, len(torch.cuda.memory._snapshot()["segments"])))
+
+    torch._C._cuda_attach_out_of_memory_observer(observer)
+    made_here(gpus[1], 60 * MIB)
+    with gpus[1].lock, pytest.raises(torch.OutOfMemoryError):
+        made_here(gpus[1], 50 * MIB + 1)
+    assert seen == [(1, 52 * MIB, 100 * MIB, 40 * MIB, 1)]
+
+
+@pytest.fixture
+def dumped(gpus, tmp_path):
+    """A file as _dump_snapshot writes it, of a history with all kinds of events."""
+    torch.cuda.memory._record_memory_history()
+    memory = gpus[0].memory
+    kept = made_here(gpus[0], 100 * KIB)
+    blocks = [made_here(gpus[0], size * MIB) for size in (3, 30)]
+    memory.record_stream(blocks[0], 7)
+    for block in blocks:
+        memory.free(block)
+    with pytest.raises(torch.OutOfMemoryError):
+        made_here(gpus[0], 99 * MIB)
+    made_here(gpus[1], 5 * MIB)
+    file = tmp_path / "snapshot.pickle"
+    torch.cuda.memory._dump_snapshot(str(file))
+    assert kept.used
+    return file
+
+
+def viz(*arguments) -> str:
+    command = [sys.executable, "-m", "torch.cuda._memory_viz", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_pytorchs_viewer_reads_the_segments(dumped):
+    text = viz("stats", dumped)
+    assert text == _memory_viz.segsum(pickle.loads(dumped.read_bytes())) + "\n"
+    assert "segments: 2" in text and "total_reserved: 22.0MiB" in text and "total_allocated: 5.1MiB" in text
+
+
+def test_pytorchs_viewer_reads_the_trace(dumped):
+    text = viz("trace", dumped)
+    device0, device1 = text.split("Device 1 ----------------\n")
+    assert "cudaMalloc(" in device0 and "[0:100.0KiB]" in device0 and "cudaFree(" in device0
+    assert "raise OutOfMemoryError # 99.0MiB requested, 98.0MiB free in CUDA" in device0
+    assert device0.count("free completed") == 2
+    assert "[0:5.0MiB]" in device1
+
+
+def test_pytorchs_viewer_draws_the_trace(dumped, tmp_path):
+    page = tmp_path / "trace.html"
+    viz("trace_plot", dumped, "-o", page)
+    html = page.read_text()
+    data = html.split('"base64": "')[1].split('"')[0]
+    import base64
+
+    assert pickle.load(io.BytesIO(base64.b64decode(data))) == pickle.loads(dumped.read_bytes())
+    viz("segment_plot", dumped, "-o", page)
+    assert page.read_text() != html
+
+
+def test_flame_graph_lines_name_the_program(dumped):
+    out = io.StringIO()
+    _memory_viz._write_blocks(out, "gpu", pickle.loads(dumped.read_bytes())["segments"][0]["blocks"])
+    assert "active_allocated" in out.getvalue() and "made_here" in out.getvalue()

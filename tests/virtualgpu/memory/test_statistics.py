@@ -1,0 +1,182 @@
+"""Every figure of memory_stats, against one that is computed anew from all blocks after each step."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.virtualgpu.memory.programs import KIB, MIB, STEPS, Program, Time, check, layout
+from virtualgpu.memory.allocator import CachingAllocator
+
+FIGURES = (
+    "allocation allocated_bytes active active_bytes requested_bytes inactive_split inactive_split_bytes segment reserved_bytes"
+).split()
+POOLS = {"all": (True, False), "small_pool": (True,), "large_pool": (False,)}
+
+
+def present(memory: CachingAllocator) -> dict[tuple[str, str], int]:
+    """Each figure's present value, counted from the blocks."""
+    values = {}
+    for pool, sizes in POOLS.items():
+        blocks = [block for block in memory.all_blocks() if block.home.pool.small in sizes]
+        allocated = [block for block in blocks if block.used and not block.waiting]
+        active = [block for block in blocks if block.used]
+        pieces = [block for block in blocks if not block.used and not block.whole]
+        heads = [block for block in blocks if block.before is None]
+        numbers = (
+            len(allocated),
+            sum(block.size for block in allocated),
+            len(active),
+            sum(block.size for block in active),
+            sum(block.requested for block in active),
+            len(pieces),
+            sum(block.size for block in pieces),
+            len(heads),
+            sum(block.size for block in blocks),
+        )
+        values |= {(figure, pool): number for figure, number in zip(FIGURES, numbers, strict=True)}
+    return values
+
+
+class Witness:
+    """What came and went, and the peaks, from looking after each step."""
+
+    def __init__(self):
+        self.now = dict.fromkeys(((figure, pool) for figure in FIGURES for pool in POOLS), 0)
+        self.peak, self.came, self.went = dict(self.now), dict(self.now), dict(self.now)
+
+    def look(self, memory: CachingAllocator) -> None:
+        for key, value in present(memory).items():
+            change = value - self.now[key]
+            self.came[key] += max(0, change)
+            self.went[key] += max(0, -change)
+            self.now[key], self.peak[key] = value, max(self.peak[key], value)
+
+    def compare(self, memory: CachingAllocator) -> None:
+        figures = memory.statistics.nested()
+        for (figure, pool), value in self.now.items():
+            key = (figure, pool)
+            expected = {"current": value, "peak": self.peak[key], "allocated": self.came[key], "freed": self.went[key]}
+            assert figures[figure][pool] == expected, key
+
+
+@settings(deadline=None)
+@given(st.lists(STEPS, min_size=30, max_size=100), st.integers(0, 60), st.integers(0, 60))
+def test_all_figures_on_one_stream(steps, reset_peaks, reset_accumulated):
+    memory, witness = CachingAllocator(1 << 40), Witness()
+    program = Program(memory, streams=False)
+    for number, step in enumerate(steps):
+        program.step(*step)
+        witness.look(memory)
+        if number % 7 == 0:
+            witness.compare(memory)
+        if number == reset_peaks:
+            memory.reset_peaks()
+            witness.peak = dict(witness.now)
+        if number == reset_accumulated:
+            memory.statistics.reset_accumulated()
+            witness.came, witness.went = dict.fromkeys(witness.now, 0), dict.fromkeys(witness.now, 0)
+    witness.compare(memory)
+    assert (memory.peak_allocated, memory.peak_reserved, memory.peak_requested) == tuple(
+        witness.peak[figure, "all"] for figure in ("allocated_bytes", "reserved_bytes", "requested_bytes")
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(STEPS, min_size=30, max_size=100), st.integers(0, 60))
+def test_present_values_and_peaks_with_streams(steps, reset):
+    memory, witness = CachingAllocator(1 << 40, timeline=Time()), Witness()
+    program = Program(memory, streams=True)
+    for number, step in enumerate(steps):
+        if step[0] == "malloc":  # first what waits, so that a step changes each figure in one direction
+            memory._finish(memory.timeline.now())
+            witness.look(memory)
+        program.step(*step)
+        witness.look(memory)
+        if number == reset:
+            memory.reset_peaks()
+            witness.peak = dict(witness.now)
+    figures = memory.statistics.nested()
+    for (figure, pool), value in witness.now.items():
+        assert figures[figure][pool]["current"] == value, (figure, pool)
+        assert figures[figure][pool]["peak"] == witness.peak[figure, pool], (figure, pool)
+        assert figures[figure][pool]["allocated"] - figures[figure][pool]["freed"] == value, (figure, pool)
+
+
+@settings(deadline=None)
+@given(st.lists(STEPS, min_size=30, max_size=150))
+def test_the_short_way_and_the_long_way_are_equal(steps):
+    short, long = CachingAllocator(60 * MIB), CachingAllocator(60 * MIB)
+    long.watch(lambda *event: None)
+    assert long.special and not short.special
+    programs = [Program(memory, streams=False) for memory in (short, long)]
+    for step in steps:
+        assert programs[0].step(*step) == programs[1].step(*step)
+        assert layout(short) == layout(long)
+    assert short.statistics.nested() == long.statistics.nested()
+    assert not short.special
+    check(short, programs[0].live)
+
+
+def test_free_pieces_by_hand():
+    """inactive_split counts free pieces of segments that are partly in use."""
+    memory = CachingAllocator(100 * MIB)
+    stat = lambda figure: memory.statistics.nested()[figure]["all"]  # noqa: E731
+    a, b = memory.malloc(512 * KIB), memory.malloc(512 * KIB)
+    assert stat("inactive_split") == {"current": 1, "peak": 1, "allocated": 1, "freed": 0}
+    assert stat("inactive_split_bytes") == {"current": MIB, "peak": 3 * MIB // 2, "allocated": 3 * MIB // 2, "freed": MIB // 2}
+    memory.free(a)
+    assert stat("inactive_split")["current"] == 2 and stat("inactive_split_bytes")["current"] == 3 * MIB // 2
+    memory.free(b)
+    assert stat("inactive_split") == {"current": 0, "peak": 2, "allocated": 2, "freed": 2}
+    assert stat("inactive_split_bytes")["current"] == 0 and stat("segment")["current"] == 1
+
+
+def test_counters_of_a_failing_request():
+    memory = CachingAllocator(10 * MIB)
+    with pytest.raises(Exception, match="out of memory"):
+        memory.malloc(11 * MIB)
+    figures = memory.statistics.nested()
+    assert (figures["num_alloc_retries"], figures["num_ooms"], figures["num_sync_all_streams"]) == (1, 1, 1)
+    assert figures["max_split_size"] == -1 and figures["num_oom_rejections"] == 0
+    memory.statistics.reset_accumulated()
+    assert (memory.retries, memory.ooms) == (0, 0)
+
+
+def test_others_and_context_leave_less():
+    held = [30 * MIB]
+    memory = CachingAllocator(100 * MIB, context=10 * MIB, others=lambda: held[0])
+    assert (memory.free_on_gpu, memory.others_held) == (60 * MIB, 30 * MIB)
+    with pytest.raises(Exception, match="of which 60.00 MiB is free"):
+        memory.malloc(70 * MIB)
+    held[0] = 20 * MIB
+    memory.malloc(70 * MIB)
+    memory.others = 5 * MIB
+    assert memory.free_on_gpu == 15 * MIB
+
+
+def test_who_asks_is_told_of_reserved_memory():
+    memory, seen = CachingAllocator(100 * MIB), []
+    memory.on_reserved = lambda which: seen.append(which.reserved)
+    memory.free(memory.malloc(2 * MIB))
+    memory.free(memory.malloc(512))
+    memory.empty_cache()
+    assert seen == [20 * MIB, 22 * MIB, 2 * MIB, 0]
+
+
+def test_listeners_hear_of_every_event():
+    memory, heard = CachingAllocator(100 * MIB), []
+    listener = lambda *event: heard.append(event)  # noqa: E731
+    memory.watch(listener)
+    block = memory.malloc(2 * MIB + 1)
+    memory.free(block)
+    memory.empty_cache()
+    at = block.address
+    assert heard == [
+        ("segment_alloc", at, 20 * MIB, 0, None),
+        ("alloc", at, 2 * MIB + 1, 0, block),
+        ("free_requested", at, 2 * MIB + 1, 0, block),
+        ("free_completed", at, 2 * MIB + 1, 0, block),
+        ("segment_free", at, 20 * MIB, 0, None),
+    ]
+    memory.watch(listener, on=False)
+    assert memory.listeners is None and not memory.special

@@ -1,0 +1,31 @@
+"""The runner, started as a user starts it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def clean_environ():
+    """The environment without what these tests themselves may run under."""
+    return {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")}
+
+
+@pytest.fixture(scope="session")
+def run(clean_environ, tmp_path_factory):
+    """run("--gpus", "2", "program.py"): python -m virtualgpu, in a folder of its own; its output and status."""
+
+    def start(*arguments, environ=(), **options) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "virtualgpu", *map(str, arguments)],
+            env={**clean_environ, **dict(environ)},
+            cwd=tmp_path_factory.mktemp("elsewhere"),
+            text=True,
+            capture_output=True,
+            timeout=180,
+            **options,
+        )
+
+    return start

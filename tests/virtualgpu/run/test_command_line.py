@@ -1,0 +1,81 @@
+"""Bad options end with one sentence and status 2, before anything is started."""
+
+import subprocess
+import sys
+
+import pytest
+
+from virtualgpu.run import cards, cli
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "name a program"),
+        ("-m", "-m needs a module"),
+        ("-c", "-c needs code"),
+        ("--gpus", "--gpus needs a value"),
+        ("--gpus 0 x.py", "1 to 64"),
+        ("--gpus 65 x.py", "1 to 64"),
+        ("--gpus two x.py", "'two'"),
+        ("--gpus=1.5 x.py", "'1.5'"),
+        ("--like T5 x.py", "T4, V100"),
+        ("--like T4,H100,L4 --gpus 2 x.py", "3 cards"),
+        ("--memory lots x.py", "'lots' is not a size"),
+        ("--memory 1MB x.py", "at least 2 MiB"),
+        ("--speed x.py", "'--speed'"),
+        ("--dry=yes x.py", "'--dry=yes'"),
+        ("--trace /nowhere/t.json x.py", "'/nowhere/t.json'"),
+        ("--quiet --report x.py", "contradict"),
+    ],
+)
+def test_bad_options(line, words, capsys):
+    assert cli.main(line.split()) == 2
+    out, error = capsys.readouterr()
+    assert not out and words in error
+    assert error.startswith("python -m virtualgpu: ") and error.count("\n") == 1
+
+
+def test_options_end_where_the_program_begins():
+    found = cli.parse(["--gpus=4", "--dry", "--like", "L4", "-m", "train", "--gpus", "2", "--dry"])
+    assert found.program == ("-m", "train", "--gpus", "2", "--dry")
+    assert (found.gpus, found.dry, found.like, found.quiet) == (4, True, "L4", False)
+    assert cli.parse(["train.py", "--quiet"]) == cli.Options(program=("train.py", "--quiet"))
+    assert cli.parse(["-"]).program == ("-",)
+
+
+def test_cards_for_each_gpu(tmp_path, monkeypatch):
+    assert [card.name for card in cards.find(None, "T4", None)] == ["Tesla T4"] * 2
+    mixed = cards.find(None, "T4, A100", "16 GB")
+    assert [(card.name, card.memory) for card in mixed] == [("Tesla T4", 16 << 30), ("NVIDIA A100-SXM4-40GB", 16 << 30)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('base = "T4"\nname = "Mine"\n')
+    (mine,) = cards.find(1, "mine.toml", None)
+    assert (mine.name, mine.like) == ("Mine", str(tmp_path / "mine.toml"))  # wherever the program goes
+
+
+def test_the_list_of_cards(capsys):
+    assert cli.main(["--cards"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("T4", "NVIDIA H100 80GB HBM3", "TITAN RTX", "B200"))
+
+
+def test_help(capsys):
+    assert cli.main(["--help"]) == cli.main(["-h"]) == 0
+    told = capsys.readouterr().out
+    assert all(told.count(f"\n  {option} ") == 2 for option in cli.WITH_VALUE)
+
+
+def test_the_runner_itself_imports_no_torch():
+    code = """if True:
+        import sys
+        from virtualgpu.run import cards, cli, program
+        print(cards.find(2, "A100", "16GB")[1].memory, "torch" in sys.modules, "virtualgpu.hardware" in sys.modules)"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [str(16 << 30), "False", "False"]
+
+
+def test_python_told_to_heed_no_environment(capsys):
+    command = [sys.executable, "-s", "-E", "-m", "virtualgpu", "-c", "print('never')"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (2, "") and "-E" in found.stderr

@@ -1,0 +1,107 @@
+"""GPUs are on before a program's first line, and in whatever it starts."""
+
+import json
+import re
+
+PROGRAM = """
+import json, os, sys
+import torch
+import torch.multiprocessing as mp
+
+def rank(index, path):
+    x = torch.ones(1 << 20, device=f"cuda:{index}")
+    with open(f"{path}.{index}", "w") as file:
+        json.dump([torch.cuda.device_count(), torch.cuda.memory_allocated(index), torch.cuda.memory_allocated(1 - index)], file)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return torch.cuda.device_count()
+
+if __name__ == "__main__":
+    facts = {"name": __name__, "argv": sys.argv[1:], "path": sys.path[0], "count": torch.cuda.device_count()}
+    folder = sys.argv[1]
+    os.chdir("/")
+    for method in ("spawn", "fork"):
+        mp.start_processes(rank, (f"{folder}/{method}",), nprocs=2, start_method=method)
+        facts[method] = [json.load(open(f"{folder}/{method}.{index}")) for index in range(2)]
+    facts["loader"] = [batch.item() for batch in torch.utils.data.DataLoader(Data(), num_workers=1)]
+    facts["names"] = [torch.cuda.get_device_name(index) for index in range(2)]
+    facts["total"] = torch.cuda.get_device_properties(1).total_memory
+    x = torch.ones(1000, 1000, device="cuda:1")
+    x @ x
+    print(json.dumps(facts))
+"""
+
+
+def test_gpus_everywhere(run, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    trace = tmp_path / "trace.json"
+    options = ("--like", "T4,A100", "--memory", "1GB", "--trace", trace)
+    found = run(*options, tmp_path / "program.py", tmp_path, "--gpus")
+    assert found.returncode == 0, found.stderr
+    facts = json.loads(found.stdout)
+    assert facts.pop("argv") == [str(tmp_path), "--gpus"] and facts.pop("path") == str(tmp_path)
+    rank = [2, 4 << 20, 0]
+    assert facts == {
+        "name": "__main__",
+        "count": 2,
+        "spawn": [rank, rank],
+        "fork": [rank, rank],
+        "loader": [2],
+        "names": ["Tesla T4", "NVIDIA A100-SXM4-40GB"],
+        "total": 1 << 30,
+    }
+    title, _, first, second, told = found.stderr.splitlines()[-5:]
+    assert title == "virtualgpu: 1 x Tesla T4, 1 x NVIDIA A100-SXM4-40GB, 5 processes"
+    assert re.fullmatch(r" *0 +4.00 MiB +20.00 MiB +2 % of 1.00 GiB +\d+ % +\S+ s", first)
+    assert re.fullmatch(r" *1 +7.63 MiB +20.00 MiB +2 % of 1.00 GiB +\d+ % +\S+ s", second)
+    assert told == f"Trace of 5 processes in {trace}: ui.perfetto.dev opens it."
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sorted(event["name"] for event in events if event["ph"] == "X") == ["mm"] + ["ones"] * 5
+
+
+def test_torchrun_ranks_in_a_dry_run(run, tmp_path):
+    (tmp_path / "rank.py").write_text(
+        "import os, torch\n"
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
+        "x = torch.empty(1 << 30, device='cuda')\n"
+        "print(x.device, torch.cuda.memory_allocated(), flush=True)\n"
+    )
+    found = run(
+        *("--gpus", "1", "--like", "A100", "--dry", "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", "1", tmp_path / "rank.py"),
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == f"cuda:0 {4 << 30}\n"
+    title, _, row = found.stderr.splitlines()[-3:]
+    assert title == "virtualgpu: 1 x NVIDIA A100-SXM4-40GB, dry run, 1 process"
+    assert row.split()[:5] == ["0", "4.00", "GiB", "4.00", "GiB"]
+
+
+def test_visible_devices_are_the_programs(run, tmp_path):
+    code = "import torch; print(torch.cuda.device_count(), torch.ones(3, device='cuda').device)"
+    found = run("--gpus", "3", "-c", code, environ={"CUDA_VISIBLE_DEVICES": "2"})
+    assert found.stdout == "1 cuda:0\n"
+    assert [line.split()[:2] for line in found.stderr.splitlines()[-3:]] == [["0", "not"], ["1", "not"], ["2", "512"]]
+
+
+def test_our_modules_may_be_imported_first(run):
+    code = "from virtualgpu.hardware import specs; import torch, virtualgpu.session as s; print(torch.cuda.device_count(), s._session.cards[0] == specs.find('L4'))"
+    found = run("--quiet", "--like", "L4", "-c", code)
+    assert (found.stdout, found.stderr) == ("2 True\n", "")
+
+
+def test_programs_without_torch_are_left_alone(run, tmp_path):
+    hidden = tmp_path / "sitecustomize.py"
+    hidden.write_text("import sys; sys.hidden = True")
+    code = "import sys, sitecustomize as s; print(s.__file__, sys.hidden, 'torch' in sys.modules, 'virtualgpu' in sys.modules, [p for p in sys.path if 'virtualgpu' in p.rpartition('/run')[0]])"
+    found = run("-c", code, environ={"PYTHONPATH": str(tmp_path)})
+    assert found.stdout == f"{hidden} True False False []\n"
+    assert found.stderr == "virtualgpu: 2 x Tesla T4: no process used a GPU\n"
+
+
+def test_a_missing_script_is_pythons_to_report(run):
+    found = run("--quiet", "nowhere.py")
+    assert found.returncode == 2 and "can't open file" in found.stderr and found.stderr.count("\n") == 1

@@ -1,0 +1,107 @@
+"""Exit status, stdin and signals are the program's, each signal once."""
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+# Waits for signals; after each, long enough that a second one of the same would have come.
+WAITS = """
+import os, signal
+waited = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+print("ready", os.getpid(), os.environ["PATH"].split(":")[0], flush=True)
+while True:
+    got = [signal.sigwaitinfo(waited).si_signo]
+    while (more := signal.sigtimedwait(waited, 0.5)) is not None:
+        got.append(more.si_signo)
+    print(*[signal.Signals(number).name for number in got], flush=True)
+"""
+
+
+@pytest.fixture
+def start(clean_environ):
+    """start(code): the runner with that program, in a process group of its own."""
+    started = []
+
+    def start(code, **options):
+        command = [sys.executable, "-m", "virtualgpu", "--quiet", "-c", code]
+        options = {"stdout": subprocess.PIPE, "start_new_session": True, **options}
+        started.append(subprocess.Popen(command, env=clean_environ, text=True, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_status_and_stdin_are_the_programs(run):
+    found = run("-c", "import sys; print(sys.stdin.read()[::-1], sys.argv); sys.exit(7)", "--gpus", input="abc")
+    assert (found.returncode, found.stdout) == (7, "cba ['-c', '--gpus']\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_signal_that_ends_the_program_ends_the_runner(run, number):
+    found = run("--quiet", "-c", f"import os; os.kill(os.getpid(), {int(number)})")
+    assert found.returncode == -number
+
+
+def test_each_signal_comes_once(start):
+    runner = start(WAITS)
+    program = int(runner.stdout.readline().split()[1])
+    os.killpg(runner.pid, signal.SIGTERM)  # the program has it already
+    assert runner.stdout.readline() == "SIGTERM\n"
+    runner.send_signal(signal.SIGTERM)  # the runner alone: passed on
+    assert runner.stdout.readline() == "SIGTERM\n"
+    runner.send_signal(signal.SIGINT)
+    assert runner.stdout.readline() == "SIGINT\n"
+    runner.send_signal(signal.SIGUSR1)
+    assert runner.stdout.readline() == "SIGUSR1\n"
+    os.kill(program, signal.SIGKILL)
+    assert runner.wait() == -signal.SIGKILL
+
+
+def test_ctrl_c_in_a_terminal_comes_once(start):
+    ours, theirs = pty.openpty()
+    start(WAITS, stdin=theirs, stdout=theirs, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None)
+    os.close(theirs)
+    with open(ours, buffering=1) as terminal:
+        assert terminal.readline().startswith("ready")
+        os.write(ours, b"\x03")
+        assert terminal.readline().strip() == "^CSIGINT"
+
+
+def test_a_keyboard_interrupt_is_the_programs_end(start):
+    runner = start("print('ready', flush=True); import signal; signal.pause()", stderr=subprocess.PIPE)
+    assert runner.stdout.readline() == "ready\n"
+    os.killpg(runner.pid, signal.SIGINT)
+    assert runner.communicate()[1].count("KeyboardInterrupt") == 1
+    assert runner.returncode == -signal.SIGINT
+
+
+def test_a_killed_runner_takes_the_program_along(start):
+    runner = start(WAITS)
+    _, program, tools = runner.stdout.readline().split()
+    folder = Path(tools).parent
+    assert folder.is_dir()
+    runner.kill()
+    assert runner.stdout.read() == ""  # until the last of them has closed it: the program
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.kill(int(program), 0)
+    while folder.exists():  # the warden is about to remove it
+        pass
+
+
+def test_what_was_ignored_stays_ignored(start):
+    code = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)"
+    runner = start(code, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None)
+    assert runner.stdout.readline() == "True\n"

@@ -1,0 +1,224 @@
+"""Tools that ask the driver: nvidia-smi, pynvml, GPUtil, our own Monitor, PyTorch's collect_env."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.virtualgpu.run.test_environment import H100, T4
+from virtualgpu import environment
+from virtualgpu.environment import Settings
+from virtualgpu.memory.ledger import Board, Ledger
+from virtualgpu.patches import nvml
+from virtualgpu.run import program
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.fixture
+def ledger(monkeypatch):
+    """This process under a runner with a T4 and an H100; it holds 3 GiB of the H100, which was busy for 1 s of 4."""
+    with program.folder() as folder:
+        for name, value in program.variables(Settings((T4, H100), folder=folder), os.environ).items():
+            monkeypatch.setenv(name, value)
+        ledger = Ledger(folder, 2)
+        ledger.note(1, used=3 * GIB)
+        ledger.time(1, busy=1.0, now=4.0)
+        yield ledger
+
+
+def smi(arguments, status=0):
+    found = subprocess.run(["nvidia-smi", *arguments.split()], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (status, "")
+    return found.stdout
+
+
+def test_smi_lists(ledger):
+    assert smi("-L").splitlines() == [
+        "GPU 0: Tesla T4 (UUID: GPU-00000000-0000-4000-7669-727475616c67)",
+        "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-00000001-0000-4000-7669-727475616c67)",
+    ]
+
+
+def test_smi_queries(ledger):
+    fields = "--query-gpu=index,gpu_name,memory.total,memory.used,memory.free,utilization.gpu,power.draw,compute_cap"
+    assert smi(f"{fields} --format=csv").splitlines() == [
+        "index, name, memory.total [MiB], memory.used [MiB], memory.free [MiB], utilization.gpu [%], power.draw [W], compute_cap",
+        "0, Tesla T4, 15095 MiB, 0 MiB, 15095 MiB, 0 %, [N/A], 7.5",
+        "1, NVIDIA H100 80GB HBM3, 81079 MiB, 3072 MiB, 78007 MiB, 25 %, [N/A], 9.0",
+    ]
+    ledger.time(1, busy=2.5, now=6.0)  # since it was asked: 1.5 s of 2
+    assert smi("--query-gpu=utilization.gpu --format=csv,noheader,nounits -i 1") == "75\n"
+    assert smi("--query-gpu=utilization.gpu --format=csv,noheader --id=0,1") == "0 %\n0 %\n"
+
+
+def test_smi_processes(ledger):
+    found = smi("--query-compute-apps=pid,name,used_memory,gpu_uuid --format=csv,noheader,nounits")
+    assert found == f"{os.getpid()}, {sys.executable}, 3072, {environment.uuid(1)}\n" or found.split(", ")[::2] == [
+        str(os.getpid()),
+        "3072",
+    ]
+    ledger.end()
+    assert smi("--query-compute-apps=pid,used_memory --format=csv") == "pid, used_gpu_memory [MiB]\n"
+
+
+def test_smi_table(ledger):
+    told = smi("")
+    assert "Driver Version: 580.65.06 " in told and "CUDA Version: 13.0 " in told
+    assert "   3072MiB /  81079MiB" in told and "      0MiB /  15095MiB" in told and f" {os.getpid()} " in told
+    boxed = told.splitlines()[1:]
+    assert {len(line) for line in boxed} == {0, 89}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ("--query-gpu=name,speed --format=csv", 2, 'Field "speed" is not a valid field to query.\n\n'),
+        ("--query-gpu=name", 1, '"--format=" argument missing'),
+        ("-i 2 -L", 6, "No devices were found"),
+        ("topo -m", 2, "nvidia-smi topo is not modelled by virtual GPUs"),
+        ("-l never", 1, "Invalid combination of input arguments"),
+    ],
+)
+def test_smi_refuses(ledger, arguments, status, words):
+    assert smi(arguments, status).startswith(words)
+
+
+def test_smi_by_id(ledger):
+    for name in ("1", environment.uuid(1), environment.bus_id(1)):
+        assert smi(f"-i {name} --query-gpu=pci.bus_id --format=csv,noheader") == "00000000:02:00.0\n"
+
+
+def test_gputil_and_monitor_read_smi(ledger):
+    code = """if True:
+        import GPUtil
+        from helpers.monitor import GPUtilSource
+        for gpu in GPUtil.getGPUs():
+            print(gpu.id, gpu.name, gpu.memoryUsed, gpu.memoryTotal, gpu.load, gpu.driver, gpu.temperature)
+        print(GPUtilSource().read()[1])"""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # GPUtil as it is
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True)
+    assert found.stdout.splitlines() == [
+        "0 Tesla T4 0.0 15095.0 0.0 580.65.06 nan",
+        "1 NVIDIA H100 80GB HBM3 3072.0 81079.0 0.25 580.65.06 nan",
+        f"Reading(utilization=0.0, memory={float(3 * GIB)})",
+    ]
+
+
+def test_collect_env_reads_smi(ledger):
+    from torch.utils import collect_env
+
+    assert collect_env.get_nvidia_driver_version(collect_env.run) == "580.65.06"
+    assert collect_env.get_gpu_info(collect_env.run) == "GPU 0: Tesla T4\nGPU 1: NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def pynvml(ledger, monkeypatch):
+    pynvml = pytest.importorskip("pynvml")
+    monkeypatch.setattr(pynvml, "nvmlLib", nvml.of_the_runner())
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return pynvml
+
+
+def test_nvml_answers_as_the_driver_would(pynvml, ledger):
+    with pytest.raises(pynvml.NVMLError_Uninitialized):
+        pynvml.nvmlDeviceGetCount()
+    pynvml.nvmlInit()
+    assert pynvml.nvmlDeviceGetCount() == 2
+    assert (pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()) == ("580.65.06", 13000)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(1)
+    assert pynvml.nvmlDeviceGetName(handle) == "NVIDIA H100 80GB HBM3"
+    assert pynvml.nvmlDeviceGetUUID(handle) == environment.uuid(1)
+    assert pynvml.nvmlDeviceGetCudaComputeCapability(handle) == (9, 0)
+    assert pynvml.nvmlDeviceGetPciInfo(handle).busId == "00000000:02:00.0"
+    for again in (
+        pynvml.nvmlDeviceGetHandleByUUID(environment.uuid(1)),
+        pynvml.nvmlDeviceGetHandleByPciBusId("0000:02:00.0"),
+    ):
+        assert pynvml.nvmlDeviceGetIndex(again) == pynvml.nvmlDeviceGetMinorNumber(again) == 1
+    for memory in (
+        pynvml.nvmlDeviceGetMemoryInfo(handle),
+        pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2),
+    ):
+        assert (memory.total, memory.used, memory.free) == (81079 * MIB, 3 * GIB, 81079 * MIB - 3 * GIB)
+    (process,) = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    assert (process.pid, process.usedGpuMemory) == (os.getpid(), 3 * GIB)
+    assert pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0)) == []
+    assert pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle) == []
+    assert pynvml.nvmlDeviceGetUtilizationRates(handle).gpu == 25
+    assert pynvml.nvmlDeviceGetUtilizationRates(handle).gpu == 0
+    ledger.time(1, busy=2.5, now=6.0)
+    assert pynvml.nvmlDeviceGetUtilizationRates(handle).gpu == 75
+    pynvml.nvmlShutdown()
+    with pytest.raises(pynvml.NVMLError_Uninitialized):
+        pynvml.nvmlDeviceGetName(handle)
+
+
+def test_nvml_refuses_as_the_driver_would(pynvml):
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    for ask in (lambda: pynvml.nvmlDeviceGetTemperature(handle, 0), lambda: pynvml.nvmlDeviceGetPowerUsage(handle)):
+        with pytest.raises(pynvml.NVMLError_NotSupported, match="Not Supported"):
+            ask()
+    with pytest.raises(pynvml.NVMLError_InvalidArgument):
+        pynvml.nvmlDeviceGetHandleByIndex(2)
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        pynvml.nvmlDeviceGetHandleByUUID("GPU-1")
+
+
+def test_monitor_reads_nvml(pynvml, ledger, monkeypatch):
+    from helpers.monitor import NVMLSource, Reading
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", environment.uuid(1)[:12])
+    source = NVMLSource()
+    assert source.devices == ["cuda:0"] and source.read() == [Reading(25.0, 3.0 * GIB)]
+
+
+def test_nvml_of_one_process_without_a_runner(monkeypatch):
+    pynvml = pytest.importorskip("pynvml")
+    import torch
+
+    import virtualgpu
+    from virtualgpu.patches.registry import Patches
+
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    before = pynvml.nvmlLib
+    with virtualgpu.gpus(2):
+        machine, patches = virtualgpu.machine(), Patches()
+        x = torch.ones(1 << 20, device="cuda:1")
+        nvml.install(machine, patches)
+        try:
+            pynvml.nvmlInit()
+            used = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(1)).used
+            assert used == sum(torch.cuda.mem_get_info(1)[::-1]) - 2 * torch.cuda.mem_get_info(1)[0]
+            assert pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByIndex(1)).gpu > 0
+        finally:
+            patches.restore()
+    assert pynvml.nvmlLib is before
+
+
+def test_a_copy_of_pynvml_is_answered_when_imported(ledger, tmp_path):
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "__init__.py").write_text("")
+    (tmp_path / "copy" / "pynvml.py").write_text(
+        "nvmlLib = None\ndef _nvmlGetFunctionPointer(name):\n    return getattr(nvmlLib, name)\n"
+    )
+    code = (
+        "import sys; from copy_of import *"
+        if False
+        else (
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules.pop('copy', None); import copy.pynvml as p; import ctypes\n"
+            "n = ctypes.c_uint()\n"
+            "for name, arguments in ('nvmlInit_v2', ()), ('nvmlDeviceGetCount_v2', (ctypes.byref(n),)):\n"
+            "    print(p._nvmlGetFunctionPointer(name)(*arguments), end=' ')\n"
+            "print(n.value)"
+        )
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "0 0 2\n", found.stderr
+
+
+def test_unknown_utilization_is_nobodys_gap():
+    assert not math.isnan(Board(Settings((T4,))).busy(0)[0])

@@ -1,0 +1,56 @@
+"""The private names of PyTorch that the engine needs, each in one place. `tests/virtualgpu/test_compat.py` walks through them.
+
+Versions 2.11 to 2.15, wheels with CUDA and wheels for the CPU alone.
+"""
+
+import torch
+from torch.utils import _python_dispatch
+
+_C = torch._C
+
+graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
+current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
+next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that this thread's next node will have
+
+real_device = _C.TensorBase.device.__get__  # (tensor) -> where its bytes really are
+is_really_meta = _C.TensorBase.is_meta.__get__
+
+is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
+functorch_unwrap = _C._functorch.get_unwrapped
+
+empty = _C._VariableFunctions.empty
+empty_strided = _C._VariableFunctions.empty_strided
+
+
+def lift_only_cpu_tensors(on: bool) -> bool:
+    """Let torch.tensor(..., device="cuda") come to the dispatch modes as a copy from the CPU; returns the setting before."""
+    before = _C._only_lift_cpu_tensors()
+    _C._set_only_lift_cpu_tensors(on)
+    return before
+
+
+def guard_without_driver() -> None:
+    """C++ that asks for a CUDA device meets a guard that does nothing, where there is no driver: no process ends by that."""
+    _C._ensureCUDADeviceGuardSet()
+
+
+def remove_modes(unwanted) -> None:
+    """Take the dispatch modes for which `unwanted(mode)` is true off this thread's stack, wherever in it."""
+    kept = []
+    while any(unwanted(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()):
+        top = _python_dispatch._get_current_dispatch_mode()
+        if unwanted(top):
+            top.__exit__(None, None, None)
+        else:
+            kept.append(_python_dispatch._pop_mode())
+    for other in reversed(kept):
+        _python_dispatch._push_mode(other)
+
+
+real_storage_device = torch.UntypedStorage.device.__get__
+
+
+def register_as_builtin(function, name: str) -> None:
+    """TorchScript knows PyTorch's functions by identity: let it know one that stands in for another."""
+    torch.jit._builtins._get_builtin_table()
+    torch.jit._builtins._register_builtin(function, name)

@@ -1,0 +1,131 @@
+"""Operations with numbers: PyTorch's CPU kernels do the work, each GPU draws from its own random numbers, and room is asked for first."""
+
+import math
+import os
+
+import torch
+
+from virtualgpu import errors
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.operations import Operation
+
+# A result below this is made first and counted afterwards: the host can hold it in any case
+LARGE = 256 << 20
+
+
+class Eager:
+    """Carries out operations of one GPU's tensors on the CPU."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def run(self, op: Operation, args, kwargs, tensors, gpu: GPU):
+        """(the result, whether a kernel would have asserted). Raises torch.OutOfMemoryError before the host allocates."""
+        if op.growing or op.pointwise or op.formula is not None:
+            self._require(op, args, kwargs, tensors, gpu)
+        try:
+            if op.random:
+                return self._draw(op, args, kwargs, gpu), False
+            return op.func(*args, **kwargs), False
+        except (IndexError, RuntimeError) as error:
+            if errors.in_kernel(error):
+                with self.machine.untracked():
+                    return errors.undefined(op.func, op.returns, args, kwargs), True
+            if errors.host_refused(error):
+                needed = self._result_bytes(op, args, kwargs)
+                gpu.require(needed)
+                raise errors.host_full(needed, host_free()) from None
+            raise
+
+    def _draw(self, op: Operation, args, kwargs, gpu: GPU):
+        """From the generator that was given, or the GPU's own; that one stands in for the CPU's where none can be given."""
+        if op.generator and (kwargs.get("generator") is not None or any(isinstance(a, torch.Generator) for a in args)):
+            return op.func(*args, **kwargs)
+        generators = torch.cuda.default_generators
+        own = generators[gpu.index] if gpu.index < len(generators) else None
+        if own is None or own is torch.default_generator:
+            return op.func(*args, **kwargs)
+        if op.generator:
+            return op.func(*args, **{**kwargs, "generator": own})
+        with self.machine.untracked():
+            default = torch.default_generator
+            before = default.get_state()
+            default.set_state(own.get_state())
+        try:
+            return op.func(*args, **kwargs)
+        finally:
+            with self.machine.untracked():
+                own.set_state(default.get_state())
+                default.set_state(before)
+
+    # -- room
+
+    def require_for_factory(self, args, kwargs, gpu: GPU) -> None:
+        """A new tensor's size stands in its arguments."""
+        size = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else args[:1]
+        if not all(isinstance(n, int) for n in size):
+            return
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        self._ask(math.prod(size) * dtype.itemsize, gpu)
+
+    def _require(self, op: Operation, args, kwargs, tensors, gpu: GPU) -> None:
+        """Room for the result where it may be large: no larger than the product of the inputs, or told by numbers."""
+        bound = 1
+        if op.pointwise:  # as large as its largest input, or, where shapes differ, as their product
+            shape = None
+            for tensor in tensors:
+                if shape is None:
+                    shape, bound = tensor.shape, tensor.numel()
+                elif tensor.shape != shape:
+                    bound *= tensor.numel() or 1
+        else:
+            for tensor in tensors[:3]:
+                bound *= tensor.numel() or 1
+            if op.growing:
+                bound *= _numbers(args)
+        if bound * 8 < LARGE:
+            return
+        self._ask(self._result_bytes(op, args, kwargs), gpu)
+
+    def _ask(self, nbytes: int, gpu: GPU) -> None:
+        if nbytes < LARGE:
+            return
+        gpu.require(nbytes)
+        free = host_free()
+        if nbytes > free:
+            raise errors.host_full(nbytes, free)
+
+    def _result_bytes(self, op: Operation, args, kwargs) -> int:
+        """By PyTorch's meta kernel; 0 where it has none, or where the result is one of the arguments."""
+        if not op.new:
+            return 0
+        with self.machine.untracked():
+            try:
+                shapes = errors.on_meta(args), errors.on_meta(kwargs)
+                if "device" in shapes[1]:
+                    shapes[1]["device"] = torch.device("meta")
+                out = op.func(*shapes[0], **shapes[1])
+            except Exception:  # no meta kernel, or bad arguments, which the operation itself will name
+                return 0
+        results = out if isinstance(out, (tuple, list)) else [out]
+        return sum(r.numel() * r.element_size() for r in results if isinstance(r, torch.Tensor))
+
+
+def _numbers(args) -> int:
+    """The product of the whole numbers among the arguments (how often to repeat, how far to pad); 1 for none."""
+    found = 1
+    for value in args:
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if type(number) is int and number > 1:
+                found *= number
+    return found
+
+
+def host_free() -> int:
+    """Bytes that this machine can still give a program, by the kernel's own estimate."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024
+    except (OSError, StopIteration):  # not Linux
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        return pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else 1 << 62

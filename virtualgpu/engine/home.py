@@ -1,0 +1,111 @@
+"""Where a tensor lives: a label on its storage.
+
+A storage on a GPU carries a `Home` as its Python attribute; it dies with the storage, wherever that was kept (a variable, the
+autograd graph, an optimizer), and gives its block back. A storage without one is the CPU's.
+
+Why a label, and not a subclass of Tensor, or a device of one's own: the tensors stay PyTorch's plain CPU tensors, so that its C++
+(autograd, DDP's reducer, foreach kernels) works on them as it is, numbers equal the CPU's to the last bit, and an operation costs
+microseconds. The price is that C++ itself believes they are on the CPU; where that shows, a stand-in says otherwise.
+"""
+
+import sys
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.simulation.costs import parts as sparse_parts
+
+HOME = "_virtual_home"  # the attribute of a storage
+
+
+class Home:
+    """Lives on `gpu`, with so many bytes. Gives its memory back when it goes.
+
+    done: when the last operation that wrote here ends; kept where several streams are used.
+    """
+
+    __slots__ = ("block", "done", "gpu", "nbytes")
+
+    def __init__(self, gpu, nbytes: int):
+        self.gpu, self.nbytes, self.done = gpu, nbytes, 0.0
+        self.block = None  # so that a failing malloc leaves nothing to free
+        self.block = gpu.malloc(nbytes)
+
+    def __del__(self):
+        if self.block is not None:
+            self.gpu.free(self.block)
+
+
+class MadeByCpp:
+    """On a storage that PyTorch's own C++ made for its use: zeros for a gradient that is missing, the canvas of one_hot.
+
+    Options that C++ copies from a GPU tensor say CPU here. Such a tensor belongs with whatever it meets, inside the call of Python
+    that it was made in (`site`), or inside the same backward pass. Once Python has it, it is the CPU's.
+    """
+
+    __slots__ = ("site",)
+    gpu = None
+    nbytes = 0
+    block = None
+
+    def __init__(self):
+        self.site = _site()
+
+    @property
+    def at_home(self) -> bool:
+        """Are we still where it was made?"""
+        return self.site == _site()
+
+
+def _site() -> tuple:
+    """The call that Python is in: its frame and instruction, or the backward pass."""
+    task = _compat.graph_task()
+    if task != -1:
+        return ("backward", task)
+    frame = callers_frame()
+    return (id(frame), frame.f_lasti) if frame is not None else ()
+
+
+def callers_frame():
+    """The frame of Python that called the operation: not of ours, and not of another mode or kernel in Python on the way."""
+    frame = found = sys._getframe(1)
+    for _ in range(24):
+        if frame is None:
+            break
+        name = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "__torch_dispatch__" or name.startswith("virtualgpu.") or name in ON_THE_WAY:
+            found = frame.f_back
+        frame = frame.f_back
+    return found
+
+
+ON_THE_WAY = ("torch._ops", "torch.utils._python_dispatch")
+
+
+torch.UntypedStorage._virtual_home = None  # the CPU's, unless it says otherwise; stays, so that no thread ever misses it
+
+
+def storage_of(tensor: torch.Tensor):
+    """A tensor's storage, through wrappers (torch.func's, DTensor and its kind) and, for a sparse tensor, that of its values.
+
+    None where there is none.
+    """
+    if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            return storage_of(getattr(tensor, name))
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        if _compat.is_functorch_wrapped(tensor):
+            return storage_of(_compat.functorch_unwrap(tensor))
+        parts = sparse_parts(tensor)
+        return storage_of(parts[-1]) if parts else None
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def gpu_of(tensor: torch.Tensor):
+    """The GPU on which a tensor lives; None: on the CPU."""
+    home = getattr(storage_of(tensor), HOME, None)
+    return None if home is None else home.gpu

@@ -1,0 +1,124 @@
+"""Environment variables that virtual GPUs read, all in one place.
+
+VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (`python -m virtualgpu`) and the pytest plugin set
+                      and every process that they start reads. For instance, by hand:
+                      {"gpus": [{"like": "H100", "count": 2, "memory": 17179869184}], "dry": false}
+                      gpus: groups of equal cards. like: a card's name, or the path of a card's file. count: 1 unless given.
+                      memory: bytes, or text such as "16 GB"; the card's own unless given. name, capability: what tools print
+                      that ask the driver; looked up where missing. dry: shapes alone. folder: where the runner's processes
+                      leave their figures. trace, report: what each process writes there when it ends.
+CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
+CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
+RANK                  the number that a launcher gave this process: `rank`.
+
+HELPERS_GPUS (real or virtual GPUs for a notebook) is read by `session.gpus` alone. Only the standard library is imported here.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+VARIABLE = "VIRTUALGPU"
+
+
+class Card(NamedTuple):
+    """One GPU, as far as a process without PyTorch has to know it."""
+
+    like: str  # for hardware.specs.find
+    name: str  # as the driver prints it
+    memory: int  # bytes
+    capability: tuple[int, int]
+
+
+class Settings(NamedTuple):
+    """What VIRTUALGPU says."""
+
+    cards: tuple[Card, ...]
+    dry: bool = False
+    folder: str | None = None
+    trace: bool = False
+    report: bool = False
+
+    def text(self) -> str:
+        """The value for VIRTUALGPU; `settings` reads it."""
+        groups = []
+        for card, same in groupby(self.cards):
+            groups.append({"count": len(list(same)), **card._asdict()})
+        return json.dumps({"gpus": groups, **{name: getattr(self, name) for name in self._fields[1:]}})
+
+
+def settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
+    """The virtual GPUs that this process was given; None where it was given none.
+
+    Raises ValueError, in one sentence, where VIRTUALGPU cannot be read.
+    """
+    text = environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        given = json.loads(text)
+        cards = tuple(card for group in given["gpus"] for card in [_card(group)] * group.get("count", 1))
+        return Settings(cards, **{name: given[name] for name in Settings._fields[1:] if name in given})
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{VARIABLE}={text!r} cannot be read ({error!r}): unset it, or see virtualgpu/environment.py"
+        ) from None
+
+
+def _card(group: dict) -> Card:
+    if not {"name", "memory", "capability"} <= group.keys():  # written by hand
+        from virtualgpu.hardware import specs
+
+        spec = specs.find(group["like"], group.get("memory"))
+        group = {"name": spec.name, "capability": spec.capability, **group, "memory": spec.memory}
+    return Card(group["like"], group["name"], group["memory"], tuple(group["capability"]))
+
+
+def uuid(index: int) -> str:
+    """A GPU's UUID as the driver prints it: the same in every run. Its last digits spell "virtualg"."""
+    return f"GPU-{index:08x}-0000-4000-{b'vi'.hex()}-{b'rtual'.hex()}67"
+
+
+def bus_id(index: int) -> str:
+    """Where on the PCI bus a GPU is, as the driver prints it."""
+    return f"00000000:{index + 1:02X}:00.0"
+
+
+def visible(uuids: list[str], wanted: str | None) -> list[int]:
+    """Which of a machine's GPUs, by index, CUDA calls 0, 1, ...: CUDA_VISIBLE_DEVICES as the CUDA guide describes it.
+
+    `wanted`, its value, lists indices or the beginnings of UUIDs; the first one that names no GPU ends the list. A number may
+    be followed by other characters, and one GPU named twice hides all (`torch.cuda._parse_visible_devices` says so of CUDA).
+    """
+    if wanted is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for name in (part.strip() for part in wanted.split(",")):
+        matches = [i for i, uuid in enumerate(uuids) if name.startswith("GPU-") and uuid.startswith(name)]
+        digits = name[: len(name) - len(name.lstrip("0123456789"))]
+        if digits and int(digits) < len(uuids):
+            matches = [int(digits)]
+        if len(matches) != 1:
+            break
+        if matches[0] in chosen:
+            return []
+        chosen += matches
+    return chosen
+
+
+def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[int]:
+    """Which of `count` virtual GPUs, by index, this process sees now."""
+    return visible([uuid(index) for index in range(count)], environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def launch_blocking(environ: Mapping[str, str] = os.environ) -> bool:
+    """Does the host wait for each kernel?"""
+    return environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+
+
+def rank(environ: Mapping[str, str] = os.environ) -> int:
+    """The rank that torchrun and its kind gave this process; -1 where there is none."""
+    value = environ.get("RANK", "")
+    return int(value) if value.isdigit() else -1

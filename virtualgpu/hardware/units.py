@@ -1,0 +1,63 @@
+"""Sizes and figures as people write them: "16 GB", "1008 GB/s", "82.6 TFLOPS", "2520 MHz". Plain numbers are in base units."""
+
+import math
+import re
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+LEAST, MOST = 2 * MIB, 1 << 50  # PyTorch's smallest segment is 2 MiB; no GPU has a PiB
+
+_UNITS = {  # how each base unit may be spelled, after its prefix
+    "B/s": r"b(?:ytes?)?/s(?:ec)?",
+    "FLOP/s": r"flops?(?:/s)?",
+    "Hz": r"hz",
+    "W": r"w(?:atts?)?",
+    "s": r"s(?:ec)?",
+}
+_EXAMPLES = {"B/s": "1008 GB/s", "FLOP/s": "82.6 TFLOPS", "Hz": "2520 MHz", "W": "450 W", "s": "2 us"}
+_LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+_SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}  # of seconds alone: nobody writes of milliwatts here
+
+
+def parse_size(size: int | float | str, what: str = "memory", least: int = LEAST) -> int:
+    """Bytes from 256_000_000, "256 MB", "16 GB", "1.5 GiB". As for GPUs, a kB here is 1,024 bytes, and so on.
+
+    Raises ValueError, in a sentence that begins with `what`, for what is no size, below `least` bytes or above 1 PiB.
+    """
+    cure = 'give bytes, or text like "256 MB" or "16 GB"'
+    number = size
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*([\d_.]+)\s*([kmgtp]?)(?:i?b|bytes)?\s*", size, re.IGNORECASE)
+        try:
+            number = float(found[1])
+        except (TypeError, ValueError):
+            raise ValueError(f"{what}={size!r} is not a size: {cure}") from None
+        number *= 1024 ** " kmgtp".index(found[2].lower() or " ")
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
+        raise ValueError(f"{what}={size!r} is not a size: {cure}")
+    if number < least:
+        why = "a GPU needs at least 2 MiB (PyTorch's smallest segment)" if least == LEAST else f"{least} is the least"
+        raise ValueError(f"{what}={size!r} is {number:,.0f} bytes, and {why}: {cure}")
+    if number > MOST:
+        raise ValueError(f"{what}={size!r} is more than any GPU has; at most 1 PiB (1,024 TB) goes: {cure}")
+    return int(number)
+
+
+def quantity(value: int | float | str, unit: str, what: str) -> float:
+    """A positive figure in base units (B/s, FLOP/s, Hz, W or s) from a number, or from text with a decimal prefix.
+
+    Raises ValueError, in a sentence that begins with `what`.
+    """
+    number = value
+    if isinstance(value, str):
+        prefixes = _SMALL if unit == "s" else _LARGE
+        pattern = rf"\s*([\d_.]+(?:e[+-]?\d+)?)\s*(?:({'|'.join(prefixes)}){_UNITS[unit]})?\s*"
+        found = re.fullmatch(pattern, value, re.IGNORECASE)
+        try:
+            number = float(found[1]) * prefixes[(found[2] or "").lower()]
+        except (TypeError, ValueError):
+            number = None
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
+        raise ValueError(
+            f'{what} = {value!r} is no figure in {unit}: give a number above 0 in {unit}, or text like "{_EXAMPLES[unit]}"'
+        )
+    return float(number)

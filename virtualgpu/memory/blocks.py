@@ -1,0 +1,124 @@
+"""What an allocator's memory is made of: blocks, the lists of free ones, and the sizes that PyTorch rounds to.
+
+Sizes and addresses are in bytes. Sources: c10/core/AllocatorConfig.h (the constants), c10/cuda/CUDACachingAllocator.cpp.
+"""
+
+from bisect import bisect_left
+
+MIN_BLOCK = 512  # kMinBlockSize
+SMALL = 1 << 20  # kSmallSize: the largest request that counts as small
+SMALL_SEGMENT = 2 << 20  # kSmallBuffer: what small blocks share
+LARGE_SEGMENT = 20 << 20  # the default of large_segment_size
+MIN_LARGE = 10 << 20  # kMinLargeAlloc: from here on a request gets a segment of its own size
+ROUND_LARGE = 2 << 20  # kRoundLarge
+
+ADDRESS_BITS = 56  # of the key by which free blocks are sorted: its size, then its address
+DEVICE_BITS = 48  # a GPU's addresses start at (its index + 1) << 48: no tool takes one GPU's for another's
+
+
+class Block:
+    """A piece of a segment. Its neighbours in the same segment are `before` and `after`.
+
+    used: somebody has it, or streams still work on it (`waiting`). requested: bytes asked for, before rounding. streams: other
+    streams that use it, by record_stream. mapped: has memory behind it; an expandable segment has pieces that do not.
+    """
+
+    streams: set[int] | None = None
+    waiting = False
+    mapped = True
+    segment = None  # the expandable segment that it is of
+    context = segment_context = None  # where it was allocated, and its segment, if that is recorded
+    mark = 0  # the pool's count of searches when it became free
+
+    def __init__(self, address: int, size: int, home: "FreeList", before: "Block | None", after: "Block | None"):
+        self.address, self.size, self.home, self.before, self.after = address, size, home, before, after
+        self.used = False
+        self.requested = 0
+
+    @property
+    def stream(self) -> int:
+        """The stream that it was allocated on."""
+        return self.home.stream
+
+    @property
+    def whole(self) -> bool:
+        """Is it a segment by itself?"""
+        return self.before is None and self.after is None
+
+    def __repr__(self) -> str:
+        state = "waiting" if self.waiting else "used" if self.used else "free"
+        return f"Block({self.size} bytes at {self.address:#x}, {state}, stream {self.stream})"
+
+
+class FreeList:
+    """The free blocks of one stream in one pool, the smallest first; of equal size, the one with the lowest address.
+
+    `keys` and `blocks` run in parallel: a list of plain numbers is found through faster. up, bar: the pool's counters (see
+    statistics), at hand for malloc. unsplit: as much is left with a block rather than split off. spare: Block objects that were
+    joined into another one, to be used again.
+    """
+
+    __slots__ = ("bar", "blocks", "keys", "pool", "spare", "stream", "unmapped", "unsplit", "up")
+
+    def __init__(self, pool: "Pool", stream: int):
+        self.pool, self.stream = pool, stream
+        self.up, self.bar = pool.counts.up, pool.counts.bar
+        self.unsplit = 0 if pool.small else SMALL
+        self.keys: list[int] = []
+        self.blocks: list[Block] = []
+        self.spare: list[Block] = []
+        self.unmapped: list[Block] = []  # of expandable segments, by address
+
+    def at_least(self, size: int) -> int:
+        """The place of the smallest block of at least that size; the length of the list where there is none."""
+        return bisect_left(self.keys, size << ADDRESS_BITS)
+
+    def insert(self, block: Block) -> None:
+        key = block.size << ADDRESS_BITS | block.address
+        at = bisect_left(self.keys, key)
+        self.keys.insert(at, key)
+        self.blocks.insert(at, block)
+        block.mark = self.pool.searches
+
+    def remove(self, block: Block) -> None:
+        self.pop(bisect_left(self.keys, block.size << ADDRESS_BITS | block.address))
+
+    def pop(self, at: int) -> Block:
+        del self.keys[at]
+        return self.blocks.pop(at)
+
+
+class Pool:
+    """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was on."""
+
+    def __init__(self, small: bool, counts):
+        self.small, self.counts, self.searches = small, counts, 0
+        self.lists: dict[int, FreeList] = {}  # by stream
+
+    def free_blocks(self) -> list[Block]:
+        """As PyTorch's set holds them: by stream, then size, then address."""
+        return [block for stream in sorted(self.lists) for block in self.lists[stream].blocks]
+
+
+def round_size(nbytes: int) -> int:
+    """A request rounded up to whole 512-byte blocks."""
+    return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+
+
+def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
+    """What is asked of the GPU when a rounded request of `size` finds no free block."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < MIN_LARGE:
+        return large_segment
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+def format_size(size: int) -> str:
+    """Bytes as PyTorch's message prints them."""
+    if size <= 1 << 10:
+        return f"{size} bytes"
+    for unit, power in (("KiB", 10), ("MiB", 20)):
+        if size <= 1 << (power + 10):
+            return f"{size / (1 << power):.2f} {unit}"
+    return f"{size / (1 << 30):.2f} GiB"

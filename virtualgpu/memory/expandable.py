@@ -1,0 +1,205 @@
+"""Segments that grow (expandable_segments:True): address space first, memory behind it page by page.
+
+Each stream has one segment for its small blocks and one for its large ones, with addresses for 1 1/8 of the whole GPU. A page is 2 MiB
+for small blocks and 20 MiB for large ones. A request that finds no free block gets pages mapped at the lowest address where it fits,
+joined to a free block before them. Giving back unmaps every page that no block uses, so little is lost between blocks.
+
+Pieces without memory are blocks too, with `mapped` False, in `FreeList.unmapped`. Source: CUDACachingAllocator.cpp, Note [Expandable
+Segments], and find_expandable_block, map_block, unmap_block.
+"""
+
+import math
+
+from virtualgpu.memory.blocks import SMALL_SEGMENT, Block, FreeList, Pool
+
+
+class Expandable:
+    """The expandable segments of one allocator."""
+
+    def __init__(self, allocator):
+        self.allocator = allocator
+        self.segments: dict[int, int] = {}  # the size in addresses, by the first address
+
+    def __bool__(self) -> bool:
+        return bool(self.segments)
+
+    def page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self.allocator.config.large_segment
+
+    # -- growing
+
+    def grow(self, free: FreeList, size: int) -> Block | None:
+        """A free block of at least `size`, in no list; None where the GPU has no memory left for its pages."""
+        block = self._candidate(free, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:  # a free block, with addresses without memory after it
+            following = block.after
+            if not self._map(following, min(following.size, size - block.size)):
+                return None
+            block = following
+        free.remove(block)
+        return block
+
+    def _candidate(self, free: FreeList, size: int) -> Block:
+        """The lowest free or unmapped block from which on there are enough addresses."""
+        for block in free.unmapped:
+            before = block.before
+            start = before if before is not None and not before.used else block
+            total, piece = 0, start
+            while total < size and piece is not None and not piece.used:
+                total, piece = total + piece.size, piece.after
+            if total >= size:
+                return start
+        return self._reserve(free)
+
+    def _reserve(self, free: FreeList) -> Block:
+        """Addresses, and no memory."""
+        page, capacity = self.page(free.pool), self.allocator.capacity
+        size = -(-(capacity + capacity // 8) // page) * page
+        address = self.allocator.next_address(size)
+        self.segments[address] = size
+        block = self.allocator.heads[address] = Block(address, size, free, None, None)
+        block.segment, block.mapped = (address, page), False
+        free.unmapped.append(block)
+        self.allocator._choose_way()
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Put memory behind the first `size` bytes of an unmapped block, in whole pages, and make it a free block."""
+        owner, free = self.allocator, block.home
+        _, page = block.segment
+        size = -(-size // page) * page
+        if size > owner.free_on_gpu:
+            return False
+        address, stream = block.address, free.stream
+        free.unmapped.remove(block)
+        block.mapped = True
+        if size < block.size:
+            rest = self._split(block, size)
+            rest.mapped = False
+            self._insert_unmapped(rest)
+        self._join(block)
+        free.insert(block)
+        owner.statistics.segment_taken(free.pool.counts, size, 0)
+        if block.before is None and block.segment_context is None:
+            block.segment_context = owner._context
+        owner.changed("segment_map", address, size, stream, owner._context)
+        return True
+
+    # -- shrinking
+
+    def shrink(self, pool: Pool) -> None:
+        """Unmap every page that is wholly free, and give back the addresses of segments that have none left."""
+        if self.segments:
+            for block in [block for block in pool.free_blocks() if block.segment is not None]:
+                self._unmap(block)
+                if block.whole and not block.mapped:
+                    self._discard(block)
+
+    def _unmap(self, block: Block) -> None:
+        owner, free = self.allocator, block.home
+        start, page = block.segment
+        first = start + -(-(block.address - start) // page) * page
+        last = start + (block.address + block.size - start) // page * page
+        if first >= last:
+            return
+        free.remove(block)
+        if first > block.address:
+            before = Block(block.address, first - block.address, free, block.before, block)
+            before.segment = block.segment
+            before.segment_context, block.segment_context = block.segment_context, None
+            self._link(before)
+            block.size -= before.size
+            block.address = first
+            free.insert(before)
+        if last < first + block.size:
+            free.insert(self._split(block, last - first))
+        block.mapped = False
+        owner.timeline.wait_until(owner.timeline.ready(free.stream))  # as unmapHandles does
+        self._join(block)
+        self._insert_unmapped(block)
+        owner.statistics.segment_given_back(free.pool.counts, last - first, 0)
+        owner.changed("segment_unmap", first, last - first, free.stream, owner._context or block.segment_context)
+
+    def _discard(self, block: Block) -> None:
+        del self.segments[block.address], self.allocator.heads[block.address]
+        block.home.unmapped.remove(block)
+        self.allocator._choose_way()
+
+    # -- pieces
+
+    def _split(self, block: Block, size: int) -> Block:
+        """What is left of a block after its first `size` bytes, as a block of its own."""
+        rest = Block(block.address + size, block.size - size, block.home, block, block.after)
+        rest.segment = block.segment
+        self._link(rest)
+        block.size = size
+        return rest
+
+    def _link(self, block: Block) -> None:
+        """The neighbours of a new block learn of it."""
+        if block.before is not None:
+            block.before.after = block
+        else:
+            self.allocator.heads[block.address] = block
+        if block.after is not None:
+            block.after.before = block
+
+    def _join(self, block: Block) -> None:
+        """Neighbours that are free as well, and mapped or not like it, become part of a block that is in no list."""
+        for other in (block.before, block.after):
+            if other is not None and not other.used and other.mapped == block.mapped:
+                if other.mapped:
+                    other.home.remove(other)
+                else:
+                    other.home.unmapped.remove(other)
+                absorb(self.allocator, block, other)
+
+    def _insert_unmapped(self, block: Block) -> None:
+        block.home.unmapped.append(block)
+        block.home.unmapped.sort(key=lambda other: other.address)
+
+
+def absorb(allocator, block: Block, other: Block) -> None:
+    """`other`, a neighbour that is in no list, becomes part of `block`."""
+    if other is block.before:
+        block.address, block.before, block.segment_context = other.address, other.before, other.segment_context
+        if block.before is not None:
+            block.before.after = block
+        else:
+            allocator.heads[block.address] = block
+    else:
+        block.after = other.after
+        if block.after is not None:
+            block.after.before = block
+    block.size += other.size
+
+
+def choose(free: FreeList, size: int, config) -> Block | None:
+    """The free block that PyTorch would take for a request where segments may be expandable or too large to split."""
+    blocks, at = free.blocks, free.at_least(size)
+    if at == len(blocks):
+        return None
+    if blocks[at].segment is not None:
+        if config.expandable_segments:  # what can grow counts as large as it can become, so that it is taken last
+            while blocks[at].segment is not None and _reach(blocks[at]) > _reach(*blocks[at + 1 : at + 2]):
+                at += 1
+        else:  # they have been turned off since
+            at = next((i for i in range(at, len(blocks)) if blocks[i].segment is None), len(blocks))
+            if at == len(blocks):
+                return None
+    most = config.max_split_size
+    if size < most <= blocks[at].size:
+        return None
+    if size >= most and blocks[at].size >= size + config.max_non_split_rounding:
+        return None
+    return free.pop(at)
+
+
+def _reach(block: Block | None = None) -> float:
+    """The size that a block can come to; no block: infinite."""
+    if block is None:
+        return math.inf
+    following = block.after
+    return block.size + (following.size if following is not None and not following.mapped else 0)

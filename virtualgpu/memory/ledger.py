@@ -1,0 +1,223 @@
+"""What each process holds of each GPU, so that processes share the GPUs' memory and tools see it.
+
+The runner makes a folder; each process keeps one small file in it, mapped into its memory: a note is a few stores (under a
+microsecond), and whoever wants to know reads the other files. A process that ended holds nothing, however it ended: its pid is
+asked of the system, with the moment it started, since pids come again.
+
+    ledger = Ledger(folder, gpus=2)
+    ledger.note(0, used=reserved + context, allocated=..., reserved=...)   # when a segment is taken or given back
+    ledger.time(0, busy, now)                                               # when the host waits for the GPU
+    ledger.others(0)                                                        # bytes that other living processes hold of GPU 0
+
+GPUs are counted as the machine has them, before CUDA_VISIBLE_DEVICES. Bytes and seconds throughout.
+"""
+
+import contextlib
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from virtualgpu import environment
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+SUFFIX = ".ledger"
+# A file is words of 8 bytes, in this machine's order. At its head:
+PID, STARTED, RANK, BORN, LAST, ENDED, HEAD = 0, 1, 2, 3, 4, 5, 8
+# and then for each GPU; the last two are floats:
+USED, ALLOCATED, RESERVED, BUSY, NOW, EACH = 0, 1, 2, 3, 4, 8
+
+_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+
+
+class Usage(NamedTuple):
+    """One process on one GPU: bytes held now (context included), peaks of its tensors and its segments, simulated seconds."""
+
+    used: int
+    peak_allocated: int
+    peak_reserved: int
+    busy: float
+    now: float
+
+
+class Entry(NamedTuple):
+    """One process. `born`, `last`: wall-clock nanoseconds of its first and last note."""
+
+    pid: int
+    rank: int  # -1: none
+    born: int
+    last: int
+    ended: bool  # it said so; `alive` asks the system
+    started: int
+    gpus: list[Usage]
+
+    def alive(self) -> bool:
+        return not self.ended and _started(self.pid) == self.started
+
+
+class Ledger:
+    """This process's page. Its file appears with the first note, so a process that uses no GPU leaves none."""
+
+    def __init__(self, folder: str, gpus: int):
+        self.folder, self.gpus = folder, gpus
+        self._whole = self._real = None
+        _ledgers.add(self)
+
+    def note(self, gpu: int, used: int, allocated: int = 0, reserved: int = 0) -> None:
+        """This process now holds `used` bytes of the GPU; of peaks, the largest noted counts."""
+        words = self._whole or self._open()
+        at = HEAD + EACH * gpu
+        words[at] = used
+        if allocated > words[at + ALLOCATED]:
+            words[at + ALLOCATED] = allocated
+        if reserved > words[at + RESERVED]:
+            words[at + RESERVED] = reserved
+        words[LAST] = time.time_ns()
+
+    def time(self, gpu: int, busy: float, now: float) -> None:
+        """The GPU's kernels have run for `busy` of `now` simulated seconds."""
+        if self._whole is None:
+            self._open()
+        at = HEAD + EACH * gpu
+        self._real[at + BUSY], self._real[at + NOW] = busy, now
+        self._whole[LAST] = time.time_ns()
+
+    def rank(self, rank: int) -> None:
+        """The name of this process in tables and traces."""
+        (self._whole or self._open())[RANK] = rank
+
+    def others(self, gpu: int) -> int:
+        """What other living processes hold of a GPU."""
+        mine = os.getpid()
+        return sum(
+            entry.gpus[gpu].used
+            for entry in entries(self.folder)
+            if entry.pid != mine and gpu < len(entry.gpus) and entry.gpus[gpu].used and entry.alive()
+        )
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process at a time: between asking for `others` and noting a segment, nobody else takes the room."""
+        try:
+            file = os.open(os.path.join(self.folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:  # the runner has ended, and its folder with it
+            yield
+            return
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def end(self) -> None:
+        """This process gives everything back. Its peaks and times stay for the table."""
+        if self._whole is not None:
+            for gpu in range(self.gpus):
+                self._whole[HEAD + EACH * gpu + USED] = 0
+            self._whole[ENDED] = 1
+
+    @property
+    def begun(self) -> bool:
+        """Has this process noted anything?"""
+        return self._whole is not None
+
+    def _open(self):
+        nbytes = 8 * (HEAD + EACH * self.gpus)
+        try:
+            with open(os.path.join(self.folder, f"{os.getpid()}{SUFFIX}"), "w+b") as file:
+                file.truncate(nbytes)
+                memory = memoryview(mmap.mmap(file.fileno(), nbytes))
+        except OSError:  # the runner has ended, and its folder with it: nobody reads on
+            memory = memoryview(bytearray(nbytes))
+        self._real, words = memory.cast("d"), memory.cast("q")
+        words[STARTED], words[RANK], words[BORN] = _started(os.getpid()), environment.rank(), time.time_ns()
+        words[PID] = os.getpid()  # last: a file without one is not read yet
+        self._whole = words
+        return words
+
+
+class Board:
+    """What the driver would know, in any process under the runner: the cards, and what all processes hold of them."""
+
+    def __init__(self, settings: environment.Settings):
+        self.cards, self.folder = settings.cards, settings.folder
+
+    def processes(self, gpu: int) -> list[tuple[int, int]]:
+        """Pid and bytes of each process that holds some of this GPU."""
+        return [(entry.pid, usage.used) for entry, usage in self._living(gpu) if usage.used]
+
+    def busy(self, gpu: int) -> tuple[float, float]:
+        """For how long its kernels ran, of how many simulated seconds, so far."""
+        living = [usage for _, usage in self._living(gpu)]
+        return sum(usage.busy for usage in living), max((usage.now for usage in living), default=0.0)
+
+    def _living(self, gpu: int) -> list[tuple[Entry, Usage]]:
+        found = entries(self.folder) if self.folder else []
+        return [(entry, entry.gpus[gpu]) for entry in found if gpu < len(entry.gpus) and entry.alive()]
+
+
+def share(busy: tuple[float, float], before: tuple[float, float]) -> float:
+    """The share of time in which a GPU was busy between two answers of `Board.busy`: 0 to 1."""
+    passed = busy[1] - before[1]
+    return min(1.0, max(0.0, (busy[0] - before[0]) / passed)) if passed > 0 else 0.0
+
+
+def entries(folder: str) -> list[Entry]:
+    """Every process that noted something, the ended ones too, in the order in which they began."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if name.endswith(SUFFIX):
+                with open(os.path.join(folder, name), "rb") as file:
+                    entry = _read(file.read())
+                if entry is not None:
+                    found.append(entry)
+    return sorted(found, key=lambda entry: (entry.born, entry.pid))
+
+
+def _read(content: bytes) -> Entry | None:
+    if len(content) < 8 * HEAD:
+        return None
+    words, real = memoryview(content).cast("q"), memoryview(content).cast("d")
+    gpus = [
+        Usage(words[at], words[at + ALLOCATED], words[at + RESERVED], real[at + BUSY], real[at + NOW])
+        for at in range(HEAD, len(words), EACH)
+    ]
+    if not words[PID]:
+        return None
+    return Entry(words[PID], words[RANK], words[BORN], words[LAST], bool(words[ENDED]), words[STARTED], gpus)
+
+
+def _started(pid: int) -> int:
+    """When a process started, in the system's ticks; 0 where the system cannot say, -1 for one that has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # the name before may hold anything
+        return -1 if fields[0] in (b"Z", b"X") else int(fields[19])  # proc(5): state, starttime
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.exists("/proc/self/stat"):
+            return -1
+    try:  # no /proc: macOS
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return -1
+    except PermissionError:
+        pass
+    return 0
+
+
+def _in_forked_child() -> None:
+    """A forked process holds none of its parent's memory, and must not write on its parent's page."""
+    for ledger in _ledgers:
+        ledger._whole = ledger._real = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)

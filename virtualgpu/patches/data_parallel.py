@@ -1,0 +1,109 @@
+"""nn.DataParallel and torch.cuda.comm: their copies, which PyTorch has in C++ (`torch/csrc/cuda/comm.cpp`), with memory and time.
+
+Without NCCL, as where `torch.cuda.nccl.is_available` says no: each copy goes from one GPU to one other, in turn.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.cuda import nccl
+
+from virtualgpu.engine.machine import Machine
+from virtualgpu.patches.registry import Patches
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    def device(index: int | None) -> torch.device:
+        gpu = machine.gpu("cuda" if index is None else index)
+        return torch.device("cpu") if gpu is None else gpu.device
+
+    def broadcast(tensor, devices: Sequence) -> list[torch.Tensor]:
+        """The tensor itself where it is already, copies elsewhere."""
+        targets = [device(d if isinstance(d, int) else torch.device(d).index) for d in devices]
+        if targets and targets[0] != tensor.device and tensor.is_cuda:
+            raise RuntimeError("Expected first device in `devices` to be the same as `tensor.device`")
+        return [tensor if where == tensor.device else tensor.detach().to(where, non_blocking=True) for where in targets]
+
+    def broadcast_out(tensor, out: Sequence[torch.Tensor]):
+        for target in out:
+            if not target.is_cuda:
+                raise RuntimeError("Expected all output tensors to be CUDA tensors")
+            if target.shape != tensor.shape:
+                raise RuntimeError("Expected all output tensors to have same shape as the source tensor")
+            target.copy_(tensor, non_blocking=True)
+        return list(out)
+
+    def broadcast_coalesced(tensors, devices: Sequence[int], buffer_size: int = 10 << 20) -> list[list[torch.Tensor]]:
+        """Tensors of one type travel together, in buffers of that size; what arrives are views of them."""
+        found: list[list] = [[None] * len(tensors) for _ in devices]
+        found[0] = [tensor.detach() for tensor in tensors]
+        for chunk in _chunks(tensors, buffer_size):
+            parts = [tensors[at].detach() for at in chunk]
+            flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+            for column, index in zip(found[1:], devices[1:], strict=True):
+                arrived = flat.to(device(index), non_blocking=True)
+                views = [arrived] if len(parts) == 1 else arrived.split([part.numel() for part in parts])
+                for at, part, view in zip(chunk, parts, views, strict=True):
+                    column[at] = view.view(part.shape) if len(parts) > 1 else view
+        return found
+
+    def scatter(tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
+        if chunk_sizes is not None and len(chunk_sizes) != len(devices):
+            raise RuntimeError(f"Expected devices and chunk_sizes to be of same length, but got len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}")
+        pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+        found = []
+        for at, piece in enumerate(pieces):
+            stream = streams[at] if streams else None
+            with torch.cuda.stream(stream):
+                found.append(piece.to(device(devices[at]), non_blocking=True, copy=False))
+        return tuple(found)
+
+    def scatter_out(tensor, out: Sequence[torch.Tensor], dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
+        for target in out:
+            if not target.is_cuda:
+                raise RuntimeError("Expected all output tensors to be CUDA tensors")
+        if sum(target.shape[dim] for target in out) != tensor.shape[dim]:
+            raise RuntimeError(f"Total size for output tensors along scatter dim {dim} does not match")
+        for target, piece in zip(out, tensor.split([target.shape[dim] for target in out], dim), strict=True):
+            target.copy_(piece, non_blocking=True)
+        return tuple(out)
+
+    def gather(tensors, dim: int, destination: int | None = None) -> torch.Tensor:
+        where = torch.device("cpu") if destination == -1 else device(destination)
+        size = list(tensors[0].shape)
+        for at, tensor in enumerate(tensors):
+            if not tensor.is_cuda:
+                raise RuntimeError(f"Expected all input tensors to be CUDA tensors, but tensor at index {at} has device {tensor.device}")
+            if [n for d, n in enumerate(tensor.shape) if d != dim] != [n for d, n in enumerate(size) if d != dim]:
+                raise RuntimeError(f"Input tensor at index {at} has invalid shape {list(tensor.shape)}, but expected {size}")
+        size[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        out = torch.empty(size, dtype=tensors[0].dtype, device=where)
+        return gather_out(tensors, out, dim)
+
+    def gather_out(tensors, out, dim: int) -> torch.Tensor:
+        if out.shape[dim] != sum(tensor.shape[dim] for tensor in tensors):
+            raise RuntimeError(f"Expected out tensor to have {sum(t.shape[dim] for t in tensors)} at dim {dim}, but got {out.shape[dim]}")
+        with torch.no_grad():
+            for tensor, place in zip(tensors, out.split([tensor.shape[dim] for tensor in tensors], dim), strict=True):
+                place.copy_(tensor, non_blocking=True)
+        return out
+
+    functions = [broadcast, broadcast_out, broadcast_coalesced, scatter, scatter_out, gather, gather_out]
+    for function in functions:
+        patches.add(torch._C, f"_{function.__name__}", function)
+    patches.replace(nccl, "is_available", lambda tensors: False)
+
+
+def _chunks(tensors, limit: int) -> list[list[int]]:
+    """Indices of tensors of one type, in order, as many together as `limit` bytes hold."""
+    open_chunks: dict[torch.dtype, list[int]] = {}
+    filled: dict[torch.dtype, int] = {}
+    done = []
+    for at, tensor in enumerate(tensors):
+        size, kind = tensor.numel() * tensor.element_size(), tensor.dtype
+        if open_chunks.get(kind) and filled[kind] + size > limit:
+            done.append(open_chunks.pop(kind))
+            filled[kind] = 0
+        open_chunks.setdefault(kind, []).append(at)
+        filled[kind] = filled.get(kind, 0) + size
+    return done + list(open_chunks.values())

@@ -1,0 +1,38 @@
+"""Each GPU has its own random numbers: a generator of the CPU's kind, so that one seed gives the numbers that the CPU would draw."""
+
+import torch
+
+from virtualgpu.engine.machine import Machine
+from virtualgpu.patches.registry import Patches
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    original = torch.Generator
+
+    class Kind(type(original)):
+        def __instancecheck__(cls, instance) -> bool:
+            return isinstance(instance, original)
+
+    class Generator(original, metaclass=Kind):
+        """torch.Generator, also for device="cuda"."""
+
+        def __new__(cls, device="cpu"):
+            gpu = None if device is None else machine.gpu(device)
+            self = super().__new__(cls, device="cpu")
+            self._gpu = None if gpu is None else gpu.device
+            return self
+
+        @property
+        def device(self) -> torch.device:
+            return self._gpu or torch.device("cpu")
+
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"
+    patches.replace(torch, "Generator", Generator)
+    made = []
+    for gpu in machine.gpus:
+        generator = original.__new__(Generator, device="cpu")
+        generator._gpu = gpu.device
+        generator.manual_seed(torch.initial_seed())
+        made.append(generator)
+    patches.replace(torch.cuda, "default_generators", tuple(made))
+    patches.add(torch._C, "_accelerator_getDefaultGenerator", lambda device: made[device])

@@ -1,0 +1,122 @@
+"""Storages on virtual GPUs: where they say they are, how they are made, resized, moved, saved and loaded."""
+
+import functools
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.home import HOME, Home
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.patches.registry import Patches
+
+CPU = torch.device("cpu")
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    Storage, local = torch.UntypedStorage, machine.local
+    real_device = Storage.device.__get__
+    resize_, clone, share = Storage.resize_, Storage.clone, Storage._share_cuda_
+
+    def gpu_of(storage) -> GPU | None:
+        home = getattr(storage, HOME, None)
+        return None if home is None else home.gpu
+
+    def device(storage) -> torch.device:
+        gpu = None if local.bypass else gpu_of(storage)
+        if gpu is not None:
+            return gpu.device
+        real = real_device(storage)
+        return CPU if real.type == "meta" and machine.dry and not local.bypass else real
+
+    def make(cls, *args, device=None, **kwargs):
+        """UntypedStorage(4, device="cuda")."""
+        where = None if device is None or local.bypass else torch.device(device)
+        if where is None or where.type != "cuda":
+            return original_new(cls, *args, **({} if device is None else {"device": device}), **kwargs)
+        return machine.place_storage(original_new(cls, *args, device=machine.base, **kwargs), machine.gpu(where))
+
+    def to(storage, *, device, non_blocking: bool = False):
+        target = machine.gpu(device)
+        if target is gpu_of(storage):
+            return storage
+        with machine.untracked():
+            made = clone(storage)
+        machine.place_storage(made, target)
+        machine.charge_copy(gpu_of(storage), target, storage.nbytes(), wait=not non_blocking)
+        return made
+
+    def cuda(storage, device=None, non_blocking: bool = False):
+        return to(storage, device=machine.gpu("cuda" if device is None else device).device, non_blocking=non_blocking)
+
+    def cpu(storage):
+        return to(storage, device=CPU)
+
+    @functools.wraps(clone)
+    def clone_there(storage):
+        with machine.untracked():
+            copy = clone(storage)
+        gpu = gpu_of(storage)
+        return copy if gpu is None else machine.place_storage(copy, gpu)
+
+    @functools.wraps(resize_)
+    def resize_and_count(storage, size: int):
+        """FSDP gives the memory of gathered parameters back in this way."""
+        home = getattr(storage, HOME, None)
+        if home is None or home.gpu is None or size == home.nbytes:
+            return resize_(storage, size)
+        gpu = home.gpu
+        room = Home(gpu, size)  # PyTorch, too, has both for a moment: the bytes are copied over
+        out = resize_(storage, size)
+        storage._virtual_home = room
+        return out
+
+    def share_cuda(storage, *args, **kwargs):
+        if gpu_of(storage) is None:
+            return share(storage, *args, **kwargs)
+        raise NotImplementedError("GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()")
+
+    original_new = Storage.__new__
+    patches.replace(Storage, "device", property(device))
+    patches.replace(Storage, "__new__", staticmethod(make))
+    for name, function in {
+        "to": to,
+        "cuda": cuda,
+        "cpu": cpu,
+        "clone": clone_there,
+        "resize_": resize_and_count,
+        "_share_cuda_": share_cuda,
+        "is_pinned": lambda storage, device=None: getattr(storage, "_virtual_pinned", False),
+    }.items():
+        patches.replace(Storage, name, function)
+    _saving(machine, patches)
+
+
+def _saving(machine: Machine, patches: Patches) -> None:
+    """torch.save and torch.load ask where a storage is, and where it goes."""
+
+    def tag(storage) -> str | None:
+        if machine.dry and _really_meta(storage):
+            raise RuntimeError("this tensor comes from a dry run and has no values to save. Save it outside dry_run()")
+        home = getattr(storage, HOME, None)
+        return None if home is None or home.gpu is None else f"cuda:{home.gpu.index}"
+
+    def restore(storage, location: str):
+        if not location.startswith("cuda"):
+            return None
+        index = torch.device(location).index or 0
+        if index >= len(machine.gpus):
+            raise RuntimeError(
+                f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
+                f"{len(machine.gpus)}. Please use torch.load with map_location to map your storages to an existing device."
+            )
+        gpu = machine.gpu(index)
+        machine.charge_copy(None, gpu, storage.nbytes(), wait=True)
+        return machine.place_storage(storage, gpu)
+
+    package = (0, tag, restore)  # before PyTorch's own, which have 10 and more
+    torch.serialization.register_package(*package)
+    patches.undo(lambda: torch.serialization._package_registry.remove(package))
+
+
+def _really_meta(storage) -> bool:
+    return _compat.real_storage_device(storage).type == "meta"

@@ -1,0 +1,92 @@
+"""What the runner does inside each process of the program: virtual GPUs on after `import torch`, figures left at the end."""
+
+import atexit
+import contextlib
+import os
+from multiprocessing import util
+
+from virtualgpu import environment
+from virtualgpu.memory.ledger import Ledger
+
+
+class _Process:
+    """This process's part of the run. `finish` may be called several times."""
+
+    def __init__(self, settings: environment.Settings):
+        self.settings, self.recorded, self.recording = settings, None, None
+        self.ledger = Ledger(settings.folder, len(settings.cards)) if settings.folder else None
+
+    def start(self) -> None:
+        activate(self.settings, self.ledger)
+        if self.settings.folder:
+            self.record()
+            atexit.register(self.finish)
+            util.register_after_fork(self, _Process.forked)
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=self.record)  # what the parent's GPUs did is the parent's to tell
+
+    def record(self) -> None:
+        if self.settings.trace:
+            from virtualgpu import session
+
+            self.recording = session.recording()
+            self.recorded = self.recording.__enter__()
+
+    def forked(self) -> None:
+        """In a process forked by multiprocessing, which ends without atexit: its finalizers run instead."""
+        util.Finalize(None, self.finish, exitpriority=0)
+
+    def finish(self) -> None:
+        """Last figures, the trace, the report. The runner, and its folder with them, may have gone: then nobody asks."""
+        with contextlib.suppress(OSError):
+            machine = _machine()
+            if machine is not None and machine.initialized and not machine.forked:
+                _last_figures(machine, self.ledger)
+            if self.recorded:
+                from virtualgpu.run import traces
+
+                self.recorded.save(os.path.join(self.settings.folder, f"{os.getpid()}{traces.SUFFIX}"))
+            if self.settings.report:
+                from virtualgpu.run import report
+
+                report.leave(self.settings.folder)
+            self.ledger.end()
+
+
+_process: _Process | None = None
+
+
+def start() -> None:
+    """Virtual GPUs on, as VIRTUALGPU says. Does nothing the second time (torch may be reloaded)."""
+    global _process
+    settings = environment.settings()
+    if _process is None and settings is not None:
+        _process = _Process(settings)
+        _process.start()
+
+
+def activate(settings: environment.Settings, ledger: Ledger | None = None) -> None:
+    """The cards of `settings` that CUDA_VISIBLE_DEVICES leaves, as if they were real ones."""
+    from virtualgpu import session
+    from virtualgpu.hardware import specs
+
+    cards = [specs.find(card.like, card.memory) for card in settings.cards]
+    machine = session.activate(cards, settings.dry, environment.visible_gpus(len(cards)))
+    machine.ledger = ledger
+
+
+def _machine():
+    """The virtual GPUs that are on, whatever they pass for."""
+    from virtualgpu import session
+
+    return session._session and session._session.machine
+
+
+def _last_figures(machine, ledger: Ledger) -> None:
+    """What this process's GPUs came to, for those that it used."""
+    now = machine.clock.latest()
+    for gpu in machine.gpus:
+        memory, busy = gpu.settled(), machine.clock.busy[gpu.index]
+        if memory.peak_reserved or busy:
+            ledger.note(gpu.physical, memory.reserved + memory.context, memory.peak_allocated, memory.peak_reserved)
+            ledger.time(gpu.physical, busy, now)

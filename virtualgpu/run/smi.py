@@ -1,0 +1,228 @@
+"""The program's `nvidia-smi`: what people and tools ask of the real one, answered for the virtual GPUs.
+
+Known: the plain table, -L, --query-gpu and --query-compute-apps with --format=csv[,noheader][,nounits], -i, -l, -lms, -f,
+--version. What a virtual GPU does not have is [N/A], a field that nvidia-smi does not have is refused in its words, and what
+else nvidia-smi can do is refused in a sentence. It runs without `site`, and imports neither PyTorch nor the package's session.
+
+Utilization is the share of simulated time in which kernels ran since the same process last asked.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+
+if __name__ == "__main__":  # a script: the package without its __init__
+    from types import ModuleType
+
+    package = sys.modules["virtualgpu"] = ModuleType("virtualgpu")
+    package.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+
+from virtualgpu import environment
+from virtualgpu.memory.ledger import Board, share
+from virtualgpu.patches import nvml
+from virtualgpu.run import smi_fields
+from virtualgpu.run.smi_fields import MIB, NONE
+
+DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
+INVALID = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"
+
+
+class Refused(Exception):
+    """The words for stdout, and the exit status."""
+
+    def __init__(self, words: str, status: int):
+        self.words, self.status = words, status
+
+
+class GPU:
+    """One GPU as it is now."""
+
+    def __init__(self, board: Board, index: int, busy: float):
+        self.index, self.card, self.count = index, board.cards[index], len(board.cards)
+        self.apps = [App(self, pid, used) for pid, used in board.processes(index)]
+        self.used = min(self.card.memory, sum(app.used for app in self.apps))
+        self.busy = round(100 * busy)
+
+
+class App:
+    """One process on one GPU."""
+
+    def __init__(self, gpu: GPU, pid: int, used: int):
+        self.gpu, self.pid, self.used = gpu, pid, used
+
+    def name(self) -> str:
+        return nvml.process_name(self.pid) or NONE
+
+
+class Options:
+    """A command line, read. Raises Refused."""
+
+    def __init__(self, arguments: list[str]):
+        self.what, self.fields, self.format = "table", [], None
+        self.ids: list[str] | None = None
+        self.loop = self.file = None
+        rest = list(arguments)
+
+        def value() -> str:
+            if given:
+                return text
+            if not rest:
+                raise Refused(INVALID, 1)
+            return rest.pop(0)
+
+        while rest:
+            name, given, text = rest.pop(0).partition("=")
+            if name in ("-L", "--list-gpus"):
+                self.what = "list"
+            elif name == "--version":
+                self.what = "version"
+            elif name in ("-h", "--help"):
+                self.what = "help"
+            elif name in ("--query-gpu", "--query-compute-apps"):
+                self.what, self.fields = name[len("--query-") :], [field.strip() for field in value().split(",")]
+            elif name == "--format":
+                self.format = [word.strip() for word in value().split(",")]
+            elif name in ("-i", "--id"):
+                self.ids = [word.strip() for word in value().split(",")]
+            elif name in ("-l", "--loop", "-lms", "--loop-ms"):
+                self.loop = self._number(value()) / (1000 if name in ("-lms", "--loop-ms") else 1)
+            elif name in ("-f", "--filename"):
+                self.file = value()
+            else:
+                raise Refused(
+                    f"nvidia-smi {name} is not modelled by virtual GPUs: -L, --query-gpu and the plain table are.\n", 2
+                )
+
+    @staticmethod
+    def _number(text: str) -> float:
+        if not text.isdigit() or int(text) == 0:
+            raise Refused(INVALID, 1)
+        return int(text)
+
+
+def main(arguments: list[str]) -> int:
+    """Print what was asked for; the exit status. Loops for ever with -l, as the real one."""
+    try:
+        options = Options(arguments)
+        settings = environment.settings()
+        if settings is None:
+            raise Refused("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9)
+        with open(options.file, "w") if options.file else contextlib.nullcontext(sys.stdout) as out:
+            while True:
+                out.write(answer(options, Board(settings)))
+                out.flush()
+                if options.loop is None:
+                    return 0
+                time.sleep(options.loop)
+    except Refused as refused:
+        sys.stdout.write(refused.words)
+        return refused.status
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 130
+
+
+def answer(options: Options, board: Board) -> str:
+    """The text. Raises Refused."""
+    if options.what == "help":
+        return __doc__.split("\n\n")[1] + "\n"
+    if options.what == "version":
+        return (
+            f"NVIDIA-SMI version  : {DRIVER} (virtual)\nDRIVER version      : {DRIVER}\nCUDA Version        : {CUDA}\n"
+        )
+    chosen = _chosen(options.ids, len(board.cards))
+    if options.what == "list":
+        return "".join(f"GPU {i}: {board.cards[i].name} (UUID: {environment.uuid(i)})\n" for i in chosen)
+    before = _asked(board, options.fields)
+    gpus = [GPU(board, index, before[index]) for index in chosen]
+    if options.what == "table":
+        return table(gpus)
+    try:
+        columns = smi_fields.columns(options.what, options.fields)
+    except KeyError as error:
+        raise Refused(f'Field "{error.args[0]}" is not a valid field to query.\n\n', 2) from None
+    if not options.format or "csv" not in options.format:
+        raise Refused('"--format=" argument missing, needs "csv" at least.\n', 1)
+    rows = gpus if options.what == "gpu" else [app for gpu in gpus for app in gpu.apps]
+    return _csv(columns, rows, "noheader" not in options.format, "nounits" not in options.format)
+
+
+def _csv(columns: list, rows: list, header: bool, units: bool) -> str:
+    lines = [", ".join(f"{title} [{unit}]" if unit else title for title, unit, _ in columns)] if header else []
+    for row in rows:
+        cells = [(unit, value(row)) for _, unit, value in columns]
+        lines.append(", ".join(f"{cell} {unit}" if unit and units and cell != NONE else cell for unit, cell in cells))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _chosen(ids: list[str] | None, count: int) -> list[int]:
+    """GPUs by index, UUID or bus id. Raises Refused where one is not there."""
+    if ids is None:
+        return list(range(count))
+    names = {
+        name.upper(): i
+        for i in range(count)
+        for name in (str(i), environment.uuid(i), environment.bus_id(i), environment.bus_id(i)[4:])
+    }
+    if any(name.upper() not in names for name in ids):
+        raise Refused("No devices were found\n", 6)  # nvidia-smi(1), return value 6
+    return sorted({names[name.upper()] for name in ids})
+
+
+def _asked(board: Board, fields: list[str]) -> list[float]:
+    """How busy each GPU was since the process that started us last asked; remembered in the runner's folder."""
+    now = [board.busy(index) for index in range(len(board.cards))]
+    if not board.folder:
+        return [0.0] * len(now)
+    mark = os.path.join(board.folder, f"{os.getppid()}.asked")
+    try:
+        with open(mark) as file:
+            before = [tuple(pair) for pair in json.load(file)]
+    except (OSError, ValueError):
+        before = [(0.0, 0.0)] * len(now)
+    if not fields or any(field.startswith("utilization") for field in fields):
+        with contextlib.suppress(OSError), open(mark, "w") as file:
+            json.dump(now, file)
+    return [share(*pair) for pair in zip(now, before, strict=True)]
+
+
+def table(gpus: list[GPU]) -> str:
+    """The plain table."""
+    line = "+" + "-" * 41 + "+" + "-" * 24 + "+" + "-" * 20 + "+"
+
+    def row(*cells: str) -> str:
+        return (
+            "| " + " | ".join(cell[:width].ljust(width) for cell, width in zip(cells, (39, 22, 18), strict=True)) + " |"
+        )
+
+    title = f"NVIDIA-SMI {DRIVER} (virtual)    Driver Version: {DRIVER}    CUDA Version: {CUDA}"
+    lines = [time.strftime("%a %b %d %H:%M:%S %Y"), "+" + "-" * 87 + "+", f"| {title:<85} |", line]
+    lines += [
+        row("GPU  Name", "Bus-Id", "GPU-Util"),
+        row("Fan  Temp   Perf          Pwr:Usage/Cap", "          Memory-Usage", "Compute M."),
+        line,
+    ]
+    for gpu in gpus:
+        memory = f"{gpu.used // MIB:>7}MiB / {gpu.card.memory // MIB:>6}MiB"
+        lines.append(row(f"{gpu.index:>3}  {gpu.card.name}", environment.bus_id(gpu.index), f"{gpu.busy:>6} %"))
+        lines.append(row("N/A   N/A    N/A              N/A / N/A", memory, "Default"))
+        lines.append(line)
+    lines += [
+        "",
+        "+" + "-" * 87 + "+",
+        f"| {'Processes:':<85} |",
+        f"| {'GPU        PID   Type   Process name':<69}{'GPU Memory':>16} |",
+    ]
+    lines.append("+" + "-" * 87 + "+")
+    apps = [app for gpu in gpus for app in gpu.apps]
+    for app in apps:
+        left = f"{app.gpu.index:>3} {app.pid:>10}      C   {app.name()}"
+        lines.append(f"| {left[:69]:<69}{f'{app.used // MIB}MiB':>16} |")
+    if not apps:
+        lines.append(f"| {'No running processes found':<85} |")
+    return "\n".join([*lines, "+" + "-" * 87 + "+", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""The table at the end of a run: what each GPU came to, over all processes that used it."""
+
+from itertools import groupby
+
+from virtualgpu.environment import Card, Settings
+from virtualgpu.memory.ledger import Entry, Usage
+
+
+def lines(entries: list[Entry], settings: Settings) -> list[str]:
+    """The table as lines of text."""
+    title = f"virtualgpu: {_name(settings.cards)}{', dry run' if settings.dry else ''}"
+    used = [entry for entry in entries if any(map(_is_used, entry.gpus))]
+    if not used:
+        return [f"{title}: no process used a GPU"]
+    shared = False
+    rows = [("GPU", "peak allocated", "peak reserved", "of capacity", "busy", "simulated")]
+    for index, card in enumerate(settings.cards):
+        spans = [(e.born, e.last, e.gpus[index]) for e in used if index < len(e.gpus) and _is_used(e.gpus[index])]
+        usage, together = merge(spans)
+        shared |= together
+        rows.append((str(index), *(_figures(usage, card) if spans else ("not used", "", "", "", ""))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    told = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}"]
+    told += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if shared:
+        told.append("Where processes shared a GPU at the same time, their peaks are added: an upper bound.")
+    return told
+
+
+def merge(spans: list[tuple[int, int, Usage]]) -> tuple[Usage, bool]:
+    """One GPU over its processes, each with wall-clock begin and end; and whether any two of them were there together.
+
+    Processes one after the other: the largest peak, times added. At the same time: peaks added, the longest time.
+    """
+    groups: list[list[tuple[int, int, Usage]]] = []
+    for span in sorted(spans, key=lambda span: span[:2]):
+        if groups and span[0] < max(end for _, end, _ in groups[-1]):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    total = Usage(0, 0, 0, 0.0, 0.0)
+    for group in groups:
+        usages = [usage for _, _, usage in group]
+        busy = sum(usage.busy for usage in usages)
+        total = Usage(
+            0,
+            max(total.peak_allocated, sum(usage.peak_allocated for usage in usages)),
+            max(total.peak_reserved, sum(usage.peak_reserved for usage in usages)),
+            total.busy + busy,
+            total.now + max(busy, *(usage.now for usage in usages)),  # kernels of one GPU take turns
+        )
+    return total, len(groups) < len(spans)
+
+
+def _is_used(usage: Usage) -> bool:
+    return bool(usage.peak_reserved or usage.busy)
+
+
+def _figures(usage: Usage, card: Card) -> tuple[str, ...]:
+    return (
+        size(usage.peak_allocated),
+        size(usage.peak_reserved),
+        f"{100 * usage.peak_reserved / card.memory:.0f} % of {size(card.memory)}",
+        f"{100 * usage.busy / usage.now:.0f} %" if usage.now else "",
+        f"{usage.now:.3g} s",
+    )
+
+
+def _name(cards: tuple[Card, ...]) -> str:
+    return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(card.name for card in cards))
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: 1.50 GiB, 512.00 MiB."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.2f} {unit}"
+    return f"{nbytes} bytes"

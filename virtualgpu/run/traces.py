@@ -1,0 +1,57 @@
+"""One Chrome trace out of those that a program's processes left: a row of GPUs for each process, by rank where it has one.
+
+The format is Google's "Trace Event Format" (JSON objects with name, ph, ts, dur in microseconds, pid, tid); Perfetto
+(ui.perfetto.dev) and chrome://tracing open it.
+"""
+
+import json
+import os
+
+from virtualgpu.memory.ledger import Entry
+
+SUFFIX = ".trace"
+
+
+def merge(folder: str, entries: list[Entry], path: str) -> str:
+    """Write the trace of all processes; returns the sentence that says so, and what is missing from it."""
+    events: list[dict] = []
+    written, missing, rows = 0, [], 0
+    for number, entry in enumerate(entries):
+        name = f"rank {entry.rank}" if entry.rank >= 0 else f"process {number}"
+        try:
+            with open(os.path.join(folder, f"{entry.pid}{SUFFIX}")) as file:
+                own = json.load(file)
+        except (OSError, json.JSONDecodeError):  # killed, or ended by os._exit
+            missing.append(name)
+            continue
+        renamed = _renamed(own["traceEvents"] if isinstance(own, dict) else own, f"{name} (pid {entry.pid})", rows)
+        rows = 1 + max((event["pid"] for event in renamed), default=rows - 1)
+        events += renamed
+        written += 1
+    try:
+        with open(path, "w") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+    except OSError as error:
+        return f"The trace was not written: {error}."
+    lost = f" (ended without writing theirs: {', '.join(missing)})" if missing else ""
+    return f"Trace of {written} process{'es' * (written != 1)} in {path}{lost}: ui.perfetto.dev opens it."
+
+
+def _renamed(events: list[dict], name: str, first: int) -> list[dict]:
+    """One process's events under pids of their own, from `first` on, with its name on each."""
+    own = sorted({event.get("pid", 0) for event in events}, key=str)
+    pids = {pid: first + place for place, pid in enumerate(own)}
+    called = {event.get("pid", 0): event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    head = []
+    for pid, new in pids.items():
+        whole = f"{name}: {called[pid]}" if pid in called else name
+        head.append({"name": "process_name", "ph": "M", "pid": new, "args": {"name": whole}})
+        head.append({"name": "process_sort_index", "ph": "M", "pid": new, "args": {"sort_index": new}})
+    rest = []
+    for event in events:
+        if event.get("name") not in ("process_name", "process_sort_index", "process_labels"):
+            event = {**event, "pid": pids[event.get("pid", 0)]}
+            if "id" in event:  # arrows between events are found by it
+                event["id"] = f"{first}.{event['id']}"
+            rest.append(event)
+    return head + rest
