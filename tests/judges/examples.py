@@ -122,7 +122,7 @@ def run(name: str, checkout: Path) -> dict:
         "Unable to locate sufficient" in text or "using CPU, this will be slow" in text or "Using device: cpu" in text
     )
     good = ended in (0, "shown") and not refused
-    errors = re.findall(r"^(?:\[rank\d+\]: |\s*)?(\w*(?:Error|Exception)\b: .*)$", text, re.M)
+    errors = re.findall(r"^(?:\[rank\d+\]: ?|\s*)?([\w.]*(?:Error|Exception)\b: .*)$", text, re.M)
     why = "" if good else "it sees no GPUs" if refused else errors[-1][:160] if errors else f"ended with {ended}"
     return {**asdict(case), "good": good, "ended": ended, "seconds": round(time.monotonic() - start, 1), "why": why}
 
@@ -139,7 +139,8 @@ def _wait(program: subprocess.Popen, until: str, log: Path) -> int | str:
                 ended = "shown"
             elif time.monotonic() > deadline:
                 ended = "late"
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
-    program.wait()
+    for ring in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(program.pid, ring)
+            program.wait(5)
     return ended

@@ -144,7 +144,7 @@ class Translator(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), device=device)
         position = torch.arange(tokens.size(1), device=device)
         h = self.embed(tokens) + self.embed(position)
-        return self.out(self.core(h, h, tgt_mask=mask)).transpose(1, 2)
+        return self.out(self.core(h, h, tgt_mask=mask, tgt_is_causal=True)).transpose(1, 2)
 
 
 def transformer(a, b):

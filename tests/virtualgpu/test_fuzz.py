@@ -204,6 +204,7 @@ NUMBERS = st.integers(1, 300)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), NUMBERS, NUMBERS, PLACES), min_size=10, max_size=40))
 def test_a_random_program(steps):
     with contextlib.redirect_stdout(None), helpers.gpus(2, memory=CAPACITY):
+        torch.cuda.init()
         program = Program()
         for (what, how), first, second, place in steps:
             program.step(what, how, first, second, place)

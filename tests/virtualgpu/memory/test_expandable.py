@@ -19,7 +19,9 @@ def allocator(capacity: int = GIB, **keywords) -> CachingAllocator:
 def test_segments_grow_by_pages():
     memory = allocator()
     memory.malloc(25 * MIB)
-    assert (memory.allocated, memory.reserved) == (25 * MIB, 40 * MIB), "two pages, and nothing of it is lost to rounding"
+    assert (memory.allocated, memory.reserved) == (25 * MIB, 40 * MIB), (
+        "two pages, and nothing of it is lost to rounding"
+    )
     second = memory.malloc(30 * MIB)
     assert memory.reserved == 60 * MIB, "15 MiB were left, one more page is enough"
     assert second.address == memory.all_blocks()[0].address + 25 * MIB
@@ -49,7 +51,7 @@ def test_out_of_memory_unmaps_free_pages_between():
     big = memory.malloc(60 * MIB)  # three holes of 20 MiB each: their pages are mapped anew, in one piece
     assert (memory.reserved, memory.allocated, memory.retries) == (100 * MIB, 100 * MIB, 1)
     assert big.address > blocks[3].address
-    with pytest.raises(torch.OutOfMemoryError, match="100.00 MiB is allocated by PyTorch, and 0 bytes is reserved"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"100.00 MiB is allocated by PyTorch, and 0 bytes is reserved"):
         memory.malloc(2 * MIB)
 
 
@@ -87,7 +89,7 @@ def test_a_fraction_counts_what_would_be_asked():
     memory = CachingAllocator(GIB, config=Config(expandable_segments=True, memory_fraction=0.05))
     memory.malloc(30 * MIB)
     assert memory.reserved == 40 * MIB
-    with pytest.raises(torch.OutOfMemoryError, match="51.20 MiB allowed"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"51.20 MiB allowed"):
         memory.malloc(12 * MIB)
 
 

@@ -1,5 +1,6 @@
 """Memory history and snapshots through PyTorch's own functions: its C functions replaced, on GPUs without a machine around them."""
 
+import base64
 import io
 import pickle
 import subprocess
@@ -39,6 +40,7 @@ def gpus(monkeypatch):
     for name, value in (("_cuda_getDevice", lambda: 0), ("_cuda_exchangeDevice", lambda index: 0)):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: 0)
     patches = Patches()
@@ -84,7 +86,11 @@ def test_figures_by_pytorchs_functions(gpus):
 def test_summary_has_every_figure(gpus):
     made_here(gpus[0], 3 * MIB)
     text = torch.cuda.memory_summary(0)
-    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:6]] for line in text.splitlines() if "B  " in line}
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:6]]
+        for line in text.splitlines()
+        if "B  " in line
+    }
     assert rows["Allocated memory"] == ["3072 KiB", "3072 KiB", "3072 KiB", "0 B"]
     assert rows["GPU reserved memory"][0] == "20480 KiB" and rows["Non-releasable memory"][0] == "17408 KiB"
     assert text.count("from large pool") == 9 and "Oversize GPU segments" in text
@@ -105,7 +111,7 @@ def test_the_accelerators_functions(gpus):
 def test_fraction_and_settings(gpus):
     torch.cuda.set_per_process_memory_fraction(0.5, 1)
     assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
-    with pytest.raises(torch.OutOfMemoryError, match="50.00 MiB allowed"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"50.00 MiB allowed"):
         made_here(gpus[1], 60 * MIB)
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     assert all(gpu.memory.config.expandable_segments for gpu in gpus)
@@ -154,7 +160,10 @@ def test_a_history_by_hand(gpus):
         made_here(gpus[0], 200 * MIB)
     snapshot = torch.cuda.memory._snapshot()
     first, second = snapshot["device_traces"]
-    assert actions(first) == ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free", "oom"] and second == []
+    assert (
+        actions(first) == ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free", "oom"]
+        and second == []
+    )
     alloc, oom = first[1], first[-1]
     assert (alloc["addr"], alloc["size"], alloc["stream"], alloc["time_us"]) == (block.address, 3 * MIB, 0, 250_000)
     assert (alloc["compile_context"], alloc["user_metadata"], alloc["pool_id"]) == ("N/A", "", (0, 0))
@@ -177,8 +186,15 @@ def test_segments_and_blocks_add_up(gpus):
     memory.free(blocks[1])
     small, large = torch.cuda.memory_snapshot()
     assert [block["state"] for block in small["blocks"]] == ["active_allocated", "active_pending_free", "inactive"]
-    assert [(block["size"], block["requested_size"]) for block in small["blocks"][:2]] == [(512, 100), (300 * KIB, 300 * KIB)]
-    assert (small["allocated_size"], small["active_size"], small["requested_size"]) == (512, 512 + 300 * KIB, 100 + 300 * KIB)
+    assert [(block["size"], block["requested_size"]) for block in small["blocks"][:2]] == [
+        (512, 100),
+        (300 * KIB, 300 * KIB),
+    ]
+    assert (small["allocated_size"], small["active_size"], small["requested_size"]) == (
+        512,
+        512 + 300 * KIB,
+        100 + 300 * KIB,
+    )
     assert (large["segment_type"], large["total_size"], large["is_expandable"]) == ("large", 20 * MIB, False)
     for segment in (small, large):
         assert segment["total_size"] == sum(block["size"] for block in segment["blocks"])
@@ -193,7 +209,9 @@ def test_expandable_segments_in_a_snapshot(gpus):
     gpus[0].memory.free(blocks[1])
     torch.cuda.empty_cache()
     snapshot = torch.cuda.memory._snapshot()
-    assert [segment["total_size"] for segment in snapshot["segments"]] == [20 * MIB, 20 * MIB], "each mapped piece is one"
+    assert [segment["total_size"] for segment in snapshot["segments"]] == [20 * MIB, 20 * MIB], (
+        "each mapped piece is one"
+    )
     assert all(segment["is_expandable"] for segment in snapshot["segments"])
     trace = actions(snapshot["device_traces"][0])
     assert trace == ["segment_map", "alloc"] * 3 + ["free_requested", "free_completed", "segment_unmap"]
@@ -275,12 +293,14 @@ def dumped(gpus, tmp_path):
 
 
 def viz(*arguments) -> str:
-    command = [sys.executable, "-m", "torch.cuda._memory_viz", *map(str, arguments)]
+    """By its file, which needs no second or two to import torch."""
+    command = [sys.executable, _memory_viz.__file__, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_pytorchs_viewer_reads_the_segments(dumped):
-    text = viz("stats", dumped)
+    command = [sys.executable, "-m", "torch.cuda._memory_viz", "stats", str(dumped)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert text == _memory_viz.segsum(pickle.loads(dumped.read_bytes())) + "\n"
     assert "segments: 2" in text and "total_reserved: 22.0MiB" in text and "total_allocated: 5.1MiB" in text
 
@@ -299,8 +319,6 @@ def test_pytorchs_viewer_draws_the_trace(dumped, tmp_path):
     viz("trace_plot", dumped, "-o", page)
     html = page.read_text()
     data = html.split('"base64": "')[1].split('"')[0]
-    import base64
-
     assert pickle.load(io.BytesIO(base64.b64decode(data))) == pickle.loads(dumped.read_bytes())
     viz("segment_plot", dumped, "-o", page)
     assert page.read_text() != html

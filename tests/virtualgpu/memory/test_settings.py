@@ -36,8 +36,12 @@ def test_which_variable_wins(environment):
 
 
 def test_all_settings_at_once():
-    text = "max_split_size_mb:40, max_non_split_rounding_mb:30,garbage_collection_threshold:0.5,roundup_power2_divisions:8"
-    settings = parse(text + ",expandable_segments:True,large_segment_size_mb:12,per_process_memory_fraction:0.25,backend:native")
+    text = (
+        "max_split_size_mb:40, max_non_split_rounding_mb:30,garbage_collection_threshold:0.5,roundup_power2_divisions:8"
+    )
+    settings = parse(
+        text + ",expandable_segments:True,large_segment_size_mb:12,per_process_memory_fraction:0.25,backend:native"
+    )
     assert (settings.max_split_size, settings.max_non_split_rounding) == (40 * MIB, 30 * MIB)
     assert (settings.garbage_collection_threshold, settings.memory_fraction) == (0.5, 0.25)
     assert settings.divisions == (8,) * 16 and settings.large_segment == 12 * MIB and settings.expandable_segments
@@ -153,7 +157,7 @@ def test_large_segments_of_another_size():
 def test_a_fraction_from_the_environment():
     memory = allocator("per_process_memory_fraction:0.5", 100 * MIB)
     assert memory.limit == 50 * MIB
-    with pytest.raises(torch.OutOfMemoryError, match="50.00 MiB allowed"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"50.00 MiB allowed"):
         memory.malloc(60 * MIB)
 
 

@@ -8,8 +8,16 @@ from tests.virtualgpu.memory.programs import KIB, MIB, STEPS, Program, Time, che
 from virtualgpu.memory.allocator import CachingAllocator
 
 FIGURES = (
-    "allocation allocated_bytes active active_bytes requested_bytes inactive_split inactive_split_bytes segment reserved_bytes"
-).split()
+    "allocation",
+    "allocated_bytes",
+    "active",
+    "active_bytes",
+    "requested_bytes",
+    "inactive_split",
+    "inactive_split_bytes",
+    "segment",
+    "reserved_bytes",
+)
 POOLS = {"all": (True, False), "small_pool": (True,), "large_pool": (False,)}
 
 
@@ -123,7 +131,12 @@ def test_free_pieces_by_hand():
     stat = lambda figure: memory.statistics.nested()[figure]["all"]  # noqa: E731
     a, b = memory.malloc(512 * KIB), memory.malloc(512 * KIB)
     assert stat("inactive_split") == {"current": 1, "peak": 1, "allocated": 1, "freed": 0}
-    assert stat("inactive_split_bytes") == {"current": MIB, "peak": 3 * MIB // 2, "allocated": 3 * MIB // 2, "freed": MIB // 2}
+    assert stat("inactive_split_bytes") == {
+        "current": MIB,
+        "peak": 3 * MIB // 2,
+        "allocated": 3 * MIB // 2,
+        "freed": MIB // 2,
+    }
     memory.free(a)
     assert stat("inactive_split")["current"] == 2 and stat("inactive_split_bytes")["current"] == 3 * MIB // 2
     memory.free(b)
@@ -146,7 +159,7 @@ def test_others_and_context_leave_less():
     held = [30 * MIB]
     memory = CachingAllocator(100 * MIB, context=10 * MIB, others=lambda: held[0])
     assert (memory.free_on_gpu, memory.others_held) == (60 * MIB, 30 * MIB)
-    with pytest.raises(Exception, match="of which 60.00 MiB is free"):
+    with pytest.raises(Exception, match=r"of which 60.00 MiB is free"):
         memory.malloc(70 * MIB)
     held[0] = 20 * MIB
     memory.malloc(70 * MIB)

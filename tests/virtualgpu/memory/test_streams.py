@@ -29,7 +29,9 @@ def test_a_shared_block_waits_for_the_other_stream(time):
     time.work[7] = 5.0
     memory.free(block)
     figures = memory.statistics.nested()
-    assert (memory.allocated, memory.requested) == (0, 300 * KIB), "requested_bytes counts what waits, allocated_bytes not"
+    assert (memory.allocated, memory.requested) == (0, 300 * KIB), (
+        "requested_bytes counts what waits, allocated_bytes not"
+    )
     assert (figures["active"]["all"]["current"], figures["active_bytes"]["all"]["current"]) == (1, 300 * KIB)
     other = memory.malloc(300 * KIB)
     assert other.address != block.address and figures["active"]["all"]["peak"] == 1
@@ -131,7 +133,9 @@ def test_require_says_what_malloc_would(steps, nbytes, stream):
         assert outcomes[1] == "True"
         before = figures[1]["allocation"]["all"]["allocated"]
         assert before == figures[0]["allocation"]["all"]["allocated"] - 1
-        block = memories[1].malloc(nbytes, stream)  # now there is room, and no more is asked of the GPU than by malloc alone
+        block = memories[1].malloc(
+            nbytes, stream
+        )  # now there is room, and no more is asked of the GPU than by malloc alone
         assert memories[1].reserved == memories[0].reserved and block.requested == nbytes
         assert memories[1].retries == memories[0].retries
         check(memories[1], [*programs[1].live, block])
@@ -142,7 +146,7 @@ def test_require_says_what_malloc_would(steps, nbytes, stream):
 def test_require_of_several_sizes_together():
     memory = CachingAllocator(100 * MIB)
     memory.require([60 * MIB, 40 * MIB])
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 42.00 MiB.*60.00 MiB is allocated by PyTorch"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 42.00 MiB.*60.00 MiB is allocated by PyTorch"):
         memory.require([60 * MIB, 42 * MIB])
     assert (memory.allocated, memory.ooms) == (0, 1)
     memory.require([])

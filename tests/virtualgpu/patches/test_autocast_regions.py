@@ -246,7 +246,7 @@ def test_the_cache_lasts_until_the_outermost_exit():
 
 
 def test_a_weight_that_goes_leaves_no_cast_to_another():
-    with torch.autocast("cuda"):
+    with torch.no_grad(), torch.autocast("cuda"):  # no graph that would keep the weight
         for value in range(20):
             weight = nn.Parameter(torch.full((2, 2), float(value), device="cuda"))
             assert torch.equal((weight @ weight).cpu(), torch.full((2, 2), 2.0 * value**2, dtype=F16))
