@@ -1,14 +1,16 @@
-"""PyTorch's caching allocator, in Python: which bytes of one GPU are allocated, which are only reserved, and when it is full.
+"""PyTorch's caching allocator, in Python: which bytes of one GPU are allocated, which are only reserved, and when it is
+full.
 
-What is modelled is `c10/cuda/CUDACachingAllocator.cpp`: requests are rounded to 512 bytes; small ones (up to 1 MiB) share segments of
-2 MiB; larger ones come from segments of 20 MiB or, from 10 MiB on, of their own size rounded to 2 MiB; the smallest free block of the
-same stream that fits is used, and split where enough would be left over; a freed block joins its free neighbours and stays
-reserved until `empty_cache`, or until memory runs out. A block that other streams use is free when they are done. Not modelled:
-memory pools of one's own (MemPool, CUDA graphs).
+What is modelled is `c10/cuda/CUDACachingAllocator.cpp`: requests are rounded to 512 bytes; small ones (up to 1 MiB)
+share segments of 2 MiB; larger ones come from segments of 20 MiB or, from 10 MiB on, of their own size rounded to 2
+MiB; the smallest free block of the same stream that fits is used, and split where enough would be left over; a freed
+block joins its free neighbours and stays reserved until `empty_cache`, or until memory runs out. A block that other
+streams use is free when they are done. Not modelled: memory pools of one's own (MemPool, CUDA graphs).
 
-`malloc` and `free` have a short way, written out for speed, which serves while nothing special is on (streams that share blocks,
-settings, a recorded history), and a long one in general.py; a test holds the two equal. blocks.py, segments.py, expandable.py: what
-they work with; statistics.py: the figures; history.py: what happened. All sizes are in bytes, times in seconds.
+`malloc` and `free` have a short way, written out for speed, which serves while nothing special is on (streams that
+share blocks, settings, a recorded history), and a long one in general.py; a test holds the two equal. blocks.py,
+segments.py, expandable.py: what they work with; statistics.py: the figures; history.py: what happened. All sizes are in
+bytes, times in seconds.
 """
 
 from bisect import bisect_left
@@ -70,8 +72,8 @@ class CachingAllocator(GeneralAllocator):
     def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
         """A block of at least `nbytes` for use on `stream`; None for no bytes at all, as PyTorch gives a null pointer.
 
-        Raises torch.OutOfMemoryError, in PyTorch's words, where neither free blocks nor the GPU can serve it, even after
-        the cache was given back.
+        Raises torch.OutOfMemoryError, in PyTorch's words, where neither free blocks nor the GPU can serve it, even
+        after the cache was given back.
         """
         if self.special:
             return self.malloc_generally(nbytes, stream)
@@ -134,8 +136,9 @@ class CachingAllocator(GeneralAllocator):
     def free(self, block: Block | None, ends: dict[int, float] | None = None, context=None) -> None:
         """Give a block back to the cache: it joins its free neighbours, and stays reserved.
 
-        A block that other streams use (`record_stream`) waits for them first: `ends` says when each is done with it, as it was at
-        the moment of the free; by default that is now. context: where the free was asked for (`history.gather`); by default here.
+        A block that other streams use (`record_stream`) waits for them first: `ends` says when each is done with it, as
+        it was at the moment of the free; by default that is now. context: where the free was asked for
+        (`history.gather`); by default here.
         """
         if block is None:
             return
@@ -189,17 +192,21 @@ class CachingAllocator(GeneralAllocator):
     def require(self, nbytes: int | Iterable[int], stream: int = 0) -> None:
         """Raises torch.OutOfMemoryError where `malloc` of so much, or of these sizes one after the other, would.
 
-        What malloc would give back to make room is given back; nothing is taken, and it is no malloc in the figures. A failure is
-        one, with all that belongs to it.
+        What malloc would give back to make room is given back; nothing is taken, and it is no malloc in the figures. A
+        failure is one, with all that belongs to it.
         """
-        sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
-        rounded = [self.config.round_size(size) for size in sizes if size]
-        if len(rounded) == 1 and not self.special:
-            free = (self._small if rounded[0] <= SMALL else self._large).get(stream)
-            if free is not None and free.at_least(rounded[0]) < len(free.keys):
-                return
-        if rounded and not self.fits(sum(self._most_taken(size) for size in rounded)):
-            self._try(sizes, stream)
+        if isinstance(nbytes, int):
+            size = self.config.round_size(nbytes)
+            if not self.special:
+                free = (self._small if size <= SMALL else self._large).get(stream)
+                if free is not None and free.at_least(size) < len(free.keys):
+                    return
+            if nbytes and not self.fits(self._most_taken(size)):
+                self._try([nbytes], stream)
+        else:
+            sizes = [size for size in nbytes if size]
+            if not self.fits(sum(self._most_taken(self.config.round_size(size)) for size in sizes)):
+                self._try(sizes, stream)
 
     def _most_taken(self, size: int) -> int:
         """No more than this is taken from the GPU for a rounded request."""
@@ -211,7 +218,7 @@ class CachingAllocator(GeneralAllocator):
 
     def _try(self, sizes: list[int], stream: int) -> None:
         """Allocate all of it, and take that back."""
-        blocks: list[Block | None] = []
+        blocks: list[Block] = []
         before, self.silent = self.silent, True
         try:
             for size in sizes:
@@ -220,14 +227,12 @@ class CachingAllocator(GeneralAllocator):
             for block in blocks:
                 self.free(block)
             raise
-        finally:
-            self.silent = before
-        self.silent = True
-        for block in reversed(blocks):
-            if block is not None:
+        else:
+            for block in reversed(blocks):
                 up, bar, size, requested = block.home.up, block.home.bar, block.size, block.requested
                 self.free(block)
                 for i, amount in enumerate((1, size, requested)):
                     up[i] -= amount
                     bar[i] -= amount
-        self.silent = before
+        finally:
+            self.silent = before

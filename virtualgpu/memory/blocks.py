@@ -1,6 +1,7 @@
 """What an allocator's memory is made of: blocks, the lists of free ones, and the sizes that PyTorch rounds to.
 
-Sizes and addresses are in bytes. Sources: c10/core/AllocatorConfig.h (the constants), c10/cuda/CUDACachingAllocator.cpp.
+Sizes and addresses are in bytes. Sources: c10/core/AllocatorConfig.h (the constants),
+c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from bisect import bisect_left
@@ -19,8 +20,9 @@ DEVICE_BITS = 48  # a GPU's addresses start at (its index + 1) << 48: no tool ta
 class Block:
     """A piece of a segment. Its neighbours in the same segment are `before` and `after`.
 
-    used: somebody has it, or streams still work on it (`waiting`). requested: bytes asked for, before rounding. streams: other
-    streams that use it, by record_stream. mapped: has memory behind it; an expandable segment has pieces that do not.
+    used: somebody has it, or streams still work on it (`waiting`). requested: bytes asked for, before rounding.
+    streams: other streams that use it, by record_stream. mapped: has memory behind it; an expandable segment has pieces
+    that do not.
     """
 
     streams: set[int] | None = None
@@ -53,9 +55,9 @@ class Block:
 class FreeList:
     """The free blocks of one stream in one pool, the smallest first; of equal size, the one with the lowest address.
 
-    `keys` and `blocks` run in parallel: a list of plain numbers is found through faster. up, bar: the pool's counters (see
-    statistics), at hand for malloc. unsplit: as much is left with a block rather than split off. spare: Block objects that were
-    joined into another one, to be used again.
+    `keys` and `blocks` run in parallel: a list of plain numbers is found through faster. up, bar: the pool's counters
+    (see statistics), at hand for malloc. unsplit: as much is left with a block rather than split off. spare: Block
+    objects that were joined into another one, to be used again.
     """
 
     __slots__ = ("bar", "blocks", "keys", "pool", "spare", "stream", "unmapped", "unsplit", "up")
@@ -89,7 +91,8 @@ class FreeList:
 
 
 class Pool:
-    """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was on."""
+    """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was
+    on."""
 
     def __init__(self, small: bool, counts):
         self.small, self.counts, self.searches = small, counts, 0

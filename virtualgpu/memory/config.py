@@ -1,10 +1,11 @@
 """What PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF asks of the allocator.
 
-The first of the two wins where it is set, even to nothing (c10/core/AllocatorConfig.cpp). What can change a figure is modelled or
-refused; what cannot (how pinned memory is made, what a CUDA graph reuses) is known, and a warning says once that it does nothing.
-Wrong settings raise PyTorch's own ValueError.
+The first of the two wins where it is set, even to nothing (c10/core/AllocatorConfig.cpp). What can change a figure is
+modelled or refused; what cannot (how pinned memory is made, what a CUDA graph reuses) is known, and a warning says once
+that it does nothing. Wrong settings raise PyTorch's own ValueError.
 
-Sources: c10/core/AllocatorConfig.{h,cpp}, c10/cuda/CUDAAllocatorConfig.{h,cpp}; tests compare with the parser inside torch.
+Sources: c10/core/AllocatorConfig.{h,cpp}, c10/cuda/CUDAAllocatorConfig.{h,cpp}; tests compare with the parser inside
+torch.
 """
 
 import math
@@ -49,7 +50,8 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Config:
-    """The settings, in bytes. max_split_size: `UNLIMITED` unless set. divisions: of each power of two, 0 or 1 for none."""
+    """The settings, in bytes. max_split_size: `UNLIMITED` unless set. divisions: of each power of two, 0 or 1 for
+    none."""
 
     text: str = ""  # as it was written
     expandable_segments: bool = False
@@ -200,7 +202,8 @@ def _double(value: str | list[str]) -> float:
 
 
 def _divisions(before: tuple[int, ...], value: str | list[str]) -> tuple[int, ...]:
-    """One number for all sizes, or `boundary in MiB:divisions` for the sizes up to each boundary, with > for those above."""
+    """One number for all sizes, or `boundary in MiB:divisions` for the sizes up to each boundary, with > for those
+    above."""
     if isinstance(value, str):
         if (number := _size(value)).bit_count() != 1:
             raise ValueError("For roundups, the divisions has to be power of 2 ")

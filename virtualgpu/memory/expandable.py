@@ -1,11 +1,12 @@
 """Segments that grow (expandable_segments:True): address space first, memory behind it page by page.
 
-Each stream has one segment for its small blocks and one for its large ones, with addresses for 1 1/8 of the whole GPU. A page is 2 MiB
-for small blocks and 20 MiB for large ones. A request that finds no free block gets pages mapped at the lowest address where it fits,
-joined to a free block before them. Giving back unmaps every page that no block uses, so little is lost between blocks.
+Each stream has one segment for its small blocks and one for its large ones, with addresses for 1 1/8 of the whole GPU.
+A page is 2 MiB for small blocks and 20 MiB for large ones. A request that finds no free block gets pages mapped at the
+lowest address where it fits, joined to a free block before them. Giving back unmaps every page that no block uses, so
+little is lost between blocks.
 
-Pieces without memory are blocks too, with `mapped` False, in `FreeList.unmapped`. Source: CUDACachingAllocator.cpp, Note [Expandable
-Segments], and find_expandable_block, map_block, unmap_block.
+Pieces without memory are blocks too, with `mapped` False, in `FreeList.unmapped`. Source: CUDACachingAllocator.cpp,
+Note [Expandable Segments], and find_expandable_block, map_block, unmap_block.
 """
 
 import math

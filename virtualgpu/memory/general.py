@@ -1,6 +1,8 @@
-"""The allocator, all of it: streams that share blocks, settings, history. `CachingAllocator` adds short ways for the common case.
+"""The allocator, all of it: streams that share blocks, settings, history. `CachingAllocator` adds short ways for the
+common case.
 
-The order of things is that of DeviceCachingAllocator::malloc, alloc_found_block, free and free_block (CUDACachingAllocator.cpp).
+The order of things is that of DeviceCachingAllocator::malloc, alloc_found_block, free and free_block
+(CUDACachingAllocator.cpp).
 """
 
 from bisect import insort
@@ -67,7 +69,8 @@ class GeneralAllocator(Segments):
         self._context = None
 
     def record_stream(self, block: Block | None, stream: int) -> None:
-        """`stream` uses the block too: when it is freed, it waits until that stream has come past the moment of the free."""
+        """`stream` uses the block too: when it is freed, it waits until that stream has come past the moment of the
+        free."""
         if block is not None and stream != block.home.stream:
             block.streams = {stream, *(block.streams or ())}
             self._shared = True
@@ -83,7 +86,8 @@ class GeneralAllocator(Segments):
         return before - self.reserved
 
     def configure(self, config: Config) -> None:
-        """Other settings from now on, as torch.cuda.memory._set_allocator_settings does; memory_fraction counts only at the start."""
+        """Other settings from now on, as torch.cuda.memory._set_allocator_settings does; memory_fraction counts only at
+        the start."""
         self.config = config
         self._choose_way()
 

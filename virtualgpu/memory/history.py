@@ -1,12 +1,15 @@
 """What happened in a GPU's memory, and who did it: PyTorch's memory history and snapshots, in PyTorch's own format.
 
-A `History` is told of each event by its allocator (see `Segments.tell`), and keeps where in the program it came from: Python's frames,
-innermost first, without virtualgpu's own. `snapshot` makes the dictionary that `torch.cuda.memory._snapshot()` returns and
-`_memory_viz.py` reads. Times are of the simulated clock, in microseconds. There are no C++ frames: those here are the CPU's.
+A `History` is told of each event by its allocator (see `Segments.tell`), and keeps where in the program it came from:
+Python's frames, innermost first, without virtualgpu's own. `snapshot` makes the dictionary that
+`torch.cuda.memory._snapshot()` returns and `_memory_viz.py` reads. Times are of the simulated clock, in microseconds.
+There are no C++ frames: those here are the CPU's.
 
-Sources: CUDACachingAllocator.cpp (record_trace, snapshot), torch/csrc/cuda/Module.cpp (the dictionary), memory_snapshot.cpp (options).
+Sources: CUDACachingAllocator.cpp (record_trace, snapshot), torch/csrc/cuda/Module.cpp (the dictionary),
+memory_snapshot.cpp (options).
 """
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -24,7 +27,7 @@ CONTEXT = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 NO_POOL = (0, 0)  # MemPools are not modelled
 
 _OURS = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
+_BETWEEN = (str(Path(torch.__file__).parent), contextlib.__file__)  # what ours may have called that called ours
 
 Context = tuple  # code objects and instructions in turn, innermost first
 
@@ -47,7 +50,8 @@ class Event(NamedTuple):
 
 
 class History:
-    """One GPU's. `level`: which events keep their frames; `skip`: actions that are not kept; the last `max_entries` are."""
+    """One GPU's. `level`: which events keep their frames; `skip`: actions that are not kept; the last `max_entries`
+    are."""
 
     def __init__(self, timeline, level: int, max_entries: int = sys.maxsize, skip: Iterable[str] = ()):
         self.timeline, self.level, self.skip = timeline, level, frozenset(skip)
@@ -73,7 +77,8 @@ class History:
 
 
 def options(enabled: str | None, context: str | None, stacks: str, max_entries: int) -> tuple[int, int]:
-    """Level and number of entries for what `_record_memory_history` was asked. Raises RuntimeError in PyTorch's words."""
+    """Level and number of entries for what `_record_memory_history` was asked. Raises RuntimeError in PyTorch's
+    words."""
     if enabled not in (None, "state", "all"):
         raise RuntimeError("expected state to be 'state', 'all', or None")
     if context not in CONTEXT:
@@ -92,7 +97,7 @@ def frames_of(context: Context | None) -> list[dict[str, Any]]:
     for number, (code, _) in enumerate(pairs):
         if code.co_filename.startswith(_OURS):
             inner = number + 1
-        elif not code.co_filename.startswith(_TORCH):
+        elif not code.co_filename.startswith(_BETWEEN):
             break
     return [
         {"name": code.co_name, "filename": code.co_filename, "line": _line(code, at)}

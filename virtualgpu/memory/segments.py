@@ -1,8 +1,8 @@
 """What one process holds of a GPU: segments, taken when no free block serves, and given back by several ways.
 
-Where the GPU is full, PyTorch tries in this order (CUDACachingAllocator.cpp, malloc): garbage collection, if it is on; a segment from
-the GPU; giving back free segments that are too large to split, if max_split_size_mb is set; waiting for blocks that streams still
-use, and giving back all free segments. Then it is out of memory.
+Where the GPU is full, PyTorch tries in this order (CUDACachingAllocator.cpp, malloc): garbage collection, if it is on;
+a segment from the GPU; giving back free segments that are too large to split, if max_split_size_mb is set; waiting for
+blocks that streams still use, and giving back all free segments. Then it is out of memory.
 """
 
 from collections.abc import Callable
@@ -53,10 +53,11 @@ class Untimed:
 
 
 class Segments:
-    """A GPU of `capacity` bytes, of which this process's CUDA `context` and `others` on the GPU hold a part (see `others_held`).
+    """A GPU of `capacity` bytes, of which this process's CUDA `context` and `others` on the GPU hold a part (see
+    `others_held`).
 
-    limit: what this process may reserve (torch.cuda.set_per_process_memory_fraction). on_reserved: called with this object whenever
-    `reserved` has changed. history, listeners: see `tell`.
+    limit: what this process may reserve (torch.cuda.set_per_process_memory_fraction). on_reserved: called with this
+    object whenever `reserved` has changed. history, listeners: see `tell`.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class Segments:
 
     @property
     def others_held(self) -> int:
-        """Bytes of the GPU that other processes hold: a number, or whatever the function returns that was put in its place."""
+        """Bytes of the GPU that other processes hold: a number, or whatever the function returns that was put in its
+        place."""
         others = self.others
         return others() if callable(others) else others
 
@@ -134,8 +136,8 @@ class Segments:
     def tell(self, action: str, address: int, size: int, stream: int, context, block: Block | None = None) -> None:
         """Each event goes to the history and to all `listeners`, as listener(action, address, size, stream, block).
 
-        The actions are PyTorch's: alloc, free_requested, free_completed (both with the bytes asked for; `block` has those given),
-        segment_alloc, segment_free, segment_map, segment_unmap, oom (address: what is free on the GPU).
+        The actions are PyTorch's: alloc, free_requested, free_completed (both with the bytes asked for; `block` has
+        those given), segment_alloc, segment_free, segment_map, segment_unmap, oom (address: what is free on the GPU).
         """
         if self.silent and action in ("alloc", "free_requested", "free_completed"):
             return

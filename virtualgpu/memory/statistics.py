@@ -1,16 +1,17 @@
 """The figures of `torch.cuda.memory_stats()`: each with its present value, its peak, and all that ever came and went.
 
-Nine figures, each for the small pool, the large pool and both, are kept at every malloc and free, so keeping them has to cost
-little. Five of them change there. A pool counts them as two numbers that only grow:
+Nine figures, each for the small pool, the large pool and both, are kept at every malloc and free, so keeping them has
+to cost little. Five of them change there. A pool counts them as two numbers that only grow:
 
     up[i]    what came, in all
     bar[i]   what `up` may become before some peak could be a new one; it moves up with all that goes
 
-so one addition serves each change, and one comparison says whether a peak has to be looked at (`note_peaks`, rare). The bar's level
-above what went is `quiet[i]`; hence went = bar - quiet, and now = up - went. The levels of the two pools are chosen so that while
-neither passes its own, neither the pools' peaks nor that of both together is passed.
+so one addition serves each change, and one comparison says whether a peak has to be looked at (`note_peaks`, rare). The
+bar's level above what went is `quiet[i]`; hence went = bar - quiet, and now = up - went. The levels of the two pools
+are chosen so that while neither passes its own, neither the pools' peaks nor that of both together is passed.
 
-The others follow: a block is active while it is allocated or waits for streams; segments change rarely and are counted plainly.
+The others follow: a block is active while it is allocated or waits for streams; segments change rarely and are counted
+plainly.
 
 Source: c10/core/CachingDeviceAllocator.h (DeviceStats) and the places where CUDACachingAllocator.cpp changes them.
 """

@@ -21,7 +21,7 @@ CASTABLE.remove(torch.float64)
 # From this capability on, cuDNN's recurrent layers take bfloat16 (ATen asks its hooks, supportsBFloat16RNNWithCuDNNv8)
 CUDNN_BFLOAT16 = (8, 0)
 
-# The weight cache, shared by all threads as PyTorch's is: {identity of the weight: (weak reference to it, its cast)}
+# The weight cache, shared by all threads as PyTorch's is: {identity of the weight: its cast}
 cache = SimpleNamespace(casts={})
 _lock = threading.RLock()
 
@@ -60,14 +60,16 @@ def _cast(value, dtype: torch.dtype, cached: bool = True):
 
 
 def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The cast of a parameter: made once, kept until the outermost autocast ends."""
-    if not torch.is_autocast_cache_enabled():
+    """The cast of a parameter: made once, kept until the outermost autocast ends. Gradients flow through it even where it was first
+    made in no_grad(), as in PyTorch since 2.11; what inference_mode() makes could not be used elsewhere, and is not kept."""
+    if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
         return _copy(weight, dtype)
     with _lock:
         known = cache.casts.get(weight._cdata)
-        if known is None:  # the weak reference keeps the identity from being given to another tensor
-            known = cache.casts[weight._cdata] = (torch._C._WeakTensorRef(weight), _copy(weight, dtype))
-    return known[1]
+        if known is None:
+            with torch.enable_grad():  # so its graph keeps the weight, and no other tensor gets that identity meanwhile
+                known = cache.casts[weight._cdata] = _copy(weight, dtype)
+    return known
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The C functions below torch/cuda/memory.py and torch/accelerator/memory.py, answered by the virtual GPUs' allocators.
 
-PyTorch's own Python code stays as it is: memory_stats, memory_summary, memory_snapshot, _record_memory_history, _dump_snapshot and
-the rest. What the allocators do not model (memory pools of one's own, other allocators, figures of pinned memory) raises
-NotImplementedError in a sentence.
+PyTorch's own Python code stays as it is: memory_stats, memory_summary, memory_snapshot, _record_memory_history,
+_dump_snapshot and the rest. What the allocators do not model (memory pools of one's own, other allocators, figures of
+pinned memory) raises NotImplementedError in a sentence.
 """
 
 import functools

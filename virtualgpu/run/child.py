@@ -40,7 +40,7 @@ class _Process:
         """Last figures, the trace, the report. The runner, and its folder with them, may have gone: then nobody asks."""
         with contextlib.suppress(OSError):
             machine = _machine()
-            if machine is not None and machine.initialized and not machine.forked:
+            if machine is not None and machine.gpus and machine.initialized and not machine.forked:
                 _last_figures(machine, self.ledger)
             if self.recorded:
                 from virtualgpu.run import traces

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     """
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
-    command = [sys.executable, *subprocess._args_from_interpreter_flags(), *arguments]
+    command = [sys.executable, *interpreter_flags(sys.orig_argv), *arguments]
     with folder() as path:
         settings = settings._replace(folder=path)
         environ = {**os.environ, **variables(settings, os.environ)}
@@ -70,6 +71,14 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
                 status = _wait(program)
         _tell(settings, trace, None if quiet else sys.stderr)
     return status
+
+
+def interpreter_flags(command: list[str]) -> list[str]:
+    """What stood between `python` and `-m virtualgpu`: -u, -X dev, -W error and their kind are meant for the program."""
+    for at, word in enumerate(command[1:-1], 1):
+        if command[at + 1] == "virtualgpu" and re.fullmatch("-[a-zA-Z]*m", word):
+            return command[1:at] + ([word[:-1]] if word != "-m" else [])
+    return []
 
 
 def _wait(program: subprocess.Popen) -> int:

@@ -6,6 +6,7 @@ A process hands over, for each GPU, a `Peak`: the blocks that were there when it
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
@@ -14,7 +15,7 @@ from virtualgpu.run.table import size
 SUFFIX = ".report"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
 MOST = 10  # lines of a program that are told; the rest is one line
-LIBRARIES = ("torch", "torchvision", "virtualgpu")  # a line in these is nobody's to change
+LIBRARIES = ("torch", "torchvision", "virtualgpu", "contextlib", "threading")  # a line in these is nobody's to change
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class LiveBlock:
 
     bytes: int
     kind: str  # one of KINDS
-    frames: tuple[tuple[str, int, str], ...] = ()  # file, line and function, the innermost first
+    frames: tuple[
+        tuple[str, int, str], ...
+    ] = ()  # file, line and function, the innermost first; PyTorch's may be among them
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,24 @@ def register(source: Callable[[], Iterable[Peak]]) -> None:
 def leave(folder: str) -> None:
     """Write this process's peaks for the runner."""
     peaks = [asdict(peak) for source in _sources for peak in source()]
+    for peak in peaks:
+        for block in peak["blocks"]:
+            block["frames"] = own_frames(block["frames"])
     if peaks:
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w") as file:
             json.dump(peaks, file)
+
+
+def own_frames(frames: tuple) -> tuple:
+    """From the first frame on that is the reader's own code; the innermost alone where none is."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in LIBRARIES]
+    libraries = tuple(
+        os.path.join(os.path.dirname(file), "") if os.path.basename(file) == "__init__.py" else file
+        for file in files
+        if file
+    )
+    first = next((at for at, frame in enumerate(frames) if not frame[0].startswith(libraries)), None)
+    return frames[:1] if first is None else frames[first:]
 
 
 def collect(folder: str) -> list[str]:
@@ -97,14 +115,11 @@ def lines(peak: Peak, who: str = "") -> list[str]:
 
 
 def place(block: LiveBlock) -> str:
-    """The line of the reader's own code that made a block: the innermost outside of PyTorch."""
-    for file, line, function in block.frames:
-        if not any(f"{os.sep}{name}{os.sep}" in file for name in LIBRARIES):
-            return f"{os.path.basename(file)}:{line} {function}"
-    if block.frames:
-        file, line, function = block.frames[0]
-        return f"{os.path.basename(file)}:{line} {function}"
-    return "(made before frames were recorded)"
+    """The line that made a block, once `own_frames` has left out PyTorch's."""
+    if not block.frames:
+        return "(made before frames were recorded)"
+    file, line, function = block.frames[0]
+    return f"{os.path.basename(file)}:{line} {function}"
 
 
 def verdict(peak: Peak) -> str:

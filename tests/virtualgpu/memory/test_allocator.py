@@ -1,4 +1,5 @@
-"""The caching allocator: its rounding as documented, its invariants under random programs, and its words when memory is out."""
+"""The caching allocator: its rounding as documented, its invariants under random programs, and its words when memory is
+out."""
 
 import itertools
 
@@ -120,7 +121,8 @@ ACTIONS = st.one_of(
 
 @given(st.lists(ACTIONS, min_size=50, max_size=200))
 def test_invariants_under_random_programs(actions):
-    """No two blocks overlap, what is allocated is what the live blocks hold, reserved covers it, and nothing is lost."""
+    """No two blocks overlap, what is allocated is what the live blocks hold, reserved covers it, and nothing is
+    lost."""
     memory = CachingAllocator(60 * MIB)  # so that memory runs out, too
     live, largest = [], 0
     for action, number in actions:

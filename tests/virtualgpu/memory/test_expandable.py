@@ -1,4 +1,5 @@
-"""expandable_segments:True, by hand-computed cases and under random programs. Pages: 2 MiB for small blocks, 20 MiB for large ones."""
+"""expandable_segments:True, by hand-computed cases and under random programs. Pages: 2 MiB for small blocks, 20 MiB for
+large ones."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Memory history and snapshots through PyTorch's own functions: its C functions replaced, on GPUs without a machine around them."""
+"""Memory history and snapshots through PyTorch's own functions: its C functions replaced, on GPUs without a machine
+around them."""
 
 import base64
 import io
@@ -215,6 +216,9 @@ def test_expandable_segments_in_a_snapshot(gpus):
     assert all(segment["is_expandable"] for segment in snapshot["segments"])
     trace = actions(snapshot["device_traces"][0])
     assert trace == ["segment_map", "alloc"] * 3 + ["free_requested", "free_completed", "segment_unmap"]
+    assert snapshot["device_traces"][0][-1]["frames"][0]["filename"] == torch.cuda.memory.__file__, (
+        "who emptied the cache"
+    )
     assert snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 

@@ -162,7 +162,8 @@ def test_a_fraction_from_the_environment():
 
 
 def test_large_blocks_are_not_split():
-    """max_split_size: a block from that size on serves only requests from that size on, up to 20 MiB smaller than it."""
+    """max_split_size: a block from that size on serves only requests from that size on, up to 20 MiB smaller than
+    it."""
     memory = allocator("max_split_size_mb:40")
     memory.free(memory.malloc(100 * MIB))
     figures = memory.statistics.nested()
@@ -188,7 +189,8 @@ def test_too_large_blocks_go_first_when_memory_runs_out():
 
 @pytest.mark.parametrize("fraction, reserved", [(0.5, 82), (1.0, 96)])
 def test_garbage_collection_needs_a_fraction(fraction, reserved):
-    """Above the threshold, segments go that were not used for longer than the mean; without a fraction it does nothing."""
+    """Above the threshold, segments go that were not used for longer than the mean; without a fraction it does
+    nothing."""
     memory = allocator(f"garbage_collection_threshold:0.6,per_process_memory_fraction:{fraction}", 200 * MIB)
     for block in [memory.malloc(size * MIB) for size in (12, 14, 40)]:
         memory.free(block)
@@ -197,3 +199,11 @@ def test_garbage_collection_needs_a_fraction(fraction, reserved):
     assert memory.reserved == 66 * MIB
     memory.malloc(30 * MIB)  # 66 MiB are more than 0.6 of 100: those of 14 go, which were not used since; 12 stay
     assert (memory.reserved, memory.retries) == (reserved * MIB, 0)
+
+
+def test_garbage_of_the_same_age_goes_together():
+    memory = allocator("garbage_collection_threshold:0.6,per_process_memory_fraction:0.5", 200 * MIB)
+    for block in [memory.malloc(size * MIB) for size in (32, 34)]:
+        memory.free(block)
+    memory.malloc(30 * KIB)  # of the small pool: served by a segment of its own
+    assert memory.reserved == 2 * MIB and memory.retries == 0

@@ -50,6 +50,17 @@ def test_the_moment_of_the_free_counts(time):
     assert memory.malloc(300 * KIB).address == block.address
 
 
+def test_the_last_of_several_streams_counts(time):
+    memory = CachingAllocator(100 * MIB, timeline=time)
+    block = memory.malloc(300 * KIB)
+    time.work = {7: 5.0, 9: 8.0}
+    for stream in (7, 9, 7):
+        memory.record_stream(block, stream)
+    memory.free(block)
+    for time.host, reused in ((5.0, False), (7.0, False), (8.0, True)):
+        assert (memory.malloc(300 * KIB).address == block.address) is reused
+
+
 def test_use_on_its_own_stream_changes_nothing(time):
     memory = CachingAllocator(100 * MIB, timeline=time)
     block = memory.malloc(300 * KIB, 7)

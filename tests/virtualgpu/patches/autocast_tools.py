@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import virtualgpu
@@ -78,6 +79,27 @@ def kinds(value):
 def equal(left, right):
     pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
     return all(a.dtype is b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+
+
+class Seen(TorchDispatchMode):
+    """The operations that pass, by name, and the dtype of each cast among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.casts = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        if self.names[-1] == "_to_copy":
+            self.casts.append(out.dtype)
+        return out
+
+
+def casts_in(program) -> list:
+    with Seen() as seen:
+        program()
+    return seen.casts
 
 
 # -- what the tests run

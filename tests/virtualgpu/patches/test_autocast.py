@@ -19,6 +19,7 @@ from tests.virtualgpu.patches.autocast_tools import (
     as_pytorch_does,
     cases,
     cast,
+    casts_in,
     equal,
     fake,
     kinds,
@@ -41,12 +42,15 @@ def gpus(monkeypatch, pytorchs):
 
 @pytest.fixture(scope="module")
 def pytorchs():
-    """What PyTorch's own kernels for AutocastCUDA give, on fake tensors that say they are CUDA's: {program: dtypes}."""
-    found = {}
+    """What PyTorch's own kernels for AutocastCUDA give, on fake tensors that say they are CUDA's: the dtypes of results, and of casts."""
+    found, casts = {}, {}
     for name, dtype in cases():
         made = arguments(name, dtype)
         found[name, dtype] = as_pytorch_does(lambda name=name, made=made: kinds(operation(name)(*fake(made))))
-    return found
+        casts[name, dtype] = as_pytorch_does(
+            lambda name=name, made=made: casts_in(lambda: operation(name)(*fake(made)))
+        )
+    return found, casts
 
 
 # -- the lists
@@ -99,7 +103,7 @@ def expected(name, dtype):
 
 @pytest.mark.parametrize("dry", [False, True])
 def test_results_have_the_dtypes_of_the_rule(dry, pytorchs):
-    wrong, compared = {}, 0
+    wrong, compared, (theirs, _) = {}, 0, pytorchs
     for name, dtype in cases():
         if dry and name.startswith(
             "_convolution"
@@ -110,10 +114,28 @@ def test_results_have_the_dtypes_of_the_rule(dry, pytorchs):
             made = fake(made) if dry else on(made)
             with torch.autocast("cuda"):
                 out = kinds(operation(name)(*made))
-        compared += pytorchs[name, dtype] is not None
-        if {*out} != {expected(name, dtype)} or pytorchs[name, dtype] not in (None, out):
-            wrong[name, dtype] = out, pytorchs[name, dtype]
+        compared += theirs[name, dtype] is not None
+        if {*out} != {expected(name, dtype)} or theirs[name, dtype] not in (None, out):
+            wrong[name, dtype] = out, theirs[name, dtype]
     assert wrong == {} and compared > 200
+
+
+def test_casts_are_those_of_pytorch(pytorchs):
+    _, theirs = pytorchs
+    others = {
+        "softmax.int",
+        "log_softmax.int",
+        "scaled_dot_product_attention",
+    }  # of other kernels: CUDA's softmax casts in itself
+    different, compared = {}, 0
+    for name, dtype in cases():
+        made = on(arguments(name, dtype))
+        with torch.autocast("cuda"):
+            ours = casts_in(lambda name=name, made=made: operation(name)(*made))
+        compared += bool(theirs[name, dtype])
+        if name not in others and theirs[name, dtype] not in (None, ours):
+            different[name, dtype] = ours, theirs[name, dtype]
+    assert different == {} and compared > 80
 
 
 def test_numbers_equal_casts_by_hand():

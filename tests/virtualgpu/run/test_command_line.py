@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from virtualgpu.run import cards, cli
+from virtualgpu.run import cards, cli, program
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,10 @@ def test_python_told_to_heed_no_environment(capsys):
     command = [sys.executable, "-s", "-E", "-m", "virtualgpu", "-c", "print('never')"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (2, "") and "-E" in found.stderr
+
+
+def test_flags_of_python_are_the_programs():
+    flags = program.interpreter_flags
+    assert flags(["python", "-X", "dev", "-u", "-m", "virtualgpu", "-m", "virtualgpu"]) == ["-X", "dev", "-u"]
+    assert flags(["python", "-um", "virtualgpu", "x.py"]) == ["-u"]
+    assert flags(["python", "-m", "virtualgpu", "x.py"]) == flags(["pytest", "x"]) == []

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.virtualgpu.run.test_environment import H100, T4
 from virtualgpu.environment import Settings
@@ -69,11 +70,11 @@ def test_a_trace_that_cannot_be_written_is_said(tmp_path):
     assert traces.merge(str(tmp_path), [], str(tmp_path / "gone" / "t.json")).startswith("The trace was not written: ")
 
 
-HERE, TORCH = ("/home/me/train.py", 12, "step"), ("/lib/torch/nn/modules/linear.py", 134, "forward")
+HERE = ("/home/me/torch/train.py", 12, "step")
 BLOCKS = (
-    LiveBlock(600 * MIB, "activations", (TORCH, HERE)),
+    LiveBlock(600 * MIB, "activations", (HERE, ("/home/me/torch/train.py", 40, "<module>"))),
     LiveBlock(200 * MIB, "activations", (HERE,)),
-    LiveBlock(150 * MIB, "parameters", (("/home/me/train.py", 5, "build"),)),
+    LiveBlock(150 * MIB, "parameters", (("/home/me/torch/train.py", 5, "build"),)),
     LiveBlock(50 * MIB, "something", ()),
 )
 
@@ -123,6 +124,12 @@ def test_reports_of_processes_meet(tmp_path, monkeypatch):
     (written,) = tmp_path.glob("*.report")
     assert report.collect(str(tmp_path)) == ["", *report.lines(peak, "rank 1, ")]
     assert report._peak(json.loads(written.read_text())[0]) == peak
+
+
+def test_frames_begin_in_the_readers_code():
+    inside = (torch.nn.Linear.forward.__code__.co_filename, 134, "forward")
+    assert report.own_frames((inside, inside, HERE, inside)) == (HERE, inside)
+    assert report.own_frames((inside, inside)) == (inside,) and report.own_frames(()) == ()
 
 
 @pytest.mark.parametrize(

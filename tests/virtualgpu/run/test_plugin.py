@@ -1,9 +1,12 @@
 """The pytest plugin: GPUs before conftest.py, fresh ones for each test, other ones by marker."""
 
+from importlib import metadata
+
 import pytest
 
 pytest_plugins = "pytester"
-PLUGIN = ("-p", "virtualgpu.pytest_plugin", "-p", "no:cacheprovider")
+INSTALLED = metadata.entry_points(group="pytest11", name="virtualgpu")
+PLUGIN = () if INSTALLED else ("-p", "virtualgpu.pytest_plugin")  # a checkout that was not installed again
 
 
 @pytest.fixture

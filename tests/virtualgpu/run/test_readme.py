@@ -1,0 +1,34 @@
+"""The README's two examples do what it says."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import virtualgpu.environment
+
+README = Path(virtualgpu.environment.__file__).with_name("README.md")
+
+
+def example(name, folder, environ):
+    """Write the program called `name`, run the command below it; its output's lines, and those that the README shows."""
+    program, command, shown = re.search(
+        rf"```python\n(# {name}\n.*?)```\n\n```console\n\$ (.*?)\n(.*?)```", README.read_text(), re.DOTALL
+    ).groups()
+    (folder / name).write_text(program)
+    words = shlex.split(command)
+    words = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
+    found = subprocess.run(words, cwd=folder, env=environ, text=True, capture_output=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return (found.stdout + found.stderr).splitlines(), shown.splitlines()
+
+
+def test_the_runner(tmp_path, clean_environ):
+    told, shown = example("train.py", tmp_path, clean_environ)
+    assert told == shown
+
+
+def test_the_plugin(tmp_path, clean_environ):
+    told, shown = example("test_sharding.py", tmp_path, clean_environ)
+    assert told[-1].startswith(shown[-1]) and shown[-1] == "2 passed"
