@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run site lab test bench matrix browser doctor store stamp clean setup
+.PHONY: run site lab test bench judges matrix browser doctor store stamp clean setup
 
 run: setup         ## execute all notebooks, then write build/index.html
 	@$(PY) tools/run.py
@@ -20,6 +20,11 @@ test: setup        ## lint, unit tests, guards, strict nbval
 
 bench: setup       ## timings, side by side in one run
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[bench]' -c constraints.txt && $(PY) -m tests.bench
+
+judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout (tests/judges/README.md)
+	@$(PY) -m pip install -q --disable-pip-version-check -e '.[judges]' -c constraints.txt && $(PY) -m tests.judges op_db --dry
+	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges pytorch $(PYTORCH_TEST))
+	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples $(PYTORCH_EXAMPLES))
 
 matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, as in Colab, in a browser; ONLY=colab
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")

@@ -7,7 +7,27 @@ Numbers are computed on the CPU. Places, memory and time are kept account of: te
 full says so, and each has a simulated clock. `README.md` beside this file says what is in which folder.
 """
 
-from virtualgpu.hardware.specs import SPECS, Spec
-from virtualgpu.session import dry_run, gpus, machine, recording, reset
+import importlib
+
+# Found when first used: the runner and the pytest plugin do without PyTorch until a program imports it
+_FROM = {
+    "SPECS": "hardware.specs",
+    "Spec": "hardware.specs",
+    "dry_run": "session",
+    "gpus": "session",
+    "machine": "session",
+    "recording": "session",
+    "reset": "session",
+}
 
 __all__ = ["SPECS", "Spec", "dry_run", "gpus", "machine", "recording", "reset"]
+
+
+def __getattr__(name: str):
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

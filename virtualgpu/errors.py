@@ -28,6 +28,11 @@ def invalid_ordinal() -> RuntimeError:
     return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?\n")
 
 
+def no_gpus() -> RuntimeError:
+    """The error of PyTorch where CUDA_VISIBLE_DEVICES leaves none."""
+    return RuntimeError("No CUDA GPUs are available")
+
+
 def device_assert() -> RuntimeError:
     """The error of CUDA for every call after a kernel's assert."""
     return _cuda_error("device-side assert triggered")

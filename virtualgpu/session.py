@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from virtualgpu import _compat
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.machine import Machine
+from virtualgpu.environment import visible_gpus
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
@@ -23,6 +24,7 @@ from virtualgpu.patches import (
     gputil,
     legacy,
     memory,
+    nvml,
     profiler,
     random,
     storage,
@@ -34,7 +36,7 @@ from virtualgpu.simulation.trace import Recording
 
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 # In this order: memory and random numbers before the driver that uses them
-FACES = (memory, random, streams, cuda, tensor, storage, legacy, foreach, data_parallel, autocast, compiler, profiler, gputil)
+FACES = (memory, random, streams, cuda, tensor, storage, legacy, foreach, data_parallel, autocast, compiler, profiler, gputil, nvml)
 
 
 class Devices(list):
@@ -196,6 +198,7 @@ def activate(cards: Sequence[Spec], dry: bool = False, visible: list[int] | None
     reset()
     _session = _Session(cards, visible, as_real=True)
     _session.machine.dry = dry
+    _session.machine.choose = lambda: visible_gpus(len(cards))
     return _session.machine
 
 
@@ -205,10 +208,12 @@ def renew() -> None:
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _session
-    visible = [gpu.physical for gpu in old.machine.gpus]
     reset()
-    _session = _Session(old.cards, visible, old.as_real)
-    _session.machine.dry = old.machine.dry
+    _session = _Session(old.cards, old.machine.visible, old.as_real)
+    new = _session.machine
+    new.dry, new.choose = old.machine.dry, old.machine.choose
+    if old.machine.ledger is not None:
+        new.share(old.machine.ledger)
 
 
 def _wanted_kind() -> str:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from virtualgpu import errors
+from virtualgpu import _compat, errors
 from virtualgpu.engine import special
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
@@ -140,7 +140,7 @@ class Dispatch(TorchDispatchMode):
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
         if op.foreach:
             return self._device_of_lists(op, args, kwargs, tensors)
-        gpu, adrift = UNSET, None
+        gpu, adrift, guess = UNSET, None, None
         for tensor in tensors:
             try:
                 home = tensor.untyped_storage()._virtual_home
@@ -157,20 +157,30 @@ class Dispatch(TorchDispatchMode):
                 here = None
             if here is gpu or (here is None and not (op.strict or tensor.dim())):
                 continue
+            if home is not None and home.guessed and (gpu is not UNSET or len(tensors) > 1):
+                adrift = [tensor] if adrift is None else [*adrift, tensor]
+                guess = here
+                continue
             if gpu is UNSET:
                 gpu = here
             elif op.mixed:
                 gpu = gpu or here
             elif not special.may_stay_on_cpu(op, tensor, gpu, here):
                 raise mismatch(op, args, kwargs)
+        if gpu is UNSET and guess is not None:
+            gpu = guess
         if gpu is UNSET or gpu is None:
+            for tensor in adrift or ():
+                if gpu is None and _home(tensor).gpu is not None:  # a guess that was wrong: it is the CPU's
+                    _label(tensor, None)
             return None
         if op.indexes and gpu_of(tensors[0]) is None:
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         if adrift:
             for tensor in adrift:
-                if not op.indexes and _home(tensor).gpu is None:
+                if not op.indexes and _home(tensor).gpu is not gpu:
                     self.machine.place(tensor, gpu)
+        self.local.last = gpu
         return self.machine.own(gpu)
 
     def _device_of_lists(self, op: Operation, args, kwargs, tensors) -> GPU | None:
@@ -260,8 +270,19 @@ class Dispatch(TorchDispatchMode):
         elif pinned:
             out.untyped_storage()._virtual_pinned = True
         elif not by_python:
-            _label(out, MadeByCpp())
+            self._label_made_by_cpp(out)
         return out
+
+    def _label_made_by_cpp(self, out: torch.Tensor) -> None:
+        """In a backward pass it may become a gradient without meeting any other: it belongs where the pass is."""
+        if _compat.graph_task() != -1 and out.dim():
+            leaf = next((found for found in _leaves(_compat.current_node())), None)
+            gpu = self.local.last if leaf is None else gpu_of(leaf)
+            if gpu is not None:
+                if gpu.machine is self.machine:
+                    out.untyped_storage()._virtual_home = Home(gpu, out.untyped_storage().nbytes(), guessed=True)
+                return
+        _label(out, MadeByCpp())
 
     def _make_like(self, op: Operation, args, kwargs, tensors, source: GPU | None):
         """A tensor from another one, with a `device` of its own: zeros_like(x, device=...), and copies that C++ asks for."""
@@ -303,6 +324,13 @@ class Dispatch(TorchDispatchMode):
             return True
         host = source if gpu_of(source) is None else target
         return getattr(host.untyped_storage(), "_virtual_pinned", False)
+
+
+def _leaves(node):
+    """The tensors whose gradients this node of the graph makes, where they are leaves."""
+    for next_node, _ in node.next_functions if node is not None else ():
+        if hasattr(next_node, "variable"):
+            yield next_node.variable
 
 
 _wrappers: dict = {}

@@ -30,8 +30,13 @@ class DryRun:
         # what else decides over a result: no tensor, but a setting
         key = [op.func, torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         key.append(torch.are_deterministic_algorithms_enabled())
-        _describe(args, key)
-        _describe(kwargs.items(), key)
+        try:
+            _describe(args, key)
+            _describe(kwargs.items(), key)
+        except RuntimeError:  # no strides
+            raise NotImplementedError(
+                f"sparse tensors are not modelled in a dry run ({op.name}). Run this line outside dry_run()"
+            ) from None
         key = tuple(key)
         made = self.recipes.get(key)
         if made is not None:
@@ -40,7 +45,13 @@ class DryRun:
         if "device" in options:
             options["device"] = torch.device("meta")
         with self.machine.untracked():
-            out = op.func(*shapes, **options)
+            try:
+                out = op.func(*shapes, **options)
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
+                    "Run this line outside dry_run()"
+                ) from error
             again = _recipe(op, out, tensors) if op.cacheable and tensors else None
         if again is not None:
             if len(self.recipes) > MAX_RECIPES:

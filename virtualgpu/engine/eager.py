@@ -34,7 +34,7 @@ class Eager:
             if errors.host_refused(error):
                 needed = self._result_bytes(op, args, kwargs)
                 gpu.require(needed)
-                raise errors.host_full(needed, host_free()) from None
+                raise errors.host_full(sum(needed), host_free()) from None
             raise
 
     def _draw(self, op: Operation, args, kwargs, gpu: GPU):
@@ -66,7 +66,7 @@ class Eager:
         if not all(isinstance(n, int) for n in size):
             return
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        self._ask(math.prod(size) * dtype.itemsize, gpu)
+        self._ask([math.prod(size) * dtype.itemsize], gpu)
 
     def _require(self, op: Operation, args, kwargs, tensors, gpu: GPU) -> None:
         """Room for the result where it may be large: no larger than the product of the inputs, or told by numbers."""
@@ -87,18 +87,18 @@ class Eager:
             return
         self._ask(self._result_bytes(op, args, kwargs), gpu)
 
-    def _ask(self, nbytes: int, gpu: GPU) -> None:
-        if nbytes < LARGE:
+    def _ask(self, sizes: list[int], gpu: GPU) -> None:
+        if sum(sizes) < LARGE:
             return
-        gpu.require(nbytes)
+        gpu.require(sizes)
         free = host_free()
-        if nbytes > free:
-            raise errors.host_full(nbytes, free)
+        if sum(sizes) > free:
+            raise errors.host_full(sum(sizes), free)
 
-    def _result_bytes(self, op: Operation, args, kwargs) -> int:
-        """By PyTorch's meta kernel; 0 where it has none, or where the result is one of the arguments."""
+    def _result_bytes(self, op: Operation, args, kwargs) -> list[int]:
+        """Of each new result, by PyTorch's meta kernel; nothing where it has none, or where the result is one of the arguments."""
         if not op.new:
-            return 0
+            return []
         with self.machine.untracked():
             try:
                 shapes = errors.on_meta(args), errors.on_meta(kwargs)
@@ -106,9 +106,9 @@ class Eager:
                     shapes[1]["device"] = torch.device("meta")
                 out = op.func(*shapes[0], **shapes[1])
             except Exception:  # no meta kernel, or bad arguments, which the operation itself will name
-                return 0
+                return []
         results = out if isinstance(out, (tuple, list)) else [out]
-        return sum(r.numel() * r.element_size() for r in results if isinstance(r, torch.Tensor))
+        return [r.numel() * r.element_size() for r in results if isinstance(r, torch.Tensor)]
 
 
 def _numbers(args) -> int:

@@ -21,13 +21,14 @@ HOME = "_virtual_home"  # the attribute of a storage
 class Home:
     """Lives on `gpu`, with so many bytes. Gives its memory back when it goes.
 
-    done: when the last operation that wrote here ends; kept where several streams are used.
+    done: when the last operation that wrote here ends; kept where several streams are used. guessed: C++ made it in a backward
+    pass without saying where; it moves to whatever it meets.
     """
 
-    __slots__ = ("block", "done", "gpu", "nbytes")
+    __slots__ = ("block", "done", "gpu", "guessed", "nbytes")
 
-    def __init__(self, gpu, nbytes: int):
-        self.gpu, self.nbytes, self.done = gpu, nbytes, 0.0
+    def __init__(self, gpu, nbytes: int, guessed: bool = False):
+        self.gpu, self.nbytes, self.done, self.guessed = gpu, nbytes, 0.0, guessed
         self.block = None  # so that a failing malloc leaves nothing to free
         self.block = gpu.malloc(nbytes)
 

@@ -1,18 +1,20 @@
 """The virtual GPUs themselves: the memory of each, the clock they share, and which one is current."""
 
 import contextlib
-import os
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from uuid import NAMESPACE_OID, uuid5
+from uuid import UUID
 
 import torch
 
 from virtualgpu.engine.home import HOME, Home, gpu_of, storage_of
-from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal
+from virtualgpu.environment import launch_blocking, uuid
+from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.memory.ledger import Ledger
 from virtualgpu.simulation.clock import Clock
 
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
@@ -35,7 +37,7 @@ class GPU:
         context = CONTEXT if spec.memory > 8 * CONTEXT else 0
         self.lock = threading.RLock()
         self.memory = CachingAllocator(spec.memory, index, context, timeline=_Timeline(machine.clock, index))
-        self.uuid = f"{uuid5(NAMESPACE_OID, f'virtual GPU {self.physical}')}"
+        self.uuid = UUID(uuid(self.physical).removeprefix("GPU-"))
         self.cudnn = False  # has its handle
         self._freed: deque = deque()
 
@@ -48,8 +50,8 @@ class GPU:
                 self.memory.free(*self._freed.popleft())
             return self.memory.malloc(nbytes, stream)
 
-    def require(self, nbytes: int) -> None:
-        """Raises torch.OutOfMemoryError where a block of that size cannot be had; nothing is taken."""
+    def require(self, nbytes: int | list[int]) -> None:
+        """Raises torch.OutOfMemoryError where a block of that size, or blocks of these, cannot be had; nothing is taken."""
         with self.lock:
             self._collect()
             self.memory.require(nbytes, self.machine.clock.current(self.index).id)
@@ -60,7 +62,8 @@ class GPU:
         if block.streams:
             clock = self.machine.clock
             ends = {stream: clock.stream(self.index, stream).ready for stream in block.streams}
-        self._freed.append((block, ends))
+        history = self.memory.history
+        self._freed.append((block, ends, history.gather(freeing=True) if history else None))
 
     def settled(self) -> CachingAllocator:
         """The allocator with every free carried out, for whoever reads figures."""
@@ -102,14 +105,14 @@ class Machine:
     """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device.
 
     dry: operations work on shapes alone. initialized: somebody has used a GPU (torch.cuda.is_initialized). forked: this process
-    was forked from one that had. on_first_use: called once, before the first use of a GPU.
+    was forked from one that had. on_first_use: called once, before the first use of a GPU. choose: says which of the cards
+    CUDA_VISIBLE_DEVICES leaves, until a GPU is used. ledger: shared with the other processes of a run.
     """
 
     def __init__(self, specs: list[Spec], visible: list[int] | None = None):
-        blocking = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"  # read once, as CUDA does
-        which = list(range(len(specs))) if visible is None else visible
-        self.clock = Clock(len(which), blocking=blocking)
-        self.gpus = [GPU(index, specs[physical], self, physical) for index, physical in enumerate(which)]
+        self.specs, self.choose = specs, None
+        self.ledger: Ledger | None = None
+        self._equip(list(range(len(specs))) if visible is None else visible)
         self.dry = False
         self.initialized = self.forked = self.closed = False
         self.enter = None  # lets the thread that calls it see the GPUs
@@ -117,6 +120,38 @@ class Machine:
         self.warned_about_nan = False
         self.asked: dict = {}  # when somebody last asked for a GPU's load, and its busy time then
         self.local = _PerThread()
+
+    def _equip(self, which: list[int]) -> None:
+        self.visible = which
+        clock = getattr(self, "clock", None)
+        if clock is None:
+            self.clock = Clock(len(which), blocking=launch_blocking())  # read once, as CUDA does
+        else:  # others have it already
+            clock.__init__(len(which), clock.blocking)
+        self.gpus = [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(which)]
+
+    def look(self) -> list[GPU]:
+        """The GPUs, as CUDA_VISIBLE_DEVICES says now; after the first use, as it said then."""
+        if self.choose is not None and not self.initialized and (which := self.choose()) != self.visible:
+            self._equip(which)
+            if self.ledger is not None:
+                self.share(self.ledger)
+        return self.gpus
+
+    def share(self, ledger: Ledger) -> None:
+        """Keep account together with other processes on the same GPUs: what each holds, and how busy it was."""
+        self.ledger = ledger
+        for gpu in self.gpus:
+            gpu.memory.others = functools.partial(ledger.others, gpu.physical)
+            gpu.memory.on_reserved = functools.partial(self._note_reserved, gpu)
+        self.clock.on_wait = self._note_time
+
+    def _note_reserved(self, gpu: GPU, memory) -> None:
+        held = memory.reserved + memory.context
+        self.ledger.note(gpu.physical, held, memory.peak_allocated, memory.peak_reserved)
+
+    def _note_time(self, index: int) -> None:
+        self.ledger.time(self.gpus[index].physical, self.clock.busy[index], self.clock.latest())
 
     @contextlib.contextmanager
     def untracked(self) -> Iterator[None]:
@@ -148,8 +183,8 @@ class Machine:
                     f"virtual GPUs know the devices cpu and cuda:0 to cuda:{len(self.gpus) - 1}, not {str(device)!r}"
                 )
             index = self.local.current if device.index is None else device.index
-        if not 0 <= index < len(self.gpus):
-            raise invalid_ordinal()
+        if not 0 <= index < len(self.look()):
+            raise invalid_ordinal() if self.gpus else no_gpus()
         if not self.initialized or self.forked or self.local.seen is not self:
             self.use()
         return self.gpus[index]
@@ -199,5 +234,6 @@ class Machine:
 class _PerThread(threading.local):
     current = 0  # torch.cuda.current_device()
     bypass = False  # see untracked()
+    last: GPU | None = None  # on which the latest operation ran
     seen = None  # the machine whose dispatch mode this thread has
 

@@ -18,7 +18,8 @@ def record_stream(dispatch, func, args, kwargs):
     home = getattr(storage_of(tensor), HOME, None)
     if home is not None and home.gpu is not None and home.block is not None:
         dispatch.machine.own(home.gpu)
-        home.gpu.memory.record_stream(home.block, stream.stream_id)
+        with home.gpu.lock:
+            home.gpu.memory.record_stream(home.block, stream.stream_id)
 
 
 def is_pinned(dispatch, func, args, kwargs):

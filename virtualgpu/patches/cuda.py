@@ -4,14 +4,17 @@ torch.cuda's Python code stays as it is; what it calls (`torch._C._cuda_getDevic
 without CUDA lacks those names: they are added. What is not modelled raises NotImplementedError and says so.
 """
 
+import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable
 
 import torch
 
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.errors import forked
+from virtualgpu.errors import forked, no_gpus
+from virtualgpu.patches import streams
 from virtualgpu.patches.gputil import load
 from virtualgpu.patches.registry import Patches
 
@@ -35,8 +38,9 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(cuda, "_lazy_init", driver.lazy_init)
     patches.set(cuda, "_initialized", False)
     patches.replace(cuda, "_is_in_bad_fork", lambda: machine.forked)
-    patches.replace(cuda, "is_available", lambda: bool(machine.gpus))
-    patches.replace(cuda, "device_count", lambda: len(machine.gpus))
+    patches.set(cuda, "_cached_device_count", None)
+    patches.replace_everywhere(cuda, "is_available", lambda: bool(machine.look()))
+    patches.replace_everywhere(cuda, "device_count", lambda: len(machine.look()))
     patches.add(cuda, "_get_device_properties", driver.properties)
     patches.replace(cuda, "is_bf16_supported", driver.is_bf16_supported)
     patches.replace(cuda, "get_arch_list", driver.arch_list)
@@ -46,6 +50,8 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
     if torch.version.cuda is None:
         patches.add(torch.version, "cuda", CUDA_VERSION)
+    if hasattr(cuda.graphs, "_cuda_isCurrentStreamCapturing"):
+        patches.replace(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
     nvtx = sys.modules.get("torch.cuda.nvtx")
     if nvtx is not None:
         patches.replace(nvtx, "_nvtx", _Nvtx())
@@ -66,7 +72,7 @@ class Driver:
     def functions(self) -> dict[str, Callable]:
         """{the name in torch._C: what answers}."""
         return {
-            "_cuda_getDeviceCount": lambda: len(self.machine.gpus),
+            "_cuda_getDeviceCount": lambda: len(self.machine.look()),
             "_cuda_init": lambda: None,
             "_cuda_isInBadFork": lambda: self.machine.forked,
             "_cuda_getDevice": lambda: self.local.current,
@@ -106,8 +112,11 @@ class Driver:
         if self.machine.forked:
             raise forked()
         cuda = torch.cuda
+        if not self.machine.look():
+            raise no_gpus()
         if cuda._initialized or hasattr(cuda._tls, "is_initializing"):
             return
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         cuda._tls.is_initializing = True
         try:
             self.machine.initialized = True
@@ -171,6 +180,11 @@ class DeviceProperties:
             if value is not None:
                 setattr(self, name, value)
 
+    def __eq__(self, other) -> bool:
+        return isinstance(other, DeviceProperties) and vars(other) == vars(self)
+
+    __hash__ = None
+
     def __repr__(self) -> str:
         return (
             f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
@@ -211,7 +225,16 @@ class Cudart:
         return memory.free_on_gpu, memory.capacity
 
     def cudaGetErrorString(self, error: int) -> str:
-        return "no error" if error == 0 else f"error {error}"
+        return {0: "no error", 2: "out of memory", 100: "no CUDA-capable device is detected"}.get(error, f"error {error}")
+
+    def cudaStreamCreate(self, pointer: int) -> int:
+        """Writes the handle of a new stream to that address of the host."""
+        queue = self.driver.clock.new_stream(self.driver.local.current)
+        ctypes.c_ulonglong.from_address(pointer).value = streams.handle(queue)
+        return 0
+
+    def cudaStreamDestroy(self, handle: int) -> int:
+        return 0
 
     def cudaDeviceSynchronize(self) -> int:
         self.driver.clock.wait(self.driver.local.current)

@@ -25,19 +25,29 @@ def install(machine: Machine, patches: Patches) -> None:
         return [tensor if where == tensor.device else tensor.detach().to(where, non_blocking=True) for where in targets]
 
     def broadcast_out(tensor, out: Sequence[torch.Tensor]):
-        for target in out:
+        for at, target in enumerate(out):
             if not target.is_cuda:
-                raise RuntimeError("Expected all output tensors to be CUDA tensors")
+                raise RuntimeError(f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'")
             if target.shape != tensor.shape:
-                raise RuntimeError("Expected all output tensors to have same shape as the source tensor")
+                raise RuntimeError(
+                    f"Expected all output tensors to have same shape as the source tensor {list(tensor.shape)}, but output tensor at "
+                    f"index {at} has shape {list(target.shape)}"
+                )
             target.copy_(tensor, non_blocking=True)
         return list(out)
 
     def broadcast_coalesced(tensors, devices: Sequence[int], buffer_size: int = 10 << 20) -> list[list[torch.Tensor]]:
         """Tensors of one type travel together, in buffers of that size; what arrives are views of them."""
         found: list[list] = [[None] * len(tensors) for _ in devices]
-        found[0] = [tensor.detach() for tensor in tensors]
+        if not all(tensor.get_device() == devices[0] for tensor in tensors):
+            raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
+        found[0] = list(tensors)
         for chunk in _chunks(tensors, buffer_size):
+            if tensors[chunk[0]].is_sparse:
+                for column, index in zip(found[1:], devices[1:], strict=True):
+                    for at in chunk:
+                        column[at] = tensors[at].detach().to(device(index))
+                continue
             parts = [tensors[at].detach() for at in chunk]
             flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
             for column, index in zip(found[1:], devices[1:], strict=True):
@@ -50,6 +60,8 @@ def install(machine: Machine, patches: Patches) -> None:
     def scatter(tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
         if chunk_sizes is not None and len(chunk_sizes) != len(devices):
             raise RuntimeError(f"Expected devices and chunk_sizes to be of same length, but got len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}")
+        if not devices:
+            raise RuntimeError("Expected at least one device to scatter to")
         pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
         found = []
         for at, piece in enumerate(pieces):
@@ -59,9 +71,9 @@ def install(machine: Machine, patches: Patches) -> None:
         return tuple(found)
 
     def scatter_out(tensor, out: Sequence[torch.Tensor], dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
-        for target in out:
+        for at, target in enumerate(out):
             if not target.is_cuda:
-                raise RuntimeError("Expected all output tensors to be CUDA tensors")
+                raise RuntimeError(f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'")
         if sum(target.shape[dim] for target in out) != tensor.shape[dim]:
             raise RuntimeError(f"Total size for output tensors along scatter dim {dim} does not match")
         for target, piece in zip(out, tensor.split([target.shape[dim] for target in out], dim), strict=True):
@@ -69,15 +81,19 @@ def install(machine: Machine, patches: Patches) -> None:
         return tuple(out)
 
     def gather(tensors, dim: int, destination: int | None = None) -> torch.Tensor:
+        if not tensors:
+            raise RuntimeError("Expected at least one tensor to gather from")
         where = torch.device("cpu") if destination == -1 else device(destination)
-        size = list(tensors[0].shape)
+        size, dim = list(tensors[0].shape), dim % tensors[0].dim()
         for at, tensor in enumerate(tensors):
             if not tensor.is_cuda:
-                raise RuntimeError(f"Expected all input tensors to be CUDA tensors, but tensor at index {at} has device {tensor.device}")
+                raise RuntimeError(f"Expected all input tensors to be CUDA tensors, but tensor at index {at} has device '{tensor.device}'")
             if [n for d, n in enumerate(tensor.shape) if d != dim] != [n for d, n in enumerate(size) if d != dim]:
                 raise RuntimeError(f"Input tensor at index {at} has invalid shape {list(tensor.shape)}, but expected {size}")
         size[dim] = sum(tensor.shape[dim] for tensor in tensors)
-        out = torch.empty(size, dtype=tensors[0].dtype, device=where)
+        last = all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4)
+        layout = torch.channels_last if tensors[0].dim() == 4 and last else torch.contiguous_format
+        out = torch.empty(size, dtype=tensors[0].dtype, device=where, memory_format=layout)
         return gather_out(tensors, out, dim)
 
     def gather_out(tensors, out, dim: int) -> torch.Tensor:
@@ -96,11 +112,11 @@ def install(machine: Machine, patches: Patches) -> None:
 
 def _chunks(tensors, limit: int) -> list[list[int]]:
     """Indices of tensors of one type, in order, as many together as `limit` bytes hold."""
-    open_chunks: dict[torch.dtype, list[int]] = {}
-    filled: dict[torch.dtype, int] = {}
+    open_chunks: dict[tuple, list[int]] = {}
+    filled: dict[tuple, int] = {}
     done = []
     for at, tensor in enumerate(tensors):
-        size, kind = tensor.numel() * tensor.element_size(), tensor.dtype
+        size, kind = tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.is_sparse)
         if open_chunks.get(kind) and filled[kind] + size > limit:
             done.append(open_chunks.pop(kind))
             filled[kind] = 0

@@ -18,6 +18,7 @@ from virtualgpu.memory import config, history
 from virtualgpu.memory.allocator import Block, CachingAllocator
 from virtualgpu.memory.history import History
 from virtualgpu.patches.registry import Patches
+from virtualgpu.patches.streams import id_of
 
 _C = torch._C
 
@@ -128,7 +129,7 @@ class Memory:
             return 0
         gpu = self.machine.gpu(None)
         with self._memory(gpu) as memory:
-            block = memory.malloc(size, stream)
+            block = memory.malloc(size, id_of(stream))
         self.raw[block.address] = (gpu, block)
         return block.address
 

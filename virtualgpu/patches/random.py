@@ -29,10 +29,10 @@ def install(machine: Machine, patches: Patches) -> None:
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     patches.replace(torch, "Generator", Generator)
     made = []
-    for gpu in machine.gpus:
+    for index in range(len(machine.specs)):
         generator = original.__new__(Generator, device="cpu")
-        generator._gpu = gpu.device
+        generator._gpu = torch.device("cuda", index)
         generator.manual_seed(torch.initial_seed())
         made.append(generator)
-    patches.replace(torch.cuda, "default_generators", tuple(made))
+    patches.set(torch.cuda, "default_generators", tuple(made))
     patches.add(torch._C, "_accelerator_getDefaultGenerator", lambda device: made[device])

@@ -1,5 +1,6 @@
 """Replace attributes of other modules, and put each one back."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,14 @@ class Patches:
             where = getattr(owner, "__name__", type(owner).__name__)
             raise AttributeError(f"PyTorch {torch.__version__} has no {where}.{name}, which virtual GPUs stand in for")
         self.add(owner, name, value)
+
+    def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
+        """Also in those modules of torch that have imported it by name."""
+        original = getattr(owner, name)
+        self.replace(owner, name, value)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("torch.") and vars(module).get(name) is original:
+                self.add(module, name, value)
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         original = vars(owner).get(name, MISSING)

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def install(machine: Machine, patches: Patches) -> None:
     Storage, local = torch.UntypedStorage, machine.local
     real_device = Storage.device.__get__
-    resize_, clone, share = Storage.resize_, Storage.clone, Storage._share_cuda_
+    resize_, clone, share, real_data_ptr = Storage.resize_, Storage.clone, Storage._share_cuda_, Storage.data_ptr
 
     def gpu_of(storage) -> GPU | None:
         home = getattr(storage, HOME, None)
@@ -75,6 +75,12 @@ def install(machine: Machine, patches: Patches) -> None:
             return share(storage, *args, **kwargs)
         raise NotImplementedError("GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()")
 
+    def data_ptr(storage) -> int:
+        home = getattr(storage, HOME, None)
+        if home is None or home.gpu is None or local.bypass:
+            return real_data_ptr(storage)
+        return 0 if home.block is None else home.block.address
+
     original_new = Storage.__new__
     patches.replace(Storage, "device", property(device))
     patches.replace(Storage, "__new__", staticmethod(make))
@@ -85,6 +91,7 @@ def install(machine: Machine, patches: Patches) -> None:
         "clone": clone_there,
         "resize_": resize_and_count,
         "_share_cuda_": share_cuda,
+        "data_ptr": data_ptr,
         "is_pinned": lambda storage, device=None: getattr(storage, "_virtual_pinned", False),
     }.items():
         patches.replace(Storage, name, function)

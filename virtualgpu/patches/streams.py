@@ -19,7 +19,7 @@ def install(machine: Machine, patches: Patches) -> None:
     def external(pointer: int, device=None):
         """The stream of such a handle. Raises NotImplementedError for one that PyTorch did not make."""
         gpu = machine.gpu(device)
-        id = DEFAULT if not pointer else pointer - HANDLES - (gpu.index << 20)
+        id = id_of(pointer)
         if id not in machine.clock.queues[gpu.index]:
             raise NotImplementedError("a stream that was not made by PyTorch is not modelled by virtual GPUs: use torch.cuda.Stream()")
         return stream(stream_id=id, device_index=gpu.index, device_type=CUDA)
@@ -62,7 +62,13 @@ def install(machine: Machine, patches: Patches) -> None:
 
 
 def handle(queue: Queue) -> int:
+    """What CUDA calls the stream."""
     return 0 if queue.id == DEFAULT else HANDLES + (queue.gpu << 20) + queue.id
+
+
+def id_of(pointer: int) -> int:
+    """The id of the stream with that handle."""
+    return DEFAULT if not pointer else (pointer - HANDLES) & ((1 << 20) - 1)
 
 
 class _Kind(type):
@@ -119,7 +125,7 @@ def stream_class(machine: Machine) -> type:
 
         @staticmethod
         def priority_range() -> tuple[int, int]:
-            return 0, -5
+            return 0, -3  # as many as PyTorch has pools for (c10/cuda/CUDAStream.h)
 
         @property
         def cuda_stream(self) -> int:
@@ -233,6 +239,8 @@ def event_class(machine: Machine) -> type:
                 raise ValueError("Both events must be recorded before calculating elapsed time.")
             if not (self.query() and end_event.query()):
                 raise RuntimeError("Both events must be completed before calculating elapsed time.")
+            if self._gpu != end_event._gpu:
+                raise RuntimeError("CUDA error: invalid resource handle: the two events are of different GPUs")
             return (end_event.time - self.time) * 1e3
 
         def ipc_handle(self):

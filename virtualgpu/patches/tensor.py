@@ -155,6 +155,15 @@ class TensorPatches:
     def __array__(self, original, tensor, dtype=None):
         return tensor.numpy() if dtype is None else tensor.numpy().astype(dtype, copy=False)
 
+    def data_ptr(self, original, tensor):
+        """On a GPU, an address of its memory; only code for that GPU could follow it."""
+        home = getattr(storage_of(tensor), "_virtual_home", None)
+        if home is None or home.gpu is None:
+            return original(tensor)
+        if home.block is None or not tensor.numel():
+            return 0
+        return home.block.address + tensor.storage_offset() * tensor.element_size()
+
     def tolist(self, original, tensor):
         if (gpu := gpu_of(tensor)) is not None:
             self.machine.clock.wait_for(self.machine.clock.current(gpu.index))

@@ -20,6 +20,7 @@ class _Process:
         activate(self.settings, self.ledger)
         if self.settings.folder:
             self.record()
+            self.watch()
             atexit.register(self.finish)
             util.register_after_fork(self, _Process.forked)
             if hasattr(os, "register_at_fork"):
@@ -31,6 +32,13 @@ class _Process:
 
             self.recording = session.recording()
             self.recorded = self.recording.__enter__()
+
+    def watch(self) -> None:
+        """For --report: what lies on the GPUs at their peak."""
+        if self.settings.report:
+            from virtualgpu.run import peaks, report
+
+            report.register(peaks.Peaks(_machine()).peaks)
 
     def forked(self) -> None:
         """In a process forked by multiprocessing, which ends without atexit: its finalizers run instead."""
@@ -72,7 +80,8 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
     machine = session.activate(cards, settings.dry, environment.visible_gpus(len(cards)))
-    machine.ledger = ledger
+    if ledger is not None:
+        machine.share(ledger)
 
 
 def _machine():

@@ -14,7 +14,7 @@ All times are in seconds since the GPUs were made.
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from virtualgpu import _compat
@@ -122,8 +122,9 @@ class Clock:
         self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
         self.busy = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
+        self.on_wait: Callable[[int], None] | None = None  # told of each GPU that the host has waited for
         self.local = _Host()
-        self._made = [0] * gpus
+        self._made: list[dict[int, int]] = [{} for _ in range(gpus)]  # streams of each priority
         self._streams_of_nodes: dict[tuple[int, int], Queue] = {}
 
     # -- time
@@ -134,7 +135,7 @@ class Clock:
         local = self.local
         if local.backward is not None:
             if _graph_task() != -1:
-                return max(local.backward)
+                return max(local.backward, default=local.now)
             self._leave_backward(local)
         return local.now
 
@@ -146,7 +147,7 @@ class Clock:
 
     def latest(self) -> float:
         """The end of all that the program has done or queued."""
-        return max(self.host, *(self.ready(gpu) for gpu in range(len(self.queues))))
+        return max([self.host, *(self.ready(gpu) for gpu in range(len(self.queues)))])
 
     def inherit(self, now: float) -> None:
         """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
@@ -221,14 +222,18 @@ class Clock:
     def wait(self, gpu: int | None = None) -> None:
         """The host waits until this GPU's streams, or those of all, are empty."""
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
-        self.wait_until(max(self.ready(index) for index in gpus))
+        self.wait_until(max((self.ready(index) for index in gpus), default=0.0))
         for index in gpus:
             self.check(index)
+            if self.on_wait is not None:
+                self.on_wait(index)
 
     def wait_for(self, queue: Queue) -> None:
         """The host waits until this stream is empty."""
         self.wait_until(queue.ready)
         self.check(queue.gpu)
+        if self.on_wait is not None:
+            self.on_wait(queue.gpu)
 
     def wait_until(self, until: float) -> None:
         """The host waits for a moment."""
@@ -248,11 +253,11 @@ class Clock:
             raise RuntimeError(f"cuda:{gpu} has no stream with the id {id}: make one by torch.cuda.Stream()") from None
 
     def new_stream(self, gpu: int, priority: int = 0) -> Queue:
-        """The next stream of the GPU's pool for this priority (0, or -1 for a high one)."""
-        priority = -1 if priority < 0 else 0
-        number = self._made[gpu] % POOL
-        self._made[gpu] += 1
-        id = number << 5 | (1 - priority) << 1 | 1
+        """The next stream of the GPU's pool for this priority: 0, or down to -3 for higher ones."""
+        priority = max(-3, min(0, priority))
+        made = self._made[gpu].get(priority, 0)
+        self._made[gpu][priority] = made + 1
+        id = made % POOL << 5 | (1 - priority) << 1 | 1
         queue = self.queues[gpu].get(id)
         if queue is None:
             queue = self.queues[gpu][id] = Queue(gpu, id, priority)
@@ -328,7 +333,7 @@ class Clock:
 
     def _leave_backward(self, local: _Host) -> None:
         """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
-        local.now, local.backward = max(local.now, *local.backward), None
+        local.now, local.backward = max([local.now, *local.backward]), None
         if self.multi:
             local.streams, local.node = local.outside, None
             for gpu, queues in enumerate(self.queues):

@@ -28,14 +28,15 @@ while True:
 
 
 @pytest.fixture
-def start(clean_environ):
+def start(clean_environ, tmp_path):
     """start(code): the runner with that program, in a process group of its own."""
     started = []
 
     def start(code, **options):
         command = [sys.executable, "-m", "virtualgpu", "--quiet", "-c", code]
         options = {"stdout": subprocess.PIPE, "start_new_session": True, **options}
-        started.append(subprocess.Popen(command, env=clean_environ, text=True, **options))
+        environ = {**clean_environ, "TMPDIR": str(tmp_path)}  # a whole group that is killed leaves its folder behind
+        started.append(subprocess.Popen(command, env=environ, text=True, **options))
         return started[-1]
 
     yield start

@@ -1,0 +1,128 @@
+"""What lies on each GPU when its memory stands highest, kept while the program runs: `python -m virtualgpu --report`.
+
+A listener on each allocator keeps the blocks that live, and what has changed since the peak; the blocks at the peak follow from
+both. A block made in a forward pass is an activation, in a backward pass a gradient, in an optimizer's step its state; what turns
+out to belong to a module is a parameter, and what is a parameter's `.grad` a gradient.
+"""
+
+import sys
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from virtualgpu.engine.home import HOME, storage_of
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.run.report import LiveBlock, Peak, own_frames
+
+DEPTH = 40  # frames looked through for the reader's line
+
+
+class Peaks:
+    """The peaks of a machine's GPUs. `close` stops the watching."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.watched = [_Watched(gpu) for gpu in machine.gpus]
+        self.hooks = [
+            register_module_forward_pre_hook(lambda module, _: self._mark_module(module)),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._mark_optimizer(optimizer)),
+        ]
+
+    def peaks(self) -> list[Peak]:
+        """One for each GPU that was used."""
+        return [watched.peak_of() for watched in self.watched if watched.peak_bytes]
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for watched in self.watched:
+            watched.gpu.memory.watch(watched.hear, on=False)
+
+    def _mark_module(self, module: torch.nn.Module) -> None:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                self._mark(tensor, "parameters")
+                if tensor.grad is not None and tensor.is_leaf:
+                    self._mark(tensor.grad, "gradients")
+
+    def _mark_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                self._mark(tensor, "parameters")
+                if tensor.grad is not None:
+                    self._mark(tensor.grad, "gradients")
+
+    def _mark(self, tensor: torch.Tensor, kind: str) -> None:
+        home = getattr(storage_of(tensor), HOME, None)
+        if home is not None and home.block is not None and home.gpu.machine is self.machine:
+            entry = self.watched[home.gpu.index].live.get(home.block.address)
+            if entry is not None:
+                entry[1] = kind
+
+
+class _Watched:
+    """One GPU. `live`: {address: [bytes, kind, frames]}; `born` and `freed` since the peak."""
+
+    def __init__(self, gpu: GPU):
+        self.gpu = gpu
+        self.live: dict[int, list] = {}
+        self.born: set[int] = set()
+        self.freed: list[list] = []
+        self.bytes = self.peak_bytes = self.peak_reserved = 0
+        self.died: tuple[int, list[list]] | None = None  # what was asked for, and what was there, at the last out of memory
+        gpu.memory.watch(self.hear)
+
+    def hear(self, action: str, address: int, size: int, stream: int, block) -> None:
+        if action == "alloc":
+            size = block.size if block is not None else size
+            self.live[address] = [size, self._kind(), _frames()]
+            self.bytes += size
+            self.born.add(address)
+            if self.bytes > self.peak_bytes:
+                self.peak_bytes, self.peak_reserved = self.bytes, self.gpu.memory.reserved
+                self.born.clear()
+                self.freed.clear()
+                self.died = None
+        elif action == "free_completed" and (entry := self.live.pop(address, None)) is not None:
+            self.bytes -= entry[0]
+            if address in self.born:
+                self.born.remove(address)
+            else:
+                self.freed.append(entry)
+        elif action == "oom":
+            self.died = size, list(self.live.values())
+
+    def _kind(self) -> str:
+        local = self.gpu.machine.clock.local
+        if local.backward is not None:
+            return "gradients"
+        if local.kind == "optimizer":
+            return "optimizer"
+        return "activations" if torch.is_grad_enabled() else "other"
+
+    def peak_of(self) -> Peak:
+        memory, asked = self.gpu.settled(), None
+        blocks = [entry for address, entry in self.live.items() if address not in self.born] + self.freed
+        reserved = self.peak_reserved
+        if self.died is not None:
+            asked, blocks = self.died
+            reserved = memory.reserved
+        return Peak(
+            gpu=self.gpu.physical,
+            card=self.gpu.spec.name,
+            capacity=memory.capacity,
+            reserved=reserved,
+            other=memory.context + memory.others_held,
+            blocks=tuple(LiveBlock(size, kind, frames) for size, kind, frames in blocks),
+            asked=asked,
+        )
+
+
+def _frames() -> tuple[tuple[str, int, str], ...]:
+    """The reader's line, where there is one near."""
+    frame, found = sys._getframe(2), []
+    while frame is not None and len(found) < DEPTH:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(own_frames(tuple(found))[:1])
