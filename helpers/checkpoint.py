@@ -48,8 +48,8 @@ def save(state: Any, path: str | Path) -> None:
 def load(path: str | Path, map_location: Any = "cpu") -> Any:
     """Read what `save` (or `torch.save` of tensors and plain values) wrote; tensors land on `map_location`.
 
-    Raises FileNotFoundError where there is no such file, and CheckpointError where it is empty, truncated, no checkpoint
-    at all, or one that would run code.
+    Raises FileNotFoundError where there is no such file, and CheckpointError where it is empty, truncated, no
+    checkpoint at all, or one that would run code.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -61,12 +61,13 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
     if head.startswith(b"PK"):  # torch.save writes a zip archive
         if not zipfile.is_zipfile(path):
             raise CheckpointError(
-                f"{path.name} is truncated ({path.stat().st_size:,} bytes): its writer was cut off, or the download was. "
-                "Load an earlier checkpoint, or fetch the file again."
+                f"{path.name} is truncated ({path.stat().st_size:,} bytes): its writer was cut off, or the download "
+                "was. Load an earlier checkpoint, or fetch the file again."
             )
     elif not head.startswith(b"\x80"):  # nor a pickle, as torch.save wrote before version 1.6
         raise CheckpointError(
-            f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in its place?"
+            f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in its "
+            "place?"
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -77,8 +78,9 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
                 f"{path.name} was refused: to load it, Python would have to run {code[1]}, which it names. "
                 "Ask its author for a state_dict; allow code only from someone you would let use your keyboard."
             ) from error
+        why = str(error).strip().splitlines()[0].rstrip(".")
         raise CheckpointError(
-            f"{path.name} is damaged or was not written by torch.save: {str(error).strip().splitlines()[0].rstrip('.')}. Load an earlier checkpoint."
+            f"{path.name} is damaged or was not written by torch.save: {why}. Load an earlier checkpoint."
         ) from error
 
 

@@ -31,7 +31,7 @@ def printed_digits(copies: int = 2000, seed: int = 0) -> tuple[torch.Tensor, tor
     """The digits 0-9 printed in ten fonts, each copy turned, sheared, stretched, shifted and bent at random.
 
     They stand in for the large data set that a backbone is pretrained on: plentiful and labelled for nothing, of the
-    same size as the handwritten digits, and without a single handwritten one. The fonts are those that matplotlib ships.
+    same size as the handwritten digits, and without a single handwritten one. The fonts are those of matplotlib.
 
     Returns images, float32 [10 * copies, 1, 8, 8] from 0 to 1, and labels, int64 [10 * copies], in random order.
     """
@@ -42,7 +42,7 @@ def printed_digits(copies: int = 2000, seed: int = 0) -> tuple[torch.Tensor, tor
 
 
 def _glyphs(size: int = 32) -> torch.Tensor:
-    """Every digit in every font, cut out and fitted into a square as the handwritten ones are: [10 * fonts, 1, size, size]."""
+    """Every digit in every font, cut out, fitted into a square as the handwritten are: [10 * fonts, 1, size, size]."""
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 

@@ -1,4 +1,4 @@
-"""Utilization and memory per iteration, from whatever there is: virtual GPUs, NVML, nvidia-smi through GPUtil, or the CPU.
+"""Utilization and memory per iteration, from whatever there is: virtual GPUs, NVML, nvidia-smi, or the CPU.
 
     with Monitor() as monitor:
         for x, y in loader:
@@ -14,17 +14,21 @@ Virtual GPUs are read at each step instead, on their simulated clock.
 import contextlib
 import math
 import os
-import signal
-import subprocess
+import re
+import statistics
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import psutil
 import torch
 
 import virtualgpu
+from virtualgpu.engine.meter import Meter
+from virtualgpu.environment import visible
+from virtualgpu.run.family import Program
 
 GAP = math.nan
 
@@ -37,82 +41,67 @@ class Reading:
     memory: float  # bytes in use
 
 
-class Source(Protocol):
+class Source:
     """Something that can be read: one Reading per device at each call, in the order of `devices`."""
 
     devices: list[str]
-    interval: float | None  # seconds from one reading to the next; None: read at each step
-    origin: str  # "measured" or "simulated"
+    interval: float | None = 0.1  # seconds from one reading to the next; None: read at each step
+    origin = "measured"  # or "simulated"
 
     def read(self) -> list[Reading]: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:
+        """Most have nothing to end."""
+
+    def _seen(self, uuids: list[str], who: str) -> list[int]:
+        """Which of the GPUs that a tool lists are this process's, in CUDA's order. Raises NoSource where none is."""
+        chosen = visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if not chosen:
+            raise NoSource(f"{who} lists {len(uuids)} GPUs, and CUDA_VISIBLE_DEVICES leaves none of them visible")
+        self.devices = [f"cuda:{i}" for i in range(len(chosen))]
+        return chosen
 
 
-class VirtualSource:
-    """The virtual GPUs that are on: how busy each was since the last reading, and what nvidia-smi would call used (context and
-    reserved memory).
+class NoSource(RuntimeError):
+    """What would be read is not there: no driver, no GPU."""
 
-    Work counts for the iteration that queued it, also where the GPU comes to it later.
-    """
+
+class VirtualSource(Source):
+    """The virtual GPUs that are on, on their simulated clock. Work counts for the iteration that queued it."""
 
     interval = None
     origin = "simulated"
 
     def __init__(self):
-        self._machine = virtualgpu.machine()
-        if self._machine is None:
-            raise RuntimeError("no virtual GPUs are on: call gpus() first")
-        self.devices = [str(gpu.device) for gpu in self._machine.gpus]
-        self.seconds = 0.0
-        self._mark()
+        machine = virtualgpu.machine()
+        if machine is None:
+            raise NoSource("no virtual GPUs are on: call gpus() first")
+        self.meter = Meter(machine)
+        self.devices = self.meter.devices
 
     def read(self) -> list[Reading]:
-        before, busy = self.seconds, self._busy
-        self._mark()
-        passed = self.seconds - before
-        shares = [100 * (now - then) / passed if passed else 0.0 for now, then in zip(self._busy, busy, strict=True)]
-        memories = (gpu.settled() for gpu in self._machine.gpus)
-        return [Reading(share, m.capacity - m.free_on_gpu) for share, m in zip(shares, memories, strict=True)]
-
-    def _mark(self) -> None:
-        clock = self._machine.clock
-        self.seconds, self._busy = clock.latest(), list(clock.busy)
-
-    def close(self) -> None:
-        pass
+        return [Reading(*figures) for figures in self.meter.read()]
 
 
-class NVMLSource:
+class NVMLSource(Source):
     """Every GPU this process may use, through the driver's own library (nvidia-ml-py). Microseconds a call.
 
-    NVML's utilization is itself an average over 1/6 to 1 s (NVIDIA's NVML reference, nvmlUtilization_t), so reading more
-    often than ten times a second tells nothing new. NVML counts all GPUs of the machine; CUDA_VISIBLE_DEVICES is applied here.
+    NVML's utilization is itself an average over 1/6 to 1 s (NVIDIA's NVML reference, nvmlUtilization_t), so reading it
+    more often than ten times a second tells nothing new.
 
-    Raises RuntimeError where there is no driver or no visible GPU.
+    Raises NoSource where there is no driver or no visible GPU.
     """
-
-    interval = 0.1
-    origin = "measured"
 
     def __init__(self):
         try:
             import pynvml
 
             pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
         except Exception as error:  # not installed, no driver, driver and library at odds
-            raise RuntimeError(f"NVML cannot be used: {error}") from error
-        self._nvml = pynvml
-        try:
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in self._handles]
-        except Exception as error:
-            self.close()
-            raise RuntimeError(f"NVML found no usable GPU: {error}") from error
-        self._handles = [self._handles[i] for i in visible(uuids)]
-        self.devices = [f"cuda:{i}" for i in range(len(self._handles))]
-        if not self.devices:
-            self.close()
-            raise RuntimeError("NVML sees no GPU that CUDA_VISIBLE_DEVICES leaves visible")
+            raise NoSource(f"NVML cannot be used: {error}") from error
+        self._nvml, self._handles = pynvml, [handles[i] for i in self._seen(uuids, "NVML")]
 
     def read(self) -> list[Reading]:
         return [
@@ -130,78 +119,41 @@ class NVMLSource:
             self._nvml.nvmlShutdown()
 
 
-class GPUtilSource:
-    """The GPUs as GPUtil reports them. It starts `nvidia-smi` at every call, hence the slow interval.
+class SMISource(Source):
+    """Every GPU this process may use, as `nvidia-smi` prints them: a process at every call, hence the slow interval.
 
-    GPUtil waits for ever for an nvidia-smi that hangs, and raises on output that it does not expect. Here a call that takes
-    longer than `limit` seconds is ended, and whatever goes wrong becomes a gap.
-
-    Raises RuntimeError where GPUtil or nvidia-smi is missing, or the first call yields no GPU.
+    A call that takes longer than `limit` seconds is ended, with all that it started; whatever goes wrong becomes a gap.
+    Raises NoSource where nvidia-smi is missing, or the first call yields no GPU.
     """
 
     interval = 1.0
-    origin = "measured"
-    _one_at_a_time = threading.Lock()  # GPUtil's Popen is one for the whole process
+    command = ("nvidia-smi", "--query-gpu=uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 
     def __init__(self, limit: float = 5.0):
-        try:
-            import GPUtil.GPUtil as module
-        except Exception as error:  # not installed; or no distutils, which it needs: pip install setuptools
-            raise RuntimeError(f"GPUtil cannot be used: {error}") from error
-        self._module, self._limit = module, limit
-        self._child: subprocess.Popen | None = None
-        self._closed = False
-        found = self._gpus()
-        kept = visible([gpu.uuid for gpu in found])
-        self._uuids = [found[i].uuid for i in kept]
-        self.devices = [f"cuda:{i}" for i in range(len(kept))]
-        if not self.devices:
-            raise RuntimeError("GPUtil found no GPU: is nvidia-smi on the PATH, and does it work?")
+        self._limit, self._program = limit, None
+        uuids = list(self._ask())
+        self._uuids = [uuids[i] for i in self._seen(uuids, "nvidia-smi")]
 
     def read(self) -> list[Reading]:
-        now = {gpu.uuid: Reading(100.0 * gpu.load, gpu.memoryUsed * 2**20) for gpu in self._gpus()}
-        return [now.get(uuid, Reading(GAP, GAP)) for uuid in self._uuids]
+        found = self._ask()
+        return [found.get(uuid, Reading(GAP, GAP)) for uuid in self._uuids]
 
-    def _gpus(self) -> list:
-        with self._one_at_a_time:
-            original, self._module.Popen = self._module.Popen, self._start
-            try:
-                return self._module.getGPUs()
-            except Exception:  # ValueError, IndexError, ZeroDivisionError: GPUtil met output it does not know
-                return []
-            finally:
-                self._module.Popen = original
-
-    def _start(self, command, **options):
-        """GPUtil's Popen: the same, with an end. The whole process group goes, since a wrapper script may have children."""
-        if self._closed:
-            raise OSError("the monitor has stopped")
-        self._child = child = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, **options)
-        timer = threading.Timer(self._limit, _end, [child])
-        timer.daemon = True
-        timer.start()
-        communicate = child.communicate
-
-        def and_then_cancel(*args, **kwargs):
-            try:
-                return communicate(*args, **kwargs)
-            finally:
-                timer.cancel()
-
-        child.communicate = and_then_cancel
-        return child
+    def _ask(self) -> dict[str, Reading]:
+        try:
+            self._program = Program(self.command)
+        except OSError:
+            return {}
+        text = self._program.output(self._limit, most=1 << 16).decode(errors="replace")  # a line is some 60 bytes
+        rows = re.findall(r"^(GPU-\S+), *([^,\n]+), *([^,\n]+)$", text, re.M)
+        return {uuid: Reading(_number(busy), _number(used) * 2**20) for uuid, busy, used in rows}  # used in MiB
 
     def close(self) -> None:
-        self._closed = True
-        if self._child is not None:
-            _end(self._child)
+        if self._program is not None:
+            self._program.end()
 
 
-class CPUSource:
+class CPUSource(Source):
     """This process on this machine's cores: the share of all usable cores it keeps busy, and its resident memory."""
-
-    interval = 0.1
-    origin = "measured"
 
     def __init__(self):
         self._process = psutil.Process()
@@ -212,17 +164,12 @@ class CPUSource:
     def read(self) -> list[Reading]:
         return [Reading(self._process.cpu_percent() / self._cores, self._process.memory_info().rss)]
 
-    def close(self) -> None:
-        pass
-
 
 def best_source() -> Source:
-    """The virtual GPUs that are on, else NVML where there is a driver, else GPUtil where nvidia-smi works, else the CPU."""
-    for source in (VirtualSource, NVMLSource, GPUtilSource):
-        try:
+    """The virtual GPUs that are on, else NVML where there is a driver, else nvidia-smi where it works, else the CPU."""
+    for source in (VirtualSource, NVMLSource, SMISource):
+        with contextlib.suppress(NoSource):
             return source()
-        except RuntimeError:
-            continue
     return CPUSource()
 
 
@@ -258,36 +205,36 @@ class Monitor:
         self._allocated.append([_allocated(device) for device in self.devices])
 
     def _now(self) -> float:
-        return time.perf_counter() if self.interval is not None else self.source.seconds
+        return time.perf_counter() if self.interval is not None else self.source.meter.seconds
 
     def __exit__(self, *error) -> None:
         self._stop.set()
         self.source.close()  # ends a reading that hangs, so that the thread ends too
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
+        if self.samples and all(math.isnan(reading.memory) for _, _, readings in self.samples for reading in readings):
+            warnings.warn(f"the monitor could not read {', '.join(self.devices)}: its plots are empty", stacklevel=2)
 
     def utilization(self) -> dict[str, list[float]]:
         """Percent per device: one figure an iteration, the mean of its readings, NaN where there was none."""
-        return self._per_iteration(lambda reading: reading.utilization, lambda values: sum(values) / len(values))
+        return self._per_iteration("utilization", statistics.fmean)
 
     def memory(self) -> dict[str, list[float]]:
         """Bytes per device: one figure an iteration, the largest of its readings, NaN where there was none."""
-        return self._per_iteration(lambda reading: reading.memory, max)
+        return self._per_iteration("memory", max)
 
     def allocated(self) -> dict[str, list[float]]:
         """Bytes in this process's tensors per GPU, at the end of each iteration; NaN on the CPU."""
         return dict(zip(self.devices, map(list, zip(*self._allocated, strict=True)), strict=False))
 
-    def _per_iteration(self, field, combine) -> dict[str, list[float]]:
-        table = {}
-        for column, device in enumerate(self.devices):
-            found: list[list[float]] = [[] for _ in self.step_times]
-            for iteration, _, readings in self.samples:
-                value = field(readings[column])
-                if iteration < len(found) and not math.isnan(value):
-                    found[iteration].append(value)
-            table[device] = [combine(values) if values else GAP for values in found]
-        return table
+    def _per_iteration(self, field: str, combine: Callable[[list[float]], float]) -> dict[str, list[float]]:
+        table: dict[str, list[list[float]]] = {device: [[] for _ in self.step_times] for device in self.devices}
+        for iteration, _, readings in self.samples:
+            for device, reading in zip(self.devices, readings, strict=True):
+                value = getattr(reading, field)
+                if iteration < len(self.step_times) and not math.isnan(value):
+                    table[device][iteration].append(value)
+        return {device: [combine(v) if v else GAP for v in values] for device, values in table.items()}
 
     def _watch(self) -> None:
         while not self._stop.wait(self.interval):
@@ -304,29 +251,8 @@ def _allocated(device: str) -> float:
     return torch.cuda.memory_allocated(device) if device != "cpu" and torch.cuda.is_initialized() else GAP
 
 
-def visible(uuids: list[str]) -> list[int]:
-    """Which of the machine's GPUs, by index, CUDA calls 0, 1, ...: CUDA_VISIBLE_DEVICES as the CUDA guide describes it.
-
-    It lists indices or the beginnings of UUIDs; the first one that names no GPU ends the list.
-    """
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return list(range(len(uuids)))
-    chosen = []
-    for name in (part.strip() for part in wanted.split(",")):
-        if name.isdigit() and int(name) < len(uuids):
-            chosen.append(int(name))
-        elif name.startswith("GPU-") and sum(uuid.startswith(name) for uuid in uuids) == 1:
-            chosen.append(next(i for i, uuid in enumerate(uuids) if uuid.startswith(name)))
-        else:
-            break
-    return chosen
-
-
-def _end(child: subprocess.Popen) -> None:
-    if child.poll() is not None:
-        return
+def _number(text: str) -> float:
     try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except (AttributeError, ProcessLookupError, PermissionError):  # Windows; or it ended meanwhile
-        child.kill()
+        return float(text)
+    except ValueError:  # [N/A], [Not Supported]
+        return GAP

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 import virtualgpu
+from virtualgpu.engine import meter
 from virtualgpu.hardware.specs import parse_size
 
 
@@ -36,13 +37,8 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
     """
     leave, machine = parse_size(leave), virtualgpu.machine()
     if machine is not None:
-        memory = machine.gpus[device].settled()
-        taken = max(0, memory.free_on_gpu - leave)
-        memory.others += taken
-        try:
+        with meter.other_process(machine.gpus[device], leave):
             yield
-        finally:
-            memory.others -= taken
         return
     with subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(device), str(leave)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -1,12 +1,13 @@
-"""Every figure's style in one place. Each figure states its finding in the title, its units on the axes, and whether its
+"""Every figure's style in one place. Each states its finding in the title, its units on the axes, and whether its
 numbers were *measured* or *simulated*. The same words become the picture's alternative text."""
 
 import base64
 import io
 import math
+import os
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import matplotlib
@@ -56,8 +57,8 @@ def utilization(monitor: Monitor, title: str) -> None:
 
 
 def memory(monitor: Monitor, title: str) -> None:
-    """Memory (MiB), iteration by iteration, two lines a device: what its tensors hold at the end of an iteration, and what is in
-    use on the device as nvidia-smi tells (reserved for later tensors, too). A gap where nothing was read."""
+    """Memory (MiB), iteration by iteration, two lines a device: what its tensors hold at the end of an iteration, and
+    what is in use as nvidia-smi tells (reserved for later tensors, too). A gap where nothing was read."""
     figure, axes = _figure()
     lines = {f"{device}, in use": values for device, values in monitor.memory().items()}
     held = {f"{device}, in tensors": values for device, values in monitor.allocated().items()}
@@ -131,7 +132,7 @@ def sweep(
 def search(
     found: Mapping[str, Sequence[tuple[float, float, float]]], title: str, xlabel: str, ylabel: str, value: str
 ) -> None:
-    """One panel a way to search: a dot a trial at (x, y), both axes logarithmic, its colour the third number; the best has a ring."""
+    """One panel a way to search: a dot a trial at (x, y), both logarithmic, coloured by its third; a ring: the best."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
         panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
@@ -186,6 +187,13 @@ def images(batch: torch.Tensor, labels: Sequence, title: str, rows: int = 1) -> 
         axes.set_title(str(label), fontsize=9)
         axes.axis("off")
     _show(figure, title, "data")
+
+
+def progress(iterable: Iterable, description: str) -> Iterable:
+    """tqdm's bar; none where TQDM_DISABLE is set (its notebook bar does not ask), as when outputs are compared."""
+    from tqdm.auto import tqdm
+
+    return tqdm(iterable, desc=description, disable=bool(os.environ.get("TQDM_DISABLE")))
 
 
 def _figure(height: float = 3.0) -> tuple[Figure, Axes]:

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import psutil
 
-# No usage report, no token file in the home folder, GPUs left visible to trials that use none, the plain progress reporters
+# No usage report, no token file in the home folder, GPUs left visible to trials that use none, the plain reporters
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "1",  # what a killed experiment knows of itself is that old at most; Ray's own choice is 10 s and more
+    "TUNE_GLOBAL_CHECKPOINT_S": "1",  # a killed experiment loses no more; Ray's own choice is 10 s and more
 }
-# Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own folder for such things is too long
+# Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
 _folder: str | None = None
 _watcher: subprocess.Popen | None = None
-# Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what it saw of Ray.
+# Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
 WATCH = """
 import contextlib, psutil, select, sys
 notebook, seen = psutil.Process(int(sys.argv[1])), set()
@@ -43,9 +43,9 @@ for process in seen:
 
 
 def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, float]:
-    """Start Ray on this machine, or join the cluster at `address` ("10.0.0.1:6379"); what there is to use: {"CPU": 2.0, ...}.
+    """Start Ray here, or join the cluster at `address` ("10.0.0.1:6379"); what there is to use: {"CPU": 2.0, ...}.
 
-    Ray's own files go to a folder that stop_ray() removes, and the next start where a notebook was killed. Calling it again
+    Ray's files go to a folder that stop_ray() removes, or where a notebook was killed, the next start. Calling it again
     starts afresh. Raises ConnectionError where no cluster answers at `address`.
     """
     global _folder, _watcher

@@ -17,9 +17,8 @@ settings.register_profile("deep", max_examples=1500, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 GOOD_LINES = "\n".join(
-    f"{i}, GPU-{i}{i}, {10 * (i + 1)}, 15360, {1000 * (i + 1)}, {15360 - 1000 * (i + 1)}, 550.54, Tesla T4, 0, Disabled, Disabled, 40"
-    for i in range(3)
-)
+    f"GPU-{i}{i}, {10 * (i + 1)}, {1000 * (i + 1)}" for i in range(3)
+)  # what helpers.monitor asks for
 
 
 @pytest.fixture

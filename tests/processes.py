@@ -1,6 +1,8 @@
-"""Who is alive: what tests ask when nobody may be left behind."""
+"""Who is alive, and waiting for it: what tests ask when nobody may be left behind."""
 
 import contextlib
+import time
+from collections.abc import Callable
 
 import psutil
 
@@ -12,5 +14,31 @@ def ranks(below: psutil.Process | None = None) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
             above = (" ".join(parent.cmdline()) for parent in process.parents())
             if process.status() != psutil.STATUS_ZOMBIE and any("forkserver" in line for line in above):
+                found.append(process)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Is there such a process, and has it not ended?"""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(true: Callable[[], object], seconds: float = 30) -> None:
+    """Until that holds; an AssertionError where it does not within the time."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def family(name: str, value: str) -> list[psutil.Process]:
+    """The living processes that have this variable in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # ended, or not ours to ask
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

@@ -4,7 +4,9 @@ Versions 2.11 to 2.15, wheels with CUDA and wheels for the CPU alone.
 """
 
 import torch
+from torch import overrides
 from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 _C = torch._C
 
@@ -22,11 +24,9 @@ empty = _C._VariableFunctions.empty
 empty_strided = _C._VariableFunctions.empty_strided
 
 
-def lift_only_cpu_tensors(on: bool) -> bool:
-    """Let torch.tensor(..., device="cuda") come to the dispatch modes as a copy from the CPU; returns the setting before."""
-    before = _C._only_lift_cpu_tensors()
-    _C._set_only_lift_cpu_tensors(on)
-    return before
+# Does torch.tensor(..., device="cuda") come to the dispatch modes as a copy from the CPU? It does where this is on
+lifts_only_cpu_tensors = _C._only_lift_cpu_tensors
+lift_only_cpu_tensors = _C._set_only_lift_cpu_tensors
 
 
 def guard_without_driver() -> None:
@@ -47,10 +47,30 @@ def remove_modes(unwanted) -> None:
         _python_dispatch._push_mode(other)
 
 
+def enter_below(mode) -> None:
+    """Enter a dispatch mode below those that are on in this thread: `with` ends whatever is on top, so each of them ends itself."""
+    above = []
+    while _python_dispatch._get_current_dispatch_mode_stack():
+        above.append(_python_dispatch._pop_mode())
+    mode.__enter__()
+    for other in reversed(above):
+        _python_dispatch._push_mode(other)
+
+
+def default_device() -> torch.device | None:
+    """What torch.set_default_device or `with torch.device(...)` chose in this thread."""
+    if _C._len_torch_function_stack():
+        for mode in reversed(overrides._get_current_function_mode_stack()):
+            if isinstance(mode, DeviceContext):
+                return mode.device
+    return None
+
+
 real_storage_device = torch.UntypedStorage.device.__get__
 
 
-def register_as_builtin(function, name: str) -> None:
-    """TorchScript knows PyTorch's functions by identity: let it know one that stands in for another."""
-    torch.jit._builtins._get_builtin_table()
+def register_as_builtin(function, name: str):
+    """TorchScript knows PyTorch's functions by identity: let it know one that stands in for another. Returns what undoes it."""
+    table = torch.jit._builtins._get_builtin_table()
     torch.jit._builtins._register_builtin(function, name)
+    return lambda: table.pop(id(function), None)

@@ -1,15 +1,14 @@
 """Virtual GPUs on and off: `gpus`, `dry_run`, `reset`, `recording`; `activate` for the runner, `renew` for the pytest plugin."""
 
-import concurrent.futures.thread
 import contextlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from virtualgpu import _compat
+from virtualgpu.engine import meta
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible_gpus
@@ -21,6 +20,7 @@ from virtualgpu.patches import (
     cuda,
     data_parallel,
     foreach,
+    functions,
     gputil,
     legacy,
     memory,
@@ -30,13 +30,14 @@ from virtualgpu.patches import (
     storage,
     streams,
     tensor,
+    threads,
 )
 from virtualgpu.patches.registry import Patches
 from virtualgpu.simulation.trace import Recording
 
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 # In this order: memory and random numbers before the driver that uses them
-FACES = (memory, random, streams, cuda, tensor, storage, legacy, foreach, data_parallel, autocast, compiler, profiler, gputil, nvml)
+FACES = (memory, random, streams, cuda, tensor, functions, storage, legacy, foreach, data_parallel, autocast, compiler, profiler, threads, gputil, nvml)
 
 
 class Devices(list):
@@ -53,81 +54,64 @@ class Devices(list):
 
 
 class _Session:
-    """Virtual GPUs that are on, and how to turn them off. Made whole or not at all."""
+    """Virtual GPUs: `open` turns them on, `close` off. Both may be cut short (Ctrl-C): close then finishes."""
 
     def __init__(self, cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False):
         self.cards, self.as_real = tuple(cards), as_real
         self.machine = Machine(list(cards), visible)
         self.machine.enter = self.enter
         self.patches = Patches()
-        self.before_lift = _compat.lift_only_cpu_tensors(True)
+        self.lifted = _compat.lifts_only_cpu_tensors()
+
+    def open(self) -> None:
+        _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
-        try:
-            for face in FACES:
-                face.install(self.machine, self.patches)
-            self._install_threads()
-            for hook in (
-                register_optimizer_step_pre_hook(lambda *_: self._kind("optimizer")),
-                register_optimizer_step_post_hook(lambda *_: self._kind("forward")),
-            ):
-                self.patches.undo(hook.remove)
-            self.enter()
-        except BaseException:  # Ctrl-C among them
-            self.close()
-            raise
+        meta.install()
+        for face in FACES:
+            face.install(self.machine, self.patches)
+        for register, kind in ((register_optimizer_step_pre_hook, "optimizer"), (register_optimizer_step_post_hook, "forward")):
+            self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
+        self.enter()
+        threads.tell_main_thread(self._enter_late)
 
     def enter(self) -> None:
-        """This thread sees the virtual GPUs from now on."""
-        _compat.remove_modes(lambda mode: isinstance(mode, Dispatch))  # one of an earlier session, that another thread ended
+        """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
+        _leave()
         self.machine.local.seen = self.machine
-        Dispatch(self.machine).__enter__()
+        _compat.enter_below(Dispatch(self.machine))
+
+    def _enter_late(self) -> None:
+        if not self.machine.closed and self.machine.local.seen is not self.machine:
+            self.enter()
 
     def close(self) -> None:
         """Each function of PyTorch back in its place. Threads that still have the mode are not disturbed: it lets all pass."""
         self.machine.closed = True
         self.machine.local.seen = None
-        _compat.remove_modes(lambda mode: isinstance(mode, Dispatch))
-        _compat.lift_only_cpu_tensors(self.before_lift)
+        _leave()
+        threads.tell_main_thread(_leave)
+        _compat.lift_only_cpu_tensors(self.lifted)
         self.patches.restore()
 
     def _kind(self, kind: str) -> None:
         self.machine.clock.local.kind = kind
 
-    def _install_threads(self) -> None:
-        """Modes belong to a thread, and so does simulated time. A thread sees the GPUs of who started it, and goes on from then."""
-        machine, Thread = self.machine, threading.Thread
-        start, join = Thread.start, Thread.join
-        work = concurrent.futures.thread._WorkItem
-        run_item = work.run
 
-        def start_here(thread):
-            run, now = thread.run, machine.clock.host
+def _leave() -> None:
+    """This thread has no mode any more of a session that has ended, perhaps in another thread."""
+    _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine.closed)
 
-            def run_on_virtual_gpus():
-                if not machine.closed:
-                    machine.clock.inherit(now)
-                    machine.enter()
-                try:
-                    run()
-                finally:
-                    thread._virtual_now = machine.clock.host
 
-            thread.run = run_on_virtual_gpus
-            start(thread)
-
-        def join_here(thread, timeout=None):
-            join(thread, timeout)
-            if not thread.is_alive() and hasattr(thread, "_virtual_now"):
-                machine.clock.inherit(thread._virtual_now)
-
-        def run_here(item, *args, **kwargs):
-            if machine.local.seen is not machine and not machine.closed:
-                machine.enter()
-            return run_item(item, *args, **kwargs)
-
-        self.patches.replace(Thread, "start", start_here)
-        self.patches.replace(Thread, "join", join_here)
-        self.patches.replace(work, "run", run_here)  # a pool's worker that was there before
+def _turn_on(cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False) -> _Session:
+    """On, or, where that fails, nothing changed."""
+    global _session
+    session = _session = _Session(cards, visible, as_real)
+    try:
+        session.open()
+    except BaseException:  # Ctrl-C among them
+        reset()
+        raise
+    return session
 
 
 _session: _Session | None = None
@@ -161,7 +145,6 @@ def gpus(n: int = 2, like="T4", memory: int | str | None = None) -> Devices:
 
     Raises ValueError for an invalid number, name or size; RuntimeError if HELPERS_GPUS=real and there are too few.
     """
-    global _session
     _check_number("gpus", n)
     cards = tuple(specs.find_all(n, like, memory))
     kind = _wanted_kind()
@@ -170,8 +153,7 @@ def gpus(n: int = 2, like="T4", memory: int | str | None = None) -> Devices:
         if new:
             dry = _session.machine.dry
             reset()
-            _session = _Session(cards)
-            _session.machine.dry = dry
+            _turn_on(cards).machine.dry = dry
         return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
     if real >= n:
@@ -185,8 +167,7 @@ def gpus(n: int = 2, like="T4", memory: int | str | None = None) -> Devices:
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
         )
     reset()
-    _session = _Session(cards)
-    return _announce(_session, True)
+    return _announce(_turn_on(cards), True)
 
 
 def activate(cards: Sequence[Spec], dry: bool = False, visible: list[int] | None = None) -> Machine:
@@ -194,23 +175,20 @@ def activate(cards: Sequence[Spec], dry: bool = False, visible: list[int] | None
 
     visible: which of the cards this process has, in CUDA's order (CUDA_VISIBLE_DEVICES).
     """
-    global _session
     reset()
-    _session = _Session(cards, visible, as_real=True)
-    _session.machine.dry = dry
-    _session.machine.choose = lambda: visible_gpus(len(cards))
-    return _session.machine
+    machine = _turn_on(cards, visible, as_real=True).machine
+    machine.dry = dry
+    machine.choose = lambda: visible_gpus(len(cards))
+    return machine
 
 
 def renew() -> None:
     """The same virtual GPUs, fresh: empty, at time zero. Tensors on the old ones are lost."""
-    global _session
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _session
     reset()
-    _session = _Session(old.cards, old.machine.visible, old.as_real)
-    new = _session.machine
+    new = _turn_on(old.cards, old.machine.visible, old.as_real).machine
     new.dry, new.choose = old.machine.dry, old.machine.choose
     if old.machine.ledger is not None:
         new.share(old.machine.ledger)
@@ -247,8 +225,8 @@ def reset() -> None:
     """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors."""
     global _session
     if _session is not None:
-        session, _session = _session, None
-        session.close()
+        _session.close()
+        _session = None
 
 
 @contextlib.contextmanager
@@ -260,12 +238,11 @@ def dry_run(n: int | None = None, like=None, memory: int | str | None = None) ->
 
     Raises ValueError for an invalid number, name or size, or where other GPUs are on than are asked for.
     """
-    global _session
     if n is not None:
         _check_number("dry_run", n)
     own = _session is None
     if own:
-        _session = _Session(specs.find_all(n or 2, like or "T4", memory))
+        _turn_on(specs.find_all(n or 2, like or "T4", memory))
     elif (n, like, memory) != (None, None, None):
         cards = tuple(specs.find_all(n or len(_session.cards), like or _session.cards[0], memory))
         if cards != _session.cards:

@@ -61,8 +61,11 @@ class Dispatch(TorchDispatchMode):
             op = _operations[func] = Operation(func, special.OPERATIONS)
         if op.is_view:
             return func(*args, **kwargs)
-        if op.special is not None:
-            return op.special(self, func, args, kwargs)
+        if op.special is not None and (out := op.special(self, func, args, kwargs)) is not NotImplemented:
+            return out
+        if op.python is not None:
+            with self:  # a custom operation written in Python: what it calls comes by
+                return op.python(*args, **kwargs)
         if op.factory:
             return self._make(op, args, kwargs)
         tensors = tensors_of(args, kwargs)
@@ -90,8 +93,8 @@ class Dispatch(TorchDispatchMode):
             if op.new and type(out) is torch.Tensor and tensors and all(_made_by_cpp(tensor) for tensor in tensors):
                 _label(out, MadeByCpp())
             return out
-        if self.clock.multi and torch.is_grad_enabled():
-            self.clock.note_node(gpu.index)
+        if self.clock.multi and _compat.graph_task() == -1:
+            self._note_streams(tensors, gpu)
         if type(out) is torch.Tensor:
             self._settle(op, out, gpu)
             tensors.append(out)
@@ -112,6 +115,14 @@ class Dispatch(TorchDispatchMode):
         if asserts:
             self.clock.stop(gpu.index)
         return out
+
+    def _note_streams(self, tensors, gpu: GPU) -> None:
+        """For the backward pass, which goes back to the streams of this one."""
+        self.clock.note_node(gpu.index)
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor.requires_grad and tensor.is_leaf and (home := _home(tensor)) is not None and home.gpu is not None:
+                    home.used_on = home.used_on or self.clock.current(home.gpu.index)
 
     def _launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU) -> None:
         flops = 0 if op.formula is None else self._flops(op, args, kwargs, tensors, out)
@@ -140,7 +151,7 @@ class Dispatch(TorchDispatchMode):
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
         if op.foreach:
             return self._device_of_lists(op, args, kwargs, tensors)
-        gpu, adrift, guess = UNSET, None, None
+        gpu, adrift, guess, written = UNSET, None, None, False
         for tensor in tensors:
             try:
                 home = tensor.untyped_storage()._virtual_home
@@ -155,7 +166,10 @@ class Dispatch(TorchDispatchMode):
                     _label(tensor, None)
             else:
                 here = None
-            if here is gpu or (here is None and not (op.strict or tensor.dim())):
+            if here is gpu:
+                continue
+            if here is None and not (op.strict or tensor.dim()):
+                written = written or special.is_written(op, tensor, args, kwargs)
                 continue
             if home is not None and home.guessed and (gpu is not UNSET or len(tensors) > 1):
                 adrift = [tensor] if adrift is None else [*adrift, tensor]
@@ -174,8 +188,10 @@ class Dispatch(TorchDispatchMode):
                 if gpu is None and _home(tensor).gpu is not None:  # a guess that was wrong: it is the CPU's
                     _label(tensor, None)
             return None
-        if op.indexes and gpu_of(tensors[0]) is None:
-            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        if op.mixed:
+            gpu = special.place_of_mixed(op, args, kwargs, gpu)
+        elif written:
+            raise mismatch(op, args, kwargs)
         if adrift:
             for tensor in adrift:
                 if not op.indexes and _home(tensor).gpu is not gpu:
@@ -270,13 +286,15 @@ class Dispatch(TorchDispatchMode):
         elif pinned:
             out.untyped_storage()._virtual_pinned = True
         elif not by_python:
-            self._label_made_by_cpp(out)
+            self._label_made_by_cpp(op, out)
         return out
 
-    def _label_made_by_cpp(self, out: torch.Tensor) -> None:
+    def _label_made_by_cpp(self, op: Operation, out: torch.Tensor) -> None:
         """In a backward pass it may become a gradient without meeting any other: it belongs where the pass is."""
-        if _compat.graph_task() != -1 and out.dim():
-            leaf = next((found for found in _leaves(_compat.current_node())), None)
+        if _compat.graph_task() != -1 and op.name != "scalar_tensor":
+            node = _compat.current_node()
+            by_python = isinstance(node, torch.autograd.function.BackwardCFunction)  # then it is of an output, not an input
+            leaf = None if by_python else next((found for found in _leaves(node)), None)
             gpu = self.local.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
                 if gpu.machine is self.machine:

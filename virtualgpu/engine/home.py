@@ -22,13 +22,15 @@ class Home:
     """Lives on `gpu`, with so many bytes. Gives its memory back when it goes.
 
     done: when the last operation that wrote here ends; kept where several streams are used. guessed: C++ made it in a backward
-    pass without saying where; it moves to whatever it meets.
+    pass without saying where; it moves to whatever it meets. used_on: the stream of a leaf's first use, on which autograd adds up
+    its gradient.
     """
 
-    __slots__ = ("block", "done", "gpu", "guessed", "nbytes")
+    __slots__ = ("block", "done", "gpu", "guessed", "nbytes", "used_on")
 
     def __init__(self, gpu, nbytes: int, guessed: bool = False):
         self.gpu, self.nbytes, self.done, self.guessed = gpu, nbytes, 0.0, guessed
+        self.used_on = None
         self.block = None  # so that a failing malloc leaves nothing to free
         self.block = gpu.malloc(nbytes)
 
@@ -48,6 +50,7 @@ class MadeByCpp:
     gpu = None
     nbytes = 0
     block = None
+    guessed = False
 
     def __init__(self):
         self.site = _site()

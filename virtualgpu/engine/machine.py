@@ -150,8 +150,11 @@ class Machine:
         held = memory.reserved + memory.context
         self.ledger.note(gpu.physical, held, memory.peak_allocated, memory.peak_reserved)
 
-    def _note_time(self, index: int) -> None:
-        self.ledger.time(self.gpus[index].physical, self.clock.busy[index], self.clock.latest())
+    def _note_time(self) -> None:
+        now = self.clock.latest()
+        for gpu in self.gpus:
+            if self.clock.busy[gpu.index]:
+                self.ledger.time(gpu.physical, self.clock.busy[gpu.index], now)
 
     @contextlib.contextmanager
     def untracked(self) -> Iterator[None]:
@@ -175,6 +178,8 @@ class Machine:
         if device is None or (isinstance(device, int) and not isinstance(device, bool)):
             index = self.local.current if device is None else device
         else:
+            if isinstance(device, torch.cuda.device):
+                return self.gpu(device.idx)
             device = torch.device(device)
             if device.type == "cpu":
                 return None

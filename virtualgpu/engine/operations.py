@@ -1,5 +1,7 @@
 """What is known about each operation of ATen, from its schema and a few lists; and PyTorch's words for tensors in the wrong place."""
 
+import sys
+
 import torch
 
 from virtualgpu.engine.home import gpu_of
@@ -25,6 +27,7 @@ GROWING = {aten.repeat, aten.repeat_interleave, aten.cat, aten.stack, aten.pad, 
 GROWING |= {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.matmul, aten.convolution, aten.embedding, aten.index}
 GROWING |= {aten.index_select, aten.gather, aten.cdist, aten._cdist_forward, aten.upsample_nearest2d, aten.addr, aten.outer}
 GROWING |= {aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter, aten.contiguous}
+SAME_DEVICE = "Expected all tensors to be on the same device"
 LEGACY = {
     torch.float32: "FloatTensor",
     torch.float64: "DoubleTensor",
@@ -45,10 +48,12 @@ class Operation:
     cacheable: a dry run may remember its result's shape. converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no
     other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. growing: see GROWING. host_result: the result
     that stays on the CPU. indexes: the first argument is what the others index. is_view: shares its argument's storage. mixed: not
-    all its tensors need to be on one device. new: makes at least one new tensor. random: draws from a generator, of which
+    all its tensors need to be on one device. new: makes at least one new tensor. packs: wants lengths on
+    the CPU. python: the function behind a custom operation written in Python. random: draws from a generator, of which
     `generator` says whether one can be given. reads: a value goes to the host. resizes: may change a storage's size. returns: which
     argument each result is, None for a new tensor. shape_from_values: the host must wait to know the result's shape. special: how
     dispatch handles it, where not like the others. strict: see STRICT. takes_device: has an argument `device`. write_only: reads none.
+    writes: position and name of each argument that it writes to.
     """
 
     __slots__ = (
@@ -68,7 +73,9 @@ class Operation:
         "mixed",
         "name",
         "new",
+        "packs",
         "pointwise",
+        "python",
         "random",
         "reads",
         "resizes",
@@ -78,6 +85,7 @@ class Operation:
         "strict",
         "takes_device",
         "write_only",
+        "writes",
     )
 
     def __init__(self, func, special: dict | None = None):
@@ -92,6 +100,7 @@ class Operation:
         self.convolves = func in CONVOLUTIONS
         self.foreach = self.name.startswith("_foreach_") or self.name.startswith("_amp_foreach_")
         self.indexes = packet in INDEXING
+        self.packs = packet is aten._pack_padded_sequence
         self.mixed = self.copies or self.indexes or packet in PACKING or packet in LENGTHS
         self.strict = packet in STRICT
         self.reads = torch.Tag.data_dependent_output in func.tags
@@ -100,6 +109,8 @@ class Operation:
         # which argument each result is, for operations in place; None: a new tensor
         names = [_alias(argument.alias_info) for argument in arguments]
         self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
+        written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+        self.writes = [(at, argument.name) for at, argument in enumerate(arguments) if written[at]]
         self.formula = formula(func)
         self.write_only = func in WRITE_ONLY
         self.host_result = HOST_RESULTS.get(packet)
@@ -109,11 +120,33 @@ class Operation:
         self.takes_device = any(argument.name == "device" for argument in arguments)
         tensors = any("Tensor" in str(argument.type) for argument in arguments if not argument.is_out)
         self.factory = self.takes_device and not tensors
+        self.python = _written_in_python(func)
         self.pointwise = torch.Tag.pointwise in func.tags
         self.growing = packet in GROWING
         self.cacheable = not (
             self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")
         )
+
+
+def _written_in_python(func):
+    """The function behind an operation of torch.library.custom_op; None for any other.
+
+    Raises NotImplementedError where it has a kernel for CUDA alone.
+    """
+    if func.namespace in ("aten", "prims", "prim"):
+        return None
+    known = sys.modules.get("torch._library.custom_ops")
+    custom = known.OPDEFS.get(func.name().split(".")[0]) if known else None
+    if custom is None:
+        return None
+    kernels = custom._backend_fns
+    found = kernels.get(None) or kernels.get("cpu")
+    if found is None:
+        raise NotImplementedError(
+            f"{func.name()} has a kernel for {', '.join(map(str, kernels))} alone, and virtual GPUs run PyTorch on the CPU: register one for "
+            "the CPU, too"
+        )
+    return found
 
 
 def _alias(info) -> str | None:
@@ -148,10 +181,10 @@ def mismatch(op: Operation, args, kwargs) -> RuntimeError:
     name, odd = next(((name, where) for name, _, where in named if where != common), named[0][::2])
     if op.pointwise or op.foreach:
         return RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {common} and {odd}!"
+            f"{SAME_DEVICE}, but found at least two devices, {common} and {odd}!"
         )
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but got {name} is on {odd}, different from other tensors on "
+        f"{SAME_DEVICE}, but got {name} is on {odd}, different from other tensors on "
         f"{common} (when checking argument in method wrapper_CUDA_{op.name})"
     )
 

@@ -1,6 +1,6 @@
 """Operations that are not like the others: what each does on virtual GPUs.
 
-Each handler takes (dispatch, func, args, kwargs) and returns the operation's result.
+Each handler takes (dispatch, func, args, kwargs) and returns the operation's result; NotImplemented where it is like the others.
 """
 
 import opcode
@@ -8,6 +8,7 @@ import opcode
 import torch
 
 from virtualgpu.engine.home import HOME, callers_frame, gpu_of, storage_of
+from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
 aten = torch.ops.aten
 
@@ -43,12 +44,67 @@ def move_to_nested(dispatch, func, args, kwargs):
     )
 
 
+def absent(dispatch, func, args, kwargs):
+    """CUDA has no kernel of it."""
+    if any(isinstance(value, torch.Tensor) and gpu_of(value) is not None for value in args):
+        raise NotImplementedError(
+            f"Could not run '{func.name()}' with arguments from the 'CUDA' backend: PyTorch has no CUDA kernel of it. "
+            "Move the tensor to the CPU first"
+        )
+    return func(*args, **kwargs)
+
+
+ABSENT = ("histogram.bin_ct", "histogram.bins_tensor", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts")
+ABSENT += ("_histogramdd_from_bin_tensors", "_spdiags", "to_mkldnn")
+
+def fill(dispatch, func, args, kwargs):
+    """Another device's number may fill a tensor: the host reads it first."""
+    tensor, value = args
+    if gpu_of(tensor) is gpu_of(value):
+        return NotImplemented
+    return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
+
+
 OPERATIONS = {
+    aten.fill_.Tensor: fill,
+    aten.fill.Tensor: fill,
     aten.record_stream.default: record_stream,
     aten.is_pinned.default: is_pinned,
     aten._pin_memory.default: pin_memory,
     aten._nested_tensor_from_tensor_list.default: move_to_nested,
 }
+for name in ABSENT:
+    packet, _, overload = name.partition(".")
+    if hasattr(aten, packet):
+        OPERATIONS[getattr(getattr(aten, packet), overload or "default")] = absent
+
+
+
+def is_written(op, tensor: torch.Tensor, args, kwargs) -> bool:
+    """Does the operation write to this very tensor?"""
+    return any((args[at] if at < len(args) else kwargs.get(name)) is tensor for at, name in op.writes)
+
+
+def place_of_mixed(op, args, kwargs, gpu):
+    """Where an operation runs whose tensors may be on several devices. Raises RuntimeError for those that may not."""
+    if op.indexes:
+        home = gpu_of(args[0])
+        for index in args[1]:
+            if index is not None and gpu_of(index) not in (None, home):
+                where = "cpu" if home is None else home.device
+                raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({where})")
+        values = args[2] if len(args) > 2 else None
+        if values is not None and gpu_of(values) is not home and (values.dim() or home is None):
+            places = [torch.device("cpu") if gpu is None else gpu.device for gpu in (home, gpu_of(values))]
+            raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {places[0]} and {places[1]}!")
+        return home
+    if op.packs and gpu_of(args[1]) is not None:
+        kind = type_name(args[1]).rpartition(".")[2].removesuffix("Tensor")
+        raise RuntimeError(
+            f"'lengths' argument should be a 1D CPU int64 tensor, but got {args[1].dim()}D {gpu.device} {kind} tensor"
+        )
+    return gpu
+
 
 STORE = {opcode.opmap[name] for name in ("STORE_SUBSCR",)}
 

@@ -54,7 +54,7 @@ def install(machine: Machine, patches: Patches) -> None:
                 arrived = flat.to(device(index), non_blocking=True)
                 views = [arrived] if len(parts) == 1 else arrived.split([part.numel() for part in parts])
                 for at, part, view in zip(chunk, parts, views, strict=True):
-                    column[at] = view.view(part.shape) if len(parts) > 1 else view
+                    column[at] = view.view(part.shape).data if len(parts) > 1 else view  # data: a version counter each
         return found
 
     def scatter(tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
@@ -71,11 +71,23 @@ def install(machine: Machine, patches: Patches) -> None:
         return tuple(found)
 
     def scatter_out(tensor, out: Sequence[torch.Tensor], dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
+        if not out:
+            raise RuntimeError("Expected at least one output tensor to scatter to")
         for at, target in enumerate(out):
             if not target.is_cuda:
                 raise RuntimeError(f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'")
+        at_dim = dim % tensor.dim()
+        for at, target in enumerate(out):
+            others = [n for d, n in enumerate(target.shape) if d != at_dim]
+            if target.dim() != tensor.dim() or others != [n for d, n in enumerate(tensor.shape) if d != at_dim]:
+                raise RuntimeError(
+                    f"Output tensor at index {at} has incorrect shape: {list(target.shape)}, where only dimension {dim} may differ from "
+                    f"{list(tensor.shape)}"
+                )
         if sum(target.shape[dim] for target in out) != tensor.shape[dim]:
-            raise RuntimeError(f"Total size for output tensors along scatter dim {dim} does not match")
+            raise RuntimeError(
+                f"Total size for output tensors along scatter dim {at_dim} does not match the input's {tensor.shape[dim]}"
+            )
         for target, piece in zip(out, tensor.split([target.shape[dim] for target in out], dim), strict=True):
             target.copy_(piece, non_blocking=True)
         return tuple(out)
@@ -88,6 +100,11 @@ def install(machine: Machine, patches: Patches) -> None:
         for at, tensor in enumerate(tensors):
             if not tensor.is_cuda:
                 raise RuntimeError(f"Expected all input tensors to be CUDA tensors, but tensor at index {at} has device '{tensor.device}'")
+            if tensor.dim() != len(size):
+                raise RuntimeError(
+                    f"Expected all input tensors to have the same number of dimensions, but input {at} has {tensor.dim()} "
+                    f"dimensions and first input has {len(size)} dimensions"
+                )
             if [n for d, n in enumerate(tensor.shape) if d != dim] != [n for d, n in enumerate(size) if d != dim]:
                 raise RuntimeError(f"Input tensor at index {at} has invalid shape {list(tensor.shape)}, but expected {size}")
         size[dim] = sum(tensor.shape[dim] for tensor in tensors)

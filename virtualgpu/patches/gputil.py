@@ -5,17 +5,14 @@ import sys
 from virtualgpu import environment
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.hardware.specs import MIB
-from virtualgpu.memory.ledger import share
 from virtualgpu.patches.nvml import DRIVER
 from virtualgpu.patches.registry import Patches
+from virtualgpu.simulation.usage import Utilization
 
 
 def load(machine: Machine, gpu: GPU, asker: str) -> float:
     """The share of simulated time in which this GPU was busy since `asker` last asked, of work already queued; 0 to 1."""
-    clock, asked = machine.clock, machine.asked.setdefault((asker, gpu.index), (0.0, 0.0))
-    now = clock.busy[gpu.index], clock.latest()
-    machine.asked[asker, gpu.index] = now
-    return share(now, asked)
+    return machine.asked.setdefault(asker, Utilization(machine.clock)).load(gpu.index)
 
 
 def install(machine: Machine, patches: Patches) -> None:

@@ -36,30 +36,37 @@ class Patches:
                 self.add(module, name, value)
 
     def add(self, owner: Any, name: str, value: Any) -> None:
-        original = vars(owner).get(name, MISSING)
+        self.replaced.append((owner, name, vars(owner).get(name, MISSING), value))  # first: Ctrl-C may come between
         setattr(owner, name, value)
-        self.replaced.append((owner, name, original, vars(owner).get(name, value)))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """A variable, which others may change meanwhile; it gets its old value back all the same."""
         before = getattr(owner, name)
-        setattr(owner, name, value)
         self.undo(lambda: setattr(owner, name, before))
+        setattr(owner, name, value)
 
     def undo(self, step: Callable[[], None]) -> None:
         """Something else that was done, and how to take it back."""
         self.others.append(step)
 
     def restore(self) -> None:
-        """What somebody else has replaced meanwhile stays theirs."""
+        """What somebody else has replaced meanwhile stays theirs. Cut short by Ctrl-C, it can be called again."""
         while self.others:
-            self.others.pop()()
+            try:
+                self.others[-1]()
+            except Exception:
+                self.others.pop()
+                raise
+            self.others.pop()
         while self.replaced:
-            owner, name, original, ours = self.replaced.pop()
-            if vars(owner).get(name, ours) is not ours:
+            owner, name, original, ours = self.replaced[-1]
+            now = vars(owner).get(name, MISSING)
+            if now is ours:
+                if original is MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
+            elif now is not original:
                 where = getattr(owner, "__name__", type(owner).__name__)
                 warnings.warn(f"{where}.{name} was replaced while virtual GPUs were on, and is left so", stacklevel=2)
-            elif original is MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            self.replaced.pop()

@@ -121,8 +121,9 @@ def _saving(machine: Machine, patches: Patches) -> None:
         return machine.place_storage(storage, gpu)
 
     package = (0, tag, restore)  # before PyTorch's own, which have 10 and more
+    registry = torch.serialization._package_registry
+    patches.undo(lambda: package in registry and registry.remove(package))
     torch.serialization.register_package(*package)
-    patches.undo(lambda: torch.serialization._package_registry.remove(package))
 
 
 def _really_meta(storage) -> bool:

@@ -13,7 +13,9 @@ HANDLES = 0x7F00_0000_0000  # a stream's handle is a number that says which it i
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    stream, event = stream_class(machine), event_class(machine)
+    any_stream, any_event = _generic("Stream", _Stream), _generic("Event", _Event)
+    stream = any_stream.ours = stream_class(machine, any_stream)
+    event = any_event.ours = event_class(machine, any_event)
     cuda = torch.cuda
 
     def external(pointer: int, device=None):
@@ -28,8 +30,8 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.replace(owner, "Stream", stream)
         patches.replace(owner, "Event", event)
         patches.replace(owner, "ExternalStream", external)
-    patches.replace(torch, "Stream", _Either("Stream", stream, _Stream))
-    patches.replace(torch, "Event", _Either("Event", event, _Event))
+    patches.replace(torch, "Stream", any_stream)
+    patches.replace(torch, "Event", any_event)
 
     def answer(queue: Queue) -> tuple[int, int, int]:
         return queue.id, queue.gpu, CUDA
@@ -71,35 +73,33 @@ def id_of(pointer: int) -> int:
     return DEFAULT if not pointer else (pointer - HANDLES) & ((1 << 20) - 1)
 
 
-class _Kind(type):
-    """torch.Stream and torch.Event: for a GPU ours, for any other device PyTorch's; both are instances."""
+def _generic(name: str, theirs: type) -> type:
+    """torch.Stream or torch.Event: PyTorch's own class, whose calls for a GPU make ours (`ours`, set by install)."""
 
-    def __instancecheck__(cls, instance) -> bool:
-        return isinstance(instance, (cls.ours, cls.theirs))
+    class Kind(type(theirs)):
+        def __instancecheck__(cls, instance) -> bool:
+            return isinstance(instance, theirs) if cls is generic else type.__instancecheck__(cls, instance)
 
-    def __subclasscheck__(cls, other) -> bool:
-        return issubclass(other, (cls.ours, cls.theirs)) or super().__subclasscheck__(other)
+        def __subclasscheck__(cls, other) -> bool:
+            return issubclass(other, theirs) if cls is generic else type.__subclasscheck__(cls, other)
 
-    def __call__(cls, *args, **kwargs):
-        if cls.__bases__ != (object,):  # a subclass of the reader's
-            return super().__call__(*args, **kwargs)
-        device = args[0] if args and not isinstance(args[0], bool) else kwargs.get("device")
-        if kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda"):
-            return cls.theirs(*args, **kwargs)
-        return cls.ours(*args, **kwargs) if cls.ours.takes_device else cls.ours(**{k: v for k, v in kwargs.items() if k != "device"})
+        def __call__(cls, *args, **kwargs):
+            if cls is not generic:
+                return super().__call__(*args, **kwargs)
+            device = args[0] if args and not isinstance(args[0], bool) else kwargs.get("device")
+            if kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda"):
+                return theirs(*args, **kwargs)
+            return generic.ours(*args, **kwargs)
+
+    generic = Kind(name, (theirs,), {"__module__": "torch", "__doc__": theirs.__doc__})
+    return generic
 
 
-def _Either(name: str, ours: type, theirs: type) -> type:
-    return _Kind(name, (), {"ours": ours, "theirs": theirs, "__module__": "torch", "__doc__": theirs.__doc__})
-
-
-def stream_class(machine: Machine) -> type:
+def stream_class(machine: Machine, base: type) -> type:
     clock = machine.clock
 
-    class Stream(_Stream):
+    class Stream(base):
         """A stream of a virtual GPU: its work runs in order, beside that of other streams."""
-
-        takes_device = True
 
         def __new__(cls, device=None, priority=0, **kwargs):
             if "stream_id" in kwargs:
@@ -188,15 +188,21 @@ def stream_class(machine: Machine) -> type:
     return Stream
 
 
-def event_class(machine: Machine) -> type:
+def event_class(machine: Machine, base: type) -> type:
     clock = machine.clock
 
-    class Event:
+    class Event(base):
         """A mark in a stream: the moment at which all that was queued before it is done."""
 
-        takes_device = False
+        def __new__(cls, *args, **kwargs):
+            return super().__new__(cls, device="cpu")  # C++'s half, which nobody asks
 
-        def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external=False):
+        def __init__(self, *args, device=None, **options):
+            if args and not isinstance(args[0], bool):
+                args = args[1:]  # torch.Event("cuda", ...)
+            self._begin(*args, **options)
+
+        def _begin(self, enable_timing=False, blocking=False, interprocess=False, external=False) -> None:
             if interprocess:
                 raise NotImplementedError("events between processes are not modelled by virtual GPUs")
             self.enable_timing, self.blocking, self.time, self._gpu = enable_timing, blocking, None, None

@@ -47,7 +47,6 @@ class TensorPatches:
                 replace(Tensor, name, self._wrap_method(name))
         for owner in (nn.functional, torch._C._nn):
             replace(owner, "scaled_dot_product_attention", self._attention(owner.scaled_dot_product_attention))
-        replace(torch, "tensor", self._pinned_too(torch.tensor))
 
     # -- where a tensor is
 
@@ -87,6 +86,8 @@ class TensorPatches:
         if storage_of(copy) is not None:
             for part in machine_parts(copy):
                 machine.place(part, target)
+        if target is None and source is not None and not wait:
+            storage_of(copy)._virtual_pinned = True  # PyTorch pins what it copies to in the background
         pinned = any(getattr(storage_of(t), "_virtual_pinned", False) for t in (tensor, copy))
         machine.charge_copy(source, target, nbytes, wait or not (pinned or (source and target)))
         return copy
@@ -237,17 +238,6 @@ class TensorPatches:
             made = original(tensor, data, dtype=dtype, device=self.machine.base if source is None else None, **kwargs)
         return made.to(where).requires_grad_(requires_grad)
 
-    def _pinned_too(self, original):
-        """torch.tensor(..., pin_memory=True) pins below the dispatch mode."""
-
-        @functools.wraps(original)
-        def tensor(*args, **kwargs):
-            if not kwargs.get("pin_memory"):
-                return original(*args, **kwargs)
-            return original(*args, **{**kwargs, "pin_memory": False}).pin_memory()
-
-        return tensor
-
     def _wrap_method(self, name: str):
         """A method of Tensor that calls ours, with PyTorch's as its first argument."""
         original, ours = getattr(torch.Tensor, name), getattr(self, name)
@@ -272,15 +262,19 @@ class TensorPatches:
 
         @functools.wraps(original)
         def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *args, **kwargs):
-            options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-            plain = not args and not kwargs.get("enable_gqa") and set(kwargs) <= {"scale", "enable_gqa"}
-            fused = self.machine.dry and query.dim() == 4 and not dropout_p and plain
-            if not fused or not all(_compat.is_really_meta(tensor) for tensor in (query, key, value)):
+            inputs = (query, key, value)
+            fused = self.machine.dry and query.dim() in (3, 4) and not dropout_p and not args
+            fused = fused and set(kwargs) <= {"scale", "enable_gqa"} and not (attn_mask is not None and attn_mask.requires_grad)
+            if not fused or not all(_compat.is_really_meta(tensor) for tensor in inputs):
                 return original(query, key, value, attn_mask, dropout_p, is_causal, *args, **kwargs)
-            options["scale"] = kwargs.get("scale")
             if attn_mask is not None and attn_mask.dtype == torch.bool:
-                options["attn_mask"] = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **options)[0]
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
+            if query.dim() == 3:
+                inputs = [tensor.unsqueeze(0) for tensor in inputs]
+            options = {"attn_mask": attn_mask, "scale": kwargs.get("scale")}
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out = kernel(*inputs, dropout_p, is_causal, **options)[0]
+            return out.squeeze(0) if query.dim() == 3 else out
 
         return attention
 

@@ -31,7 +31,7 @@ class _Pieces(io.RawIOBase):
             os.register_at_fork(after_in_child=self._renew)  # another thread may hold it at that moment
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may print, too
 
     def writable(self) -> bool:
         return True

@@ -161,6 +161,7 @@ def _no_main_module():
 
 def _work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port: int, stacks: str, words: str) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # a DataLoader in it may have workers
+    multiprocessing.set_start_method(None, force=True)  # started as everywhere else, not from the forkserver too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
     keep_family()
     try:

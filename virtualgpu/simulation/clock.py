@@ -122,7 +122,7 @@ class Clock:
         self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
         self.busy = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
-        self.on_wait: Callable[[int], None] | None = None  # told of each GPU that the host has waited for
+        self.on_wait: Callable[[], None] | None = None  # told when the host has waited for a GPU
         self.local = _Host()
         self._made: list[dict[int, int]] = [{} for _ in range(gpus)]  # streams of each priority
         self._streams_of_nodes: dict[tuple[int, int], Queue] = {}
@@ -225,15 +225,15 @@ class Clock:
         self.wait_until(max((self.ready(index) for index in gpus), default=0.0))
         for index in gpus:
             self.check(index)
-            if self.on_wait is not None:
-                self.on_wait(index)
+        if self.on_wait is not None:
+            self.on_wait()
 
     def wait_for(self, queue: Queue) -> None:
         """The host waits until this stream is empty."""
         self.wait_until(queue.ready)
         self.check(queue.gpu)
         if self.on_wait is not None:
-            self.on_wait(queue.gpu)
+            self.on_wait()
 
     def wait_until(self, until: float) -> None:
         """The host waits for a moment."""
@@ -268,7 +268,7 @@ class Clock:
         if not self.multi:
             return self.default[gpu]
         local = self.local
-        if local.backward is not None and _graph_task() != -1:
+        if self._in_backward(local):
             self._enter_node(local)
         return local.streams.get(gpu) or self.default[gpu]
 
@@ -282,14 +282,12 @@ class Clock:
         local.streams = {**local.streams, queue.gpu: queue}
 
     def note_node(self, gpu: int) -> None:
-        """A forward operation is being run: its backward one will be on the same stream."""
-        queue = self.local.streams.get(gpu)
-        if queue is not None and queue.id != DEFAULT:
-            known = self._streams_of_nodes
-            if len(known) > NODES:
-                for key in list(known)[: NODES // 2]:
-                    del known[key]
-            known[gpu, _compat.next_sequence_number() - 1] = queue
+        """A forward operation is being run: its backward one will be on the same stream. The first of a node counts."""
+        known = self._streams_of_nodes
+        if len(known) > NODES:
+            for key in list(known)[: NODES // 2]:
+                del known[key]
+        known.setdefault((gpu, _compat.next_sequence_number() - 1), self.local.streams.get(gpu) or self.default[gpu])
 
     def _begin_multi(self) -> None:
         for gpu, queue in enumerate(self.default):
@@ -321,12 +319,17 @@ class Clock:
     def _enter_node(self, local: _Host) -> None:
         """Autograd makes the streams of a node's forward operation current before it calls the node."""
         node = _compat.current_node()
-        key = None if node is None else node._sequence_nr()
+        leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
+        key = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
         if key == local.node and node is not None:
             return
         local.node = key
         if node is None:  # callbacks at the end of the pass
             local.streams = local.outside
+            return
+        if leaf is not None:
+            queue = getattr(leaf.untyped_storage()._virtual_home, "used_on", None)
+            local.streams = {} if queue is None else {queue.gpu: queue}
             return
         found = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
         local.streams = {gpu: queue for gpu, queue in found if queue is not None}

@@ -1,11 +1,12 @@
-"""Each topic and snippet of the lecture notes has its place: tests/seeds.md says where, and it is there."""
+"""Each topic and snippet of the lecture notes has its place: seeds.md says where, and it is there."""
 
 import re
+from pathlib import Path
 
 import pytest
 import series
 
-TABLE = (series.ROOT / "tests" / "seeds.md").read_text()
+TABLE = Path(__file__).with_name("seeds.md").read_text("utf-8")
 ROWS = re.findall(r"^\| (?!topic)([^|]+?) \| (\d\d) \| (.+?) \| `([^|]+)` \|$", TABLE, re.M)
 
 

@@ -64,9 +64,9 @@ def test_the_notebook_starts_in_another_folder(tmp_path):
 
 @pytest.fixture
 def repository(tmp_path):
-    """What git would clone: helpers and data in a repository of one commit, reached under the name in pyproject."""
+    """What git would clone: helpers, virtualgpu and data in a repository of one commit, reached under the name in pyproject."""
     origin = tmp_path / "origin"
-    for folder in ("helpers", "checks", "data"):
+    for folder in ("helpers", "virtualgpu", "checks", "data"):
         shutil.copytree(series.ROOT / folder, origin / folder, ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(origin), "-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run(["git", "init", "-q", "-b", stamp.settings()["branch"], str(origin)], check=True)
@@ -103,7 +103,7 @@ def test_without_helpers_the_set_up_cell_clones_them(tmp_path, repository):
 
 
 def test_beside_the_helpers_it_finds_them(tmp_path):
-    for folder in ("helpers", "checks", "data"):
+    for folder in ("helpers", "virtualgpu", "checks", "data"):
         shutil.copytree(series.ROOT / folder, tmp_path / folder)
     (tmp_path / "notebooks").mkdir()
     done = bootstrap(tmp_path / "notebooks")
@@ -122,7 +122,7 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     shutil.copy(PATH, tmp_path / "notebooks")
     shutil.copy(series.ROOT / "README.md", tmp_path)
-    text = (series.ROOT / "pyproject.toml").read_text().replace(stamp.settings()["repository"], "someone/fork")
+    text = (series.ROOT / "pyproject.toml").read_text("utf-8").replace(stamp.settings()["repository"], "someone/fork")
     (tmp_path / "pyproject.toml").write_text(text)
     monkeypatch.setattr(series, "ROOT", tmp_path)
     monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
@@ -135,5 +135,5 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
     stamped = nbformat.read(tmp_path / "notebooks" / PATH.name, 4)
     assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in stamped.cells[0].source
-    assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in (tmp_path / "README.md").read_text()
+    assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in (tmp_path / "README.md").read_text("utf-8")
     assert "https://github.com/someone/fork" in next(c.source for c in stamped.cells if "bootstrap" in series.tags(c))

@@ -2,7 +2,6 @@
 
 import math
 import os
-import threading
 import time
 from types import SimpleNamespace
 
@@ -11,18 +10,19 @@ import pynvml
 import pytest
 
 from helpers import monitor
-from helpers.monitor import CPUSource, GPUtilSource, Monitor, NVMLSource, Reading, best_source, visible
+from helpers.monitor import CPUSource, Monitor, NoSource, NVMLSource, Reading, SMISource, Source, best_source
+from tests.processes import alive, wait_until
 
 BROKEN = {
     "an error": "echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9",
-    "a short line": "echo '0, GPU-00'",
-    "no memory": "echo '0, GPU-00, 5, 0, 0, 0, 550.54, Tesla T4, 0, Disabled, Disabled, 40'",
+    "a short line": "echo 'GPU-00, 5'",
+    "a long line": "echo 'GPU-00, 5, 0, 7'",
     "garbage": "head -c 2000 /dev/urandom",
     "nothing": "exit 0",
 }
 
 
-class Scripted:
+class Scripted(Source):
     """A source that gives what it was told to, one list of readings a call; an exception is raised instead."""
 
     interval = 0.001
@@ -36,9 +36,6 @@ class Scripted:
         if isinstance(found, Exception):
             raise found
         return found
-
-    def close(self):
-        pass
 
 
 @pytest.fixture
@@ -125,17 +122,6 @@ def test_nvml_follows_cuda_visible_devices(nvml, monkeypatch):
         NVMLSource()
 
 
-@pytest.mark.parametrize(
-    "value, expected",
-    [(None, [0, 1, 2]), ("", []), ("2", [2]), ("2,0", [2, 0]), ("GPU-b,0", [1, 0]), ("0,7,1", [0]), ("GPU-", [])],
-)
-def test_cuda_visible_devices(monkeypatch, value, expected):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if value is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert visible(["GPU-a1", "GPU-b2", "GPU-c3"]) == expected
-
-
 def test_without_a_driver_nvml_says_so(monkeypatch):
     def missing():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
@@ -145,105 +131,111 @@ def test_without_a_driver_nvml_says_so(monkeypatch):
         NVMLSource()
 
 
-def test_gputil_reads_what_nvidia_smi_prints(nvidia_smi, monkeypatch):
+def test_what_nvidia_smi_prints_is_read(nvidia_smi, monkeypatch):
     nvidia_smi()
-    source = GPUtilSource()
+    source = SMISource()
     assert source.devices == ["cuda:0", "cuda:1", "cuda:2"]
-    assert source.read() == [Reading(pytest.approx(10 * (i + 1)), 1000 * (i + 1) * 2**20) for i in range(3)]
+    assert source.read() == [Reading(10 * (i + 1), 1000 * (i + 1) * 2**20) for i in range(3)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert GPUtilSource().read() == [Reading(pytest.approx(30), 3000 * 2**20)]
+    assert SMISource().read() == [Reading(30, 3000 * 2**20)]
 
 
 @pytest.mark.parametrize("commands", BROKEN.values(), ids=BROKEN)
 def test_a_broken_nvidia_smi_is_as_good_as_none(nvidia_smi, monkeypatch, commands):
     nvidia_smi(commands)
     monkeypatch.setattr(monitor, "NVMLSource", _no_nvml)
-    with pytest.raises(RuntimeError, match="nvidia-smi"):
-        GPUtilSource()
+    with pytest.raises(NoSource, match="nvidia-smi"):
+        SMISource()
     assert isinstance(best_source(), CPUSource)
 
 
 @pytest.mark.parametrize("commands", BROKEN.values(), ids=BROKEN)
 def test_an_nvidia_smi_that_breaks_later_leaves_gaps(nvidia_smi, commands):
     nvidia_smi()
-    source = GPUtilSource()
+    source = SMISource()
     nvidia_smi(commands)
     assert all(math.isnan(reading.utilization) and math.isnan(reading.memory) for reading in source.read())
 
 
-def test_not_available_is_a_gap(nvidia_smi):
-    nvidia_smi("echo '0, GPU-00, [N/A], 15360, 1000, 14360, 550.54, Tesla T4, 0, Disabled, Disabled, 40'")
-    (reading,) = GPUtilSource().read()
+@pytest.mark.parametrize("words", ["[N/A]", "[Not Supported]"])
+def test_not_available_is_a_gap(nvidia_smi, words):
+    nvidia_smi(f"echo 'GPU-00, {words}, 1000'")
+    (reading,) = SMISource().read()
     assert math.isnan(reading.utilization) and reading.memory == 1000 * 2**20
 
 
-def test_a_hanging_nvidia_smi_blocks_nobody_and_leaves_no_process(nvidia_smi, tmp_path):
+def test_a_hanging_nvidia_smi_leaves_no_process(nvidia_smi, tmp_path):
     nvidia_smi()
-    source = GPUtilSource(limit=60)
+    source = SMISource(limit=60)
     nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; wait")
-    with Monitor(source, interval=0.01) as watched:
-        _until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+    with pytest.warns(UserWarning, match="could not read"), Monitor(source, interval=0.01) as watched:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip(), 5)
         watched.step()
     assert not watched._thread.is_alive(), "the block ended although nvidia-smi had not"
-    _until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
     assert not [
         child for child in psutil.Process().children(recursive=True) if "nvidia-smi" in " ".join(child.cmdline())
     ]
 
 
-def test_a_hanging_nvidia_smi_is_given_up_after_the_limit(nvidia_smi, tmp_path):
+def test_a_hanging_nvidia_smi_is_given_up(nvidia_smi, tmp_path):
     nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; wait")
-    with pytest.raises(RuntimeError, match="nvidia-smi"):
-        GPUtilSource(limit=0.3)
-    _until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+    with pytest.raises(NoSource, match="nvidia-smi"):
+        SMISource(limit=0.3)
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
+
+
+def test_what_nvidia_smi_leaves_behind_is_not_awaited(nvidia_smi, tmp_path):
+    """It has ended, and a process of it still holds the pipe."""
+    nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; echo 'GPU-00, 5, 1000'")
+    source = SMISource(limit=0.5)
+    assert source.devices == ["cuda:0"] and source.read() == [Reading(5, 1000 * 2**20)]
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
+
+
+def test_an_nvidia_smi_that_floods_is_cut_off(nvidia_smi):
+    nvidia_smi("exec yes 'GPU-00, 5, 1000'")
+    start = time.perf_counter()
+    assert SMISource(limit=60).read() == [Reading(5, 1000 * 2**20)]
+    assert time.perf_counter() - start < 10
 
 
 def test_a_missing_nvidia_smi(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="nvidia-smi"):
-        GPUtilSource()
+    with pytest.raises(NoSource, match="nvidia-smi"):
+        SMISource()
 
 
-def test_gputil_is_left_as_it_was(nvidia_smi):
-    import subprocess
-
-    import GPUtil.GPUtil
-
-    nvidia_smi()
-    GPUtilSource().read()
-    assert GPUtil.GPUtil.Popen is subprocess.Popen
-
-
-def test_nvml_comes_first_then_gputil(nvml, nvidia_smi, monkeypatch):
+def test_nvml_comes_before_nvidia_smi(nvml, nvidia_smi, monkeypatch):
     nvidia_smi()
     assert isinstance(best_source(), NVMLSource)
     monkeypatch.setattr(monitor, "NVMLSource", _no_nvml)
-    assert isinstance(best_source(), GPUtilSource)
+    assert isinstance(best_source(), SMISource)
+
+
+def test_a_fault_of_ours_is_not_taken_for_a_missing_source(monkeypatch):
+    def broken():
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(monitor, "NVMLSource", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        best_source()
+
+
+def test_a_source_that_never_answers_is_reported():
+    with pytest.warns(UserWarning, match="could not read cuda:0: its plots are empty"):
+        watch(Scripted(["cuda:0"], [OSError("driver gone")]), 1, lambda m, step: m.samples)
 
 
 def test_the_cpu_source_sees_this_process_work():
-    source, stop = CPUSource(), threading.Event()
-
-    def work():
-        while not stop.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    time.sleep(0.3)
+    source = CPUSource()
+    end = time.process_time() + 0.2  # seconds of work, however long they take
+    while time.process_time() < end:
+        sum(range(1000))
     (reading,) = source.read()
-    stop.set()
-    thread.join()
     assert 0 < reading.utilization <= 110
     assert reading.memory == pytest.approx(psutil.Process(os.getpid()).memory_info().rss, rel=0.2)
 
 
 def _no_nvml():
-    raise RuntimeError("no driver")
-
-
-def _until(true, seconds=5):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    raise NoSource("no driver")

@@ -2,14 +2,14 @@
 
 import importlib.metadata
 
-import doctor as report
+import doctor
 import pytest
 
 from helpers import monitor
 
 
 def test_all_is_well_here(capsys):
-    assert report.main() == 0, capsys.readouterr().out
+    assert doctor.main() == 0, capsys.readouterr().out
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("[ OK ] ") for line in lines[:-1])
     named = {line.split()[3] for line in lines[:-1]}
@@ -38,7 +38,7 @@ def test_a_missing_and_an_old_package(monkeypatch, capsys):
         return "2.1.0" if name == "torch" else real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert report.main() == 1
+    assert doctor.main() == 1
     printed = capsys.readouterr().out
     assert "[FAIL] torchsummary   not installed. Cure: pip install 'torchsummary>=1.5'" in printed
     assert "[FAIL] torch          2.1.0 is too old. Cure: pip install 'torch>=2.11'" in printed
@@ -49,8 +49,8 @@ def test_gputil_without_distutils(monkeypatch):
         if name == "GPUtil":
             raise ModuleNotFoundError("No module named 'distutils'")
 
-    monkeypatch.setattr(report.importlib, "import_module", import_module)
-    failed = [(what, found) for fine, what, found in report.packages() if not fine]
+    monkeypatch.setattr(doctor.importlib, "import_module", import_module)
+    failed = [(what, found) for fine, what, found in doctor.packages() if not fine]
     assert failed == [("GPUtil", "1.4.0 does not import (No module named 'distutils'). Cure: pip install setuptools")]
 
 
@@ -64,7 +64,7 @@ def test_gpus_that_only_some_can_see(nvidia_smi, monkeypatch, tmp_path, commands
     import torch
 
     def no_driver():
-        raise RuntimeError("no driver")
+        raise monitor.NoSource("no driver")
 
     monkeypatch.setattr(monitor, "NVMLSource", no_driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -75,5 +75,5 @@ def test_gpus_that_only_some_can_see(nvidia_smi, monkeypatch, tmp_path, commands
         nvidia_smi()
     else:
         nvidia_smi(commands)
-    ((found, what, text),) = report.gpus()
+    ((found, what, text),) = doctor.gpus()
     assert (found, what) == (fine, "gpu") and said in text

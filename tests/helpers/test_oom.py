@@ -1,0 +1,125 @@
+"""What notebook 06 uses: an error forgotten, a neighbour on the GPU, the curve of what tensors hold."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import virtualgpu
+from helpers import Monitor, forget_error, other_process
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    (device,) = virtualgpu.gpus(1, memory="256 MB")
+    yield device
+    virtualgpu.reset()
+
+
+def in_a_shell(*cells):
+    """Run cells in an IPython shell of another process; what the last one prints."""
+    code = f"""
+    import contextlib, io
+    from IPython.core.interactiveshell import InteractiveShell
+    shell = InteractiveShell.instance()
+    for cell in {[textwrap.dedent(cell) for cell in cells]!r}:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            shell.run_cell(cell, store_history=True)
+    print(said.getvalue(), end="")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+FAILS = """
+import helpers, torch
+helpers.gpus(1, memory="64 MB")
+
+def grow(x):
+    layers = [x]
+    while True:
+        layers.append(torch.relu(layers[-1]))
+
+grow(torch.zeros(1 << 20, device="cuda"))
+"""
+
+
+def test_an_uncaught_error_keeps_its_tensors_until_it_is_forgotten():
+    before, after, sys_last = in_a_shell(
+        FAILS,
+        "import gc; gc.collect(); torch.cuda.empty_cache(); before = torch.cuda.memory_allocated()",
+        "helpers.forget_error(); import sys; print(before, torch.cuda.memory_allocated(), hasattr(sys, 'last_value'))",
+    )
+    assert int(before) > 40 * MIB and int(after) == 0 and sys_last == "False"
+
+
+def test_forgetting_in_the_cell_that_failed_works_too():
+    caught = FAILS.replace("\ngrow(", "\ntry:\n    grow(").rstrip() + (
+        "\nexcept torch.OutOfMemoryError:\n    get_ipython().showtraceback()\n"
+        "helpers.forget_error()\nprint(torch.cuda.memory_allocated())"
+    )
+    assert in_a_shell(caught)[-1] == "0"
+
+
+def test_an_error_raised_from_another_gives_both_back(gpu):
+    def inner():
+        held = torch.zeros(MIB, device=gpu)
+        raise ValueError(held.shape)
+
+    def outer():
+        also = torch.zeros(MIB, device=gpu)
+        try:
+            inner()
+        except ValueError as error:
+            raise RuntimeError(also.shape) from error
+
+    try:
+        outer()
+    except RuntimeError as error:
+        sys.last_value = error
+    assert torch.cuda.memory_allocated() == 8 * MIB
+    forget_error()
+    assert torch.cuda.memory_allocated() == 0
+
+
+def test_another_process_leaves_what_it_is_told_to_and_goes(gpu):
+    held = torch.zeros(MIB, device=gpu)
+    free = torch.cuda.mem_get_info()[0]
+    with other_process(leave="20 MB"):
+        assert torch.cuda.mem_get_info() == (20 * MIB, 256 * MIB)
+        with pytest.raises(torch.OutOfMemoryError, match=r"of which 20.00 MiB is free.*this process has 20.00 MiB"):
+            torch.zeros(20 * MIB, device=gpu)
+    assert torch.cuda.mem_get_info()[0] == free
+    with pytest.raises(KeyError), other_process(leave="20 MB"):
+        raise KeyError
+    assert torch.cuda.mem_get_info()[0] == free
+    with other_process(leave="1 GB"):  # there is less: it takes nothing
+        assert torch.cuda.mem_get_info()[0] == free
+    assert held.nbytes == torch.cuda.memory_allocated()
+
+
+def test_the_monitor_tells_what_tensors_hold_beside_what_is_reserved(gpu):
+    kept = []
+    with Monitor() as monitor:
+        for _ in range(3):
+            kept.append(torch.zeros(MIB, device=gpu))
+            monitor.step()
+    assert monitor.allocated() == {"cuda:0": [4 * MIB, 8 * MIB, 12 * MIB]}
+    assert monitor.memory() == {"cuda:0": [20 * MIB] * 3}
+
+
+def test_two_other_processes_at_once(gpu):
+    """Also where what others hold is asked of a function, as under the runner."""
+    virtualgpu.machine().gpus[0].memory.others = lambda: 50 * MIB
+    assert torch.cuda.mem_get_info()[0] == 206 * MIB
+    with other_process(leave="100 MB"):
+        with other_process(leave="20 MB"):
+            assert torch.cuda.mem_get_info()[0] == 20 * MIB
+        assert torch.cuda.mem_get_info()[0] == 100 * MIB
+    assert torch.cuda.mem_get_info()[0] == 206 * MIB

@@ -1,0 +1,113 @@
+"""Figures: drawn from data with gaps, labelled, and described in words."""
+
+import base64
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import helpers
+import virtualgpu
+from helpers import data, plots
+from helpers.monitor import Monitor, Reading, Source
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What plots hands to the cell: a list of (bundle, metadata)."""
+    found = []
+    monkeypatch.setattr(plots, "display", lambda bundle, raw, metadata: found.append((bundle, metadata)))
+    return found
+
+
+@pytest.fixture
+def figures(monkeypatch, shown):
+    """The figures that were drawn."""
+    found, canvas = [], plots.FigureCanvasAgg
+    monkeypatch.setattr(plots, "FigureCanvasAgg", lambda figure: found.append(figure) or canvas(figure))
+    return found
+
+
+def lines(figure):
+    """Each line's name, and its points."""
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines}
+
+
+class Two(Source):
+    devices, interval, origin = ["cuda:0", "cuda:1"], 1.0, "measured"
+
+
+def watched():
+    monitor = Monitor(Two())
+    readings = [(90.0, 40.0), (math.nan, 50.0), (80.0, 45.0)]
+    monitor.samples = [(3 * i, float(i), [Reading(v, v * 2**20) for v in pair]) for i, pair in enumerate(readings)]
+    monitor.step_times = [0.1 * i for i in range(9)]
+    return monitor
+
+
+def test_every_figure_says_where_its_numbers_come_from(shown):
+    images, labels = data.digits()
+    plots.utilization(watched(), "Both are busy")
+    plots.memory(watched(), "Both are full")
+    plots.curves({"a": [1, 2], "b": [2, 1]}, "They cross", "epoch", "loss", "simulated", mark=2)
+    plots.dots({"a": [1.0, 2.0, 4.0], "b": [3.0]}, "b is more", "accuracy (%)")
+    plots.images(images[:5], labels[:5].tolist(), "Digits", rows=2)
+    said = [bundle["text/plain"] for bundle, _ in shown]
+    assert said == ["Figure (measured): Both are busy", "Figure (measured): Both are full", "Figure (simulated): They cross",
+                    "Figure (measured): b is more", "Figure (data): Digits"]  # fmt: skip
+    for bundle, metadata in shown:
+        assert metadata["image/png"]["alt"] == bundle["text/plain"]
+        picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))).convert("L"))
+        assert picture.shape[1] == plots.WIDTH * plots.DPI and (picture < 128).any(), "something is drawn"
+
+
+def test_a_failed_reading_breaks_the_line(figures):
+    """And an iteration without one does not."""
+    plots.utilization(watched(), "t")
+    drawn = lines(figures[0])
+    x, y = drawn["cuda:0"]
+    assert x == [0, 3, 6], "only the iterations in which a reading was due"
+    assert y[0] == 90 and math.isnan(y[1]) and y[2] == 80
+    assert drawn["cuda:1"] == ([0, 3, 6], [40, 50, 45])
+
+
+def test_memory_in_use_and_in_tensors(figures, monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    with virtualgpu.gpus(1, memory="256 MB"):
+        x = torch.zeros(1 << 20, device="cuda")
+        with Monitor() as monitor:
+            monitor.step()
+        plots.memory(monitor, "title")
+        assert lines(figures[0]) == {"cuda:0, in use": ([0], [20.0]), "cuda:0, in tensors": ([0], [4.0])}
+        assert x.nbytes == 4 << 20
+
+
+def test_memory_without_a_gpu_is_one_line(figures):
+    monitor = watched()
+    monitor.devices, monitor._allocated = ["cpu", "gpu"], [[math.nan, math.nan]] * 9
+    plots.memory(monitor, "title")
+    assert list(lines(figures[0])) == ["cpu, in use", "gpu, in use"]
+
+
+def test_bars_are_drawn_largest_on_top(figures):
+    plots.bars({"small": 1, "large": 5}, "title", "MiB", "simulated")
+    assert [text.get_text() for text in figures[0].axes[0].get_yticklabels()] == ["small", "large"]  # from below
+
+
+def test_the_search_plot_rings_the_best(figures):
+    plots.search({"a": [(0.1, 8, 50), (1, 16, 70)], "b": [(0.5, 8, 90)]}, "title", "x", "y", "z")
+    panels = figures[0].axes[:2]
+    assert [axes.get_title() for axes in panels] == ["a", "b"]
+    assert [axes.texts[0].get_text() for axes in panels] == ["70", "90"]
+
+
+@pytest.mark.parametrize("disabled", [None, "1"])
+def test_the_bar_is_drawn_unless_disabled(monkeypatch, disabled):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    if disabled:
+        monkeypatch.setenv("TQDM_DISABLE", disabled)
+    bar = helpers.progress(range(3), "epochs")
+    assert bar.disable == bool(disabled) and list(bar) == [0, 1, 2]

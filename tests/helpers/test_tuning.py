@@ -1,0 +1,170 @@
+"""Ray as notebook 05 uses it: started and ended without a trace, restored after a kill, on two nodes."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from pathlib import Path
+
+import pytest
+
+from helpers import tuning
+from tests.processes import family, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "TUNING"  # a variable by which a program's processes are known
+
+# A program of four trials, one after the other; each epoch that really ran leaves a digit. The third waits to be let go.
+TRIALS = """
+import sys, time
+from pathlib import Path
+from helpers import tuning
+
+def slow(config, diary):
+    for epoch in range(3):
+        with open(Path(diary) / str(config["n"]), "a") as file:
+            file.write(str(epoch))
+        while config["n"] > 1 and not (Path(diary).parent / "go").exists():
+            time.sleep(0.05)
+        tune.report({"loss": config["n"]})
+
+if __name__ == "__main__":
+    folder, address = Path(sys.argv[1]), (sys.argv[2:] or [None])[0]
+    there = tuning.start_ray(address, cpus=None if address else 1)
+    import ray
+    from ray import tune
+    (folder / "diary").mkdir(exist_ok=True)
+    trainable = tune.with_parameters(slow, diary=str(folder / "diary"))
+    if (folder / "run" / "tuner.pkl").exists():
+        tuner = tune.Tuner.restore(str(folder / "run"), trainable, restart_errored=True)
+    else:
+        config = tune.TuneConfig(metric="loss", mode="min", reuse_actors=True)
+        space = {"n": tune.grid_search(list(range(4)))}
+        tuner = tune.Tuner(trainable, param_space=space, tune_config=config,
+                           run_config=tune.RunConfig(name="run", storage_path=str(folder), verbose=0))
+    results = tuner.fit()
+    print("done", len(results), results.num_errors, there, len(ray.nodes()))
+    tuning.stop_ray()
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(TRIALS))
+    return path
+
+
+def start(program, folder, *arguments):
+    mark = uuid.uuid4().hex
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "HOME": str(folder), MARK: mark}
+    command = [sys.executable, str(program), str(folder), *arguments]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    driver.mark = mark
+    return driver
+
+
+def last_line(process):
+    said, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    return [line for line in said.splitlines() if line.startswith("done")][-1]
+
+
+def nobody_is_left(process) -> bool:
+    return not family(MARK, process.mark)
+
+
+def epochs(folder):
+    return {path.name: path.read_text() for path in sorted((folder / "diary").iterdir())}
+
+
+def test_importing_ray_builds_no_grammar():
+    """jsonschema from 4.25 on builds one where JupyterLab is installed: two seconds for each process that Ray starts."""
+    program = "import ray, sys; print(*(name for name in sys.modules if name.startswith('rfc3987')))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_a_killed_experiment_goes_on(program, tmp_path):
+    """The third trial has begun, and the experiment has noted so, when its driver is killed."""
+    driver = start(program, tmp_path)
+    third = tmp_path / "diary" / "2"
+    wait_until(third.exists, 100)
+    notes = (tmp_path / "run").glob
+    wait_until(lambda: any(f.stat().st_mtime > third.stat().st_mtime for f in notes("experiment_state*.json")))
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    assert epochs(tmp_path) == {"0": "012", "1": "012", "2": "0"}
+    wait_until(lambda: nobody_is_left(driver))
+    (left,) = Path("/tmp").glob(f"ray-{driver.pid}-*")
+
+    (tmp_path / "go").touch()
+    again = start(program, tmp_path)
+    assert last_line(again).startswith("done 4 0")
+    assert epochs(tmp_path) == {"0": "012", "1": "012", "2": "0012", "3": "012"}  # nothing finished is repeated
+    wait_until(lambda: nobody_is_left(again))
+    assert not left.exists() and not list(Path("/tmp").glob(f"ray-{again.pid}-*"))
+    assert not (tmp_path / ".ray").exists() and not (tmp_path / "ray_results").exists()  # in the home folder
+
+
+def test_two_nodes_by_address_alone(program, tmp_path):
+    (tmp_path / "go").touch()
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | tuning.QUIET,
+    )
+    try:
+        address = cluster.stdout.readline().strip()
+        driver = start(program, tmp_path, address)
+        assert last_line(driver) == "done 4 0 {'CPU': 2.0} 2"
+    finally:
+        cluster.communicate("", timeout=60)
+    wait_until(lambda: nobody_is_left(driver))
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "somewhere:x"])
+def test_an_address_where_nobody_is_says_what_to_do(address):
+    """ray.init itself would end the process."""
+    with pytest.raises(ConnectionError, match="ray start --head"):
+        tuning.start_ray(address)
+
+
+@pytest.mark.parametrize("words, tries", [("The current node timed out during startup.", 2), ("something else", 1)])
+def test_a_start_that_ray_found_too_slow_is_tried_again(monkeypatch, words, tries):
+    """From a cold disk Ray's processes may need more than the 30 s it gives them."""
+    import ray
+
+    calls = []
+
+    def init(**options):
+        calls.append(options)
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RuntimeError, match=words):
+        tuning.start_ray(cpus=1)
+    assert len(calls) == tries
+    tuning.stop_ray()
+
+
+def test_stopping_what_was_not_started_imports_nothing():
+    program = (
+        "import sys; from helpers import tuning; tuning.stop_ray(); tuning.stop_ray(); print('ray' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT).stdout == "False\n"

@@ -1,0 +1,337 @@
+"""Where tensors are, and which may meet: nothing is silently on the CPU, and nothing joins a GPU that PyTorch would refuse."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import rnn
+
+MIB = 1 << 20
+ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+
+
+def allocated(gpu=0):
+    return torch.cuda.memory_allocated(gpu)
+
+
+# -- results that C++ makes by itself
+
+
+def test_one_hot_is_on_the_gpu_and_counted(gpus):
+    classes = torch.zeros(1 << 17, dtype=torch.long, device="cuda")
+    before = allocated()
+    hot = F.one_hot(classes, 8)
+    assert hot.device == ZERO and allocated() - before == 8 * classes.nbytes
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        hot.numpy()
+    with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+        hot + torch.ones(1 << 17, 8, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: rnn.pad_sequence([x, x[:2]]),
+        lambda x: rnn.pad_sequence([x, x[:2]], batch_first=True, padding_value=7.0),
+        lambda x: rnn.unpad_sequence(rnn.pad_sequence([x, x[:2]]), torch.tensor([5, 2]))[1],
+        lambda x: torch.vander(x),
+        lambda x: torch.linalg.vander(x),
+        lambda x: torch.block_diag(x, x),
+        lambda x: torch.cartesian_prod(x, x),
+        lambda x: torch.combinations(x),
+        lambda x: torch.bucketize(x, x),
+        lambda x: torch.histc(x),
+        lambda x: torch.cov(torch.stack([x, x * x])),
+        lambda x: torch.cumulative_trapezoid(x),
+        lambda x: torch.stft(x.repeat(20), 16, window=torch.hann_window(16, device=x.device), return_complex=True),
+        lambda x: torch.nn.utils.parameters_to_vector([x, x]),
+    ],
+)
+def test_results_are_where_their_input_is(gpus, make):
+    x = torch.arange(5.0)
+    there = make(x.to(ONE))
+    assert there.device == ONE and torch.equal(there.cpu(), make(x))
+    with pytest.raises(RuntimeError, match="same device"):
+        there + make(x)
+
+
+def test_padding_a_packed_sequence_keeps_the_place(gpus):
+    x = torch.randn(4, 2, 3)
+    for sequence in (x, x.to(ONE)):
+        packed = rnn.pack_padded_sequence(sequence, torch.tensor([4, 2]))
+        padded, lengths = rnn.pad_packed_sequence(packed)
+        assert packed.data.device == padded.device == sequence.device and lengths.device == CPU
+    assert torch.equal(padded.cpu()[2:, 1], torch.zeros(2, 3)) and torch.equal(padded.cpu()[:, 0], x[:, 0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("sorted_lengths", [True, False])
+def test_packed_recurrent_layers_train(gpus, kind, sorted_lengths):
+    """Bidirectional, batch first: as on the CPU to the last bit, and all of it on the GPU."""
+    torch.manual_seed(0)
+    model, x = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True), torch.randn(3, 5, 3)
+    lengths = torch.tensor([5, 3, 1] if sorted_lengths else [3, 5, 1])
+
+    def grads(model, x):
+        x = x.clone().requires_grad_()
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=sorted_lengths)
+        out, _ = rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+        model.zero_grad()
+        out.square().sum().backward()
+        return [out.detach(), x.grad, *[parameter.grad for parameter in model.parameters()]]
+
+    expected = [tensor.clone() for tensor in grads(model, x)]
+    found = grads(model.to(ONE), x.to(ONE))
+    assert {tensor.device for tensor in found} == {ONE}
+    assert all(torch.equal(here.cpu(), there) for here, there in zip(found, expected, strict=True))
+
+
+# -- making tensors from tensors
+
+
+def test_as_tensor_of_a_gpu_tensor_is_itself(gpus):
+    x = torch.ones(2, device=ONE)
+    assert torch.as_tensor(x) is x and torch.asarray(x).data_ptr() == x.data_ptr()
+    copied = torch.asarray(x, copy=True)
+    assert copied.device == ONE and copied.data_ptr() != x.data_ptr()
+    with pytest.warns(UserWarning, match="To copy construct from a tensor"):
+        made = torch.tensor(x)
+    assert made.device == ONE
+    assert torch.as_tensor(x, dtype=torch.float64).device == ONE
+    assert torch.as_tensor(x, device="cpu").device == CPU and torch.as_tensor(x, device=ZERO).device == ZERO
+    assert (x + torch.as_tensor(x)).tolist() == [2, 2]
+
+
+def test_new_makes_tensors_where_x_is(gpus):
+    x = torch.ones(2, dtype=torch.float16, device=ONE)
+    for made in (x.new(2, 3), x.new([1, 2]), x.new(), x.new_tensor([1.0]), x.new_empty(3), x.new(x.size()), x.new(x)):
+        assert (made.device, made.dtype) == (ONE, torch.float16)
+    assert x.new(2, 3).shape == (2, 3) and x.new([1, 2]).tolist() == [1, 2]
+    assert x.new_tensor([1, 2], dtype=torch.long).dtype is torch.long
+    before = allocated(1)
+    made = x.new(MIB)
+    assert allocated(1) - before == 2 * MIB and (made.fill_(1) + x[0]).device == ONE
+
+
+def test_storages_say_where_they_are(gpus):
+    x = torch.ones(4, device=ONE)
+    for storage in (x.untyped_storage(), x.storage(), x.detach().t().untyped_storage()):
+        assert storage.device == ONE and storage.is_cuda
+    assert torch.ones(4).untyped_storage().device == CPU
+    assert torch.UntypedStorage(4, device="cuda:1").device == ONE
+
+
+def test_storages_move(gpus):
+    storage = torch.arange(4.0).untyped_storage()
+    moved = storage.cuda(1)
+    assert moved.device == ONE and moved.nbytes() == 16 and allocated(1) == 512
+    x = torch.empty(0, device=ONE).set_(moved, 0, (4,))
+    assert x.device == ONE and x.tolist() == [0, 1, 2, 3]
+    back = moved.cpu()
+    assert back.device == CPU and torch.empty(0).set_(back, 0, (4,)).tolist() == [0, 1, 2, 3]
+    del x, moved
+    assert allocated(1) == 0
+
+
+# -- factories
+
+
+FACTORIES = {
+    "normal": lambda device: torch.normal(0.0, 1.0, (2,), device=device),
+    "fftfreq": lambda device: torch.fft.fftfreq(4, device=device),
+    "rfftfreq": lambda device: torch.fft.rfftfreq(4, device=device),
+    "tril_indices": lambda device: torch.tril_indices(3, 3, device=device),
+    "triu_indices": lambda device: torch.triu_indices(3, 3, device=device),
+    "hann_window": lambda device: torch.hann_window(4, device=device),
+    "kaiser_window": lambda device: torch.kaiser_window(4, device=device),
+    "hamming": lambda device: torch.signal.windows.hamming(4, device=device),
+    "randperm": lambda device: torch.randperm(4, device=device),
+    "linspace": lambda device: torch.linspace(0, 1, 4, device=device),
+    "logspace": lambda device: torch.logspace(0, 1, 4, device=device),
+    "eye": lambda device: torch.eye(2, device=device),
+    "empty_strided": lambda device: torch.empty_strided((2, 3), (1, 2), device=device),
+    "full": lambda device: torch.full((2,), 3.0, device=device),
+    "complex": lambda device: torch.zeros(2, dtype=torch.complex64, device=device),
+    "frombuffer": lambda device: torch.asarray(bytearray(b"abcd"), dtype=torch.uint8, device=device),
+    "range": lambda device: torch.arange(0, 4, 2, device=device),
+    "rand_like": lambda device: torch.rand_like(torch.empty(2, device=device)),
+    "vander": lambda device: torch.from_numpy(__import__("numpy").ones(3)).to(device),
+}
+
+
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test_every_factory_knows_the_gpu(gpus, make):
+    made = make("cuda:1")
+    assert made.device == ONE and allocated(1) == 512
+    assert make("cpu").device == CPU and allocated(1) == 512
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.normal(0.0, 1.0, (3,)),
+        lambda: torch.fft.fftfreq(3),
+        lambda: torch.Tensor(3),
+        lambda: torch.FloatTensor([1, 2, 3]),
+        lambda: torch.Tensor([1, 2, 3]),
+        lambda: torch.hann_window(3),
+        lambda: F.one_hot(torch.arange(3)),
+        lambda: torch.from_numpy(__import__("numpy").ones(3)),
+        lambda: rnn.pad_sequence([torch.ones(3)])[:, 0],
+        lambda: torch.eye(3)[0],
+    ],
+)
+def test_cpu_tensors_do_not_join_a_gpu(gpus, make):
+    """Not the tensor, and not what is computed from it: this is the mistake that notebook 02 teaches."""
+    on_gpu, made = torch.ones(3, device="cuda"), make()
+    for tensor in (made, made + 1, made * made, made.clone()):
+        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu"):
+            on_gpu + tensor
+
+
+def test_gpu_tensors_in_the_functions_of_cpu_factories(gpus):
+    x = torch.ones(3, device=ONE)
+    assert torch.normal(x, 1.0).device == torch.normal(0.0, x).device == ONE
+    assert torch.normal(x, x).device == torch.bernoulli(x).device == torch.poisson(x).device == ONE
+
+
+# -- indices and other tensors that may stay on the CPU
+
+
+def test_assigning_numbers_by_indices(gpus):
+    for index in ([0, 1], torch.tensor([0, 1]), torch.tensor([0, 1], device="cuda")):
+        x = torch.ones(4, device="cuda")
+        x[index] = 0.0
+        assert x.tolist() == [0, 0, 1, 1] and x.device == ZERO
+    y = torch.zeros(2, 3, device="cuda")
+    y[:, [0, 1]] = 1.0
+    y[[1], [2]] = 5.0
+    y[torch.tensor([True, False])] += 1
+    assert y.tolist() == [[2, 2, 1], [1, 1, 5]]
+    y[[0]] = torch.zeros(3, device="cuda")
+    assert y[[0, 1]].tolist() == [[0, 0, 0], [1, 1, 5]]
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda x, there: x.__setitem__(there, 0.0),
+        lambda x, there: x.__setitem__(there, torch.zeros(1, device="cuda")),
+        lambda x, there: x.__setitem__([0], torch.zeros(1)),
+        lambda x, there: x.__setitem__([0], torch.zeros(1, device="cuda:1")),
+        lambda x, there: x.cpu().__setitem__([0], torch.zeros(1, device="cuda")),
+        lambda x, there: x[there],
+        lambda x, there: x.index_select(0, there.cpu()),
+        lambda x, there: x.gather(0, there.cpu()),
+        lambda x, there: x.cpu()[there],
+        lambda x, there: x.index_fill_(0, there.cpu(), 0.0),  # the CPU's only in a subscript
+    ],
+)
+def test_indices_and_values_elsewhere_are_refused(gpus, attempt):
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="same device"):
+        attempt(x, torch.tensor([0], device="cuda:1"))
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+def test_lengths_of_a_packed_sequence_stay_on_the_cpu(gpus):
+    with pytest.raises(RuntimeError, match=r"'lengths' argument should be a 1D CPU int64 tensor, but got 1D cuda:0 Long tensor"):
+        rnn.pack_padded_sequence(torch.ones(3, 2, 4, device="cuda"), torch.tensor([3, 2], device="cuda"))
+
+
+def test_a_number_of_another_device_fills(gpus):
+    x, y = torch.zeros(2, device=ONE), torch.zeros(2)
+    x.fill_(torch.tensor(3.0, device=ZERO))
+    y.fill_(x[0])
+    x[0] = torch.tensor(5.0)
+    y[1] = x[0]
+    assert (x.tolist(), y.tolist()) == ([5, 3], [3, 5]) and (x.device, y.device) == (ONE, CPU)
+
+
+def test_default_device_reaches_every_factory(gpus):
+    torch.set_default_device(ONE)
+    try:
+        made = [torch.tensor([1.0]), torch.as_tensor([1.0]), torch.asarray([1.0]), torch.ones(1), torch.Tensor([1.0])]
+        made += [torch.as_tensor(torch.ones(1, device=ZERO)), torch.eye(1), nn.Linear(1, 1).weight]
+    finally:
+        torch.set_default_device(None)
+    assert [tensor.device for tensor in made] == [ONE] * 4 + [CPU] + [ONE] * 3  # torch.Tensor does not ask
+
+
+def test_ctc_loss_takes_lengths_on_the_cpu(gpus):
+    torch.manual_seed(0)
+    scores, targets = torch.randn(6, 2, 5), torch.randint(1, 5, (2, 3))
+    lengths = torch.tensor([6, 5]), torch.tensor([3, 2])
+
+    def loss_and_gradient(device):
+        x = scores.to(device).requires_grad_()
+        loss = nn.CTCLoss()(x.log_softmax(2), targets.to(device), *lengths)
+        loss.backward()
+        return loss.detach(), x.grad
+
+    for there, here in zip(loss_and_gradient("cuda:1"), loss_and_gradient("cpu"), strict=True):
+        assert there.device == ONE and torch.equal(there.cpu(), here)
+
+
+# -- errors in PyTorch's words
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda x: torch.add(x, 1, out=torch.empty(4)),
+        lambda x: torch.add(x, x, out=torch.empty(4)),
+        lambda x: torch.add(x, x, out=torch.empty(4, device="cuda:1")),
+        lambda x: torch.mm(x.view(2, 2), x.view(2, 2), out=torch.empty(2, 2)),
+        lambda x: torch.cat([x, x], out=torch.empty(8)),
+        lambda x: torch.sum(x, 0, out=torch.empty(())),
+        lambda x: torch.max(x, 0, out=(torch.empty((), device="cuda"), torch.empty((), dtype=torch.long))),
+        lambda x: torch.zeros(()).add_(x.sum()),
+        lambda x: torch.empty((), device="cuda:1").copy_(x[0]).mul_(x[0]),
+    ],
+)
+def test_what_is_written_must_be_there_too(gpus, line):
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as found:
+        line(torch.ones(4, device="cuda"))
+    assert "cuda:0" in str(found.value) and ("cpu" in str(found.value) or "cuda:1" in str(found.value))
+
+
+def test_foreach_lists_must_lie_together(gpus):
+    here, there, cpu = (torch.ones(3, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
+    for pair in ([here], [there]), ([here], [cpu]), ([here, there], [there, here]):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            torch._foreach_add(*pair)
+    sums = torch._foreach_add([here, there], [here, there])  # one GPU after the other is allowed
+    assert [tensor.device for tensor in sums] == [ZERO, ONE]
+
+
+def test_an_optimizer_refuses_a_gradient_elsewhere(gpus):
+    weight = nn.Parameter(torch.ones(3, device="cuda"))
+    gradient = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"assigned grad has data located on a different device|same device"):
+        weight.grad = gradient
+        torch.optim.SGD([weight], lr=0.1, foreach=True).step()
+    assert weight.tolist() == [1, 1, 1]
+
+
+def test_foreach_with_a_number_as_its_base(gpus):
+    x = torch.tensor([1.0, 2.0], device=ONE)
+    powers = torch._foreach_pow(2.0, [x, x + 1])
+    assert [p.tolist() for p in powers] == [[2, 4], [4, 8]] and {p.device for p in powers} == {ONE}
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_adam_with_steps_on_the_gpu(gpus, foreach):
+    def trained(device):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).to(device)
+        optimizer = torch.optim.Adam(model.parameters(), capturable=device != "cpu", foreach=foreach)
+        for _ in range(3):
+            model(torch.ones(4, 3, device=device)).sum().backward()
+            optimizer.step()
+        return model.weight.detach(), optimizer.state[model.weight]["step"]
+
+    weight, step = trained("cuda:1")
+    expected, steps = trained("cpu")
+    assert step.device == weight.device == ONE and step.item() == steps.item() == 3
+    torch.testing.assert_close(weight.cpu(), expected)  # capturable divides in another order

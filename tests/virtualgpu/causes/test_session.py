@@ -1,0 +1,410 @@
+"""On and off at any moment: atomic, from any thread, with other modes, and whoever else patches PyTorch."""
+
+import concurrent.futures
+import gc
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import virtualgpu
+
+ONE = torch.device("cuda:1")
+
+
+def in_thread(work):
+    """What `work` returned or raised in a thread of its own."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+def pristine():
+    """Nothing of ours is on in this thread, and PyTorch's own functions are back."""
+    assert virtualgpu.machine() is None and _get_current_dispatch_mode_stack() == []
+    x = torch.ones(2)
+    assert x.device.type == "cpu" and "device" not in vars(torch.Tensor)
+    assert all(getattr(torch.Tensor, name) is vars(torch._C.TensorBase)[name] for name in ("to", "cuda", "numpy"))
+
+
+def mismatch():
+    torch.ones(2, device="cuda:1") + torch.ones(2, device="cuda:0")
+
+
+# -- made whole or not at all
+
+
+def test_a_failure_while_turning_on_leaves_nothing():
+    attention, before = torch.nn.functional.scaled_dot_product_attention, torch.Tensor.to
+    del torch.nn.functional.scaled_dot_product_attention  # a name that a later version of PyTorch has not
+    try:
+        with pytest.raises(AttributeError, match="scaled_dot_product_attention"):
+            virtualgpu.gpus(2)
+        pristine()
+        assert torch.Tensor.to is before
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = attention
+    virtualgpu.gpus(2)
+    assert torch.ones(1, device="cuda:1").device == ONE
+    virtualgpu.reset()
+    pristine()
+
+
+INTERRUPTED = """
+import sys
+import torch, virtualgpu
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+virtualgpu.gpus(2); virtualgpu.reset()  # all is imported now
+
+watched = [torch, torch.Tensor, torch.cuda, torch._C, torch.nn.functional, torch.UntypedStorage, torch.optim.Optimizer]
+def look():
+    return [dict(vars(owner)) for owner in watched]
+before, lines, tried, left = look(), 0, 0, []
+def count(frame, event, arg):
+    global lines
+    lines += "virtualgpu" in frame.f_code.co_filename
+    if at is not None and lines == at:
+        raise KeyboardInterrupt
+    return count
+def once(moment):
+    global at, lines
+    at, lines = moment, 0
+    sys.settrace(count)
+    try:
+        virtualgpu.gpus(2)
+    finally:
+        sys.settrace(None)
+once(None)
+total = lines
+virtualgpu.reset()
+for moment in range(1, total, max(1, total // 40)):
+    try:
+        once(moment)
+    except KeyboardInterrupt:
+        tried += 1
+    virtualgpu.reset()
+    changed = [name for one, two in zip(before, look()) for name in {**one, **two} if one.get(name) is not two.get(name)]
+    changed = [name for name in changed if not name.startswith("__")]
+    if changed or _get_current_dispatch_mode_stack() or virtualgpu.machine():
+        left.append((moment, changed[:5]))
+virtualgpu.gpus(2)
+print(tried, left, (torch.ones(2, device="cuda:1") + 1).device)
+"""
+
+
+def test_ctrl_c_while_turning_on_leaves_nothing():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120)
+    last = done.stdout.splitlines()[-1:]
+    assert last and last[0].endswith("[] cuda:1"), done.stdout + done.stderr[-2000:]
+    assert int(last[0].split()[0]) >= 30
+
+
+# -- threads
+
+
+def test_turned_on_in_a_thread_and_off_in_another():
+    assert in_thread(lambda: virtualgpu.gpus(2)) == [torch.device("cuda:0"), ONE]
+    assert torch.ones(2, device="cuda:1").add(1).device == ONE
+    with pytest.raises(RuntimeError, match="cuda:1 and cuda:0"):
+        mismatch()
+    virtualgpu.reset()
+    pristine()
+    virtualgpu.gpus(2)
+    x = torch.ones(2, device="cuda:1")
+    in_thread(virtualgpu.reset)
+    assert virtualgpu.machine() is None and (x + 1).tolist() == [2, 2] and (x + 1).device.type == "cpu"
+    virtualgpu.gpus(2)
+    x = torch.ones(2, device="cuda:1")
+    assert (x + 1).device == ONE
+    virtualgpu.reset()
+    pristine()
+
+
+def test_a_running_thread_survives_reset():
+    """It goes on, with tensors of the CPU."""
+    virtualgpu.gpus(2)
+    started, go_on, found = threading.Event(), threading.Event(), []
+
+    def work():
+        x = torch.ones(2, device="cuda:1")
+        started.set()
+        go_on.wait(30)
+        try:
+            found.append((x + 1).tolist())
+            found.append((torch.ones(2) + x).device.type)
+            x.requires_grad_().sum().backward()
+            found.append(x.grad.tolist())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait(30)
+    virtualgpu.reset()
+    go_on.set()
+    thread.join(30)
+    assert found == [[2, 2], "cpu", [1, 1]]
+
+
+def test_threads_older_than_the_gpus_see_them():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # the worker is there now
+        for n in (2, 3):  # also those of a second call
+            virtualgpu.gpus(n)
+            assert pool.submit(lambda: torch.ones(2, device="cuda:1").add(1).device).result() == ONE
+            with pytest.raises(RuntimeError, match="cuda:1 and cuda:0"):
+                pool.submit(mismatch).result()
+        virtualgpu.reset()
+        assert pool.submit(lambda: torch.ones(2).add(1).device.type).result() == "cpu"
+
+
+def test_a_plain_thread_older_than_the_gpus_sees_them():
+    """Not of a pool: it meets them with the first tensor that it moves to a GPU."""
+    asked, answers, on = threading.Event(), [], threading.Event()
+
+    def work():
+        asked.set()
+        on.wait(30)
+        try:
+            with Counting():  # whose end must not end ours
+                answers.append(torch.ones(2).to("cuda:1").add(1).device)
+            answers.append(torch.ones(2, device="cuda:1").add(1).device)
+            mismatch()
+        except RuntimeError as error:
+            answers.append(str(error)[:50])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    asked.wait(30)
+    virtualgpu.gpus(2)
+    on.set()
+    thread.join(30)
+    assert answers == [ONE, ONE, "Expected all tensors to be on the same device, but"]
+
+
+def test_an_operation_in_another_thread_during_backward(gpus):
+    """It does not end the backward pass's own account of time."""
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    kept = []
+
+    def look(gradient):
+        before = gpus.clock.host
+        in_thread(lambda: torch.ones(2, device="cuda:1") + 1)
+        kept.append(gpus.clock.host >= before)
+
+    y = (x * 2) * 3
+    y.register_hook(look)
+    before = gpus.clock.host
+    y.sum().backward()
+    assert kept == [True] and gpus.clock.host > before and x.grad.tolist() == [6, 6, 6]
+
+
+# -- modes and patches of others
+
+
+class Counting(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_reset_inside_another_mode():
+    virtualgpu.gpus(2)
+    with Counting() as mode:
+        x = torch.ones(2, device="cuda:1") + 1
+        virtualgpu.reset()
+        assert _get_current_dispatch_mode_stack() == [mode]
+        seen = mode.seen
+        assert (x + 1).device.type == "cpu" and mode.seen == seen + 1
+        virtualgpu.gpus(2)
+        assert (torch.ones(2, device="cuda:1") + 1).device == ONE
+        virtualgpu.reset()
+        assert _get_current_dispatch_mode_stack() == [mode]
+    pristine()
+
+
+def test_gpus_turned_on_inside_another_mode_outlive_it():
+    with Counting() as mode:
+        virtualgpu.gpus(2)
+        assert (torch.ones(2, device="cuda:1") + 1).device == ONE and mode.seen > 0
+    seen = mode.seen
+    with pytest.raises(RuntimeError, match="cuda:1 and cuda:0"):
+        mismatch()
+    assert mode.seen == seen and len(_get_current_dispatch_mode_stack()) == 1
+    virtualgpu.reset()
+    pristine()
+
+
+def test_gpus_inside_another_mode_work():
+    with Counting() as mode, virtualgpu.gpus(2):
+        assert (torch.ones(2, device="cuda:1") + 1).device == ONE
+        with pytest.raises(RuntimeError, match="cuda:1 and cuda:0"):
+            mismatch()
+        assert mode.seen > 0
+    pristine()
+
+
+def test_what_somebody_else_replaced_stays_theirs():
+    virtualgpu.gpus(2)
+    ours = torch.Tensor.numpy
+
+    def theirs(self, **options):
+        return ours(self, **options)
+
+    torch.Tensor.numpy = theirs
+    try:
+        with pytest.warns(UserWarning, match="numpy was replaced while virtual GPUs were on, and is left so"):
+            virtualgpu.reset()
+        assert torch.Tensor.numpy is theirs
+    finally:
+        del torch.Tensor.numpy
+    assert torch.ones(2).numpy().tolist() == [1, 1]
+
+
+def test_an_inner_with_leaves_the_outer_on():
+    with virtualgpu.gpus(2) as outer:
+        with virtualgpu.gpus(2) as inner:
+            assert inner == outer
+        assert torch.ones(1, device="cuda:1").device == ONE
+    pristine()
+
+
+# -- dry runs
+
+
+@pytest.mark.parametrize("n", [0, -1, 65, 2.0, "2", True])
+def test_dry_run_checks_its_number(n):
+    with pytest.raises(ValueError, match=r"dry_run\(.*ask for 1 to 64 GPUs"), virtualgpu.dry_run(n):
+        pass
+    pristine()
+
+
+@pytest.mark.parametrize("options", [{"like": "RTX"}, {"memory": "a lot"}])
+def test_dry_run_checks_cards_and_sizes(options):
+    with pytest.raises(ValueError, match=r"there is no GPU called|memory="), virtualgpu.dry_run(2, **options):
+        pass
+    pristine()
+
+
+def test_dry_run_does_not_quietly_use_other_gpus():
+    virtualgpu.gpus(2)
+    with pytest.raises(ValueError, match="asks for other GPUs than those that are on"), virtualgpu.dry_run(4, like="H100"):
+        pass
+    with virtualgpu.dry_run(2, like="T4"):
+        assert torch.cuda.device_count() == 2
+    assert not virtualgpu.machine().dry
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
+        lambda on: torch.use_deterministic_algorithms(on, warn_only=True),
+    ],
+)
+def test_dry_run_heeds_settings_that_change(setting):
+    def results():
+        x = torch.arange(3, device="cuda")
+        return [(x / 2).dtype, torch.full((2,), 1.0, device="cuda").dtype, x.float().mean().dtype, x.sqrt().dtype]
+
+    virtualgpu.gpus(1)
+    with virtualgpu.dry_run():
+        first = results()
+        setting(True)
+        try:
+            dry = results()
+            virtualgpu.machine().dry = False
+            with_numbers = results()
+            virtualgpu.machine().dry = True
+        finally:
+            setting(False)
+        assert dry == with_numbers and results() == first
+
+
+def test_dry_run_in_inference_mode():
+    virtualgpu.gpus(1)
+    with virtualgpu.dry_run():
+        x = torch.ones(2, device="cuda")
+        assert not (x + 1).is_inference()
+        with torch.inference_mode():
+            assert (x + 1).is_inference()
+        assert not (x + 1).is_inference()
+
+
+# -- errors and interruptions
+
+
+def test_an_own_operation_that_raises_shows_its_frames(gpus):
+    @torch.library.custom_op("virtualgpu_test::broken", mutates_args=())
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a mistake of mine")
+
+    with pytest.raises(RuntimeError, match="a mistake of mine") as found:
+        broken(torch.ones(2, device="cuda"))
+    assert any(entry.name == "broken" for entry in found.traceback)
+
+
+def test_an_optimizer_step_that_fails_ends_its_kind(gpus):
+    """Adam's first step is where memory runs out; what follows is no optimizer's work."""
+    virtualgpu.gpus(1, memory="64 MB")
+    weight = torch.nn.Parameter(torch.zeros(6 << 20, device="cuda"))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    weight.grad = None
+    gc.collect()
+    with virtualgpu.recording() as spans:
+        torch.ones(2, device="cuda") + 1
+    assert {span.kind for span in spans} == {"forward"}
+
+
+def test_a_gpu_used_before_a_fork_is_refused_after_it(gpus):
+    code = """
+import os, sys, torch, virtualgpu
+virtualgpu.gpus(2)
+x = torch.ones(2, device="cuda:1")
+if os.fork() == 0:
+    for line in (lambda: x + 1, lambda: x.cpu(), lambda: torch.ones(2, device="cuda"), lambda: torch.cuda.synchronize()):
+        try:
+            line(); print("nothing")
+        except RuntimeError as error:
+            print(str(error)[:34])
+    print(torch.ones(2).add(1).tolist(), flush=True)
+    os._exit(0)
+os.wait()
+print((x + 1).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()[1:]
+    assert lines == ["Cannot re-initialize CUDA in forked"[:34]] * 4 + ["[2.0, 2.0]", "[2.0, 2.0]"], done.stdout + done.stderr[-1500:]
+
+
+def test_ctrl_c_in_an_operation_leaves_the_gpus_usable(gpus):
+    def interrupt(gradient):
+        signal.raise_signal(signal.SIGINT)
+        return gradient
+
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    y = x * 2
+    y.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    assert not gpus.local.bypass
+    (x * 3).sum().backward()
+    assert x.grad.tolist() == [3, 3, 3]

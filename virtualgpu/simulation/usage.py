@@ -1,0 +1,19 @@
+"""How busy GPUs were since somebody last asked: what NVML and GPUtil call utilization, on the simulated clock."""
+
+from virtualgpu.memory.ledger import share
+from virtualgpu.simulation.clock import Clock
+
+
+class Utilization:
+    """One who asks, again and again. Work counts from when it is queued, also where the GPU comes to it later."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._before: dict[int, tuple[float, float]] = {}
+
+    def load(self, gpu: int) -> float:
+        """The share of simulated time in which this GPU was busy since the last call for it (at first: since time 0); 0 to 1."""
+        now = self._clock.busy[gpu], self._clock.latest()
+        before = self._before.get(gpu, (0.0, 0.0))
+        self._before[gpu] = now
+        return share(now, before)
