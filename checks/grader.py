@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from helpers.launch import WorkerError, launch
+from virtualgpu.run.ranks import WorkerError, launch
 
 
 def grader(check: Callable) -> Callable:

@@ -66,8 +66,8 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
             )
     elif not head.startswith(b"\x80"):  # nor a pickle, as torch.save wrote before version 1.6
         raise CheckpointError(
-            f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in its "
-            "place?"
+            f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in "
+            "its place?"
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=True)

@@ -5,10 +5,11 @@ Versions 2.11 to 2.15, wheels with CUDA and wheels for the CPU alone.
 
 import torch
 from torch import overrides
-from torch.utils import _python_dispatch
+from torch.utils import _device, _python_dispatch
 from torch.utils._device import DeviceContext
 
 _C = torch._C
+Device = torch.device  # patches/devices.py may put another in its place
 
 graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
 current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
@@ -57,6 +58,11 @@ def enter_below(mode) -> None:
         _python_dispatch._push_mode(other)
 
 
+def fake_mode_is_on() -> bool:
+    """Does FakeTensorMode come after the other modes of this thread?"""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None
+
+
 def default_device() -> torch.device | None:
     """What torch.set_default_device or `with torch.device(...)` chose in this thread."""
     if _C._len_torch_function_stack():
@@ -66,6 +72,17 @@ def default_device() -> torch.device | None:
     return None
 
 
+def numbers_are_gpus() -> bool:
+    """Does C++ take torch.device(0) for cuda:0? Wheels without CUDA do not."""
+    try:
+        return Device(0).type == "cuda"
+    except RuntimeError:  # no accelerator at all
+        return False
+
+
+# () -> the functions that heed torch.set_default_device; who calls it first while some are replaced would have the wrong ones
+device_constructors = _device._device_constructors
+
 real_storage_device = torch.UntypedStorage.device.__get__
 
 
@@ -74,3 +91,8 @@ def register_as_builtin(function, name: str):
     table = torch.jit._builtins._get_builtin_table()
     torch.jit._builtins._register_builtin(function, name)
     return lambda: table.pop(id(function), None)
+
+
+def builtin_name(function) -> str | None:
+    """TorchScript's name for a function of PyTorch ("aten::ones"), or None."""
+    return torch.jit._builtins._find_builtin(function)

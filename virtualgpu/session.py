@@ -19,6 +19,8 @@ from virtualgpu.patches import (
     compiler,
     cuda,
     data_parallel,
+    distributed,
+    devices,
     foreach,
     functions,
     gputil,
@@ -37,7 +39,26 @@ from virtualgpu.simulation.trace import Recording
 
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 # In this order: memory and random numbers before the driver that uses them
-FACES = (memory, random, streams, cuda, tensor, functions, storage, legacy, foreach, data_parallel, autocast, compiler, profiler, threads, gputil, nvml)
+FACES = (
+    memory,
+    random,
+    streams,
+    cuda,
+    tensor,
+    functions,
+    devices,
+    storage,
+    legacy,
+    foreach,
+    data_parallel,
+    distributed,
+    autocast,
+    compiler,
+    profiler,
+    threads,
+    gputil,
+    nvml,
+)
 
 
 class Devices(list):
@@ -69,7 +90,10 @@ class _Session:
         meta.install()
         for face in FACES:
             face.install(self.machine, self.patches)
-        for register, kind in ((register_optimizer_step_pre_hook, "optimizer"), (register_optimizer_step_post_hook, "forward")):
+        for register, kind in (
+            (register_optimizer_step_pre_hook, "optimizer"),
+            (register_optimizer_step_post_hook, "forward"),
+        ):
             self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
         self.enter()
         threads.tell_main_thread(self._enter_late)
@@ -270,5 +294,3 @@ def recording() -> Iterator[Recording]:
         yield clock.spans
     finally:
         clock.spans = before
-
-

@@ -45,6 +45,8 @@ class Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # IPython shows the reader's line, not ours
         if types and any(has_dispatch(kind) for kind in types):
+            if any(kind.__name__ == "FakeTensor" for kind in types):
+                return func(*args, **(kwargs or {}))  # its own mode, below this one, knows what to do
             return NotImplemented  # a wrapper (DTensor and its kind) takes itself apart; its inner operations come by
         try:
             return self._run(func, args, kwargs or {})
@@ -59,8 +61,11 @@ class Dispatch(TorchDispatchMode):
         op = _operations.get(func)
         if op is None:
             op = _operations[func] = Operation(func, special.OPERATIONS)
-        if op.is_view:
-            return func(*args, **kwargs)
+        if op.plain:
+            tensors = tensors_of(args, kwargs)
+            return self._work(op, args, kwargs, tensors, self._device(op, args, kwargs, tensors))
+        if op.is_view and (not isinstance(args[0], torch.Tensor) or args[0].layout is torch.strided):
+            return func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
         if op.special is not None and (out := op.special(self, func, args, kwargs)) is not NotImplemented:
             return out
         if op.python is not None:
@@ -70,13 +75,15 @@ class Dispatch(TorchDispatchMode):
             return self._make(op, args, kwargs)
         tensors = tensors_of(args, kwargs)
         gpu = self._device(op, args, kwargs, tensors)
-        if op.takes_device and kwargs.get("device") is not None:
+        if op.generator:
+            self.eager.check_generator(args, kwargs, gpu)
+        if op.takes_device and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self._make_like(op, args, kwargs, tensors, gpu)
         return self._work(op, args, kwargs, tensors, gpu)
 
     def _work(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """Carry out an operation of tensors that are all on `gpu` (None: the CPU)."""
-        machine = self.machine
+        machine, clock = self.machine, self.clock
         waits = op.shape_from_values and (not op.indexes or any(t.dtype in MASKS for t in tensors[1:]))
         if waits and machine.dry:
             raise NotImplementedError(
@@ -93,7 +100,7 @@ class Dispatch(TorchDispatchMode):
             if op.new and type(out) is torch.Tensor and tensors and all(_made_by_cpp(tensor) for tensor in tensors):
                 _label(out, MadeByCpp())
             return out
-        if self.clock.multi and _compat.graph_task() == -1:
+        if clock.multi and _compat.graph_task() == -1:
             self._note_streams(tensors, gpu)
         if type(out) is torch.Tensor:
             self._settle(op, out, gpu)
@@ -264,9 +271,11 @@ class Dispatch(TorchDispatchMode):
         """A tensor from no other: on the GPU or the CPU that `device` says."""
         machine, device = self.machine, kwargs.get("device")
         by_python, pinned = "pin_memory" in kwargs, kwargs.get("pin_memory")
-        if device is not None and self._is_elsewhere(device, by_python):
+        if (device is not None and self._is_elsewhere(device, by_python)) or _compat.fake_mode_is_on():
             return op.func(*args, **kwargs)
         gpu = machine.gpu(device) if device is not None and device.type == "cuda" else None
+        if op.generator:
+            self.eager.check_generator(args, kwargs, gpu)
         options = {**kwargs, "device": torch.device(machine.base)}
         if pinned:
             options["pin_memory"] = False
@@ -304,7 +313,7 @@ class Dispatch(TorchDispatchMode):
 
     def _make_like(self, op: Operation, args, kwargs, tensors, source: GPU | None):
         """A tensor from another one, with a `device` of its own: zeros_like(x, device=...), and copies that C++ asks for."""
-        machine, device = self.machine, kwargs["device"]
+        machine, device = self.machine, kwargs.get("device") or (CPU if source is None else source.device)
         from_options = "layout" in kwargs if op.converts else "pin_memory" not in kwargs
         if self._is_elsewhere(device, not from_options):
             return op.func(*args, **kwargs)
@@ -312,7 +321,9 @@ class Dispatch(TorchDispatchMode):
         if source is not None and target is None and from_options:
             target = source  # options that C++ copied from a GPU tensor: the backward of a cast, say
         options = {**kwargs, "device": torch.device(machine.base)}
-        if options.pop("pin_memory", None) and target is None:
+        if options.pop("pin_memory", None):
+            if target is not None:
+                raise RuntimeError("Only dense CPU tensors can be pinned")
             options["pin_memory"] = False
         if op.converts and target is source:
             del options["device"]

@@ -34,9 +34,7 @@ class DryRun:
             _describe(args, key)
             _describe(kwargs.items(), key)
         except RuntimeError:  # no strides
-            raise NotImplementedError(
-                f"sparse tensors are not modelled in a dry run ({op.name}). Run this line outside dry_run()"
-            ) from None
+            raise _sparse(op) from None
         key = tuple(key)
         made = self.recipes.get(key)
         if made is not None:
@@ -52,6 +50,8 @@ class DryRun:
                     f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
                     "Run this line outside dry_run()"
                 ) from error
+            if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
+                raise _sparse(op)
             again = _recipe(op, out, tensors) if op.cacheable and tensors else None
         if again is not None:
             if len(self.recipes) > MAX_RECIPES:
@@ -72,6 +72,10 @@ class DryRun:
             return False
         dtype = tensors[0].dtype
         return float("nan") if dtype.is_floating_point else False if dtype is torch.bool else 0
+
+
+def _sparse(op: Operation) -> NotImplementedError:
+    return NotImplementedError(f"sparse tensors are not modelled in a dry run ({op.name}). Run this line outside dry_run()")
 
 
 _has_no_numbers = _compat.is_really_meta  # whatever the patched is_meta says

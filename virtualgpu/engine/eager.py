@@ -2,6 +2,7 @@
 
 import math
 import os
+import weakref
 
 import torch
 
@@ -11,6 +12,8 @@ from virtualgpu.engine.operations import Operation
 
 # A result below this is made first and counted afterwards: the host can hold it in any case
 LARGE = 256 << 20
+# Generators of GPUs, by address: from C++ they come back as plain ones
+GENERATORS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 class Eager:
@@ -21,7 +24,7 @@ class Eager:
 
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU):
         """(the result, whether a kernel would have asserted). Raises torch.OutOfMemoryError before the host allocates."""
-        if op.growing or op.pointwise or op.formula is not None:
+        if op.may_be_large:
             self._require(op, args, kwargs, tensors, gpu)
         try:
             if op.random:
@@ -36,6 +39,17 @@ class Eager:
                 gpu.require(needed)
                 raise errors.host_full(sum(needed), host_free()) from None
             raise
+
+    def check_generator(self, args, kwargs, gpu: GPU | None) -> None:
+        """Raises RuntimeError for a generator of the CPU on a GPU, and the other way round."""
+        given = kwargs.get("generator")
+        if given is None:
+            given = next((value for value in args if isinstance(value, torch.Generator)), None)
+        if given is None:
+            return
+        wanted, found = "cpu" if gpu is None else "cuda", "cuda" if given._cdata in GENERATORS else "cpu"
+        if found != wanted:
+            raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
 
     def _draw(self, op: Operation, args, kwargs, gpu: GPU):
         """From the generator that was given, or the GPU's own; that one stands in for the CPU's where none can be given."""
@@ -66,10 +80,12 @@ class Eager:
         if not all(isinstance(n, int) for n in size):
             return
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        self._ask([math.prod(size) * dtype.itemsize], gpu)
+        require_room([math.prod(size) * dtype.itemsize], gpu)
 
     def _require(self, op: Operation, args, kwargs, tensors, gpu: GPU) -> None:
         """Room for the result where it may be large: no larger than the product of the inputs, or told by numbers."""
+        if len(tensors) <= 2 and not op.growing and tensors[0].numel() * tensors[-1].numel() * 8 < LARGE:
+            return
         bound = 1
         if op.pointwise:  # as large as its largest input, or, where shapes differ, as their product
             shape = None
@@ -81,23 +97,15 @@ class Eager:
         else:
             for tensor in tensors[:3]:
                 bound *= tensor.numel() or 1
-            if op.growing:
+            if op.growing or op.resizes:
                 bound *= _numbers(args)
         if bound * 8 < LARGE:
             return
-        self._ask(self._result_bytes(op, args, kwargs), gpu)
-
-    def _ask(self, sizes: list[int], gpu: GPU) -> None:
-        if sum(sizes) < LARGE:
-            return
-        gpu.require(sizes)
-        free = host_free()
-        if sum(sizes) > free:
-            raise errors.host_full(sum(sizes), free)
+        require_room(self._result_bytes(op, args, kwargs), gpu)
 
     def _result_bytes(self, op: Operation, args, kwargs) -> list[int]:
-        """Of each new result, by PyTorch's meta kernel; nothing where it has none, or where the result is one of the arguments."""
-        if not op.new:
+        """Of each result that is new, or may grow, by PyTorch's meta kernel; nothing where it has none."""
+        if not (op.new or op.resizes):
             return []
         with self.machine.untracked():
             try:
@@ -109,6 +117,16 @@ class Eager:
                 return []
         results = out if isinstance(out, (tuple, list)) else [out]
         return [r.numel() * r.element_size() for r in results if isinstance(r, torch.Tensor)]
+
+
+def require_room(sizes: list[int], gpu: GPU) -> None:
+    """Raises torch.OutOfMemoryError where the GPU has no room for blocks of these sizes, RuntimeError where this machine has none."""
+    if sum(sizes) < LARGE:
+        return
+    gpu.require(sizes)
+    free = host_free()
+    if sum(sizes) > free:
+        raise errors.host_full(sum(sizes), free)
 
 
 def _numbers(args) -> int:

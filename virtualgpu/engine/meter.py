@@ -21,8 +21,8 @@ class Meter:
         return self._clock.latest()
 
     def read(self) -> list[tuple[float, int]]:
-        """Of each GPU: the percentage of time in which it was busy since the last reading, and the bytes that nvidia-smi would
-        call used (context and reserved memory, other processes' too)."""
+        """Of each GPU: the percentage of time in which it was busy since the last reading, and the bytes that nvidia-smi
+        would call used (context and reserved memory, other processes' too)."""
         return [(100 * self._usage.load(gpu.index), used(gpu)) for gpu in self._gpus]
 
 

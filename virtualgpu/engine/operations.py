@@ -47,8 +47,8 @@ class Operation:
 
     cacheable: a dry run may remember its result's shape. converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no
     other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. growing: see GROWING. host_result: the result
-    that stays on the CPU. indexes: the first argument is what the others index. is_view: shares its argument's storage. mixed: not
-    all its tensors need to be on one device. new: makes at least one new tensor. packs: wants lengths on
+    that stays on the CPU. indexes: the first argument is what the others index. is_view: shares its argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not
+    all its tensors need to be on one device. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants lengths on
     the CPU. python: the function behind a custom operation written in Python. random: draws from a generator, of which
     `generator` says whether one can be given. reads: a value goes to the host. resizes: may change a storage's size. returns: which
     argument each result is, None for a new tensor. shape_from_values: the host must wait to know the result's shape. special: how
@@ -69,11 +69,13 @@ class Operation:
         "growing",
         "host_result",
         "indexes",
+        "may_be_large",
         "is_view",
         "mixed",
         "name",
         "new",
         "packs",
+        "plain",
         "pointwise",
         "python",
         "random",
@@ -123,6 +125,10 @@ class Operation:
         self.python = _written_in_python(func)
         self.pointwise = torch.Tag.pointwise in func.tags
         self.growing = packet in GROWING
+        self.may_be_large = self.new and (self.growing or self.pointwise or self.formula is not None)
+        self.plain = not (
+            self.is_view or self.special or self.python or self.factory or self.generator or self.takes_device
+        )
         self.cacheable = not (
             self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")
         )

@@ -94,7 +94,7 @@ def place_of_mixed(op, args, kwargs, gpu):
                 where = "cpu" if home is None else home.device
                 raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({where})")
         values = args[2] if len(args) > 2 else None
-        if values is not None and gpu_of(values) is not home and (values.dim() or home is None):
+        if values is not None and values.dim() and gpu_of(values) is not home:
             places = [torch.device("cpu") if gpu is None else gpu.device for gpu in (home, gpu_of(values))]
             raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {places[0]} and {places[1]}!")
         return home

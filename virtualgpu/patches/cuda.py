@@ -14,7 +14,7 @@ import torch
 
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.errors import forked, no_gpus
-from virtualgpu.patches import streams
+from virtualgpu.patches import nvml, streams
 from virtualgpu.patches.gputil import load
 from virtualgpu.patches.registry import Patches
 
@@ -23,7 +23,8 @@ NOT_MODELLED = {
     "list_gpu_processes memory_usage",
     "torch.cuda.graphs": "CUDAGraph graph make_graphed_callables graph_pool_handle",
 }
-CUDA_VERSION = "12.8"  # said by a wheel without CUDA; what the default wheels of PyTorch 2.11 are built with
+# What a wheel without CUDA says: the default wheel of PyTorch 2.11 has these (2.11.0+cu130 on PyPI)
+CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "13.0", 91900, (2, 28, 9)
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -49,7 +50,7 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
     patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
     if torch.version.cuda is None:
-        patches.add(torch.version, "cuda", CUDA_VERSION)
+        _of_a_wheel_with_cuda(patches)
     if hasattr(cuda.graphs, "_cuda_isCurrentStreamCapturing"):
         patches.replace(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
     nvtx = sys.modules.get("torch.cuda.nvtx")
@@ -61,6 +62,20 @@ def install(machine: Machine, patches: Patches) -> None:
             if hasattr(owner, name):
                 patches.replace(owner, name, not_modelled(f"torch.cuda.{name}", getattr(owner, name)))
     machine.on_first_use = cuda._lazy_init
+
+
+def _of_a_wheel_with_cuda(patches: Patches) -> None:
+    """The versions that programs print and check."""
+    major, minor = CUDA_VERSION.split(".")
+    compiled = 1000 * int(major) + 10 * int(minor)  # CUDA's own way to write a version
+    patches.add(torch.version, "cuda", CUDA_VERSION)
+    patches.add(torch._C, "_cuda_getCompiledVersion", lambda: compiled)
+    patches.replace(torch.backends.cudnn, "is_available", lambda: True)
+    patches.replace(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
+    if not hasattr(torch._C, "_nccl_version"):
+        nccl = NCCL_VERSION[0] << 32 | NCCL_VERSION[1] << 16 | NCCL_VERSION[2]
+        patches.add(torch._C, "_nccl_version", lambda: nccl)
+        patches.add(torch._C, "_nccl_version_suffix", lambda: b"")
 
 
 class Driver:
@@ -86,11 +101,11 @@ class Driver:
             "_cuda_sleep": self.sleep,
             "_cuda_ipc_collect": lambda: None,
             "_cuda_isCurrentStreamCapturing": lambda: False,
-            "_cuda_getCompiledVersion": lambda: int(float(torch.version.cuda or CUDA_VERSION) * 1000),
-            "_cuda_getDriverVersion": lambda: 12080,
+            "_cuda_getDriverVersion": lambda: nvml.CUDA,
             "_cuda_get_sync_debug_mode": lambda: 0,
             "_cuda_set_sync_debug_mode": lambda mode: None,
             "_cuda_getCurrentBlasHandle": lambda: 0,
+            "_cuda_clearCublasWorkspaces": lambda: None,
             "_get_accelerator": lambda check=None: torch.device("cuda"),
             "_accelerator_getAccelerator": lambda: torch.device("cuda"),
             "_accelerator_getDeviceIndex": lambda: self.local.current,

@@ -3,9 +3,11 @@
 import functools
 
 import torch
+from torch.nn import functional
 from torch.utils import _device
 
 from virtualgpu import _compat
+from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
@@ -18,6 +20,9 @@ def install(machine: Machine, patches: Patches) -> None:
         ours = make(machine, getattr(torch, name))
         patches.undo(_compat.register_as_builtin(ours, f"aten::{name}"))
         patches.replace(torch, name, ours)
+    ours = _one_hot(machine, functional.one_hot)
+    for owner in (functional, torch._C._nn):
+        patches.replace(owner, "one_hot", ours)
 
 
 def _on_gpu(machine: Machine, data) -> bool:
@@ -78,3 +83,15 @@ def _ctc_loss(machine: Machine, original):
         return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
     return ctc_loss
+
+
+def _one_hot(machine: Machine, original):
+    """C++ makes its canvas without saying where: room is asked for here."""
+
+    @functools.wraps(original)
+    def one_hot(tensor, num_classes=-1):
+        if num_classes > 0 and not machine.dry and _on_gpu(machine, tensor):
+            require_room([tensor.numel() * num_classes * tensor.element_size()], gpu_of(tensor))
+        return original(tensor, num_classes)
+
+    return one_hot

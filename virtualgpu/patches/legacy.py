@@ -9,8 +9,11 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    plain_types = {}
     for dtype, name in LEGACY.items():
-        patches.add(torch.cuda, name, _legacy_type(machine, dtype, name))
+        plain = plain_types[f"torch.{name}"] = getattr(torch, name)
+        patches.add(torch.cuda, name, _legacy_type(machine, dtype, name, plain))
+        patches.replace(torch, name, _cpu_type(dtype, name, plain))
     original = torch.set_default_tensor_type
 
     def set_default_tensor_type(t) -> None:
@@ -18,7 +21,7 @@ def install(machine: Machine, patches: Patches) -> None:
         name = t if isinstance(t, str) else f"{t.__module__}.{t.__name__}"
         if not name.startswith("torch.cuda."):
             torch.set_default_device(None)
-            original(t)
+            original(plain_types.get(name, t))
             return
         torch.set_default_dtype(next(dtype for dtype, kind in LEGACY.items() if kind == name.rpartition(".")[2]))
         torch.set_default_device("cuda")
@@ -26,7 +29,20 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(torch, "set_default_tensor_type", set_default_tensor_type)
 
 
-def _legacy_type(machine: Machine, dtype: torch.dtype, name: str) -> type:
+def _cpu_type(dtype: torch.dtype, name: str, plain: type) -> type:
+    """torch.FloatTensor itself takes every tensor here for its own."""
+
+    class Kind(type):
+        def __instancecheck__(cls, instance) -> bool:
+            return isinstance(instance, plain) and gpu_of(instance) is None
+
+        def __call__(cls, *args, **kwargs):
+            return plain(*args, **kwargs)
+
+    return Kind(name, (), {"__module__": "torch", "dtype": dtype, "is_cuda": False, "layout": torch.strided})
+
+
+def _legacy_type(machine: Machine, dtype: torch.dtype, name: str, plain: type) -> type:
     class Kind(type):
         def __instancecheck__(cls, instance) -> bool:
             return isinstance(instance, torch.Tensor) and instance.dtype is dtype and gpu_of(instance) is not None
@@ -35,7 +51,7 @@ def _legacy_type(machine: Machine, dtype: torch.dtype, name: str) -> type:
             """FloatTensor(2, 3): of that size, uninitialized; FloatTensor([1, 2]): of those values."""
             gpu = machine.gpu("cuda" if device is None else device)
             with machine.untracked():
-                made = getattr(torch, name)(*args)
+                made = plain(*args)
             return made.to(gpu.device)
 
     return Kind(name, (), {"__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})

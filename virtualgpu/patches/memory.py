@@ -61,9 +61,10 @@ def install(machine: Machine, patches: Patches) -> None:
             patches.add(_C, name, refuse)
             if name in vars(torch.cuda.memory):  # it holds the C function under its own name
                 patches.replace(torch.cuda.memory, name, refuse)
-    for name in ("MemPool", "CUDAPluggableAllocator"):
+    # a wheel without CUDA has a MemPool whose __new__ raises
+    for name, method in (("MemPool", "__new__"), ("CUDAPluggableAllocator", "__init__")):
         owner = getattr(torch.cuda.memory, name)
-        patches.add(owner, "__init__", functools.wraps(owner.__init__)(_refusing(f"torch.cuda.{name}")))
+        patches.add(owner, method, functools.wraps(getattr(owner, method))(_refusing(f"torch.cuda.{name}")))
     if hasattr(torch.cuda.memory, "_annotate_tensor"):
         patches.replace(torch.cuda.memory, "_annotate_tensor", functions.annotate_tensor)
 

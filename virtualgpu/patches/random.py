@@ -2,6 +2,7 @@
 
 import torch
 
+from virtualgpu.engine.eager import GENERATORS
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
 
@@ -20,6 +21,8 @@ def install(machine: Machine, patches: Patches) -> None:
             gpu = None if device is None else machine.gpu(device)
             self = super().__new__(cls, device="cpu")
             self._gpu = None if gpu is None else gpu.device
+            if gpu is not None:
+                GENERATORS[self._cdata] = self
             return self
 
         @property
@@ -32,6 +35,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for index in range(len(machine.specs)):
         generator = original.__new__(Generator, device="cpu")
         generator._gpu = torch.device("cuda", index)
+        GENERATORS[generator._cdata] = generator
         generator.manual_seed(torch.initial_seed())
         made.append(generator)
     patches.set(torch.cuda, "default_generators", tuple(made))

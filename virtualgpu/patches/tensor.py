@@ -14,6 +14,7 @@ from torch import nn
 
 from virtualgpu import _compat
 from virtualgpu.engine.dispatch import has_dispatch
+from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.home import gpu_of, sparse_parts, storage_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import LEGACY, type_name
@@ -76,8 +77,8 @@ class TensorPatches:
         if source is not None:
             machine.own(source)
         nbytes = tensor.numel() * tensor.element_size()
-        if target is not None and nbytes >= 1 << 28:
-            target.require(nbytes)
+        if target is not None and nbytes >= LARGE:
+            target.require(nbytes) if machine.dry else require_room([nbytes], target)
         with machine.untracked():
             if machine.dry and not _compat.is_really_meta(tensor):
                 copy = torch._C._VariableFunctions.empty_like(tensor.detach(), device="meta")

@@ -21,7 +21,8 @@ def keep_family() -> None:
 
 
 def kill_family(pid: int) -> None:
-    """End that process and all below it, also in sessions of their own. Where it has ended already: what is left of its group."""
+    """End that process and all below it, also in sessions of their own. Where it has ended already: what is left of
+    its group."""
     for _ in range(3):  # a process may start another one meanwhile
         below = _below(pid)
         for process in below:

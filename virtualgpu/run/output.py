@@ -1,8 +1,8 @@
 """What ranks print, on its way to the notebook: bytes through a pipe of each rank's own, lines when all have ended.
 
-Small pieces, because the processes that a rank forks (a DataLoader's workers) write to the same pipe: the system keeps a write
-of up to PIPE_BUF bytes together (pipe(7)), and multiprocessing sends a message of that size, and the four bytes of its length
-before it, as one write.
+Small pieces, because the processes that a rank forks (a DataLoader's workers) write to the same pipe: the system
+keeps a write of up to PIPE_BUF bytes together (pipe(7)), and multiprocessing sends a message of that size, and the
+four bytes of its length before it, as one write.
 """
 
 import io

@@ -7,9 +7,10 @@
 
     launch(worker, x, nprocs=2)               # [0, 1]
 
-Processes come from a forkserver that has PyTorch loaded: the first call takes seconds, further calls a fraction of one. They
-are fresh: nothing of the notebook is in them but the function, its arguments and the globals that it uses. `output` is how
-their lines come back, `watch` who failed first and where each stands, `family` what becomes of processes that they start.
+Processes come from a forkserver that has PyTorch loaded: the first call takes seconds, further calls a fraction of
+one. They are fresh: nothing of the notebook is in them but the function, its arguments and the globals that it uses.
+`output` is how their lines come back, `watch` who failed first and where each stands, `family` what becomes of
+processes that they start.
 """
 
 import contextlib
@@ -41,12 +42,13 @@ _starting = threading.Lock()
 
 
 def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, **kwargs) -> list:
-    """[fn(*args, **kwargs) of rank 0, of rank 1, ...]; what they print comes as `[rank i]` lines, in rank order, at the end.
+    """[fn(*args, **kwargs) of rank 0, of rank 1, ...]; what they print comes as `[rank i]` lines, in rank order, at
+    the end.
 
-    Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on the CPU
-    one thread. Raises WorkerError when a rank raises, exits, is killed, or has not ended after `timeout` seconds; it names
-    the rank that was first, and no process is left, nor one that a rank started. Raises ValueError for an impossible nprocs
-    or timeout, ImportError where cloudpickle is missing.
+    Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on
+    the CPU one thread. Raises WorkerError when a rank raises, exits, is killed, or has not ended after `timeout`
+    seconds; it names the rank that was first, and no process is left, nor one that a rank started. Raises ValueError
+    for an impossible nprocs or timeout, ImportError where cloudpickle is missing.
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs={nprocs!r}: ask for one process or more")

@@ -20,7 +20,8 @@ PACKAGES = ("site-packages", "dist-packages")
 
 
 class WorkerError(RuntimeError):
-    """A rank failed; `rank` says which was first. After a timeout it is None, and `places` says where each rank stood."""
+    """A rank failed; `rank` says which was first. After a timeout it is None, and `places` says where each rank
+    stood."""
 
     def __init__(self, rank: int | None, message: str, places: list[str] | None = None):
         super().__init__(message)
@@ -102,7 +103,8 @@ def _of_a_library(file: str) -> bool:
 
 
 def frames_of(dump: str) -> list[tuple[str, str, str]]:
-    """File, line and function of each frame that faulthandler wrote, innermost first. It writes what is not ASCII as \\u escapes."""
+    """File, line and function of each frame that faulthandler wrote, innermost first. It writes what is not ASCII as
+    \\u escapes."""
     found = re.findall(r'File "(.*)", line (\d+) in (.*)', dump)
     return [(_unescaped(file), line, _unescaped(name)) for file, line, name in found]
 

@@ -13,85 +13,21 @@ All times are in seconds since the GPUs were made.
 """
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from virtualgpu import _compat
 from virtualgpu.errors import device_assert
+from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
+
+__all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
 # A launch: 3.8 us, the time per kernel of a queue of short kernels in NVIDIA's "Getting Started with CUDA Graphs" (2019), and
 # 2.2 us for PyTorch's own way to it: an addition of two small CPU tensors took 1.5 to 4 us here (tests/bench prints it).
 LAUNCH = 3.8e-6 + 2.2e-6
-DEFAULT = 0  # the id of a GPU's default stream
 POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
 NODES = 100_000  # forward operations whose stream is remembered for the backward pass
 
 _graph_task = _compat.graph_task  # -1 outside a backward pass
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something a GPU did: `kind` is forward, backward, optimizer or copy; `name` the operation."""
-
-    gpu: int
-    start: float
-    end: float
-    kind: str
-    name: str
-    stream: int = DEFAULT
-
-
-class Queue:
-    """One stream of one GPU: work put into it is done at `ready`."""
-
-    __slots__ = ("gpu", "id", "priority", "ready")
-
-    def __init__(self, gpu: int, id: int, priority: int = 0):
-        self.gpu, self.id, self.priority, self.ready = gpu, id, priority, 0.0
-
-
-class Engine:
-    """Something of a GPU that serves one stream at a time. Work that is ready early takes a gap that is long enough."""
-
-    __slots__ = ("ends", "floor", "starts")
-    KEPT = 512  # busy stretches; older ones are forgotten, and nothing is placed among them any more
-
-    def __init__(self, floor: float = 0.0):
-        self.starts: list[float] = []
-        self.ends: list[float] = []
-        self.floor = floor
-
-    def reserve(self, earliest: float, seconds: float) -> float:
-        """The first moment, not before `earliest`, from which the engine is free for so long; it is then taken."""
-        starts, ends = self.starts, self.ends
-        start = max(earliest, self.floor)
-        if not ends or start >= ends[-1]:
-            at = len(ends)
-        else:
-            at = bisect_right(ends, start)
-            while at < len(starts) and starts[at] < start + seconds:
-                start = max(start, ends[at])
-                at += 1
-        self._insert(at, start, start + seconds)
-        return start
-
-    def _insert(self, at: int, start: float, end: float) -> None:
-        """A stretch that touches its neighbours becomes one with them."""
-        starts, ends = self.starts, self.ends
-        if at and ends[at - 1] == start:
-            ends[at - 1] = end
-            at -= 1
-        else:
-            starts.insert(at, start)
-            ends.insert(at, end)
-        if at + 1 < len(starts) and starts[at + 1] == ends[at]:
-            ends[at] = ends.pop(at + 1)
-            del starts[at + 1]
-        if len(ends) > self.KEPT:
-            half = self.KEPT // 2
-            self.floor = ends[half - 1]
-            del starts[:half], ends[:half]
 
 
 class _Host(threading.local):
@@ -158,7 +94,10 @@ class Clock:
     def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0) -> float:
         """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end."""
         local = self.local
-        now = self._passed(local, gpu, LAUNCH)
+        if local.backward is None and not self.stopped and _graph_task() == -1:
+            now = local.now = local.now + LAUNCH
+        else:
+            now = self._passed(local, gpu, LAUNCH)
         if self.multi:
             queue = self.current(gpu)
             start = self.compute[gpu].reserve(max(now, queue.ready, after), seconds)

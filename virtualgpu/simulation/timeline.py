@@ -34,8 +34,8 @@ def recorded(clock: Clock) -> Iterator[Block]:
 
 
 def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:
-    """One GPU's spans in the order of time, from `start` on. Neighbours of one kind become one, where less than a 2000th of
-    `seconds`, half a pixel of a wide figure, lies between: thousands of kernels, dozens of bars."""
+    """One GPU's spans in the order of time, from `start` on. Neighbours of one kind become one, where less than a
+    2000th of `seconds`, half a pixel of a wide figure, lies between: thousands of kernels, dozens of bars."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         span = replace(span, start=span.start - start, end=span.end - start)

@@ -12,7 +12,8 @@ class Utilization:
         self._before: dict[int, tuple[float, float]] = {}
 
     def load(self, gpu: int) -> float:
-        """The share of simulated time in which this GPU was busy since the last call for it (at first: since time 0); 0 to 1."""
+        """The share of simulated time in which this GPU was busy since the last call for it (at first: since time 0);
+        0 to 1."""
         now = self._clock.busy[gpu], self._clock.latest()
         before = self._before.get(gpu, (0.0, 0.0))
         self._before[gpu] = now

@@ -113,6 +113,7 @@ def test_new_makes_tensors_where_x_is(gpus):
     assert allocated(1) - before == 2 * MIB and (made.fill_(1) + x[0]).device == ONE
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_storages_say_where_they_are(gpus):
     x = torch.ones(4, device=ONE)
     for storage in (x.untyped_storage(), x.storage(), x.detach().t().untyped_storage()):
@@ -209,6 +210,7 @@ def test_assigning_numbers_by_indices(gpus):
     y[torch.tensor([True, False])] += 1
     assert y.tolist() == [[2, 2, 1], [1, 1, 5]]
     y[[0]] = torch.zeros(3, device="cuda")
+    y[[1], [0]] = torch.ones(1)  # one number may come from anywhere
     assert y[[0, 1]].tolist() == [[0, 0, 0], [1, 1, 5]]
 
 
@@ -217,9 +219,9 @@ def test_assigning_numbers_by_indices(gpus):
     [
         lambda x, there: x.__setitem__(there, 0.0),
         lambda x, there: x.__setitem__(there, torch.zeros(1, device="cuda")),
-        lambda x, there: x.__setitem__([0], torch.zeros(1)),
-        lambda x, there: x.__setitem__([0], torch.zeros(1, device="cuda:1")),
-        lambda x, there: x.cpu().__setitem__([0], torch.zeros(1, device="cuda")),
+        lambda x, there: x.__setitem__([0, 1], torch.zeros(2)),
+        lambda x, there: x.__setitem__([0, 1], torch.zeros(2, device="cuda:1")),
+        lambda x, there: x.cpu().__setitem__([0, 1], torch.zeros(2, device="cuda")),
         lambda x, there: x[there],
         lambda x, there: x.index_select(0, there.cpu()),
         lambda x, there: x.gather(0, there.cpu()),

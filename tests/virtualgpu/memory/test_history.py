@@ -116,7 +116,8 @@ def test_fraction_and_settings(gpus):
         made_here(gpus[1], 60 * MIB)
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     assert all(gpu.memory.config.expandable_segments for gpu in gpus)
-    assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # since 2.12
+        assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
     assert torch.cuda.get_allocator_backend() == "native"
     with pytest.raises(RuntimeError, match="Invalid device argument 2: did you call init"):
         torch._C._cuda_memoryStats(2)
@@ -141,7 +142,7 @@ def test_memory_without_a_tensor(gpus):
         lambda: torch._C._cuda_beginAllocateToPool(0, (1, 0)),
         lambda: torch.cuda.memory_snapshot((1, 0)),
         lambda: torch.cuda.memory.caching_allocator_enable(False),
-        lambda: torch.cuda.memory._record_memory_history(record_pinned_host_memory=True),
+        lambda: torch._C._cuda_record_memory_history("all", record_pinned_host_memory=True),
         lambda: torch._C._cuda_allocationTraceback(123),
     ],
 )

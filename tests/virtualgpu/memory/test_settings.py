@@ -63,6 +63,7 @@ roundup_power2_divisions:3 | roundup_power2_divisions:0 | roundup_power2_divisio
 backend:foo | per_process_memory_fraction:2 | per_process_memory_fraction:-0.1 | throw_on_cudamalloc_oom:maybe
 graph_capture_record_stream_reuse:1 | max_split_size_mb:30,foo:3 | :
 """
+NEWER = "throw_on_cudamalloc_oom"  # than 2.11
 RIGHT = """
 max_split_size_mb:21 | expandable_segments : True | max_split_size_mb:30, | backend:native | pinned_use_background_threads:True
 max_split_size_mb:25abc | large_segment_size_mb:12.5 | roundup_power2_divisions:[64:8,256:4,>:1] | roundup_power2_divisions:[>:4]
@@ -90,6 +91,8 @@ def test_errors_are_pytorchs(text, theirs):
     theirs("large_segment_size_mb:20")
     with pytest.raises(ValueError) as error:
         theirs(text)
+    if text.startswith(NEWER) and "Unrecognized key" in str(error.value):
+        pytest.skip(f"PyTorch {torch.__version__} does not know {text}")
     with pytest.raises(ValueError) as ours:
         parse(text)
     assert str(ours.value) == str(error.value)

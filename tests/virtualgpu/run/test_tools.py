@@ -91,10 +91,10 @@ def test_smi_by_id(ledger):
 def test_gputil_and_monitor_read_smi(ledger):
     code = """if True:
         import GPUtil
-        from helpers.monitor import GPUtilSource
+        from helpers.monitor import SMISource
         for gpu in GPUtil.getGPUs():
             print(gpu.id, gpu.name, gpu.memoryUsed, gpu.memoryTotal, gpu.load, gpu.driver, gpu.temperature)
-        print(GPUtilSource().read()[1])"""
+        print(SMISource().read()[1])"""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # GPUtil as it is
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True)
     assert found.stdout.splitlines() == [

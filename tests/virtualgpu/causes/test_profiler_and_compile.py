@@ -1,0 +1,207 @@
+"""torch.profiler, torch.compile, TorchScript, torch.export and torch.func while virtual GPUs are on."""
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+import virtualgpu
+
+ONE = torch.device("cuda:1")
+
+PROFILED = """
+import sys, warnings
+import torch
+from torch.profiler import ProfilerActivity, profile
+import virtualgpu
+virtualgpu.gpus(2)
+x = torch.ones(64, 64, device="cuda:1")
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True, profile_memory=True) as prof:
+    for _ in range(20):
+        y = (x @ x).relu()
+prof.export_chrome_trace(sys.argv[1])
+print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=5))
+"""
+
+
+def test_profiling_cuda_is_quiet_and_whole(tmp_path):
+    """One warning on stderr, not two C++ traces an operation; the trace has the simulated kernels."""
+    trace = tmp_path / "trace.json"
+    done = subprocess.run([sys.executable, "-c", PROFILED, str(trace)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stderr.splitlines()) <= 4 and "torch.profiler cannot see virtual GPUs" in done.stderr
+    assert "aten::mm" in done.stdout and "aten::relu" in done.stdout
+    events = json.loads(trace.read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("forward", "kernel") and event["name"] == "mm"]
+    assert len(kernels) == 20 and all(event["dur"] > 0 for event in kernels)
+    starts = [event["ts"] for event in kernels]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.filterwarnings("ignore:torch.profiler cannot see virtual GPUs")
+def test_a_scheduled_profile_of_training(gpus, tmp_path):
+    model = nn.Linear(8, 8).to(ONE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=2), on_trace_ready=lambda p: seen.append(p.key_averages())) as prof:
+        for _ in range(4):
+            with record_function("step"):
+                model(torch.ones(2, 8, device=ONE)).sum().backward()
+                optimizer.step()
+            prof.step()
+    assert len(seen) == 1 and {"step", "aten::addmm"} <= {row.key for row in seen[0]}
+    with torch.autograd.profiler.profile(use_device="cuda") as old:
+        model(torch.ones(2, 8, device=ONE))
+    assert "aten::addmm" in {row.key for row in old.key_averages()}
+    with torch.autograd.profiler.emit_nvtx(), torch.cuda.nvtx.range("x"), torch.cuda.profiler.profile():
+        model(torch.ones(2, 8, device=ONE))
+
+
+@pytest.mark.filterwarnings("ignore:torch.profiler cannot see virtual GPUs")
+def test_a_profile_and_a_recording_together(gpus):
+    with virtualgpu.recording() as spans:
+        x = torch.ones(4, device="cuda")
+        with profile(activities=[ProfilerActivity.CUDA]):
+            x.cos()
+        x.sin()
+    assert [span.name for span in spans][-2:] == ["cos", "sin"]
+
+
+def test_compile_runs_eagerly_and_says_so_once(gpus):
+    def double(x):
+        return x * 2 + 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = torch.compile(nn.Linear(3, 2).to(ONE))
+        function = torch.compile(double, mode="reduce-overhead", fullgraph=True)
+
+        @torch.compile(dynamic=True)
+        def decorated(x):
+            return x.sin()
+
+        x = torch.ones(4, 3, device=ONE)
+        out = model(x)
+        out.sum().backward()
+        results = function(x), decorated(x)
+        model.compile()
+    assert [str(w.message) for w in caught if "torch.compile" in str(w.message)] == [
+        "torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time"
+    ]
+    assert out.device == ONE and next(model.parameters()).grad.device == ONE
+    assert all(result.device == ONE for result in results) and torch.equal(results[0], x * 2 + 1)
+    assert type(model).__name__ == "OptimizedModule" and "_orig_mod.weight" in model.state_dict()
+
+
+def test_compile_works_again_after_reset():
+    code = """
+import torch, virtualgpu, warnings
+warnings.simplefilter("ignore")
+with virtualgpu.gpus(1):
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2, device="cuda"))
+graphs = []
+def backend(module, inputs):
+    graphs.append(module); return module.forward
+print(torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist(), len(graphs))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["[2.0, 2.0] 1"], done.stderr[-2000:]
+
+
+# -- TorchScript
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_functions_that_make_tensors(gpus):
+    @torch.jit.script
+    def make(n: int, x: torch.Tensor):
+        y = torch.zeros([n], device=x.device) + torch.ones([n], device=x.device)
+        z = torch.tensor([1.0, 2.0]).sum() + torch.as_tensor(2.0)
+        return y * 3 + z, torch.arange(n), torch.full([n], 2.0), torch.rand([n]), torch.randn([n])
+
+    assert make(2, torch.ones(2))[0].tolist() == [8, 8]
+    assert make(2, torch.ones(2))[1].tolist() == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_and_tracing_a_model_on_a_gpu(gpus):
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Dropout(0.5)).to(ONE).eval()
+    x = torch.ones(4, 3, device=ONE)
+    for compiled in (torch.jit.script(model), torch.jit.trace(model, x)):
+        out = compiled(x)
+        assert out.device == ONE and torch.equal(out, model(x))
+    with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter"):
+        torch.jit.script(model)(torch.ones(4, 3))
+
+
+TRANSFORMS = {
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(f(x)))[0],
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(torch.func.grad(lambda a: (a**3).sum()))(x.view(-1, 1)),
+    "linearize": lambda f, x: torch.func.linearize(f, x)[1](torch.ones_like(x)),
+    "forward mode": lambda f, x: torch.autograd.functional.jvp(f, x, torch.ones_like(x))[1],
+    "functional hessian": lambda f, x: torch.autograd.functional.hessian(f, x),
+    "functional, forward": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_transforms_first_used_with_gpus_on(transform):
+    """In a process of its own: PyTorch scripts their decompositions when they are first used."""
+    if sys.platform == "win32":
+        pytest.skip("fork")
+    name = next(key for key, value in TRANSFORMS.items() if value is transform)
+    code = f"""
+import torch, virtualgpu
+from tests.virtualgpu.causes.test_profiler_and_compile import TRANSFORMS
+transform, f = TRANSFORMS[{name!r}], lambda a: (a**3).sum().exp()
+x = torch.tensor([0.1, 0.2])
+virtualgpu.gpus(2)
+found = transform(f, x.to("cuda:1"))
+assert found.device == torch.device("cuda:1"), found.device
+assert torch.equal(found.cpu(), transform(f, x))
+print("equal")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines()[-1:] == ["equal"], done.stderr[-1500:]
+
+
+EXPORTS = """
+import torch, virtualgpu
+from torch import nn
+virtualgpu.gpus(2)
+model, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).to("cuda:1"), torch.ones(4, 3, device="cuda:1")
+for line in (
+    lambda: torch.export.export(model, (x,)).module()(x),
+    lambda: torch.fx.symbolic_trace(model)(x),
+    lambda: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
+):
+    try:
+        out = line()
+        print(out.device, torch.equal(out, model(x)))
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+from torch._subclasses import FakeTensorMode
+with FakeTensorMode() as mode:
+    y = torch.ones(2, device="cuda:1") + mode.from_tensor(torch.ones(2, device="cuda:1"))
+    print(y.device, torch.cuda.memory_allocated(1) < 2048)
+print("alive", (x + 1).device)
+"""
+
+
+def test_export_and_fake_tensors_know_the_gpu():
+    """It killed the process, or said cpu."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", EXPORTS], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[1:] == ["cuda:1 True"] * 4 + ["alive cuda:1"]

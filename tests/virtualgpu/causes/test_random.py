@@ -1,0 +1,119 @@
+"""Each GPU has its own random numbers, which leave the CPU's alone."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import virtualgpu
+
+ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+
+DRAWS = {
+    "rand": lambda device: torch.rand(8, device=device),
+    "randn": lambda device: torch.randn(8, device=device),
+    "normal": lambda device: torch.normal(0.0, 1.0, (8,), device=device),
+    "randint": lambda device: torch.randint(0, 99, (8,), device=device),
+    "randperm": lambda device: torch.randperm(8, device=device),
+    "dropout": lambda device: F.dropout(torch.ones(8, device=device)),
+    "bernoulli": lambda device: torch.bernoulli(torch.full((8,), 0.5, device=device)),
+    "multinomial": lambda device: torch.multinomial(torch.ones(8, device=device), 4),
+    "uniform_": lambda device: torch.empty(8, device=device).uniform_(),
+    "exponential_": lambda device: torch.empty(8, device=device).exponential_(),
+    "rrelu": lambda device: F.rrelu(-torch.ones(8, device=device), training=True),
+    "poisson": lambda device: torch.poisson(torch.ones(8, device=device)),
+    "rand_like": lambda device: torch.rand_like(torch.ones(8, device=device)),
+    "fractional": lambda device: F.fractional_max_pool2d(torch.arange(64.0, device=device).view(1, 1, 8, 8), 2, output_size=3),
+    "gumbel": lambda device: F.gumbel_softmax(torch.ones(8, device=device)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_drawing_on_a_gpu_leaves_the_others_alone(gpus, draw):
+    torch.manual_seed(3)
+    expected, state = draw(CPU), torch.get_rng_state()
+    torch.manual_seed(3)
+    states = [torch.get_rng_state(), torch.cuda.get_rng_state(0)]
+    found = draw(ONE)
+    assert found.device == ONE and torch.equal(found.cpu(), expected)  # one seed, one set of numbers
+    assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(torch.cuda.get_rng_state(0), states[1])
+    assert torch.equal(torch.cuda.get_rng_state(1), state)
+    draw(CPU)
+    assert torch.equal(torch.cuda.get_rng_state(1), state)
+
+
+def test_seeds_of_gpus_and_cpu_are_apart(gpus):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    torch.cuda.manual_seed(5)
+    torch.cuda.manual_seed_all(6)
+    assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 1
+    assert torch.cuda.initial_seed() == 6 and [g.initial_seed() for g in torch.cuda.default_generators] == [6, 6]
+    first = torch.rand(3, device=ZERO)
+    assert torch.equal(first.cpu(), torch.rand(3, device=ONE).cpu())
+    torch.manual_seed(6)  # all of them
+    assert torch.equal(first, torch.rand(3, device=ZERO))
+
+
+def test_a_seed_before_the_first_use_counts():
+    virtualgpu.gpus(2)
+    torch.manual_seed(7)
+    first = torch.rand(3, device=ONE).cpu()
+    virtualgpu.reset()
+    torch.manual_seed(7)  # before the GPUs are there
+    virtualgpu.gpus(2)
+    assert torch.equal(torch.rand(3, device=ONE).cpu(), first)
+
+
+def test_generators_of_ones_own(gpus):
+    generator = torch.Generator(device="cuda:1").manual_seed(11)
+    assert generator.device == ONE and isinstance(generator, torch.Generator)
+    state, others = generator.get_state(), torch.cuda.get_rng_state(1)
+    first = torch.rand(3, device=ONE, generator=generator)
+    generator.set_state(state)
+    assert torch.equal(first, torch.rand(3, device=ONE, generator=generator))
+    assert torch.equal(torch.cuda.get_rng_state(1), others)
+    assert torch.empty(3, device=ONE).normal_(generator=generator).device == ONE
+
+
+@pytest.mark.parametrize(("kind", "device"), [("cpu", "cuda:0"), ("cuda", "cpu")])
+def test_a_generator_of_another_device_is_refused(gpus, kind, device):
+    generator, there = torch.Generator(device=kind), torch.device(device).type
+    x = torch.ones(3, device=device)
+    for draw in (
+        lambda: torch.rand(3, device=device, generator=generator),
+        lambda: x.normal_(generator=generator),
+        lambda: torch.multinomial(x, 2, generator=generator),
+        lambda: torch.randperm(3, device=device, generator=generator),
+    ):
+        with pytest.raises(RuntimeError, match=f"Expected a '{there}' device type for generator but found '{kind}'"):
+            draw()
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_default_generators_are_generators(gpus):
+    assert isinstance(torch.default_generator, torch.Generator) and torch.default_generator.device == CPU
+    assert [generator.device for generator in torch.cuda.default_generators] == [ZERO, ONE]
+    assert all(isinstance(generator, torch.Generator) for generator in torch.cuda.default_generators)
+    virtualgpu.reset()
+    assert isinstance(torch.default_generator, torch.Generator)
+
+
+def test_fork_rng_keeps_every_gpu(gpus):
+    with torch.random.fork_rng(devices=[0, 1]):
+        torch.rand(5, device=ONE), torch.rand(5)
+        inside = torch.cuda.get_rng_state(1)
+    assert not torch.equal(inside, torch.cuda.get_rng_state(1))
+    states = torch.cuda.get_rng_state_all()
+    torch.rand(5, device=ZERO)
+    torch.cuda.set_rng_state_all(states)
+    assert all(torch.equal(a, b) for a, b in zip(states, torch.cuda.get_rng_state_all(), strict=True))
+
+
+def test_checkpoint_draws_the_same_dropout_again(gpus):
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(1000, device=ONE, requires_grad=True)
+    out = checkpoint(lambda x: F.dropout(x * 1.0), x, use_reentrant=False)
+    torch.rand(9, device=ONE)
+    out.sum().backward()
+    assert torch.equal(out.detach(), x.grad)

@@ -1,0 +1,117 @@
+"""Devices that C++ cannot tell: "cuda" without an index where it asks CUDA for the current one, and, on some wheels, `device=1`.
+
+What makes a tensor from Python's numbers (torch.tensor and its kind) does not leave "cuda" to the dispatcher: it asks C++'s CUDA for
+the current device, which is 0 for ever without a driver, and an error on wheels without CUDA. So "cuda" becomes the current GPU
+before C++ meets it, also where torch.set_default_device or `with torch.device("cuda")` say it.
+
+Wheels without CUDA do not know either which device a bare number means: `torch.device(1)` and `torch.ones(2, device=1)` raise (on a
+Mac they mean mps). There a number becomes cuda:number in each function that takes a device. torch.device is another class then than
+the one that a library imported earlier may have as an annotation; isinstance knows both as one, TorchScript does not.
+"""
+
+import functools
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.machine import Machine
+from virtualgpu.patches.registry import Patches
+
+ASKING = ["as_tensor", "asarray", "tensor"]
+SPARSE = [f"sparse_{kind}_tensor" for kind in ("bsc", "bsr", "compressed", "coo", "csc", "csr")]
+# Besides those that torch.set_default_device knows
+LIKE = ["empty_like", "full_like", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
+METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    known, cuda_wheel = _compat.device_constructors(), _compat.numbers_are_gpus()
+
+    def spelled(device):
+        """A torch.device with an index for a number, and for "cuda"; what else it may be stays."""
+        device = numbered(device)
+        if isinstance(device, str) and device.partition(":")[0] == "cuda":
+            device = _compat.Device(device)
+        if (
+            type(device) is not _compat.Device
+            or device.type != "cuda"
+            or device.index is not None
+            or machine.local.bypass
+        ):
+            return device
+        return _compat.Device("cuda", machine.local.current)
+
+    def spelling(original):
+        @functools.wraps(original)
+        def function(*args, **kwargs):
+            if kwargs.get("device") is not None:
+                kwargs["device"] = spelled(kwargs["device"])
+            return original(*args, **kwargs)
+
+        return function
+
+    def copying(original):
+        @functools.wraps(original)
+        def function(*args, device=None, requires_grad=False, **kwargs):
+            made = original(*args, **kwargs)
+            return (made if device is None else made.to(spelled(device))).requires_grad_(requires_grad)
+
+        return function
+
+    # These make C++'s current device theirs first, and fail even with an index without CUDA: made on the CPU, and copied
+    copied = {} if cuda_wheel else {getattr(torch, name): copying(getattr(torch, name)) for name in [*SPARSE, "range"]}
+    names = {*ASKING, *SPARSE}
+    if not cuda_wheel:
+        names |= {*LIKE, *(function.__name__ for function in known if hasattr(torch, function.__name__))}
+    for name in sorted(names):
+        original = getattr(torch, name)
+        ours, builtin = copied.get(original) or spelling(original), _compat.builtin_name(original)
+        if builtin is not None:
+            patches.undo(_compat.register_as_builtin(ours, builtin))
+        patches.replace(torch, name, ours)
+    default, parse = _compat.DeviceContext, torch._C._nn._parse_to
+    run = default.__torch_function__
+
+    def run_there(context, func, types, args=(), kwargs=None):
+        """What is made inside `with torch.device("cuda")` reaches C++ from here."""
+        kwargs = kwargs or {}
+        if func in known and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": spelled(context.device)}
+        return run(context, copied.get(func, func), types, args, kwargs)
+
+    @functools.wraps(parse)
+    def parse_to(*args, **kwargs):
+        """What nn.Module.to(1) is given."""
+        if kwargs.get("device") is not None:
+            kwargs["device"] = numbered(kwargs["device"])
+        return parse(*map(numbered, args[:1]), *args[1:], **kwargs)
+
+    patches.replace(default, "__torch_function__", run_there)
+    if not cuda_wheel:
+        for name in METHODS:
+            patches.replace(torch.Tensor, name, spelling(getattr(torch.Tensor, name)))
+        patches.replace(torch._C._nn, "_parse_to", parse_to)
+        patches.replace(torch, "device", Device)
+
+
+def numbered(device):
+    """cuda:1 for 1; anything else as it is."""
+    if isinstance(device, (str, bool, torch.Tensor, _compat.Device, torch.dtype)) or not hasattr(device, "__index__"):
+        return device
+    return _compat.Device("cuda", device.__index__())
+
+
+class _Kind(type):
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, _compat.Device)
+
+    def __subclasscheck__(cls, other) -> bool:
+        return issubclass(other, _compat.Device) or other is cls
+
+    def __call__(cls, *args, **kwargs):
+        if len(args) + len(kwargs) == 1 and "type" not in kwargs:
+            return _compat.Device(numbered(*args, **kwargs))
+        return _compat.Device(*args, **kwargs)
+
+
+Device = _Kind("device", (), {"__module__": "torch", "__doc__": _compat.Device.__doc__})

@@ -1,0 +1,70 @@
+"""The parts of the simulated clock: a stretch of work, a stream, and what of a GPU the streams share. Times in seconds."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+DEFAULT = 0  # the id of a GPU's default stream
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something a GPU did: `kind` is forward, backward, optimizer or copy; `name` the operation."""
+
+    gpu: int
+    start: float
+    end: float
+    kind: str
+    name: str
+    stream: int = DEFAULT
+
+
+class Queue:
+    """One stream of one GPU: work put into it is done at `ready`."""
+
+    __slots__ = ("gpu", "id", "priority", "ready")
+
+    def __init__(self, gpu: int, id: int, priority: int = 0):
+        self.gpu, self.id, self.priority, self.ready = gpu, id, priority, 0.0
+
+
+class Engine:
+    """Something of a GPU that serves one stream at a time. Work that is ready early takes a gap that is long enough."""
+
+    __slots__ = ("ends", "floor", "starts")
+    KEPT = 512  # busy stretches; older ones are forgotten, and nothing is placed among them any more
+
+    def __init__(self, floor: float = 0.0):
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.floor = floor
+
+    def reserve(self, earliest: float, seconds: float) -> float:
+        """The first moment, not before `earliest`, from which the engine is free for so long; it is then taken."""
+        starts, ends = self.starts, self.ends
+        start = max(earliest, self.floor)
+        if not ends or start >= ends[-1]:
+            at = len(ends)
+        else:
+            at = bisect_right(ends, start)
+            while at < len(starts) and starts[at] < start + seconds:
+                start = max(start, ends[at])
+                at += 1
+        self._insert(at, start, start + seconds)
+        return start
+
+    def _insert(self, at: int, start: float, end: float) -> None:
+        """A stretch that touches its neighbours becomes one with them."""
+        starts, ends = self.starts, self.ends
+        if at and ends[at - 1] == start:
+            ends[at - 1] = end
+            at -= 1
+        else:
+            starts.insert(at, start)
+            ends.insert(at, end)
+        if at + 1 < len(starts) and starts[at + 1] == ends[at]:
+            ends[at] = ends.pop(at + 1)
+            del starts[at + 1]
+        if len(ends) > self.KEPT:
+            half = self.KEPT // 2
+            self.floor = ends[half - 1]
+            del starts[:half], ends[:half]
