@@ -71,12 +71,12 @@ def gpus() -> Iterator[Line]:
 
     on_path = shutil.which("nvidia-smi") is not None
     seen = {}
-    for name, source in (("NVML", monitor.NVMLSource), ("nvidia-smi", monitor.GPUtilSource)):
+    for name, source in (("NVML", monitor.NVMLSource), ("nvidia-smi", monitor.SMISource)):
         try:
             reader = source()
             seen[name] = len(reader.devices)
             reader.close()
-        except RuntimeError:
+        except monitor.NoSource:
             seen[name] = 0
     counts = ", ".join(f"{name} {count}" for name, count in {**seen, "torch": torch.cuda.device_count()}.items())
     if not on_path and not any(seen.values()) and not torch.cuda.is_available():

@@ -141,40 +141,30 @@ def test_scripting_and_tracing_a_model_on_a_gpu(gpus):
 
 
 TRANSFORMS = {
-    "hessian": lambda f, x: torch.func.hessian(f)(x),
-    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
-    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
-    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(f(x)))[0],
-    "grad": lambda f, x: torch.func.grad(f)(x),
-    "vmap": lambda f, x: torch.func.vmap(torch.func.grad(lambda a: (a**3).sum()))(x.view(-1, 1)),
-    "linearize": lambda f, x: torch.func.linearize(f, x)[1](torch.ones_like(x)),
-    "forward mode": lambda f, x: torch.autograd.functional.jvp(f, x, torch.ones_like(x))[1],
-    "functional hessian": lambda f, x: torch.autograd.functional.hessian(f, x),
-    "functional, forward": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+    "hessian": "torch.func.hessian(f)(x)",
+    "jacfwd": "torch.func.jacfwd(f)(x)",
+    "jacrev": "torch.func.jacrev(f)(x)",
+    "jvp": "torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]",
+    "vjp": "torch.func.vjp(f, x)[1](torch.ones_like(f(x)))[0]",
+    "vmap": "torch.func.vmap(torch.func.grad(lambda a: (a**3).sum()))(x.view(-1, 1))",
+    "linearize": "torch.func.linearize(f, x)[1](torch.ones_like(x))",
+    "functional hessian": "torch.autograd.functional.hessian(f, x)",
+    "forward mode": "torch.autograd.functional.jacobian(f, x, vectorize=True, strategy='forward-mode')",
 }
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_transforms_first_used_with_gpus_on(transform):
     """In a process of its own: PyTorch scripts their decompositions when they are first used."""
-    if sys.platform == "win32":
-        pytest.skip("fork")
-    name = next(key for key, value in TRANSFORMS.items() if value is transform)
     code = f"""
 import torch, virtualgpu
-from tests.virtualgpu.causes.test_profiler_and_compile import TRANSFORMS
-transform, f = TRANSFORMS[{name!r}], lambda a: (a**3).sum().exp()
-x = torch.tensor([0.1, 0.2])
 virtualgpu.gpus(2)
-found = transform(f, x.to("cuda:1"))
-assert found.device == torch.device("cuda:1"), found.device
-assert torch.equal(found.cpu(), transform(f, x))
-print("equal")
+f, cpu = lambda a: (a**3).sum().exp(), torch.tensor([0.1, 0.2])
+found, expected = [{transform} for x in (cpu.to("cuda:1"), cpu)]
+print(found.device, torch.equal(found.cpu(), expected))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.stdout.splitlines()[-1:] == ["equal"], done.stderr[-1500:]
+    assert done.stdout.splitlines()[-1:] == ["cuda:1 True"], done.stderr[-1500:]
 
 
 EXPORTS = """
@@ -193,9 +183,10 @@ for line in (
     except Exception as error:
         print(type(error).__name__, str(error).splitlines()[0])
 from torch._subclasses import FakeTensorMode
+before = torch.cuda.memory_allocated(1) + 512  # what from_tensor is given
 with FakeTensorMode() as mode:
     y = torch.ones(2, device="cuda:1") + mode.from_tensor(torch.ones(2, device="cuda:1"))
-    print(y.device, torch.cuda.memory_allocated(1) < 2048)
+    print(y.device, torch.cuda.memory_allocated(1) <= before)
 print("alive", (x + 1).device)
 """
 
