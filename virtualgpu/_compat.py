@@ -5,6 +5,8 @@ Versions 2.11 to 2.15, wheels with CUDA and wheels for the CPU alone.
 
 import torch
 from torch import overrides
+from torch._ops import HigherOrderOperator
+from torch._subclasses import fake_tensor
 from torch.utils import _device, _python_dispatch
 from torch.utils._device import DeviceContext
 
@@ -61,6 +63,23 @@ def enter_below(mode) -> None:
 def fake_mode_is_on() -> bool:
     """Does FakeTensorMode come after the other modes of this thread?"""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None
+
+
+def decompose(operator, args, kwargs):
+    """Carry out a composite operation as C++ does, which may differ from its decomposition in Python."""
+    key = _C.DispatchKey.CompositeImplicitAutograd
+    if _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):
+        return operator._op_dk(key, *args, **kwargs)
+    return operator.decompose(*args, **kwargs)
+
+
+def implementation(operator: HigherOrderOperator):
+    """The Python function that carries out a higher-order operator on plain tensors. Raises NotImplementedError where it has none."""
+    kernels = operator.py_kernels
+    for key in (_C.DispatchKey.CompositeExplicitAutograd, _C.DispatchKey.CPU):
+        if key in kernels:
+            return kernels[key]
+    raise NotImplementedError(f"{operator.name()} is not modelled by virtual GPUs: PyTorch has no plain implementation of it")
 
 
 def default_device() -> torch.device | None:

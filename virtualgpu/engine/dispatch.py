@@ -29,6 +29,8 @@ CPU = torch.device("cpu")
 class Dispatch(TorchDispatchMode):
     """The mode of one thread. All of them share the machine, and what is known about operations."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch.compile runs eagerly here, and guarding against it would cost a microsecond an operation
@@ -60,10 +62,16 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)
         op = _operations.get(func)
         if op is None:
+            if isinstance(func, _compat.HigherOrderOperator):
+                with self:  # flex_attention, say: the operations that it is made of come by
+                    return _compat.implementation(func)(*args, **kwargs)
             op = _operations[func] = Operation(func, special.OPERATIONS)
         if op.plain:
             tensors = tensors_of(args, kwargs)
             return self._work(op, args, kwargs, tensors, self._device(op, args, kwargs, tensors))
+        if op.composite:  # in inference mode; otherwise autograd has taken it apart
+            with self:
+                return _compat.decompose(func, args, kwargs)
         if op.is_view and (not isinstance(args[0], torch.Tensor) or args[0].layout is torch.strided):
             return func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
         if op.special is not None and (out := op.special(self, func, args, kwargs)) is not NotImplemented:

@@ -45,7 +45,7 @@ LEGACY = {
 class Operation:
     """What the schema tells about one operation, once.
 
-    cacheable: a dry run may remember its result's shape. converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no
+    cacheable: a dry run may remember its result's shape. composite: made of other operations, for all devices alike. converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no
     other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. growing: see GROWING. host_result: the result
     that stays on the CPU. indexes: the first argument is what the others index. is_view: shares its argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not
     all its tensors need to be on one device. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants lengths on
@@ -58,6 +58,7 @@ class Operation:
 
     __slots__ = (
         "cacheable",
+        "composite",
         "converts",
         "convolves",
         "copies",
@@ -96,7 +97,10 @@ class Operation:
         arguments = schema.arguments
         self.func, self.name = func, packet.__name__
         self.special = (special or {}).get(func)
+        self.composite = func.namespace == "aten" and func._can_decompose()
         self.is_view = func.is_view or packet in VIEWS
+        if torch.Tag.inplace_view in func.tags and self.name not in RESIZING:
+            self.is_view = True  # t_, unsqueeze_, detach_
         self.copies = packet is aten.copy_
         self.converts = packet is aten._to_copy
         self.convolves = func in CONVOLUTIONS
@@ -127,7 +131,7 @@ class Operation:
         self.growing = packet in GROWING
         self.may_be_large = self.new and (self.growing or self.pointwise or self.formula is not None)
         self.plain = not (
-            self.is_view or self.special or self.python or self.factory or self.generator or self.takes_device
+            self.composite or self.is_view or self.special or self.python or self.factory or self.generator or self.takes_device
         )
         self.cacheable = not (
             self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.errors import forked, no_gpus
 from virtualgpu.patches import nvml, streams
@@ -49,6 +50,7 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(cuda, "_cudart", Cudart(driver))
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
     patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
+    patches.replace(_compat.fake_tensor, "init_gpu_context", lambda device: None)  # of 2.11: it would wake a real driver
     if torch.version.cuda is None:
         _of_a_wheel_with_cuda(patches)
     if hasattr(cuda.graphs, "_cuda_isCurrentStreamCapturing"):
@@ -61,6 +63,7 @@ def install(machine: Machine, patches: Patches) -> None:
             owner = sys.modules[module]
             if hasattr(owner, name):
                 patches.replace(owner, name, not_modelled(f"torch.cuda.{name}", getattr(owner, name)))
+    patches.set(torch.nn.parallel._functions, "_streams", None)  # it keeps its streams; those of earlier GPUs have gone
     machine.on_first_use = cuda._lazy_init
 
 

@@ -51,7 +51,9 @@ def _asarray(machine: Machine, original):
             device = device if device is not None else _compat.default_device()
             if device is not None and machine.gpu(device) is not gpu_of(obj):
                 if copy is False:
-                    raise ValueError(f"can't alias tensor with device '{obj.device}' in device '{torch.device(device)}'")
+                    raise ValueError(
+                        f"can't alias tensor with device '{obj.device}' in device '{torch.device(device)}'"
+                    )
                 obj, copy = obj.to(device), None
             device = None
         return original(obj, dtype=dtype, device=device, copy=copy, requires_grad=requires_grad)

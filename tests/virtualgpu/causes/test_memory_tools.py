@@ -55,8 +55,12 @@ BEYOND = {
     "cat": lambda: torch.cat([torch.ones(1, device="cuda").expand(1 << 39)] * 2),
     "stack": lambda: torch.stack([torch.ones(1, device="cuda").expand(1 << 39)] * 2),
     "pad": lambda: F.pad(torch.ones(1, device="cuda"), (0, 1 << 40)),
-    "embedding": lambda: F.embedding(torch.zeros(1, dtype=torch.long, device="cuda").expand(1 << 30), torch.ones(2, 1 << 10, device="cuda")),
-    "index": lambda: torch.ones(2, 1 << 10, device="cuda")[torch.zeros(1, dtype=torch.long, device="cuda").expand(1 << 30)],
+    "embedding": lambda: F.embedding(
+        torch.zeros(1, dtype=torch.long, device="cuda").expand(1 << 30), torch.ones(2, 1 << 10, device="cuda")
+    ),
+    "index": lambda: torch.ones(2, 1 << 10, device="cuda")[
+        torch.zeros(1, dtype=torch.long, device="cuda").expand(1 << 30)
+    ],
     "one_hot": lambda: F.one_hot(torch.zeros(1 << 20, dtype=torch.long, device="cuda"), 1 << 20),
     "cdist": lambda: torch.cdist(torch.ones(1 << 20, 2, device="cuda"), torch.ones(1 << 20, 2, device="cuda")),
     "interpolate": lambda: F.interpolate(torch.ones(1, 1, 2, 2, device="cuda"), scale_factor=1 << 19),
@@ -64,7 +68,9 @@ BEYOND = {
     "tril": lambda: torch.ones(1, device="cuda").expand(1 << 20, 1 << 20).tril(),
     "where": lambda: torch.where(torch.ones(1, dtype=torch.bool, device="cuda").expand(1 << 40), 1.0, 2.0),
     "meshgrid": lambda: torch.cartesian_prod(*[torch.ones(1 << 20, device="cuda")] * 2),
-    "conv": lambda: F.conv2d(torch.ones(1, 1, 1 << 11, 1 << 11, device="cuda"), torch.ones(1 << 14, 1, 1, 1, device="cuda")),
+    "conv": lambda: F.conv2d(
+        torch.ones(1, 1, 1 << 11, 1 << 11, device="cuda"), torch.ones(1 << 14, 1, 1, 1, device="cuda")
+    ),
     "linear": lambda: F.linear(torch.ones(1 << 20, 1, device="cuda"), torch.ones(1 << 20, 1, device="cuda")),
     "resize_": lambda: torch.ones(1, device="cuda").resize_(1 << 40),
     "to": lambda: torch.ones(1).expand(1 << 40).to("cuda"),
@@ -87,7 +93,9 @@ def test_beyond_the_gpu_is_cudas_error(gpus, line, dry):
     """Terabytes: the host's allocator would have its own words, or the machine would die."""
     context = virtualgpu.dry_run() if dry else torch.enable_grad()
     with context:
-        with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate \d+\.\d\d [GTM]iB. GPU 0 has"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate \d+\.\d\d [GTM]iB. GPU 0 has"
+        ):
             line()
         gc.collect()
         assert torch.cuda.memory_allocated(0) <= 600 * MIB  # what the line itself had made before
@@ -168,7 +176,11 @@ def test_moving_what_does_not_fit_the_host(monkeypatch):
     virtualgpu.gpus(2, like="H100")
     big = torch.ones(1).expand(GIB)
     monkeypatch.setattr(eager, "host_free", lambda: GIB)
-    for move in (lambda: big.to("cuda"), lambda: big.cuda(1), lambda: torch.ones(1, device="cuda:1").expand(GIB).to("cuda:0")):
+    for move in (
+        lambda: big.to("cuda"),
+        lambda: big.cuda(1),
+        lambda: torch.ones(1, device="cuda:1").expand(GIB).to("cuda:0"),
+    ):
         with pytest.raises(RuntimeError, match=r"room for these 4\.0 GiB.*dry_run\(\)"):
             move()
 
@@ -192,11 +204,26 @@ def test_every_figure_of_memory_stats(gpus):
     stats, nested = torch.cuda.memory_stats(), torch.cuda.memory_stats_as_nested_dict()
     names = [
         f"{what}.{pool}.{when}"
-        for what in ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes", "allocation", "segment")
+        for what in (
+            "allocated_bytes",
+            "reserved_bytes",
+            "active_bytes",
+            "inactive_split_bytes",
+            "requested_bytes",
+            "allocation",
+            "segment",
+        )
         for pool in ("all", "large_pool", "small_pool")
         for when in ("current", "peak", "allocated", "freed")
     ]
-    names += ["num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free", "max_split_size"]
+    names += [
+        "num_alloc_retries",
+        "num_ooms",
+        "num_sync_all_streams",
+        "num_device_alloc",
+        "num_device_free",
+        "max_split_size",
+    ]
     assert set(names) <= set(stats) and len(stats) > 110 and all(isinstance(value, int) for value in stats.values())
     assert nested["allocated_bytes"]["all"]["peak"] == stats["allocated_bytes.all.peak"] == 4096
     assert stats["requested_bytes.all.peak"] == 4000 and stats["allocated_bytes.all.current"] == 0
@@ -209,7 +236,11 @@ def test_accumulated_figures_are_reset(gpus):
     assert (stats["allocation.all.allocated"], stats["allocation.all.freed"]) == (1, 1)
     torch.cuda.reset_accumulated_memory_stats()
     stats = torch.cuda.memory_stats()
-    assert (stats["allocation.all.allocated"], stats["allocation.all.freed"], stats["allocated_bytes.all.peak"]) == (0, 0, 4096)
+    assert (stats["allocation.all.allocated"], stats["allocation.all.freed"], stats["allocated_bytes.all.peak"]) == (
+        0,
+        0,
+        4096,
+    )
     torch.cuda.reset_peak_memory_stats()
     assert torch.cuda.max_memory_allocated() == 0
     text = torch.cuda.memory_summary()
@@ -226,7 +257,10 @@ def test_a_snapshot_names_the_readers_line(gpus):
         torch.cuda.memory._record_memory_history(enabled=None)
     (event,) = [event for event in snapshot["device_traces"][1] if event["action"] == "alloc"]
     assert event["size"] == 4096 or event["size"] == 4000
-    assert any(frame["filename"] == __file__ and frame["name"] == "test_a_snapshot_names_the_readers_line" for frame in event["frames"])
+    assert any(
+        frame["filename"] == __file__ and frame["name"] == "test_a_snapshot_names_the_readers_line"
+        for frame in event["frames"]
+    )
     del kept
 
 
@@ -241,11 +275,27 @@ def test_the_observer_hears_of_running_out(gpus):
 @pytest.mark.parametrize(
     ("options", "code", "found"),
     [
-        ("expandable_segments:True", "x = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (12, 14)]", "40"),
+        (
+            "expandable_segments:True",
+            "x = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (12, 14)]",
+            "40",
+        ),
         ("", "x = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (3, 4)]", "20"),
-        ("expandable_segments:True", "x = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (3, 4)]", "20"),
-        ("max_split_size_mb:32", "x = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'); del x; x = torch.empty(33 << 20, dtype=torch.uint8, device='cuda')", "98"),
-        ("", "x = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'); del x; x = torch.empty(33 << 20, dtype=torch.uint8, device='cuda')", "64"),
+        (
+            "expandable_segments:True",
+            "x = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (3, 4)]",
+            "20",
+        ),
+        (
+            "max_split_size_mb:32",
+            "x = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'); del x; x = torch.empty(33 << 20, dtype=torch.uint8, device='cuda')",
+            "98",
+        ),
+        (
+            "",
+            "x = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'); del x; x = torch.empty(33 << 20, dtype=torch.uint8, device='cuda')",
+            "64",
+        ),
     ],
 )
 def test_settings_of_the_environment(options, code, found):

@@ -86,6 +86,22 @@ def test_packed_recurrent_layers_train(gpus, kind, sorted_lengths):
     assert all(torch.equal(here.cpu(), there) for here, there in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: F.one_hot(torch.zeros(4, dtype=torch.long, device=ONE), 4),
+        lambda: torch.vander(torch.ones(4, device=ONE)),
+    ],
+)
+def test_what_cpp_made_can_be_resized(gpus, make):
+    made = make()
+    before = allocated(1) - 512 * -(-made.nbytes // 512)
+    made.resize_(300, 300)
+    assert made.device == ONE and allocated(1) - before == 512 * -(-made.nbytes // 512)
+    made.untyped_storage().resize_(0)
+    assert allocated(1) == before
+
+
 # -- making tensors from tensors
 
 
@@ -237,7 +253,9 @@ def test_indices_and_values_elsewhere_are_refused(gpus, attempt):
 
 
 def test_lengths_of_a_packed_sequence_stay_on_the_cpu(gpus):
-    with pytest.raises(RuntimeError, match=r"'lengths' argument should be a 1D CPU int64 tensor, but got 1D cuda:0 Long tensor"):
+    with pytest.raises(
+        RuntimeError, match=r"'lengths' argument should be a 1D CPU int64 tensor, but got 1D cuda:0 Long tensor"
+    ):
         rnn.pack_padded_sequence(torch.ones(3, 2, 4, device="cuda"), torch.tensor([3, 2], device="cuda"))
 
 

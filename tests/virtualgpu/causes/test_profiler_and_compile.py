@@ -37,7 +37,11 @@ def test_profiling_cuda_is_quiet_and_whole(tmp_path):
     assert len(done.stderr.splitlines()) <= 4 and "torch.profiler cannot see virtual GPUs" in done.stderr
     assert "aten::mm" in done.stdout and "aten::relu" in done.stdout
     events = json.loads(trace.read_text())["traceEvents"]
-    kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("forward", "kernel") and event["name"] == "mm"]
+    kernels = [
+        event
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in ("forward", "kernel") and event["name"] == "mm"
+    ]
     assert len(kernels) == 20 and all(event["dur"] > 0 for event in kernels)
     starts = [event["ts"] for event in kernels]
     assert starts == sorted(starts)
@@ -49,7 +53,11 @@ def test_a_scheduled_profile_of_training(gpus, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=2), on_trace_ready=lambda p: seen.append(p.key_averages())) as prof:
+    with profile(
+        activities=activities,
+        schedule=schedule(wait=1, warmup=1, active=2),
+        on_trace_ready=lambda p: seen.append(p.key_averages()),
+    ) as prof:
         for _ in range(4):
             with record_function("step"):
                 model(torch.ones(2, 8, device=ONE)).sum().backward()

@@ -22,7 +22,9 @@ DRAWS = {
     "rrelu": lambda device: F.rrelu(-torch.ones(8, device=device), training=True),
     "poisson": lambda device: torch.poisson(torch.ones(8, device=device)),
     "rand_like": lambda device: torch.rand_like(torch.ones(8, device=device)),
-    "fractional": lambda device: F.fractional_max_pool2d(torch.arange(64.0, device=device).view(1, 1, 8, 8), 2, output_size=3),
+    "fractional": lambda device: F.fractional_max_pool2d(
+        torch.arange(64.0, device=device).view(1, 1, 8, 8), 2, output_size=3
+    ),
     "gumbel": lambda device: F.gumbel_softmax(torch.ones(8, device=device)),
 }
 

@@ -75,16 +75,18 @@ def look():
 before, lines, tried, left = look(), 0, 0, []
 def count(frame, event, arg):
     global lines
-    lines += "virtualgpu" in frame.f_code.co_filename
+    lines += "virtual" in frame.f_code.co_filename
     if at is not None and lines == at:
         raise KeyboardInterrupt
     return count
 def once(moment):
     global at, lines
     at, lines = moment, 0
+    if "CALL" == "reset()":
+        virtualgpu.gpus(2)
     sys.settrace(count)
     try:
-        virtualgpu.gpus(2)
+        virtualgpu.CALL
     finally:
         sys.settrace(None)
 once(None)
@@ -105,8 +107,11 @@ print(tried, left, (torch.ones(2, device="cuda:1") + 1).device)
 """
 
 
-def test_ctrl_c_while_turning_on_leaves_nothing():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("call", ["gpus(2)", "reset()"])
+def test_ctrl_c_while_turning_on_or_off_leaves_nothing(call):
+    """At forty places of either; a reset() afterwards finishes the work."""
+    code = INTERRUPTED.replace("CALL", call)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     last = done.stdout.splitlines()[-1:]
     assert last and last[0].endswith("[] cuda:1"), done.stdout + done.stderr[-2000:]
     assert int(last[0].split()[0]) >= 30
@@ -303,7 +308,10 @@ def test_dry_run_checks_cards_and_sizes(options):
 
 def test_dry_run_does_not_quietly_use_other_gpus():
     virtualgpu.gpus(2)
-    with pytest.raises(ValueError, match="asks for other GPUs than those that are on"), virtualgpu.dry_run(4, like="H100"):
+    with (
+        pytest.raises(ValueError, match="asks for other GPUs than those that are on"),
+        virtualgpu.dry_run(4, like="H100"),
+    ):
         pass
     with virtualgpu.dry_run(2, like="T4"):
         assert torch.cuda.device_count() == 2
@@ -392,7 +400,9 @@ print((x + 1).tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()[1:]
-    assert lines == ["Cannot re-initialize CUDA in forked"[:34]] * 4 + ["[2.0, 2.0]", "[2.0, 2.0]"], done.stdout + done.stderr[-1500:]
+    assert lines == ["Cannot re-initialize CUDA in forked"[:34]] * 4 + ["[2.0, 2.0]", "[2.0, 2.0]"], (
+        done.stdout + done.stderr[-1500:]
+    )
 
 
 def test_ctrl_c_in_an_operation_leaves_the_gpus_usable(gpus):

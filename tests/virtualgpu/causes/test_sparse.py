@@ -19,7 +19,9 @@ MADE = {
     "to_sparse": lambda device: coo("cpu").to_dense().to(device).to_sparse(),
     "csr": lambda device: torch.sparse_csr_tensor([0, 1, 3], [2, 0, 2], [3.0, 4.0, 5.0], (2, 3), device=device),
     "to_sparse_csr": lambda device: coo(device).to_sparse_csr(),
-    "of parts": lambda device: torch.sparse_coo_tensor(coo("cpu").coalesce().indices().to(device), torch.tensor([3.0, 4.0, 5.0], device=device), (2, 3)),
+    "of parts": lambda device: torch.sparse_coo_tensor(
+        coo("cpu").coalesce().indices().to(device), torch.tensor([3.0, 4.0, 5.0], device=device), (2, 3)
+    ),
     "clone": lambda device: coo(device).clone(),
     "twice": lambda device: (coo(device) + coo(device)) / 2,
 }
@@ -98,7 +100,7 @@ def test_sparse_tensors_of_two_places_do_not_mix(gpus):
         lambda: torch.sparse.mm(coo("cuda:0"), torch.ones(3, 2)),
         lambda: torch.sparse_coo_tensor(torch.tensor([[0]], device="cuda:1"), torch.ones(1, device="cuda:0")),
     ):
-        with pytest.raises(RuntimeError, match="same device|device of indices|must match device|on the same device|devices"):
+        with pytest.raises(RuntimeError, match=r"same device|device of indices"):
             attempt()
 
 

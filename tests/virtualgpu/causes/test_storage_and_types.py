@@ -44,7 +44,10 @@ def test_pinned_tensors(gpus, make):
 
 
 def test_a_gpu_tensor_cannot_be_pinned(gpus):
-    for attempt in (lambda: torch.ones(2, device="cuda").pin_memory(), lambda: torch.empty(2, device="cuda", pin_memory=True)):
+    for attempt in (
+        lambda: torch.ones(2, device="cuda").pin_memory(),
+        lambda: torch.empty(2, device="cuda", pin_memory=True),
+    ):
         with pytest.raises(RuntimeError, match=r"(?i)only dense CPU tensors can be pinned"):
             attempt()
 
@@ -75,7 +78,9 @@ def test_saving_activations_on_the_cpu(gpus, pin):
 def test_a_loader_pins_its_batches(gpus, workers):
     loader = DataLoader(torch.arange(6.0), batch_size=3, pin_memory=True, num_workers=workers)
     batches = list(loader)
-    assert [batch.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]] and all(batch.is_pinned() for batch in batches)
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]] and all(
+        batch.is_pinned() for batch in batches
+    )
     assert batches[0].to("cuda", non_blocking=True).device == ZERO
 
 
@@ -205,7 +210,9 @@ def test_properties(gpus):
         properties.no_such_thing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats", "mem_get_info"])
+@pytest.mark.parametrize(
+    "name", ["memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats", "mem_get_info"]
+)
 @pytest.mark.parametrize("device", [lambda: 1, lambda: "cuda:1", lambda: ONE, lambda: torch.cuda.device(1)])
 def test_every_way_to_name_a_gpu(gpus, name, device):
     kept = torch.ones(1 << 20, device=ONE)
@@ -234,6 +241,9 @@ def test_visible_devices_count():
     code = "import torch, virtualgpu; from virtualgpu.session import activate; from virtualgpu.hardware.specs import find_all\n"
     code += "activate(find_all(3, 'T4,V100,T4', None)); print(torch.cuda.device_count(), torch.cuda.get_device_name(0))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**__import__("os").environ, "CUDA_VISIBLE_DEVICES": "1,0"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "CUDA_VISIBLE_DEVICES": "1,0"},
     )
     assert done.stdout.startswith("2 Tesla V100"), done.stdout + done.stderr[-800:]

@@ -117,7 +117,8 @@ def test_bytes_add_up_in_expandable_segments(steps, switch, at):
     for block in program.live:
         memory.free(block)
     memory.empty_cache()
-    assert (memory.allocated, memory.reserved, memory.all_blocks()) == (0, 0, [])
+    mapped = [block for block in memory.all_blocks() if block.mapped]  # the address range of a failed malloc may stay
+    assert (memory.allocated, memory.reserved, mapped) == (0, 0, [])
 
 
 @settings(deadline=None)
