@@ -6,7 +6,6 @@ Versions 2.11 to 2.15, wheels with CUDA and wheels for the CPU alone.
 import torch
 from torch import overrides
 from torch._ops import HigherOrderOperator
-from torch._subclasses import fake_tensor
 from torch.utils import _device, _python_dispatch
 from torch.utils._device import DeviceContext
 
@@ -79,7 +78,9 @@ def implementation(operator: HigherOrderOperator):
     for key in (_C.DispatchKey.CompositeExplicitAutograd, _C.DispatchKey.CPU):
         if key in kernels:
             return kernels[key]
-    raise NotImplementedError(f"{operator.name()} is not modelled by virtual GPUs: PyTorch has no plain implementation of it")
+    raise NotImplementedError(
+        f"{operator.name()} is not modelled by virtual GPUs: PyTorch has no plain implementation of it"
+    )
 
 
 def default_device() -> torch.device | None:

@@ -146,7 +146,9 @@ def test_same_figures_on_every_run():
     def once():
         with virtualgpu.gpus(2):
             train(SplitResNet("cuda:0", "cuda:1"), torch.randn(4, 3, 32, 32), torch.arange(4), "cuda:0", "cuda:1")
-            return [virtualgpu.machine().clock.ready(i) for i in range(len(virtualgpu.machine().gpus))], virtualgpu.machine().clock.busy
+            return [
+                virtualgpu.machine().clock.ready(i) for i in range(len(virtualgpu.machine().gpus))
+            ], virtualgpu.machine().clock.busy
 
     assert once() == once()
 
@@ -164,7 +166,11 @@ def test_a_dry_run_tells_the_same_bytes_and_seconds(name):
         model, x, y = MODELS[name]()
         kept = steps(model.to("cuda"), x.to("cuda"), y.to("cuda"))
         del kept
-        return torch.cuda.memory_stats(), [virtualgpu.machine().clock.ready(i) for i in range(len(virtualgpu.machine().gpus))], virtualgpu.machine().clock.busy
+        return (
+            torch.cuda.memory_stats(),
+            [virtualgpu.machine().clock.ready(i) for i in range(len(virtualgpu.machine().gpus))],
+            virtualgpu.machine().clock.busy,
+        )
 
     (dry_bytes, *dry), (real_bytes, *real) = once(dry=True), once(dry=False)
     assert dry_bytes == real_bytes

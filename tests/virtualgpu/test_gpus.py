@@ -13,8 +13,6 @@ from torch import nn
 
 import virtualgpu
 from virtualgpu import _compat, session
-from virtualgpu.engine.dry import DryRun
-from virtualgpu.hardware import specs
 
 MIB = 1 << 20
 

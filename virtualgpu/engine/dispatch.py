@@ -136,7 +136,12 @@ class Dispatch(TorchDispatchMode):
         self.clock.note_node(gpu.index)
         if torch.is_grad_enabled():
             for tensor in tensors:
-                if tensor.requires_grad and tensor.is_leaf and (home := _home(tensor)) is not None and home.gpu is not None:
+                if (
+                    tensor.requires_grad
+                    and tensor.is_leaf
+                    and (home := _home(tensor)) is not None
+                    and home.gpu is not None
+                ):
                     home.used_on = home.used_on or self.clock.current(home.gpu.index)
 
     def _launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU) -> None:
@@ -310,7 +315,9 @@ class Dispatch(TorchDispatchMode):
         """In a backward pass it may become a gradient without meeting any other: it belongs where the pass is."""
         if _compat.graph_task() != -1 and op.name != "scalar_tensor":
             node = _compat.current_node()
-            by_python = isinstance(node, torch.autograd.function.BackwardCFunction)  # then it is of an output, not an input
+            by_python = isinstance(
+                node, torch.autograd.function.BackwardCFunction
+            )  # then it is of an output, not an input
             leaf = None if by_python else next((found for found in _leaves(node)), None)
             gpu = self.local.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
@@ -344,7 +351,9 @@ class Dispatch(TorchDispatchMode):
         if target is not None:
             self._settle(op, out, target)
         if op.converts and target is not source:
-            machine.charge_copy(source, target, math.prod(out.shape) * out.element_size(), wait=not kwargs.get("non_blocking"))
+            machine.charge_copy(
+                source, target, math.prod(out.shape) * out.element_size(), wait=not kwargs.get("non_blocking")
+            )
         elif target is not None:
             self.clock.launch(target.index, target.spec.seconds(0, moved([out]), out.dtype), op.name)
         if kwargs.get("pin_memory") and target is None:
@@ -378,7 +387,11 @@ def has_dispatch(kind: type) -> bool:
     known = _wrappers.get(kind)
     if known is None:
         own = getattr(kind, "__torch_dispatch__", None)
-        known = _wrappers[kind] = own is not None and own is not torch._C._disabled_torch_dispatch_impl and own is not torch.Tensor.__torch_dispatch__
+        known = _wrappers[kind] = (
+            own is not None
+            and own is not torch._C._disabled_torch_dispatch_impl
+            and own is not torch.Tensor.__torch_dispatch__
+        )
     return known
 
 

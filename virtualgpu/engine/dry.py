@@ -75,7 +75,9 @@ class DryRun:
 
 
 def _sparse(op: Operation) -> NotImplementedError:
-    return NotImplementedError(f"sparse tensors are not modelled in a dry run ({op.name}). Run this line outside dry_run()")
+    return NotImplementedError(
+        f"sparse tensors are not modelled in a dry run ({op.name}). Run this line outside dry_run()"
+    )
 
 
 _has_no_numbers = _compat.is_really_meta  # whatever the patched is_meta says

@@ -86,7 +86,9 @@ def callers_frame():
 ON_THE_WAY = ("torch._ops", "torch.utils._python_dispatch")
 
 
-torch.UntypedStorage._virtual_home = None  # the CPU's, unless it says otherwise; stays, so that no thread ever misses it
+torch.UntypedStorage._virtual_home = (
+    None  # the CPU's, unless it says otherwise; stays, so that no thread ever misses it
+)
 
 
 def storage_of(tensor: torch.Tensor):

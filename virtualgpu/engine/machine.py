@@ -241,4 +241,3 @@ class _PerThread(threading.local):
     bypass = False  # see untracked()
     last: GPU | None = None  # on which the latest operation ran
     seen = None  # the machine whose dispatch mode this thread has
-

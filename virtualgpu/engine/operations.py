@@ -25,7 +25,15 @@ VIEWS |= {aten.crow_indices, aten.col_indices, aten.ccol_indices, aten.row_indic
 # Results that may be larger than all that goes in: room is asked for before the CPU allocates them
 GROWING = {aten.repeat, aten.repeat_interleave, aten.cat, aten.stack, aten.pad, aten.constant_pad_nd, aten.clone}
 GROWING |= {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.matmul, aten.convolution, aten.embedding, aten.index}
-GROWING |= {aten.index_select, aten.gather, aten.cdist, aten._cdist_forward, aten.upsample_nearest2d, aten.addr, aten.outer}
+GROWING |= {
+    aten.index_select,
+    aten.gather,
+    aten.cdist,
+    aten._cdist_forward,
+    aten.upsample_nearest2d,
+    aten.addr,
+    aten.outer,
+}
 GROWING |= {aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter, aten.contiguous}
 SAME_DEVICE = "Expected all tensors to be on the same device"
 LEGACY = {
@@ -70,8 +78,8 @@ class Operation:
         "growing",
         "host_result",
         "indexes",
-        "may_be_large",
         "is_view",
+        "may_be_large",
         "mixed",
         "name",
         "new",
@@ -131,7 +139,13 @@ class Operation:
         self.growing = packet in GROWING
         self.may_be_large = self.new and (self.growing or self.pointwise or self.formula is not None)
         self.plain = not (
-            self.composite or self.is_view or self.special or self.python or self.factory or self.generator or self.takes_device
+            self.composite
+            or self.is_view
+            or self.special
+            or self.python
+            or self.factory
+            or self.generator
+            or self.takes_device
         )
         self.cacheable = not (
             self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")
@@ -190,9 +204,7 @@ def mismatch(op: Operation, args, kwargs) -> RuntimeError:
     common = named[0][2]
     name, odd = next(((name, where) for name, _, where in named if where != common), named[0][::2])
     if op.pointwise or op.foreach:
-        return RuntimeError(
-            f"{SAME_DEVICE}, but found at least two devices, {common} and {odd}!"
-        )
+        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {odd}!")
     return RuntimeError(
         f"{SAME_DEVICE}, but got {name} is on {odd}, different from other tensors on "
         f"{common} (when checking argument in method wrapper_CUDA_{op.name})"
@@ -209,5 +221,3 @@ def type_name(tensor: torch.Tensor) -> str:
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor, those of its parts for a sparse one."""
     return tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0
-
-

@@ -57,6 +57,7 @@ def absent(dispatch, func, args, kwargs):
 ABSENT = ("histogram.bin_ct", "histogram.bins_tensor", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts")
 ABSENT += ("_histogramdd_from_bin_tensors", "_spdiags", "to_mkldnn")
 
+
 def fill(dispatch, func, args, kwargs):
     """Another device's number may fill a tensor: the host reads it first."""
     tensor, value = args
@@ -79,7 +80,6 @@ for name in ABSENT:
         OPERATIONS[getattr(getattr(aten, packet), overload or "default")] = absent
 
 
-
 def is_written(op, tensor: torch.Tensor, args, kwargs) -> bool:
     """Does the operation write to this very tensor?"""
     return any((args[at] if at < len(args) else kwargs.get(name)) is tensor for at, name in op.writes)
@@ -92,7 +92,9 @@ def place_of_mixed(op, args, kwargs, gpu):
         for index in args[1]:
             if index is not None and gpu_of(index) not in (None, home):
                 where = "cpu" if home is None else home.device
-                raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({where})")
+                raise RuntimeError(
+                    f"indices should be either on cpu or on the same device as the indexed tensor ({where})"
+                )
         values = args[2] if len(args) > 2 else None
         if values is not None and values.dim() and gpu_of(values) is not home:
             places = [torch.device("cpu") if gpu is None else gpu.device for gpu in (home, gpu_of(values))]

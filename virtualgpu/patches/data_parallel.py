@@ -27,7 +27,9 @@ def install(machine: Machine, patches: Patches) -> None:
     def broadcast_out(tensor, out: Sequence[torch.Tensor]):
         for at, target in enumerate(out):
             if not target.is_cuda:
-                raise RuntimeError(f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'")
+                raise RuntimeError(
+                    f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'"
+                )
             if target.shape != tensor.shape:
                 raise RuntimeError(
                     f"Expected all output tensors to have same shape as the source tensor {list(tensor.shape)}, but output tensor at "
@@ -57,9 +59,13 @@ def install(machine: Machine, patches: Patches) -> None:
                     column[at] = view.view(part.shape).data if len(parts) > 1 else view  # data: a version counter each
         return found
 
-    def scatter(tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
+    def scatter(
+        tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None
+    ) -> tuple[torch.Tensor, ...]:
         if chunk_sizes is not None and len(chunk_sizes) != len(devices):
-            raise RuntimeError(f"Expected devices and chunk_sizes to be of same length, but got len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}")
+            raise RuntimeError(
+                f"Expected devices and chunk_sizes to be of same length, but got len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}"
+            )
         if not devices:
             raise RuntimeError("Expected at least one device to scatter to")
         pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
@@ -75,7 +81,9 @@ def install(machine: Machine, patches: Patches) -> None:
             raise RuntimeError("Expected at least one output tensor to scatter to")
         for at, target in enumerate(out):
             if not target.is_cuda:
-                raise RuntimeError(f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'")
+                raise RuntimeError(
+                    f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'"
+                )
         at_dim = dim % tensor.dim()
         for at, target in enumerate(out):
             others = [n for d, n in enumerate(target.shape) if d != at_dim]
@@ -99,14 +107,18 @@ def install(machine: Machine, patches: Patches) -> None:
         size, dim = list(tensors[0].shape), dim % tensors[0].dim()
         for at, tensor in enumerate(tensors):
             if not tensor.is_cuda:
-                raise RuntimeError(f"Expected all input tensors to be CUDA tensors, but tensor at index {at} has device '{tensor.device}'")
+                raise RuntimeError(
+                    f"Expected all input tensors to be CUDA tensors, but tensor at index {at} has device '{tensor.device}'"
+                )
             if tensor.dim() != len(size):
                 raise RuntimeError(
                     f"Expected all input tensors to have the same number of dimensions, but input {at} has {tensor.dim()} "
                     f"dimensions and first input has {len(size)} dimensions"
                 )
             if [n for d, n in enumerate(tensor.shape) if d != dim] != [n for d, n in enumerate(size) if d != dim]:
-                raise RuntimeError(f"Input tensor at index {at} has invalid shape {list(tensor.shape)}, but expected {size}")
+                raise RuntimeError(
+                    f"Input tensor at index {at} has invalid shape {list(tensor.shape)}, but expected {size}"
+                )
         size[dim] = sum(tensor.shape[dim] for tensor in tensors)
         last = all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4)
         layout = torch.channels_last if tensors[0].dim() == 4 and last else torch.contiguous_format
@@ -115,7 +127,9 @@ def install(machine: Machine, patches: Patches) -> None:
 
     def gather_out(tensors, out, dim: int) -> torch.Tensor:
         if out.shape[dim] != sum(tensor.shape[dim] for tensor in tensors):
-            raise RuntimeError(f"Expected out tensor to have {sum(t.shape[dim] for t in tensors)} at dim {dim}, but got {out.shape[dim]}")
+            raise RuntimeError(
+                f"Expected out tensor to have {sum(t.shape[dim] for t in tensors)} at dim {dim}, but got {out.shape[dim]}"
+            )
         with torch.no_grad():
             for tensor, place in zip(tensors, out.split([tensor.shape[dim] for tensor in tensors], dim), strict=True):
                 place.copy_(tensor, non_blocking=True)

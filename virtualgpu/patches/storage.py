@@ -73,7 +73,9 @@ def install(machine: Machine, patches: Patches) -> None:
     def share_cuda(storage, *args, **kwargs):
         if gpu_of(storage) is None:
             return share(storage, *args, **kwargs)
-        raise NotImplementedError("GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()")
+        raise NotImplementedError(
+            "GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()"
+        )
 
     def data_ptr(storage) -> int:
         home = getattr(storage, HOME, None)

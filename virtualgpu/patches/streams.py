@@ -23,7 +23,9 @@ def install(machine: Machine, patches: Patches) -> None:
         gpu = machine.gpu(device)
         id = id_of(pointer)
         if id not in machine.clock.queues[gpu.index]:
-            raise NotImplementedError("a stream that was not made by PyTorch is not modelled by virtual GPUs: use torch.cuda.Stream()")
+            raise NotImplementedError(
+                "a stream that was not made by PyTorch is not modelled by virtual GPUs: use torch.cuda.Stream()"
+            )
         return stream(stream_id=id, device_index=gpu.index, device_type=CUDA)
 
     for owner in (cuda, cuda.streams):
@@ -55,7 +57,9 @@ def install(machine: Machine, patches: Patches) -> None:
         "_cuda_getCurrentStream": lambda device: answer(current(device)),
         "_cuda_getDefaultStream": lambda device: (DEFAULT, machine.gpu(None if device < 0 else device).index, CUDA),
         "_cuda_getCurrentRawStream": lambda device: handle(current(device)),
-        "_cuda_getStreamFromExternal": lambda pointer, device: answer(machine.clock.stream(device, external(pointer, device).stream_id)),
+        "_cuda_getStreamFromExternal": lambda pointer, device: answer(
+            machine.clock.stream(device, external(pointer, device).stream_id)
+        ),
         "_cuda_setStream": set_stream,
         "_accelerator_getStream": current_of,
         "_accelerator_setStream": use,
@@ -253,7 +257,11 @@ def event_class(machine: Machine, base: type) -> type:
             raise NotImplementedError("events between processes are not modelled by virtual GPUs")
 
         def __repr__(self) -> str:
-            return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.time is not None else "<torch.cuda.Event uninitialized>"
+            return (
+                f"<torch.cuda.Event {self.cuda_event:#x}>"
+                if self.time is not None
+                else "<torch.cuda.Event uninitialized>"
+            )
 
     def _queue_of(stream) -> Queue:
         if stream is None:

@@ -265,7 +265,11 @@ class TensorPatches:
         def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *args, **kwargs):
             inputs = (query, key, value)
             fused = self.machine.dry and query.dim() in (3, 4) and not dropout_p and not args
-            fused = fused and set(kwargs) <= {"scale", "enable_gqa"} and not (attn_mask is not None and attn_mask.requires_grad)
+            fused = (
+                fused
+                and set(kwargs) <= {"scale", "enable_gqa"}
+                and not (attn_mask is not None and attn_mask.requires_grad)
+            )
             if not fused or not all(_compat.is_really_meta(tensor) for tensor in inputs):
                 return original(query, key, value, attn_mask, dropout_p, is_causal, *args, **kwargs)
             if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -315,5 +319,3 @@ def _takes_itself_apart(tensor: torch.Tensor) -> bool:
 def _as_cuda_device(device):
     """A bare index means a GPU."""
     return torch.device("cuda", device) if type(device) is int else device
-
-

@@ -70,7 +70,9 @@ class _Watched:
         self.born: set[int] = set()
         self.freed: list[list] = []
         self.bytes = self.peak_bytes = self.peak_reserved = 0
-        self.died: tuple[int, list[list]] | None = None  # what was asked for, and what was there, at the last out of memory
+        self.died: tuple[int, list[list]] | None = (
+            None  # what was asked for, and what was there, at the last out of memory
+        )
         gpu.memory.watch(self.hear)
 
     def hear(self, action: str, address: int, size: int, stream: int, block) -> None:
