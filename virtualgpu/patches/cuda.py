@@ -46,11 +46,15 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.add(cuda, "_get_device_properties", driver.properties)
     patches.replace(cuda, "is_bf16_supported", driver.is_bf16_supported)
     patches.replace(cuda, "get_arch_list", driver.arch_list)
-    patches.replace(cuda, "utilization", lambda device=None: round(100 * load(machine, driver.gpu(device), "torch.cuda")))
+    patches.replace(
+        cuda, "utilization", lambda device=None: round(100 * load(machine, driver.gpu(device), "torch.cuda"))
+    )
     patches.replace(cuda, "_cudart", Cudart(driver))
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
     patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
-    patches.replace(_compat.fake_tensor, "init_gpu_context", lambda device: None)  # of 2.11: it would wake a real driver
+    patches.replace(
+        _compat.fake_tensor, "init_gpu_context", lambda device: None
+    )  # of 2.11: it would wake a real driver
     if torch.version.cuda is None:
         _of_a_wheel_with_cuda(patches)
     if hasattr(cuda.graphs, "_cuda_isCurrentStreamCapturing"):
@@ -243,7 +247,9 @@ class Cudart:
         return memory.free_on_gpu, memory.capacity
 
     def cudaGetErrorString(self, error: int) -> str:
-        return {0: "no error", 2: "out of memory", 100: "no CUDA-capable device is detected"}.get(error, f"error {error}")
+        return {0: "no error", 2: "out of memory", 100: "no CUDA-capable device is detected"}.get(
+            error, f"error {error}"
+        )
 
     def cudaStreamCreate(self, pointer: int) -> int:
         """Writes the handle of a new stream to that address of the host."""
