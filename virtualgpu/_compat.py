@@ -11,6 +11,7 @@ from torch.utils._device import DeviceContext
 
 _C = torch._C
 Device = torch.device  # patches/devices.py may put another in its place
+fake_tensor = torch._subclasses.fake_tensor
 
 graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
 current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
@@ -62,6 +63,11 @@ def enter_below(mode) -> None:
 def fake_mode_is_on() -> bool:
     """Does FakeTensorMode come after the other modes of this thread?"""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_composite(operator) -> bool:
+    """Is it only made of other operations, without a kernel of its own?"""
+    return operator._can_decompose() and not _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CPU")
 
 
 def decompose(operator, args, kwargs):

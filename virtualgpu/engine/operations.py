@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
 
@@ -105,7 +106,7 @@ class Operation:
         arguments = schema.arguments
         self.func, self.name = func, packet.__name__
         self.special = (special or {}).get(func)
-        self.composite = func.namespace == "aten" and func._can_decompose()
+        self.composite = func.namespace == "aten" and _compat.is_composite(func)
         self.is_view = func.is_view or packet in VIEWS
         if torch.Tag.inplace_view in func.tags and self.name not in RESIZING:
             self.is_view = True  # t_, unsqueeze_, detach_

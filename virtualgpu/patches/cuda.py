@@ -52,9 +52,8 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(cuda, "_cudart", Cudart(driver))
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
     patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
-    patches.replace(
-        _compat.fake_tensor, "init_gpu_context", lambda device: None
-    )  # of 2.11: it would wake a real driver
+    # PyTorch 2.11 would make a tensor on a real GPU in it
+    patches.replace(_compat.fake_tensor, "init_gpu_context", lambda device: None)
     if torch.version.cuda is None:
         _of_a_wheel_with_cuda(patches)
     if hasattr(cuda.graphs, "_cuda_isCurrentStreamCapturing"):

@@ -15,6 +15,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
+from virtualgpu.errors import foreign
 from virtualgpu.patches.registry import Patches
 
 ASKING = ["as_tensor", "asarray", "tensor"]
@@ -44,9 +45,14 @@ def install(machine: Machine, patches: Patches) -> None:
     def spelling(original):
         @functools.wraps(original)
         def function(*args, **kwargs):
+            __tracebackhide__ = True
             if kwargs.get("device") is not None:
                 kwargs["device"] = spelled(kwargs["device"])
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            except RuntimeError as error:
+                frames = foreign(error.__traceback__)
+                raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
 
         return function
 
@@ -88,10 +94,27 @@ def install(machine: Machine, patches: Patches) -> None:
 
     patches.replace(default, "__torch_function__", run_there)
     if not cuda_wheel:
+        fakes = _compat.fake_tensor.FakeTensorConverter
+        patches.replace(fakes, "from_real_tensor", _without_gradients(fakes.from_real_tensor))
         for name in METHODS:
             patches.replace(torch.Tensor, name, spelling(getattr(torch.Tensor, name)))
         patches.replace(torch._C._nn, "_parse_to", parse_to)
         patches.replace(torch, "device", Device)
+
+
+def _without_gradients(original):
+    """Of a fake tensor that says cuda and wants gradients, autograd's C++ asks a stream, and ends the process where it finds no CUDA."""
+
+    @functools.wraps(original)
+    def from_real_tensor(converter, mode, tensor, *args, **kwargs):
+        if tensor.requires_grad and tensor.is_cuda:
+            raise NotImplementedError(
+                "torch.export and other users of fake tensors need a wheel of PyTorch with CUDA (no driver) for parameters on a "
+                "virtual GPU; or move the model to the CPU first"
+            )
+        return original(converter, mode, tensor, *args, **kwargs)
+
+    return from_real_tensor
 
 
 def numbered(device):

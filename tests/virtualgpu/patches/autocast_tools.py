@@ -42,7 +42,7 @@ def as_pytorch_does(program, dtype=F16):
             torch.set_autocast_dtype("cuda", dtype)
             return program()
     except (RuntimeError, AssertionError) as error:
-        if not re.search("driver|not linked|not compiled", str(error)):
+        if not re.search("driver|not linked|not compiled|from the 'CUDA' backend", str(error)):
             raise
         return None
     finally:
