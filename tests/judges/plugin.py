@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  # first: under the runner the GPUs come on with it
 
 import virtualgpu
 
