@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -196,6 +197,10 @@ class Monitor:
         if self.interval is not None:
             self._thread.start()
         return self
+
+    def __getstate__(self) -> dict:
+        """What a rank of `launch` sends back, to be drawn."""
+        return {**vars(self), "source": SimpleNamespace(origin=self.source.origin), "_stop": None, "_thread": None}
 
     def step(self) -> None:
         if self.interval is None:

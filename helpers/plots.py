@@ -42,6 +42,7 @@ KINDS = {
     "trial": COLORS[2],
     "cut": COLORS[1],
     "copy": COLORS[3],
+    "communication": COLORS[3],  # beside the kernels: a narrow bar below them
     "send": COLORS[3],
     "wait": "#dddddd",
 }
@@ -70,17 +71,17 @@ def memory(monitor: Monitor, title: str) -> None:
 
 def timeline(timeline: Timeline, title: str) -> None:
     """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing."""
-    rows = timeline.rows
-    figure, axes = _figure(height=1.2 + 0.55 * len(rows))
-    for at, (_name, spans) in enumerate(rows.items()):
+    figure, axes = _figure(height=1.2 + 0.55 * len(timeline.rows))
+    for at, spans in enumerate(timeline.rows.values()):
         for kind, color in KINDS.items():
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
-            axes.broken_barh(bars, (at - 0.36, 0.72), color=color, label=kind if bars else None)
-        computing = sum(span.end - span.start for span in spans if span.kind not in ("copy", "send", "wait"))
+            place = (at + 0.38, 0.1) if kind == "communication" else (at - 0.36, 0.72)
+            axes.broken_barh(bars, place, color=color, label=kind if bars else None)
+        computing = sum(s.end - s.start for s in spans if s.kind not in ("copy", "communication", "send", "wait"))
         busy = f"{100 * computing / timeline.seconds:.0f} % busy"
         axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")
-    axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(rows) - 0.5, -0.5))
-    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(timeline.rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(timeline.rows)), list(timeline.rows))
     axes.grid(axis="y", visible=False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)

@@ -50,9 +50,7 @@ class Timeline:
     def __enter__(self) -> "Timeline":
         virtual = virtualgpu.machine() is not None
         if not virtual and not torch.cuda.is_available():
-            raise RuntimeError(
-                "a timeline needs GPUs: call helpers.gpus(2) first, which makes virtual ones where there are none"
-            )
+            raise RuntimeError("a timeline needs GPUs, real or virtual: call helpers.gpus(2) first")
         self._block = self._simulated() if virtual else self._measured()
         self._block.__enter__()
         return self

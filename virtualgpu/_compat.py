@@ -8,14 +8,19 @@ from torch import overrides
 from torch._ops import HigherOrderOperator
 from torch.utils import _device, _python_dispatch
 from torch.utils._device import DeviceContext
+from torch.utils.flop_counter import flop_registry
 
 _C = torch._C
 Device = torch.device  # patches/devices.py may put another in its place
 fake_tensor = torch._subclasses.fake_tensor
+built_with_cuda = _C._has_cuda  # C++ of other wheels has no guard for CUDA's devices, also where no driver is needed
 
 graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
 current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
 next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that this thread's next node will have
+
+no_dispatch = _C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of a subclass of Tensor that has none
+without_dispatch = _C._DisableTorchDispatch  # with without_dispatch(): no mode and no subclass sees what happens
 
 real_device = _C.TensorBase.device.__get__  # (tensor) -> where its bytes really are
 is_really_meta = _C.TensorBase.is_meta.__get__
@@ -24,8 +29,25 @@ is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
 functorch_unwrap = _C._functorch.get_unwrapped
 
 empty = _C._VariableFunctions.empty
+empty_like = _C._VariableFunctions.empty_like
 empty_strided = _C._VariableFunctions.empty_strided
+parse_to = _C._nn._parse_to  # (*args, **kwargs) of Tensor.to -> (device, dtype, non_blocking, memory_format)
+suggest_memory_format = torch._prims_common.suggest_memory_format  # (tensor) -> the layout that its strides have
 
+
+# What torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32 say, twenty times as fast
+convolutions_in_tf32, products_in_tf32 = _C._get_cudnn_allow_tf32, _C._get_cublas_allow_tf32
+
+# The dispatcher: its keys, what is registered for each, and which of them this thread includes or excludes
+DispatchKey, KeySet = _C.DispatchKey, _C.DispatchKeySet
+keys_below = _C._dispatch_keyset_full_after  # (key) -> the set of all keys after it
+include_key = _C._dispatch_tls_set_dispatch_key_included  # (key, on)
+exclude_key = _C._dispatch_tls_set_dispatch_key_excluded  # (key, on)
+without_keys = _C._ExcludeDispatchKeyGuard  # with without_keys(set)
+without_function_subclasses = _C.DisableTorchFunctionSubclass
+has_fallback = _C._dispatch_has_backend_fallback  # (key)
+has_kernel = _C._dispatch_has_kernel_for_dispatch_key  # ("aten::mm", "Meta")
+registrations = _C._dispatch_get_registrations_for_dispatch_key  # ("AutocastCUDA") -> ["aten::mm", ...]
 
 # Does torch.tensor(..., device="cuda") come to the dispatch modes as a copy from the CPU? It does where this is on
 lifts_only_cpu_tensors = _C._only_lift_cpu_tensors
@@ -65,6 +87,15 @@ def fake_mode_is_on() -> bool:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None
 
 
+def flop_formula(operator):
+    """What PyTorch's own counter of FLOPs calls for an operation, with its arguments and out_val; None where it counts none."""
+    formula = flop_registry.get(operator._overloadpacket)
+    if formula is None or operator._overloadname != "dtype":
+        return formula
+    # Before 2.15 formulas take the third argument of mm.dtype(a, b, out_dtype) for the shape of the result
+    return lambda *args, **kwargs: formula(*(arg for arg in args if not isinstance(arg, torch.dtype)), **kwargs)
+
+
 def is_composite(operator) -> bool:
     """Is it only made of other operations, without a kernel of its own?"""
     return operator._can_decompose() and not _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CPU")
@@ -89,6 +120,21 @@ def implementation(operator: HigherOrderOperator):
     )
 
 
+_library = None  # of the kernels that `add_kernel` registers; they stay for the life of the process
+
+
+def add_kernel(name: str, key: str, kernel) -> None:
+    """Register a Python kernel of an operation ("mm.dtype") for a dispatch key, unless PyTorch or we have one there."""
+    global _library
+    packet, _, overload = name.partition(".")
+    operation = getattr(torch.ops.aten, packet, None)
+    if operation is None or (overload or "default") not in operation.overloads() or has_kernel(f"aten::{name}", key):
+        return
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+    _library.m.impl(name, key, kernel)  # Library.impl refuses what decomposes; on a GPU that is one kernel
+
+
 def default_device() -> torch.device | None:
     """What torch.set_default_device or `with torch.device(...)` chose in this thread."""
     if _C._len_torch_function_stack():
@@ -110,6 +156,7 @@ def numbers_are_gpus() -> bool:
 device_constructors = _device._device_constructors
 
 real_storage_device = torch.UntypedStorage.device.__get__
+saving = torch.serialization._package_registry  # [(priority, tag, restore)] of torch.save and torch.load
 
 
 def register_as_builtin(function, name: str):

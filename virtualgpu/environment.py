@@ -6,7 +6,8 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       gpus: groups of equal cards. like: a card's name, or the path of a card's file. count: 1 unless given.
                       memory: bytes, or text such as "16 GB"; the card's own unless given. name, capability: what tools print
                       that ask the driver; looked up where missing. dry: shapes alone. folder: where the runner's processes
-                      leave their figures. trace, report: what each process writes there when it ends.
+                      leave their figures. trace, report: what each process writes there when it ends. alone: world_size,
+                      rank and gpus_per_node of a dry run in which one process plays one rank of many.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
@@ -40,6 +41,7 @@ class Settings(NamedTuple):
     folder: str | None = None
     trace: bool = False
     report: bool = False
+    alone: tuple[int, int, int] | None = None  # world_size, rank, gpus_per_node: this process plays one rank of many
 
     def text(self) -> str:
         """The value for VIRTUALGPU; `settings` reads it."""
@@ -116,6 +118,15 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[in
 def launch_blocking(environ: Mapping[str, str] = os.environ) -> bool:
     """Does the host wait for each kernel?"""
     return environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+
+
+def node(environ: Mapping[str, str] = os.environ) -> int:
+    """Which node of the run this process is on, as torchrun says it: of several agents on one machine each is a node."""
+    for name in ("GROUP_RANK", "NODE_RANK"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    local = environ.get("LOCAL_WORLD_SIZE", "")
+    return max(0, rank(environ)) // int(local) if local.isdigit() and int(local) else 0
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:

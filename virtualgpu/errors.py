@@ -38,6 +38,11 @@ def device_assert() -> RuntimeError:
     return _cuda_error("device-side assert triggered")
 
 
+def gpu_full() -> RuntimeError:
+    """The error of CUDA's own allocation, below PyTorch's allocator."""
+    return _cuda_error("out of memory")
+
+
 def cudnn_not_initialized() -> RuntimeError:
     return RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
 
@@ -81,6 +86,11 @@ def host_full(needed: int, free: int) -> RuntimeError:
         f"the virtual GPU has room for these {needed / 2**30:.1f} GiB, but this machine, which holds its numbers, has "
         f"{free / 2**30:.1f} GiB left. Work on shapes alone: virtualgpu.dry_run(), or python -m virtualgpu --dry"
     )
+
+
+def without_values() -> RuntimeError:
+    """A tensor that was made in a dry run meets an operation with numbers."""
+    return RuntimeError("a tensor of this line was made in a dry run and has no values: make it outside dry_run(), too")
 
 
 def host_refused(error: Exception) -> bool:

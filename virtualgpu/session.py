@@ -8,7 +8,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from virtualgpu import _compat
-from virtualgpu.engine import meta
+from virtualgpu.distributed import alone
+from virtualgpu.distributed import patches as distributed
+from virtualgpu.engine import kernels, meta
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible_gpus
@@ -20,17 +22,20 @@ from virtualgpu.patches import (
     cuda,
     data_parallel,
     devices,
-    distributed,
+    dlpack,
     foreach,
     functions,
     gputil,
     legacy,
     memory,
+    monitor,
     nvml,
+    pools,
     profiler,
     random,
     storage,
     streams,
+    sync_debug,
     tensor,
     threads,
 )
@@ -41,13 +46,16 @@ MAX_GPUS = 64  # more than any one machine has: a slip, rather
 # In this order: memory and random numbers before the driver that uses them
 FACES = (
     memory,
+    pools,
     random,
     streams,
+    sync_debug,
     cuda,
     tensor,
     functions,
     devices,
     storage,
+    dlpack,
     legacy,
     foreach,
     data_parallel,
@@ -57,6 +65,7 @@ FACES = (
     profiler,
     threads,
     gputil,
+    monitor,
     nvml,
 )
 
@@ -88,6 +97,7 @@ class _Session:
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
         meta.install()
+        kernels.install()
         for face in FACES:
             face.install(self.machine, self.patches)
         for register, kind in (
@@ -150,6 +160,11 @@ def _in_forked_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
     os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def current() -> Machine | None:
+    """The virtual GPUs that are on, whatever they pass for."""
+    return _session and _session.machine
 
 
 def machine() -> Machine | None:
@@ -254,29 +269,44 @@ def reset() -> None:
 
 
 @contextlib.contextmanager
-def dry_run(n: int | None = None, like=None, memory: int | str | None = None) -> Iterator[None]:
+def dry_run(
+    n: int | None = None,
+    like=None,
+    memory: int | str | None = None,
+    world_size: int | None = None,
+    gpus_per_node: int = 8,
+    rank: int = 0,
+) -> Iterator[None]:
     """In this block, operations work on shapes alone: places, memory and time without the numbers.
 
     Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
     A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
 
+    world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
+    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`).
+
     Raises ValueError for an invalid number, name or size, or where other GPUs are on than are asked for.
     """
     if n is not None:
         _check_number("dry_run", n)
+    where = None if world_size is None else alone.place(world_size, rank, gpus_per_node)
     own = _session is None
     if own:
-        _turn_on(specs.find_all(n or 2, like or "T4", memory))
+        n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
+        _turn_on(specs.find_all(n, like, memory))
     elif (n, like, memory) != (None, None, None):
         cards = tuple(specs.find_all(n or len(_session.cards), like or _session.cards[0], memory))
         if cards != _session.cards:
             there = ", ".join(card.name for card in _session.cards)
             raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
-    before = _session.machine.dry
-    _session.machine.dry = True
+    machine, before = _session.machine, _session.machine.dry
+    machine.dry = True
+    environ = None if where is None else alone.enter(machine, where)
     try:
         yield
     finally:
+        if environ is not None:
+            alone.leave(machine, environ)
         if own:
             reset()
         elif _session is not None:

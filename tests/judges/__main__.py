@@ -2,13 +2,14 @@
 
 examples CHECKOUT [name ...]   multi-GPU examples of PyTorch, unmodified
 pytorch FOLDER [file ...]      tests of PyTorch's own suite
+distributed FOLDER [file ...]  tests of several processes from it
 op_db [--dry] [name ...]       every operation of PyTorch's own database
 """
 
 import importlib
 import sys
 
-JUDGES = ("examples", "pytorch", "op_db")
+JUDGES = ("examples", "pytorch", "distributed", "op_db")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in JUDGES:

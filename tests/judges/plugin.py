@@ -1,6 +1,6 @@
-"""pytest plugin of the judge `pytorch`: two virtual GPUs before a test module is imported, one JSON line a test, 60 s a test.
+"""pytest plugin of the judge `pytorch`: two virtual GPUs before a test module is imported, one JSON line a test.
 
-JUDGE_OUT names the file of lines. Tests that are in it already do not run again, so that a run goes on after a test that killed it.
+JUDGE_LIMIT is the seconds that a test may take (60), JUDGE_OUT names the file of lines. Tests that are in it already do not run again, so that a run goes on after a test that killed it.
 """
 
 import faulthandler
@@ -8,16 +8,17 @@ import gc
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  # first: under the runner the GPUs come on with it
 
 import virtualgpu
+from tests.judges.report import ANEW
 
 OUT = Path(os.environ["JUDGE_OUT"])
-LIMIT = 60  # seconds
+LIMIT = int(os.environ.get("JUDGE_LIMIT", "60"))  # seconds
 
 if virtualgpu.machine() is None:  # not under the runner
     os.environ["HELPERS_GPUS"] = "virtual"
@@ -47,6 +48,13 @@ def pytest_runtest_protocol(item):
     yield
     signal.alarm(0)
     faulthandler.cancel_dump_traceback_later()
+    for name in (
+        "last_type",
+        "last_value",
+        "last_traceback",
+        "last_exc",
+    ):  # a failed test's tensors, in the way of the next one
+        vars(sys).pop(name, None)
     gc.collect()
 
 
@@ -64,6 +72,17 @@ def pytest_runtest_makereport(item, call):
         }
         with open(OUT, "a") as lines:
             lines.write(json.dumps(row) + "\n")
+        if report.outcome == "failed" and getattr(item.cls, "poison_pill", False):
+            _end_workers(item.cls)
+            pytest.exit("the class would skip its other tests", ANEW)
+
+
+def _end_workers(cls) -> None:
+    """Processes that stay from test to test may wait for each other now."""
+    for process in cls.processes:
+        process.kill()
+    for process in cls.processes:
+        process.join()
 
 
 def _why(report, call) -> str:
@@ -71,4 +90,4 @@ def _why(report, call) -> str:
         return ""
     if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
         return str(report.longrepr[2])
-    return f"{type(call.excinfo.value).__name__}: {call.excinfo.value}"[:1500] if call.excinfo else ""
+    return f"{type(call.excinfo.value).__name__}: {call.excinfo.value}"[:6000] if call.excinfo else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "judges"
+ANEW = 99  # exit status of a process that cannot go on with the next test, where another one can
 
 
 @functools.cache

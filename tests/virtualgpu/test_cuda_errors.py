@@ -79,9 +79,16 @@ def test_with_launch_blocking_the_guilty_line_fails(kernel, monkeypatch):
         kernel()
 
 
-def test_launch_blocking_is_read_when_the_gpus_are_made(monkeypatch):
+def test_launch_blocking_is_read_when_cuda_begins(monkeypatch):
     virtualgpu.gpus(1)
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # too late, as with CUDA
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        KERNELS["embedding"]()
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    virtualgpu.reset()
+    virtualgpu.gpus(1)
+    torch.ones(1, device=CUDA0)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # too late
     KERNELS["embedding"]()
     with pytest.raises(RuntimeError, match="device-side assert"):
         torch.cuda.synchronize()

@@ -7,11 +7,15 @@ import warnings
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
+# They decide over results, too
+SETTINGS = torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled
+SETTINGS += (torch.are_deterministic_algorithms_enabled,)
 MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
 
@@ -27,9 +31,7 @@ class DryRun:
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.reads:
             return self.no_value(op, tensors, gpu)
-        # what else decides over a result: no tensor, but a setting
-        key = [op.func, torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        key.append(torch.are_deterministic_algorithms_enabled())
+        key = [op, *[setting() for setting in SETTINGS]]
         try:
             _describe(args, key)
             _describe(kwargs.items(), key)
@@ -50,9 +52,13 @@ class DryRun:
                     f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
                     "Run this line outside dry_run()"
                 ) from error
-            if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
+            if op.convolves:
+                out = _as_convolved(op, shapes, out)
+            results = out if isinstance(out, (tuple, list)) else [out]
+            if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in (*tensors, *results)):
                 raise _sparse(op)
-            again = _recipe(op, out, tensors) if op.cacheable and tensors else None
+            # numbers are not in the key: that of arange's steps, say, decides over a shape
+            again = _recipe(op, out, tensors) if op.cacheable and (tensors or not op.kernel) else None
         if again is not None:
             if len(self.recipes) > MAX_RECIPES:
                 self.recipes.clear()
@@ -86,11 +92,8 @@ _has_no_numbers = _compat.is_really_meta  # whatever the patched is_meta says
 def _describe(values, key: list) -> None:
     """What of the arguments decides over the result's shape: add it to the key."""
     for value in values:
-        if isinstance(value, torch.Tensor):
-            key.append(value.dtype)
-            key.append(value.shape)
-            key.append(value.stride())
-            key.append(_has_no_numbers(value))
+        if isinstance(value, Tensor):
+            key += (value.dtype, value.shape, value.stride(), _has_no_numbers(value))
         elif type(value) is float:
             key.append(float)
         elif isinstance(value, (list, tuple)):
@@ -98,6 +101,21 @@ def _describe(values, key: list) -> None:
             _describe(value, key)
         else:
             key.append(value)
+
+
+def _as_convolved(op: Operation, args, out):
+    """Channels come last in what a convolution returns where they do in its input or weight; the meta kernels do not heed it."""
+    first = 1 if op.name == "convolution_backward" else 0
+    formats = {_compat.suggest_memory_format(tensor) for tensor in args[first : first + 2]}
+    last = formats & {torch.channels_last, torch.channels_last_3d}
+    layout = last.pop() if last else torch.contiguous_format
+
+    def laid_out(tensor):
+        if tensor is None or tensor.dim() not in (4, 5):
+            return tensor
+        return _compat.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
+
+    return laid_out(out) if isinstance(out, torch.Tensor) else tuple(map(laid_out, out))
 
 
 def _recipe(op: Operation, out, tensors):

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from virtualgpu import errors
+from virtualgpu import _compat, errors
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -31,6 +31,8 @@ class Eager:
                 return self._draw(op, args, kwargs, gpu), False
             return op.func(*args, **kwargs), False
         except (IndexError, RuntimeError) as error:
+            if any(map(_compat.is_really_meta, tensors)):
+                raise errors.without_values() from None
             if errors.in_kernel(error):
                 with self.machine.untracked():
                     return errors.undefined(op.func, op.returns, args, kwargs), True
@@ -84,10 +86,14 @@ class Eager:
 
     def _require(self, op: Operation, args, kwargs, tensors, gpu: GPU) -> None:
         """Room for the result where it may be large: no larger than the product of the inputs, or told by numbers."""
-        if len(tensors) <= 2 and not op.growing and tensors[0].numel() * tensors[-1].numel() * 8 < LARGE:
+        if len(tensors) <= 2 and not op.grows and tensors[0].numel() * tensors[-1].numel() * 8 < LARGE:
             return
         bound = 1
-        if op.pointwise:  # as large as its largest input, or, where shapes differ, as their product
+        if op.product is not None:  # m x k times k x n
+            left, right = tensors[op.product : op.product + 2]
+            if left.dim() and right.dim():
+                bound = left.numel() // (left.shape[-1] or 1) * right.shape[-1]
+        elif op.pointwise:  # as large as its largest input, or, where shapes differ, as their product
             shape = None
             for tensor in tensors:
                 if shape is None:
@@ -97,7 +103,7 @@ class Eager:
         else:
             for tensor in tensors[:3]:
                 bound *= tensor.numel() or 1
-            if op.growing or op.resizes:
+            if op.grows or op.resizes:
                 bound *= _numbers(args)
         if bound * 8 < LARGE:
             return

@@ -77,12 +77,15 @@ def callers_frame():
         if frame is None:
             break
         name = frame.f_globals.get("__name__", "")
+        if name.startswith(BEGIN):
+            break
         if frame.f_code.co_name == "__torch_dispatch__" or name.startswith("virtualgpu.") or name in ON_THE_WAY:
             found = frame.f_back
         frame = frame.f_back
     return found
 
 
+BEGIN = ("virtualgpu.run.", "virtualgpu.patches.threads")  # what calls the program, or a thread of it
 ON_THE_WAY = ("torch._ops", "torch.utils._python_dispatch")
 
 
@@ -113,5 +116,35 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def gpu_of(tensor: torch.Tensor):
     """The GPU on which a tensor lives; None: on the CPU."""
-    home = getattr(storage_of(tensor), HOME, None)
+    if type(tensor) in PLAIN:  # as storage_of, written out for speed
+        try:
+            home = tensor.untyped_storage()._virtual_home
+        except RuntimeError:
+            home = getattr(storage_of(tensor), HOME, None)
+    else:
+        home = getattr(storage_of(tensor), HOME, None)
     return None if home is None else home.gpu
+
+
+def home_of(tensor: torch.Tensor):
+    """The label of a plain tensor's storage; of a sparse one, that of its values. None: the CPU's."""
+    try:
+        return tensor.untyped_storage()._virtual_home
+    except NotImplementedError:
+        parts = sparse_parts(tensor)
+        return home_of(parts[-1]) if parts else None
+
+
+def label(tensor: torch.Tensor, home) -> None:
+    """Put a label on a tensor's storage, or those of a sparse one's parts, without asking for memory."""
+    try:
+        tensor.untyped_storage()._virtual_home = home
+    except NotImplementedError:
+        for part in sparse_parts(tensor):
+            label(part, home)
+
+
+def made_by_cpp(tensor: torch.Tensor) -> bool:
+    """Did C++ make it for the call that Python is in? See MadeByCpp."""
+    home = home_of(tensor)
+    return home is not None and home.gpu is None and home.at_home

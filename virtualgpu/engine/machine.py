@@ -112,6 +112,8 @@ class Machine:
     def __init__(self, specs: list[Spec], visible: list[int] | None = None):
         self.specs, self.choose = specs, None
         self.ledger: Ledger | None = None
+        self.alone = None  # the rank that this process plays alone (distributed.alone.Place)
+        self.communicators = None  # of process groups: virtualgpu.distributed puts them here
         self._equip(list(range(len(specs))) if visible is None else visible)
         self.dry = False
         self.initialized = self.forked = self.closed = False
@@ -125,7 +127,7 @@ class Machine:
         self.visible = which
         clock = getattr(self, "clock", None)
         if clock is None:
-            self.clock = Clock(len(which), blocking=launch_blocking())  # read once, as CUDA does
+            self.clock = Clock(len(which))
         else:  # others have it already
             clock.__init__(len(which), clock.blocking)
         self.gpus = [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(which)]
@@ -165,6 +167,15 @@ class Machine:
         finally:
             self.local.bypass = before
 
+    @contextlib.contextmanager
+    def made_on(self, gpu: GPU | None) -> Iterator[None]:
+        """What C++ makes in here "on the CPU" is this GPU's: its options came from that GPU's tensors."""
+        before, self.local.made_on = self.local.made_on, gpu
+        try:
+            yield
+        finally:
+            self.local.made_on = before
+
     @property
     def base(self) -> str:
         """The device that tensors are really on: "cpu" with numbers, "meta" in a dry run."""
@@ -201,9 +212,14 @@ class Machine:
         if self.local.seen is not self and not self.closed:
             self.enter()
         if not self.initialized:
-            self.initialized = True
+            self.initialize()
             if self.on_first_use is not None:
                 self.on_first_use()
+
+    def initialize(self) -> None:
+        """CUDA begins: what it reads once is read."""
+        self.initialized = True
+        self.clock.blocking = launch_blocking()
 
     def own(self, gpu: GPU) -> GPU:
         """That GPU, if it is still one of these. Raises RuntimeError for one that a later call of gpus() replaced."""
@@ -239,5 +255,6 @@ class Machine:
 class _PerThread(threading.local):
     current = 0  # torch.cuda.current_device()
     bypass = False  # see untracked()
+    made_on: GPU | None = None  # see made_on()
     last: GPU | None = None  # on which the latest operation ran
     seen = None  # the machine whose dispatch mode this thread has

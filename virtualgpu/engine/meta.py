@@ -2,20 +2,13 @@
 
 import torch
 
-aten = torch.ops.aten
-_library = None
+from virtualgpu import _compat
 
 
 def install() -> None:
-    """Register them, once, where PyTorch has none. They concern tensors of device "meta" alone."""
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library("aten", "IMPL")
+    """Register them where PyTorch has none. They concern tensors of device "meta" alone."""
     for name, kernel in KERNELS.items():
-        operation = getattr(aten, name, None)
-        if operation is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            _library.m.impl(name, "Meta", kernel)  # Library.impl refuses what decomposes; on a GPU that is one kernel
+        _compat.add_kernel(name, "Meta", kernel)
 
 
 def _like_second(gradient, tensor, *rest, **options):

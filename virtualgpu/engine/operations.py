@@ -23,9 +23,11 @@ RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
 VIEWS = {aten._unsafe_view, aten.lift_fresh, aten._values, aten._indices, aten.values, aten.indices}
 VIEWS |= {aten.crow_indices, aten.col_indices, aten.ccol_indices, aten.row_indices}
+# Only memory: no kernel runs
+EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 # Results that may be larger than all that goes in: room is asked for before the CPU allocates them
 GROWING = {aten.repeat, aten.repeat_interleave, aten.cat, aten.stack, aten.pad, aten.constant_pad_nd, aten.clone}
-GROWING |= {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.matmul, aten.convolution, aten.embedding, aten.index}
+GROWING |= {aten.matmul, aten.convolution, aten.embedding, aten.index}
 GROWING |= {
     aten.index_select,
     aten.gather,
@@ -36,6 +38,7 @@ GROWING |= {
     aten.outer,
 }
 GROWING |= {aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter, aten.contiguous}
+PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # which argument is the left factor
 SAME_DEVICE = "Expected all tensors to be on the same device"
 LEGACY = {
     torch.float32: "FloatTensor",
@@ -55,10 +58,10 @@ class Operation:
     """What the schema tells about one operation, once.
 
     cacheable: a dry run may remember its result's shape. composite: made of other operations, for all devices alike. converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no
-    other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. growing: see GROWING. host_result: the result
-    that stays on the CPU. indexes: the first argument is what the others index. is_view: shares its argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not
+    other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result
+    that stays on the CPU. kernel: takes the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not
     all its tensors need to be on one device. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants lengths on
-    the CPU. python: the function behind a custom operation written in Python. random: draws from a generator, of which
+    the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random: draws from a generator, of which
     `generator` says whether one can be given. reads: a value goes to the host. resizes: may change a storage's size. returns: which
     argument each result is, None for a new tensor. shape_from_values: the host must wait to know the result's shape. special: how
     dispatch handles it, where not like the others. strict: see STRICT. takes_device: has an argument `device`. write_only: reads none.
@@ -76,10 +79,11 @@ class Operation:
         "formula",
         "func",
         "generator",
-        "growing",
+        "grows",
         "host_result",
         "indexes",
         "is_view",
+        "kernel",
         "may_be_large",
         "mixed",
         "name",
@@ -87,6 +91,7 @@ class Operation:
         "packs",
         "plain",
         "pointwise",
+        "product",
         "python",
         "random",
         "reads",
@@ -100,12 +105,12 @@ class Operation:
         "writes",
     )
 
-    def __init__(self, func, special: dict | None = None):
+    def __init__(self, func, special=None):
         schema = func._schema
         packet = func._overloadpacket
         arguments = schema.arguments
         self.func, self.name = func, packet.__name__
-        self.special = (special or {}).get(func)
+        self.special = special
         self.composite = func.namespace == "aten" and _compat.is_composite(func)
         self.is_view = func.is_view or packet in VIEWS
         if torch.Tag.inplace_view in func.tags and self.name not in RESIZING:
@@ -119,6 +124,7 @@ class Operation:
         self.mixed = self.copies or self.indexes or packet in PACKING or packet in LENGTHS
         self.strict = packet in STRICT
         self.reads = torch.Tag.data_dependent_output in func.tags
+        self.kernel = not (self.reads or self.foreach or self.copies or self.name in EMPTY)
         self.shape_from_values = torch.Tag.dynamic_output_shape in func.tags
         self.resizes = self.name in RESIZING or any(argument.is_out for argument in arguments)
         # which argument each result is, for operations in place; None: a new tensor
@@ -137,8 +143,9 @@ class Operation:
         self.factory = self.takes_device and not tensors
         self.python = _written_in_python(func)
         self.pointwise = torch.Tag.pointwise in func.tags
-        self.growing = packet in GROWING
-        self.may_be_large = self.new and (self.growing or self.pointwise or self.formula is not None)
+        self.grows = packet in GROWING
+        self.product = PRODUCTS.get(packet)
+        self.may_be_large = self.new and (self.grows or self.pointwise or self.formula is not None)
         self.plain = not (
             self.composite
             or self.is_view

@@ -7,20 +7,18 @@ import opcode
 
 import torch
 
-from virtualgpu.engine.home import HOME, callers_frame, gpu_of, storage_of
+from virtualgpu.engine import kernels, norms
+from virtualgpu.engine.home import callers_frame, gpu_of, home_of, storage_of
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
 aten = torch.ops.aten
 
 
 def record_stream(dispatch, func, args, kwargs):
-    """The memory of this tensor is not free before that stream is done with it."""
-    tensor, stream = args[:2]
-    home = getattr(storage_of(tensor), HOME, None)
-    if home is not None and home.gpu is not None and home.block is not None:
+    home = home_of(args[0])
+    if home is not None and home.gpu is not None:
         dispatch.machine.own(home.gpu)
-        with home.gpu.lock:
-            home.gpu.memory.record_stream(home.block, stream.stream_id)
+    kernels.record_stream(*args[:2])
 
 
 def is_pinned(dispatch, func, args, kwargs):
@@ -66,7 +64,20 @@ def fill(dispatch, func, args, kwargs):
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 
 
+def packed(dispatch, func, args, kwargs):
+    """How many rows each step of a packed sequence has stands in its lengths."""
+    if dispatch.machine.dry:
+        raise NotImplementedError(
+            "a packed sequence is made by its lengths, which are values, and a dry run has none. Give the module the padded tensor"
+        )
+    return NotImplemented
+
+
+NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.distributed has some
 OPERATIONS = {
+    **norms.OPERATIONS,
+    aten._pack_padded_sequence.default: packed,
+    aten._pad_packed_sequence.default: packed,
     aten.fill_.Tensor: fill,
     aten.fill.Tensor: fill,
     aten.record_stream.default: record_stream,
@@ -117,3 +128,8 @@ def may_stay_on_cpu(op, tensor: torch.Tensor, gpu, here) -> bool:
         return False
     frame = callers_frame()
     return frame is not None and frame.f_code.co_code[frame.f_lasti] in STORE
+
+
+def handler(func):
+    """What carries out this operation, where it is not like the others."""
+    return OPERATIONS.get(func) or NAMESPACES.get(func.namespace)

@@ -5,7 +5,7 @@ What is modelled is `c10/cuda/CUDACachingAllocator.cpp`: requests are rounded to
 share segments of 2 MiB; larger ones come from segments of 20 MiB or, from 10 MiB on, of their own size rounded to 2
 MiB; the smallest free block of the same stream that fits is used, and split where enough would be left over; a freed
 block joins its free neighbours and stays reserved until `empty_cache`, or until memory runs out. A block that other
-streams use is free when they are done. Not modelled: memory pools of one's own (MemPool, CUDA graphs).
+streams use is free when they are done. Not modelled: the pools of CUDA graphs.
 
 `malloc` and `free` have a short way, written out for speed, which serves while nothing special is on (streams that
 share blocks, settings, a recorded history), and a long one in general.py; a test holds the two equal. blocks.py,
@@ -195,7 +195,9 @@ class CachingAllocator(GeneralAllocator):
         What malloc would give back to make room is given back; nothing is taken, and it is no malloc in the figures. A
         failure is one, with all that belongs to it.
         """
-        if isinstance(nbytes, int):
+        if not self.caching:
+            self.require_uncached([nbytes] if isinstance(nbytes, int) else nbytes)
+        elif isinstance(nbytes, int):
             size = self.config.round_size(nbytes)
             if not self.special:
                 free = (self._small if size <= SMALL else self._large).get(stream)

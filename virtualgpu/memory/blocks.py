@@ -28,6 +28,7 @@ class Block:
     streams: set[int] | None = None
     waiting = False
     mapped = True
+    uncached = False  # straight from the GPU, while caching is off
     segment = None  # the expandable segment that it is of
     context = segment_context = None  # where it was allocated, and its segment, if that is recorded
     mark = 0  # the pool's count of searches when it became free
@@ -93,6 +94,8 @@ class FreeList:
 class Pool:
     """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was
     on."""
+
+    id = (0, 0)  # of a MemPool, its own
 
     def __init__(self, small: bool, counts):
         self.small, self.counts, self.searches = small, counts, 0

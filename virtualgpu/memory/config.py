@@ -79,13 +79,15 @@ class Config:
 
 def from_environment() -> Config:
     """The settings of this process. Raises ValueError for wrong ones, NotImplementedError for what is not modelled."""
-    for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
-        if os.environ.get(name) == "1":
-            raise NotImplementedError(f"{name}=1 is not modelled: virtual GPUs have a caching allocator. Unset it")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if name in os.environ:
             return parse(os.environ[name])
     return Config()
+
+
+def caches() -> bool:
+    """May this process cache memory?"""
+    return all(os.environ.get(f"PYTORCH_NO_{kind}_MEMORY_CACHING") != "1" for kind in ("CUDA", "HIP"))
 
 
 def parse(text: str, before: Config | None = None) -> Config:

@@ -6,9 +6,11 @@ The order of things is that of DeviceCachingAllocator::malloc, alloc_found_block
 """
 
 from bisect import insort
+from collections.abc import Iterable
 
+from virtualgpu.errors import gpu_full
 from virtualgpu.memory.blocks import SMALL, Block, FreeList
-from virtualgpu.memory.config import Config
+from virtualgpu.memory.config import Config, caches
 from virtualgpu.memory.expandable import absorb, choose
 from virtualgpu.memory.segments import Segments
 from virtualgpu.memory.statistics import SPLITS
@@ -22,12 +24,15 @@ class GeneralAllocator(Segments):
         self._waiting: list[tuple[float, int, Block]] = []  # freed, and used by other streams until that moment
         self._waited = 0
         self._shared = self._recorded = False  # some block was used by another stream, or knows where it was made
+        self.caching, self._past_cache = caches(), 0  # see `cache`; bytes
         self._choose_way()
 
     def malloc_generally(self, nbytes: int, stream: int) -> Block | None:
         """As `CachingAllocator.malloc`."""
         if not nbytes:
             return None
+        if not self.caching:
+            return self._take_uncached(nbytes, stream)
         if self.history is not None:
             self._context = self.history.gather()
         try:
@@ -46,6 +51,9 @@ class GeneralAllocator(Segments):
     def free_generally(self, block: Block, ends: dict[int, float] | None, context) -> None:
         """As `CachingAllocator.free`."""
         assert block.used and not block.waiting, "freed twice"
+        if block.uncached:
+            self._free_uncached(block)
+            return
         if self.history is not None:
             self._context = context if context is not None else self.history.gather(freeing=True)
         counts = block.home.pool.counts
@@ -68,10 +76,27 @@ class GeneralAllocator(Segments):
             self._complete(block)
         self._context = None
 
+    def hold_pool(self, id: tuple[int, int], no_split: bool = False) -> None:
+        """Somebody has made a MemPool; see private.py."""
+        self.private.hold(id).no_split = no_split
+        self._choose_way()
+
+    def enter_pool(self, id: tuple[int, int]) -> None:
+        """This thread allocates in that pool, until `private.end`."""
+        self.private.begin(id)
+        self._choose_way()
+
+    def drop_pool(self, id: tuple[int, int]) -> None:
+        """A MemPool has gone: what is free of it goes back to the GPU, the rest when its tensors have gone."""
+        self.private.let_go(id)
+        self._wait_for_streams()
+        for pool in reversed(self.private.known[id].pools):
+            self.release_free(pool)
+
     def record_stream(self, block: Block | None, stream: int) -> None:
         """`stream` uses the block too: when it is freed, it waits until that stream has come past the moment of the
         free."""
-        if block is not None and stream != block.home.stream:
+        if block is not None and stream != block.home.stream and not block.uncached:
             block.streams = {stream, *(block.streams or ())}
             self._shared = True
             self._choose_way()
@@ -84,6 +109,38 @@ class GeneralAllocator(Segments):
         self.release_cached()
         self._context = None
         return before - self.reserved
+
+    def cache(self, on: bool) -> None:
+        """torch.cuda.caching_allocator_enable: while off, blocks come from the GPU and go back to it, and no figure counts
+        them but what is free."""
+        self.caching = on
+        self._choose_way()
+
+    def require_uncached(self, sizes: Iterable[int]) -> None:
+        """Raises CUDA's own error where the GPU has no room for these blocks."""
+        if sum(map(self.config.round_size, sizes)) > self.free_on_gpu:
+            raise gpu_full()
+
+    def _take_uncached(self, nbytes: int, stream: int) -> Block:
+        self.require_uncached([nbytes])
+        size = self.config.round_size(nbytes)
+        block = Block(self.next_address(size), size, self._free_list(size, stream), None, None)
+        block.used, block.requested, block.uncached = True, nbytes, True
+        self._past_cache += size
+        self._hold(size)
+        return block
+
+    def _free_uncached(self, block: Block) -> None:
+        self.timeline.wait_until(self.timeline.ready(block.stream))
+        block.used = False
+        self._past_cache -= block.size
+        self._hold(-block.size)
+        self._choose_way()
+
+    def _hold(self, size: int) -> None:
+        self.context += size
+        if self.on_reserved is not None:
+            self.on_reserved(self)
 
     def configure(self, config: Config) -> None:
         """Other settings from now on, as torch.cuda.memory._set_allocator_settings does; memory_fraction counts only at
@@ -110,6 +167,9 @@ class GeneralAllocator(Segments):
         self.special = bool(
             self._shared
             or self._waiting
+            or self._past_cache
+            or not self.caching
+            or self.private.known
             or self._recorded
             or self.listeners
             or self.expandable
@@ -118,7 +178,8 @@ class GeneralAllocator(Segments):
         )
 
     def _free_list(self, size: int, stream: int) -> FreeList:
-        pool = self.pools[size > SMALL]
+        private = self.private.current()
+        pool = (self.pools if private is None else private.pools)[size > SMALL]
         if stream not in pool.lists:
             pool.lists[stream] = FreeList(pool, stream)
         return pool.lists[stream]
@@ -128,7 +189,10 @@ class GeneralAllocator(Segments):
         free, config, statistics = block.home, self.config, self.statistics
         up, bar, was_whole = free.up, free.bar, block.whole
         rest = block.size - size
-        if free.pool.small or config.expandable_segments:
+        private = self.private.known.get(free.pool.id)
+        if private is not None and private.no_split:
+            split = False
+        elif free.pool.small or config.expandable_segments:
             split = rest > 0
         else:
             split = size < config.max_split_size and rest > free.unsplit

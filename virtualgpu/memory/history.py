@@ -1,9 +1,10 @@
 """What happened in a GPU's memory, and who did it: PyTorch's memory history and snapshots, in PyTorch's own format.
 
 A `History` is told of each event by its allocator (see `Segments.tell`), and keeps where in the program it came from:
-Python's frames, innermost first, without virtualgpu's own. `snapshot` makes the dictionary that
+Python's frames, innermost first, without virtualgpu's own. Where C++ frames are asked for (stacks="all"), the one that
+is known comes before them: that of the operation, `at::_ops::mm::call`, which tells in a backward pass who it was. `snapshot` makes the dictionary that
 `torch.cuda.memory._snapshot()` returns and `_memory_viz.py` reads. Times are of the simulated clock, in microseconds.
-There are no C++ frames: those here are the CPU's.
+Other C++ frames here are the CPU's, and not shown.
 
 Sources: CUDACachingAllocator.cpp (record_trace, snapshot), torch/csrc/cuda/Module.cpp (the dictionary),
 memory_snapshot.cpp (options).
@@ -21,15 +22,15 @@ import torch
 
 from virtualgpu.memory.blocks import Block
 from virtualgpu.memory.config import UNLIMITED
+from virtualgpu.memory.private import NO_POOL
 
 NEVER, STATE, ALLOC, ALL = range(4)  # RecordContext: for which events frames are kept
 CONTEXT = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
-NO_POOL = (0, 0)  # MemPools are not modelled
 
 _OURS = str(Path(__file__).parents[1])
 _BETWEEN = (str(Path(torch.__file__).parent), contextlib.__file__)  # what ours may have called that called ours
 
-Context = tuple  # code objects and instructions in turn, innermost first
+Context = tuple  # code objects and instructions in turn, innermost first; an operation's name stands for a code object
 
 
 class _Metadata(threading.local):
@@ -51,10 +52,17 @@ class Event(NamedTuple):
 
 class History:
     """One GPU's. `level`: which events keep their frames; `skip`: actions that are not kept; the last `max_entries`
-    are."""
+    are. operations: frames name the operation, too."""
 
-    def __init__(self, timeline, level: int, max_entries: int = sys.maxsize, skip: Iterable[str] = ()):
-        self.timeline, self.level, self.skip = timeline, level, frozenset(skip)
+    def __init__(
+        self,
+        timeline,
+        level: int,
+        max_entries: int = sys.maxsize,
+        skip: Iterable[str] = (),
+        operations: bool = False,
+    ):
+        self.timeline, self.level, self.skip, self.operations = timeline, level, frozenset(skip), operations
         self.events: deque[Event] = deque(maxlen=max(1, min(max_entries, sys.maxsize)))
 
     def gather(self, freeing: bool = False) -> Context | None:
@@ -64,6 +72,8 @@ class History:
         frame, context = sys._getframe(1), []
         while frame is not None:
             context += (frame.f_code, frame.f_lasti)
+            if self.operations and frame.f_code.co_name == "__torch_dispatch__" and _is_ours(frame.f_code):
+                context += (_in_cpp(frame.f_locals["func"]), 0)
             frame = frame.f_back
         return tuple(context)
 
@@ -93,17 +103,29 @@ def frames_of(context: Context | None) -> list[dict[str, Any]]:
     if context is None:
         return []
     pairs = list(zip(context[::2], context[1::2], strict=True))
-    inner = 0
+    inner, operations = 0, []
     for number, (code, _) in enumerate(pairs):
-        if code.co_filename.startswith(_OURS):
+        if isinstance(code, str):
+            operations.append({"name": code, "filename": "??", "line": 0})
+        elif _is_ours(code):
             inner = number + 1
         elif not code.co_filename.startswith(_BETWEEN):
             break
-    return [
-        {"name": code.co_name, "filename": code.co_filename, "line": _line(code, at)}
-        for code, at in pairs[inner:]
-        if not code.co_filename.startswith(_OURS)
+    python = [(code, at) for code, at in pairs[inner:] if not isinstance(code, str) and not _is_ours(code)]
+    return operations + [
+        {"name": code.co_name, "filename": code.co_filename, "line": _line(code, at)} for code, at in python
     ]
+
+
+def _is_ours(code) -> bool:
+    return code.co_filename.startswith(_OURS)
+
+
+def _in_cpp(operation) -> str:
+    """What C++ calls the function that carries out this operation."""
+    overload = operation._overloadname
+    name = operation._schema.name.partition("::")[2]
+    return f"at::_ops::{name}{'' if overload == 'default' else '_' + overload}::call"
 
 
 def _line(code, at: int) -> int:
@@ -125,15 +147,15 @@ class _Frames:
         return self.known[id(context)][1]
 
 
-def snapshot(allocators: Sequence, include_traces: bool = True) -> dict[str, Any]:
-    """What `torch._C._cuda_memorySnapshot` returns for these GPUs."""
+def snapshot(allocators: Sequence, include_traces: bool = True, pool: tuple = NO_POOL) -> dict[str, Any]:
+    """What `torch._C._cuda_memorySnapshot` returns for these GPUs; pool: the segments of this one alone."""
     frames = _Frames()
     traces, segments = [], []
     for allocator in allocators:
         history = allocator.history
         events = history.events if history is not None and include_traces else ()
         traces.append([_entry(event, frames) for event in events])
-        mine = _segments(allocator, frames)
+        mine = [part for part in _segments(allocator, frames) if pool in (NO_POOL, part["segment_pool_id"])]
         segments += mine
         if history is not None:
             history.note("snapshot", 0, sum(segment["active_size"] for segment in mine), 0, None)
@@ -188,7 +210,7 @@ def _segment(allocator, head: Block, frames: _Frames) -> dict[str, Any]:
         "requested_size": 0,
         "stream": head.stream,
         "segment_type": "small" if head.home.pool.small else "large",
-        "segment_pool_id": NO_POOL,
+        "segment_pool_id": head.home.pool.id,
         "is_expandable": head.segment is not None,
         "frames": frames(head.segment_context),
         "blocks": [],

@@ -29,7 +29,9 @@ except ImportError:  # Windows
 
 SUFFIX = ".ledger"
 # A file is words of 8 bytes, in this machine's order. At its head:
-PID, STARTED, RANK, BORN, LAST, ENDED, HEAD = 0, 1, 2, 3, 4, 5, 8
+PID, STARTED, RANK, BORN, LAST, ENDED = range(6)
+# what its collectives came to (the last three are floats: seconds)
+COUNT, BYTES, LASTED, HIDDEN, WAITED, HEAD = 8, 9, 10, 11, 12, 16
 # and then for each GPU; the last two are floats:
 USED, ALLOCATED, RESERVED, BUSY, NOW, EACH = 0, 1, 2, 3, 4, 8
 
@@ -46,6 +48,18 @@ class Usage(NamedTuple):
     now: float
 
 
+class Communication(NamedTuple):
+    """What a process's collectives came to. seconds: that they lasted; hidden: of these, while kernels of its GPU ran; waited: for
+    the last rank to come.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    hidden: float = 0.0
+    waited: float = 0.0
+
+
 class Entry(NamedTuple):
     """One process. `born`, `last`: wall-clock nanoseconds of its first and last note."""
 
@@ -56,9 +70,10 @@ class Entry(NamedTuple):
     ended: bool  # it said so; `alive` asks the system
     started: int
     gpus: list[Usage]
+    communication: Communication = Communication()
 
     def alive(self) -> bool:
-        return not self.ended and _started(self.pid) == self.started
+        return not self.ended and started(self.pid) == self.started
 
 
 class Ledger:
@@ -87,6 +102,13 @@ class Ledger:
         at = HEAD + EACH * gpu
         self._real[at + BUSY], self._real[at + NOW] = busy, now
         self._whole[LAST] = time.time_ns()
+
+    def communicate(self, what: Communication) -> None:
+        """What this process's collectives have come to so far."""
+        words = self._whole or self._open()
+        words[COUNT], words[BYTES] = what.count, what.nbytes
+        self._real[LASTED], self._real[HIDDEN], self._real[WAITED] = what[2:]
+        words[LAST] = time.time_ns()
 
     def rank(self, rank: int) -> None:
         """The name of this process in tables and traces."""
@@ -137,7 +159,7 @@ class Ledger:
         except OSError:  # the runner has ended, and its folder with it: nobody reads on
             memory = memoryview(bytearray(nbytes))
         self._real, words = memory.cast("d"), memory.cast("q")
-        words[STARTED], words[RANK], words[BORN] = _started(os.getpid()), environment.rank(), time.time_ns()
+        words[STARTED], words[RANK], words[BORN] = started(os.getpid()), environment.rank(), time.time_ns()
         words[PID] = os.getpid()  # last: a file without one is not read yet
         self._whole = words
         return words
@@ -182,6 +204,11 @@ def entries(folder: str) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.born, entry.pid))
 
 
+def by_rank(found: list[Entry]) -> list[tuple[int, Entry]]:
+    """Entries with their numbers, ranks in their order before those that are none."""
+    return sorted(enumerate(found), key=lambda pair: (pair[1].rank < 0, pair[1].rank))
+
+
 def _read(content: bytes) -> Entry | None:
     if len(content) < 8 * HEAD:
         return None
@@ -192,10 +219,13 @@ def _read(content: bytes) -> Entry | None:
     ]
     if not words[PID]:
         return None
-    return Entry(words[PID], words[RANK], words[BORN], words[LAST], bool(words[ENDED]), words[STARTED], gpus)
+    communication = Communication(words[COUNT], words[BYTES], real[LASTED], real[HIDDEN], real[WAITED])
+    return Entry(
+        words[PID], words[RANK], words[BORN], words[LAST], bool(words[ENDED]), words[STARTED], gpus, communication
+    )
 
 
-def _started(pid: int) -> int:
+def started(pid: int) -> int:
     """When a process started, in the system's ticks; 0 where the system cannot say, -1 for one that has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -21,6 +21,7 @@ from virtualgpu.memory.blocks import (
 )
 from virtualgpu.memory.config import UNLIMITED, Config, from_environment
 from virtualgpu.memory.expandable import Expandable
+from virtualgpu.memory.private import PrivatePools
 from virtualgpu.memory.statistics import Statistics
 
 EXABYTE = 1 << 60
@@ -76,6 +77,7 @@ class Segments:
         limited = None if self.config.max_split_size == UNLIMITED else self.config.max_split_size
         self.statistics = Statistics(limited)
         self.pools = Pool(True, self.statistics.small), Pool(False, self.statistics.large)
+        self.private = PrivatePools(self.statistics)
         self.on_reserved: Callable[[Segments], None] | None = None
         self.history = None
         self.listeners: list[Callable] | None = None
@@ -205,11 +207,15 @@ class Segments:
         """Wait for the blocks that streams still use, then return each segment that is wholly free to the GPU."""
         self.statistics.syncs += 1
         self._wait_for_streams()
-        for pool in reversed(self.pools):  # the large ones first, as PyTorch does
-            for block in pool.free_blocks():
-                if block.segment is None and block.whole:
-                    self._release(block)
-            self.expandable.shrink(pool)
+        for pool in (*reversed(self.pools), *self.private.nobodys()):  # the large ones first, as PyTorch does
+            self.release_free(pool)
+
+    def release_free(self, pool: Pool) -> None:
+        """Return the segments of one pool that are wholly free."""
+        for block in pool.free_blocks():
+            if block.segment is None and block.whole:
+                self._release(block)
+        self.expandable.shrink(pool)
 
     def _wait_for_streams(self) -> None:
         raise NotImplementedError

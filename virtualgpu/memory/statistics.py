@@ -106,6 +106,7 @@ class Statistics:
             level2 = both[i] - level
             if level2 > peaks2[i]:
                 level2 = peaks2[i]
+                level = min(both[i] - level2, peaks[i])  # what the other cannot use
             bars[i] += level - quiets[i]
             bars2[i] += level2 - quiets2[i]
             quiets[i], quiets2[i] = level, level2

@@ -20,15 +20,15 @@ from types import SimpleNamespace
 
 import torch
 
-from virtualgpu import errors
+from virtualgpu import _compat, errors
 from virtualgpu.engine.machine import Machine, gpu_of
 from virtualgpu.patches.autocast_rules import Rule, cache, forget, operation, registered, rules, tensors_of
 from virtualgpu.patches.registry import Patches
 
 KEY = "AutocastPrivateUse1"
-OURS, CPUS = torch._C.DispatchKey.AutocastPrivateUse1, torch._C.DispatchKey.AutocastCPU
-ONLY_OURS = torch._C.DispatchKeySet(OURS)
-BELOW = torch._C._dispatch_keyset_full_after(OURS)
+OURS, CPUS = _compat.DispatchKey.AutocastPrivateUse1, _compat.DispatchKey.AutocastCPU
+ONLY_OURS = _compat.KeySet(OURS)
+BELOW = _compat.keys_below(OURS)
 SETTERS = ("set_autocast_enabled", "set_autocast_cpu_enabled")
 
 _on = SimpleNamespace(machine=None)  # the virtual GPUs that are on
@@ -74,8 +74,8 @@ def _follow() -> None:
 
 
 def _include(wanted: bool) -> None:
-    torch._C._dispatch_tls_set_dispatch_key_excluded(OURS, not wanted)  # as PyTorch has it where nobody autocasts
-    torch._C._dispatch_tls_set_dispatch_key_included(OURS, wanted)
+    _compat.exclude_key(OURS, not wanted)  # as PyTorch has it where nobody autocasts
+    _compat.include_key(OURS, wanted)
 
 
 # -- the kernels
@@ -87,7 +87,7 @@ def _register(cpu: bool) -> None:
         return
     with _lock:
         if "cuda" not in _known:
-            if not torch._C._dispatch_has_backend_fallback(OURS):
+            if not _compat.has_fallback(OURS):
                 _libraries.append(torch.library.Library("_", "IMPL"))
                 _libraries[-1].fallback(torch.library.fallthrough_kernel, KEY)
             _libraries.append(torch.library.Library("aten", "IMPL"))
@@ -126,7 +126,7 @@ def _kernel(op, rule: Rule | None):
             keyset, inside = keyset.remove(CPUS), inside.add(CPUS)
         if rule is None or not torch.is_autocast_enabled("cuda"):
             return op.redispatch(keyset, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(inside):  # as PyTorch does: no casts inside of what was cast
+        with _compat.without_keys(inside):  # as PyTorch does: no casts inside of what was cast
             args, kwargs = rule(args, kwargs)
             return op.redispatch(keyset, *args, **kwargs)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import gpu_of
 from virtualgpu.patches import autocast_lists
 
@@ -75,7 +76,7 @@ def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
-    with torch._C.DisableTorchFunctionSubclass():  # autocast is below what a subclass sees as functions
+    with _compat.without_function_subclasses():  # autocast is below what a subclass sees as functions
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
 
 
@@ -154,7 +155,7 @@ def _refuse(op) -> Rule:
 
     def rule(args, kwargs):
         if any(map(_eligible, tensors_of(args, kwargs))):
-            op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA), *args, **kwargs)
+            op.redispatch(_compat.KeySet(_compat.DispatchKey.AutocastCUDA), *args, **kwargs)
         return args, kwargs
 
     return rule
@@ -199,7 +200,7 @@ def rules() -> dict[str, tuple]:
 
 def registered(key: str) -> set[str]:
     """The names of ATen's operations that have a kernel of their own for a dispatch key."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    names = _compat.registrations(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 

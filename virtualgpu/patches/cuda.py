@@ -16,13 +16,11 @@ from virtualgpu import _compat
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.errors import forked, no_gpus
 from virtualgpu.patches import nvml, streams
-from virtualgpu.patches.gputil import load
 from virtualgpu.patches.registry import Patches
 
 NOT_MODELLED = {
-    "torch.cuda": "CUDAGraph graph make_graphed_callables graph_pool_handle temperature power_draw clock_rate jiterator "
-    "list_gpu_processes memory_usage",
-    "torch.cuda.graphs": "CUDAGraph graph make_graphed_callables graph_pool_handle",
+    "torch.cuda": "CUDAGraph graph make_graphed_callables temperature jiterator list_gpu_processes",
+    "torch.cuda.graphs": "CUDAGraph graph make_graphed_callables",
 }
 # What a wheel without CUDA says: the default wheel of PyTorch 2.11 has these (2.11.0+cu130 on PyPI)
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "13.0", 91900, (2, 28, 9)
@@ -46,9 +44,6 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.add(cuda, "_get_device_properties", driver.properties)
     patches.replace(cuda, "is_bf16_supported", driver.is_bf16_supported)
     patches.replace(cuda, "get_arch_list", driver.arch_list)
-    patches.replace(
-        cuda, "utilization", lambda device=None: round(100 * load(machine, driver.gpu(device), "torch.cuda"))
-    )
     patches.replace(cuda, "_cudart", Cudart(driver))
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
     patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
@@ -108,8 +103,6 @@ class Driver:
             "_cuda_ipc_collect": lambda: None,
             "_cuda_isCurrentStreamCapturing": lambda: False,
             "_cuda_getDriverVersion": lambda: nvml.CUDA,
-            "_cuda_get_sync_debug_mode": lambda: 0,
-            "_cuda_set_sync_debug_mode": lambda mode: None,
             "_cuda_getCurrentBlasHandle": lambda: 0,
             "_cuda_clearCublasWorkspaces": lambda: None,
             "_get_accelerator": lambda check=None: torch.device("cuda"),
@@ -140,7 +133,7 @@ class Driver:
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         cuda._tls.is_initializing = True
         try:
-            self.machine.initialized = True
+            self.machine.initialize()
             tracker = cuda._lazy_seed_tracker
             waiting, tracker.call_order = tracker.call_order, []
             for call in filter(None, waiting):  # torch.cuda.manual_seed before the first use of a GPU
@@ -168,9 +161,9 @@ class Driver:
         return sorted({"sm_{}{}".format(*gpu.spec.capability) for gpu in self.machine.gpus})
 
     def sleep(self, cycles: int) -> None:
-        """A kernel that does nothing for so many cycles."""
+        """A kernel of one thread, which does nothing for so many cycles."""
         gpu = self.gpu()
-        self.clock.launch(gpu.index, cycles / (getattr(gpu.spec, "clock", None) or 1.5e9), "sleep")
+        self.clock.spin(gpu.index, cycles / (getattr(gpu.spec, "clock", None) or 1.5e9), "sleep")
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return including_emulation or self.gpu().spec.capability >= (8, 0)

@@ -64,6 +64,19 @@ def install(machine: Machine, patches: Patches) -> None:
 
         return function
 
+    def not_dry(function):
+        """C++ looks for the size among the indices before it comes to a dispatch mode."""
+
+        @functools.wraps(function)
+        def sparse(*args, **kwargs):
+            if machine.dry and not machine.local.bypass:
+                raise NotImplementedError(
+                    f"sparse tensors are not modelled in a dry run ({function.__name__}). Run this line outside dry_run()"
+                )
+            return function(*args, **kwargs)
+
+        return sparse
+
     # These make C++'s current device theirs first, and fail even with an index without CUDA: made on the CPU, and copied
     copied = {} if cuda_wheel else {getattr(torch, name): copying(getattr(torch, name)) for name in [*SPARSE, "range"]}
     names = {*ASKING, *SPARSE}
@@ -72,10 +85,11 @@ def install(machine: Machine, patches: Patches) -> None:
     for name in sorted(names):
         original = getattr(torch, name)
         ours, builtin = copied.get(original) or spelling(original), _compat.builtin_name(original)
+        ours = not_dry(ours) if name in SPARSE else ours
         if builtin is not None:
             patches.undo(_compat.register_as_builtin(ours, builtin))
         patches.replace(torch, name, ours)
-    default, parse = _compat.DeviceContext, torch._C._nn._parse_to
+    default, parse = _compat.DeviceContext, _compat.parse_to
     run = default.__torch_function__
 
     def run_there(context, func, types, args=(), kwargs=None):
@@ -96,6 +110,8 @@ def install(machine: Machine, patches: Patches) -> None:
     if not cuda_wheel:
         fakes = _compat.fake_tensor.FakeTensorConverter
         patches.replace(fakes, "from_real_tensor", _without_gradients(fakes.from_real_tensor))
+        for name in ("fftfreq", "rfftfreq"):
+            patches.replace(torch.fft, name, spelling(getattr(torch.fft, name)))
         for name in METHODS:
             patches.replace(torch.Tensor, name, spelling(getattr(torch.Tensor, name)))
         patches.replace(torch._C._nn, "_parse_to", parse_to)

@@ -4,17 +4,15 @@ import functools
 
 import torch
 from torch.nn import functional
-from torch.utils import _device
 
 from virtualgpu import _compat
-from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    _device._device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
+    _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
     makers = {"tensor": _tensor, "as_tensor": _as_tensor, "asarray": _asarray, "ctc_loss": _ctc_loss}
     for name, make in makers.items():
         ours = make(machine, getattr(torch, name))
@@ -88,12 +86,21 @@ def _ctc_loss(machine: Machine, original):
 
 
 def _one_hot(machine: Machine, original):
-    """C++ makes its canvas without saying where: room is asked for here."""
+    """As for CUDA (aten/src/ATen/native/Onehot.cpp): only who gives no number of classes waits for the GPU to know it."""
 
     @functools.wraps(original)
     def one_hot(tensor, num_classes=-1):
-        if num_classes > 0 and not machine.dry and _on_gpu(machine, tensor):
-            require_room([tensor.numel() * num_classes * tensor.element_size()], gpu_of(tensor))
-        return original(tensor, num_classes)
+        if not _on_gpu(machine, tensor) or tensor.dtype is not torch.int64 or (num_classes < 0 and not tensor.numel()):
+            return original(tensor, num_classes)
+        if num_classes == -1:
+            if _compat.is_really_meta(tensor):
+                raise NotImplementedError(
+                    "one_hot takes the number of classes from values, and a dry run has none. Give num_classes"
+                )
+            num_classes = int(tensor.max()) + 1
+        if num_classes < 1:
+            raise RuntimeError("num_classes should be positive")
+        made = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+        return made.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     return one_hot

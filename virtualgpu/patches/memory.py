@@ -23,12 +23,9 @@ from virtualgpu.patches.streams import id_of
 _C = torch._C
 
 NOT_MODELLED = {
-    "a memory pool of one's own (MemPool, CUDA graphs)": [
+    "the memory pool of a CUDA graph": [
         "_cuda_beginAllocateToPool",
-        "_cuda_beginAllocateCurrentThreadToPool",
         "_cuda_beginAllocateCurrentStreamToPool",
-        "_cuda_endAllocateToPool",
-        "_cuda_releasePool",
         "_cuda_checkPoolLiveAllocations",
         "_cuda_setCheckpointPoolState",
         "_cuda_getCheckpointState",
@@ -61,10 +58,8 @@ def install(machine: Machine, patches: Patches) -> None:
             patches.add(_C, name, refuse)
             if name in vars(torch.cuda.memory):  # it holds the C function under its own name
                 patches.replace(torch.cuda.memory, name, refuse)
-    # a wheel without CUDA has a MemPool whose __new__ raises
-    for name, method in (("MemPool", "__new__"), ("CUDAPluggableAllocator", "__init__")):
-        owner = getattr(torch.cuda.memory, name)
-        patches.add(owner, method, functools.wraps(getattr(owner, method))(_refusing(f"torch.cuda.{name}")))
+    owner = torch.cuda.memory.CUDAPluggableAllocator
+    patches.add(owner, "__init__", functools.wraps(owner.__init__)(_refusing("torch.cuda.CUDAPluggableAllocator")))
     if hasattr(torch.cuda.memory, "_annotate_tensor"):
         patches.replace(torch.cuda.memory, "_annotate_tensor", functions.annotate_tensor)
 
@@ -143,13 +138,12 @@ class Memory:
                 memory.free(block)
 
     def _cuda_cudaCachingAllocator_enable(self, value: bool) -> None:
-        if not value:
-            raise NotImplementedError(
-                "virtual GPUs always have their caching allocator; leave caching_allocator_enable out"
-            )
+        for gpu in self.machine.gpus:
+            with self._memory(gpu) as memory:
+                memory.cache(value)
 
     def _cuda_cudaCachingAllocator_is_enabled(self) -> bool:
-        return True
+        return self.machine.gpu(None).memory.caching
 
     # -- history
 
@@ -167,9 +161,8 @@ class Memory:
         record_cuda: bool = True,
     ) -> None:
         level, entries = history.options(enabled, context, stacks, max_entries)
-        self._record(
-            enabled is not None, level, entries, clear_history, skip_actions, record_pinned_host_memory, record_cuda
-        )
+        kept = dict(level=level, max_entries=entries, skip=skip_actions or (), operations=stacks == "all")
+        self._record(enabled is not None, kept, clear_history, record_pinned_host_memory, record_cuda)
 
     def _cuda_record_memory_history_legacy(
         self,
@@ -186,17 +179,18 @@ class Memory:
         record_cuda: bool = True,
     ) -> None:
         level = history.ALLOC if trace_alloc_record_context else history.STATE if record_context else history.NEVER
-        pinned = record_pinned_host_memory
-        self._record(enabled, level, trace_alloc_max_entries, clear_history, skip_actions, pinned, record_cuda)
+        entries, operations = trace_alloc_max_entries, record_cpp_context
+        kept = dict(level=level, max_entries=entries, skip=skip_actions or (), operations=operations)
+        self._record(enabled, kept, clear_history, record_pinned_host_memory, record_cuda)
 
-    def _record(self, on: bool, level: int, entries: int, clear: bool, skip, pinned: bool, cuda: bool) -> None:
+    def _record(self, on: bool, kept: dict[str, Any], clear: bool, pinned: bool, cuda: bool) -> None:
         if on and pinned:
             raise NotImplementedError(
                 "the history of pinned memory is not modelled on virtual GPUs; leave record_pinned_host_memory out"
             )
         for gpu in self.machine.gpus if cuda or not on else ():
             with self._memory(gpu) as memory:
-                new = History(memory.timeline, level, entries, skip or ()) if on else None
+                new = History(memory.timeline, **kept) if on else None
                 if new is not None and memory.history is not None and not clear:
                     new.events.extend(memory.history.events)
                 memory.record(new)
@@ -206,11 +200,10 @@ class Memory:
 
     def _cuda_memorySnapshot(self, pool: tuple | None = None) -> dict[str, Any]:
         """pool: None, or MemPool's two numbers (0, 0: all memory), which `include_traces` may follow."""
-        if pool is not None and tuple(pool[:2]) != history.NO_POOL:
-            raise NotImplementedError("memory pools of one's own are not modelled on virtual GPUs; ask for all memory")
         with ExitStack() as locks:
             allocators = [locks.enter_context(self._memory(gpu)) for gpu in self.machine.gpus]
-            return history.snapshot(allocators, include_traces=pool is None or len(pool) < 3 or bool(pool[2]))
+            traces = pool is None or len(pool) < 3 or bool(pool[2])
+            return history.snapshot(allocators, traces, history.NO_POOL if pool is None else tuple(pool[:2]))
 
     def _cuda_attach_out_of_memory_observer(self, observer) -> None:
         """observer(device, bytes asked of the GPU, bytes allowed, bytes free), before the error is raised."""

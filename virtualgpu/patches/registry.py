@@ -17,6 +17,9 @@ class Patches:
     def __init__(self):
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         self.others: list[Callable[[], None]] = []
+        self.everywhere: list[
+            tuple[str, Any, Any]
+        ] = []  # (name, original, ours): others may import ours by name meanwhile
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Raises AttributeError, naming PyTorch's version, where there is nothing of that name."""
@@ -30,6 +33,7 @@ class Patches:
     def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
         """Also in those modules of torch that have imported it by name."""
         original = getattr(owner, name)
+        self.everywhere.append((name, original, value))
         self.replace(owner, name, value)
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("torch.") and vars(module).get(name) is original:
@@ -70,3 +74,9 @@ class Patches:
                 where = getattr(owner, "__name__", type(owner).__name__)
                 warnings.warn(f"{where}.{name} was replaced while virtual GPUs were on, and is left so", stacklevel=2)
             self.replaced.pop()
+        for module in list(sys.modules.values()) if self.everywhere else ():
+            if getattr(module, "__name__", "").startswith("torch."):
+                for name, original, ours in self.everywhere:
+                    if vars(module).get(name) is ours:
+                        setattr(module, name, original)
+        self.everywhere.clear()

@@ -104,9 +104,9 @@ def _saving(machine: Machine, patches: Patches) -> None:
     """torch.save and torch.load ask where a storage is, and where it goes."""
 
     def tag(storage) -> str | None:
-        if machine.dry and _really_meta(storage):
-            raise RuntimeError("this tensor comes from a dry run and has no values to save. Save it outside dry_run()")
         home = getattr(storage, HOME, None)
+        if _really_meta(storage) and (machine.dry or (home is not None and home.gpu is not None)):
+            raise RuntimeError("this tensor comes from a dry run and has no values to save: make it outside dry_run()")
         return None if home is None or home.gpu is None else f"cuda:{home.gpu.index}"
 
     def restore(storage, location: str):
@@ -123,8 +123,7 @@ def _saving(machine: Machine, patches: Patches) -> None:
         return machine.place_storage(storage, gpu)
 
     package = (0, tag, restore)  # before PyTorch's own, which have 10 and more
-    registry = torch.serialization._package_registry
-    patches.undo(lambda: package in registry and registry.remove(package))
+    patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
     torch.serialization.register_package(*package)
 
 

@@ -1,5 +1,7 @@
 """torch.cuda's streams and events on the simulated clock, and torch.Stream, torch.Event for the same."""
 
+import threading
+
 import torch
 
 from virtualgpu.engine.machine import Machine
@@ -99,8 +101,15 @@ def _generic(name: str, theirs: type) -> type:
     return generic
 
 
+class _Before(threading.local):
+    """What was current in this thread when it entered a stream: {stream: [(device, stream), ...]}."""
+
+    def __init__(self):
+        self.of = {}
+
+
 def stream_class(machine: Machine, base: type) -> type:
-    clock = machine.clock
+    clock, before = machine.clock, _Before()
 
     class Stream(base):
         """A stream of a virtual GPU: its work runs in order, beside that of other streams."""
@@ -115,6 +124,8 @@ def stream_class(machine: Machine, base: type) -> type:
                 gpu = machine.gpu(None if device is None or (isinstance(device, int) and device < 0) else device)
                 if gpu is None:
                     raise ValueError(f"Expected a cuda device, but got: {device}")
+                if priority > 0:
+                    raise RuntimeError(f"Expected cuda stream priority to be less than or equal to 0, got {priority}")
                 queue = clock.new_stream(gpu.index, priority)
             self = super().__new__(cls, stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)
             self._queue = queue
@@ -143,13 +154,15 @@ def stream_class(machine: Machine, base: type) -> type:
 
         def __enter__(self) -> "Stream":
             gpu = self._queue.gpu
-            self._before = [*getattr(self, "_before", []), (machine.local.current, clock.current(gpu))]
+            before.of.setdefault(self, []).append((machine.local.current, clock.current(gpu)))
             machine.local.current = gpu
             clock.use(self._queue)
             return self
 
         def __exit__(self, *error) -> None:
-            machine.local.current, queue = self._before.pop()
+            machine.local.current, queue = before.of[self].pop()
+            if not before.of[self]:
+                del before.of[self]
             clock.use(queue)
 
         def synchronize(self) -> None:

@@ -10,7 +10,6 @@ import math
 import re
 
 import torch
-from torch import nn
 
 from virtualgpu import _compat
 from virtualgpu.engine.dispatch import has_dispatch
@@ -18,7 +17,8 @@ from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.home import gpu_of, sparse_parts, storage_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import LEGACY, type_name
-from virtualgpu.errors import foreign
+from virtualgpu.errors import foreign, without_values
+from virtualgpu.patches import fused
 from virtualgpu.patches.registry import Patches
 
 CPU = torch.device("cpu")
@@ -28,6 +28,7 @@ METHODS += ["pin_memory", "is_pinned", "is_shared", "share_memory_", "data_ptr",
 
 def install(machine: Machine, patches: Patches) -> None:
     TensorPatches(machine, patches).install()
+    fused.install(machine, patches)
 
 
 class TensorPatches:
@@ -46,8 +47,6 @@ class TensorPatches:
         for name in METHODS:
             if hasattr(self, name):
                 replace(Tensor, name, self._wrap_method(name))
-        for owner in (nn.functional, torch._C._nn):
-            replace(owner, "scaled_dot_product_attention", self._attention(owner.scaled_dot_product_attention))
 
     # -- where a tensor is
 
@@ -76,12 +75,18 @@ class TensorPatches:
         machine, source = self.machine, gpu_of(tensor)
         if source is not None:
             machine.own(source)
+        if _compat.is_really_meta(tensor) and not machine.dry and (source or target) is not None:
+            raise (
+                without_values()
+                if source is not None
+                else NotImplementedError("Cannot copy out of meta tensor; no data!")
+            )
         nbytes = tensor.numel() * tensor.element_size()
         if target is not None and nbytes >= LARGE:
             target.require(nbytes) if machine.dry else require_room([nbytes], target)
         with machine.untracked():
             if machine.dry and not _compat.is_really_meta(tensor):
-                copy = torch._C._VariableFunctions.empty_like(tensor.detach(), device="meta")
+                copy = _compat.empty_like(tensor.detach(), device="meta")
             else:
                 copy = tensor.detach().clone()
         if storage_of(copy) is not None:
@@ -94,20 +99,25 @@ class TensorPatches:
         return copy
 
     def to(self, original, tensor, *args, **kwargs):
-        if _takes_itself_apart(tensor):
-            return original(tensor, *args, **kwargs)
+        apart = _takes_itself_apart(tensor)
         first = args[0] if args else kwargs.get("other")
         flags = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
         if isinstance(first, torch.Tensor):  # .to(other): its device and dtype
             where, dtype = self.device(first), first.dtype
+            if apart and self.machine.gpu(where) is not gpu_of(tensor):
+                return original(tensor, *args, **kwargs)
             plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})
         else:
-            where, dtype, _non_blocking, memory_format = torch._C._nn._parse_to(
+            where, dtype, _non_blocking, memory_format = _compat.parse_to(
                 *(_as_cuda_device(a) for a in args if not isinstance(a, bool)),
                 **{k: _as_cuda_device(v) for k, v in kwargs.items() if k not in ("copy", "non_blocking")},
             )
             if where is not None and where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
+            if apart and where is not None and self.machine.gpu(where) is not gpu_of(tensor):
+                return original(
+                    tensor, *args, **kwargs
+                )  # its parts come by; where it is already, there is nothing to do
             copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
             plain = tensor
             if dtype is not None or memory_format is not None or copy:
@@ -176,7 +186,7 @@ class TensorPatches:
         if _takes_itself_apart(tensor):
             return original(tensor, tensor_contents=tensor_contents)
         gpu = gpu_of(tensor)
-        if _compat.is_really_meta(tensor) and self.machine.dry:
+        if _compat.is_really_meta(tensor) and (self.machine.dry or gpu is not None):
             where = f"device='{gpu.device}', " if gpu else ""
             return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
         if gpu is not None:
@@ -189,8 +199,12 @@ class TensorPatches:
         return text if end is None else f"{text[: end.start()]}, device='{gpu.device}'{text[end.start() :]}"
 
     def _with_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In a dry run there are none: nan, or zero."""
-        if not (self.machine.dry and _compat.is_really_meta(tensor)):
+        """In a dry run there are none: nan, or zero. Raises RuntimeError for what was made in one, outside it."""
+        if not _compat.is_really_meta(tensor):
+            return tensor
+        if not self.machine.dry:
+            if gpu_of(tensor) is not None:
+                raise without_values()
             return tensor
         nothing = math.nan if tensor.is_floating_point() else 0
         with self.machine.untracked():
@@ -255,33 +269,6 @@ class TensorPatches:
                 raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
 
         return method
-
-    # -- kernels that PyTorch chooses by the real device
-
-    def _attention(self, original):
-        """In a dry run, the fused kernel that the CPU takes, and a GPU likewise; PyTorch has none for meta."""
-
-        @functools.wraps(original)
-        def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *args, **kwargs):
-            inputs = (query, key, value)
-            fused = self.machine.dry and query.dim() in (3, 4) and not dropout_p and not args
-            fused = (
-                fused
-                and set(kwargs) <= {"scale", "enable_gqa"}
-                and not (attn_mask is not None and attn_mask.requires_grad)
-            )
-            if not fused or not all(_compat.is_really_meta(tensor) for tensor in inputs):
-                return original(query, key, value, attn_mask, dropout_p, is_causal, *args, **kwargs)
-            if attn_mask is not None and attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
-            if query.dim() == 3:
-                inputs = [tensor.unsqueeze(0) for tensor in inputs]
-            options = {"attn_mask": attn_mask, "scale": kwargs.get("scale")}
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            out = kernel(*inputs, dropout_p, is_causal, **options)[0]
-            return out.squeeze(0) if query.dim() == 3 else out
-
-        return attention
 
 
 class ToCopy(torch.autograd.Function):

@@ -36,9 +36,10 @@ class _Process:
     def watch(self) -> None:
         """For --report: what lies on the GPUs at their peak."""
         if self.settings.report:
+            from virtualgpu import session
             from virtualgpu.run import peaks, report
 
-            report.register(peaks.Peaks(_machine()).peaks)
+            report.register(peaks.Peaks(session.current()).peaks)
 
     def forked(self) -> None:
         """In a process forked by multiprocessing, which ends without atexit: its finalizers run instead."""
@@ -46,8 +47,10 @@ class _Process:
 
     def finish(self) -> None:
         """Last figures, the trace, the report. The runner, and its folder with them, may have gone: then nobody asks."""
+        from virtualgpu import session
+
         with contextlib.suppress(OSError):
-            machine = _machine()
+            machine = session.current()
             if machine is not None and machine.gpus and machine.initialized and not machine.forked:
                 _last_figures(machine, self.ledger)
             if self.recorded:
@@ -80,19 +83,19 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
     machine = session.activate(cards, settings.dry, environment.visible_gpus(len(cards)))
+    if settings.alone is not None:
+        from virtualgpu.distributed import alone
+
+        alone.enter(machine, alone.place(*settings.alone))
     if ledger is not None:
         machine.share(ledger)
 
 
-def _machine():
-    """The virtual GPUs that are on, whatever they pass for."""
-    from virtualgpu import session
-
-    return session._session and session._session.machine
-
-
 def _last_figures(machine, ledger: Ledger) -> None:
     """What this process's GPUs came to, for those that it used."""
+    communicators = machine.communicators
+    if communicators is not None and communicators.statistics.count:
+        ledger.communicate(communicators.statistics.total())
     now = machine.clock.latest()
     for gpu in machine.gpus:
         memory, busy = gpu.settled(), machine.clock.busy[gpu.index]

@@ -30,23 +30,23 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from virtualgpu import environment
-from virtualgpu.run import output, watch
+from virtualgpu.run import inherit, output, watch
 from virtualgpu.run.family import keep_family, kill_family
 from virtualgpu.run.watch import WorkerError
 
 __all__ = ["WorkerError", "launch"]
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __name__]  # DDP's constructor imports torch._dynamo
+# DDP's constructor imports torch._dynamo
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "virtualgpu.session", __name__]
 _starting = threading.Lock()
 
 
-def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, **kwargs) -> list:
+def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False, **kwargs) -> list:
     """[fn(*args, **kwargs) of rank 0, of rank 1, ...]; what they print comes as `[rank i]` lines, in rank order, at
     the end.
 
     Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on
-    the CPU one thread. Raises WorkerError when a rank raises, exits, is killed, or has not ended after `timeout`
+    the CPU one thread. Where virtual GPUs are on here, they are on there (`inherit`); dry: ranks work on shapes alone. Raises WorkerError when a rank raises, exits, is killed, or has not ended after `timeout`
     seconds; it names the rank that was first, and no process is left, nor one that a rank started. Raises ValueError
     for an impossible nprocs or timeout, ImportError where cloudpickle is missing.
     """
@@ -57,7 +57,8 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, **kwargs) -> list:
     import torch.distributed as dist
 
     cloudpickle = _cloudpickle()
-    payload = cloudpickle.dumps((fn, args, kwargs))
+    offered = inherit.offer(dry)
+    payload = cloudpickle.dumps((offered, cloudpickle.dumps((fn, args, kwargs))))
     store = dist.TCPStore("127.0.0.1", 0, nprocs, is_master=True, wait_for_workers=False)  # on a port that is free
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Rank(i, Path(folder)) for i in range(nprocs)]
@@ -70,6 +71,7 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, **kwargs) -> list:
                 rank.end()
             for rank in ranks:
                 output.show(f"[rank {rank.index}] {line}" for line in rank.lines())
+    inherit.bring_back([rank.left for rank in ranks])
     return [cloudpickle.loads(rank.result) for rank in ranks]
 
 
@@ -94,6 +96,7 @@ class Rank:
         self.index, self.stacks, self.words = index, folder / f"{index}.stacks", folder / f"{index}.words"
         self.state = "starting"
         self.result: bytes | None = None
+        self.left: bytes | None = None  # what its GPUs did
         self.error: tuple[float, str] | None = None  # when (monotonic: one clock for all processes), and the traceback
         self.process = None
 
@@ -190,7 +193,6 @@ def _work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port
 
 
 def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int) -> bytes:
-    import torch
     import torch.distributed as dist
 
     cloudpickle, address = _cloudpickle(), "127.0.0.1"
@@ -200,21 +202,35 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     loopback = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    real = environment.settings() is None and torch.cuda.device_count() >= world_size
-    if real:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
+    offered, function = cloudpickle.loads(payload)
+    inherit.take(offered)
     store = dist.TCPStore(address, port, world_size, is_master=False)
-    dist.init_process_group("nccl" if real else "gloo", store=store, rank=rank, world_size=world_size)
-    fn, args, kwargs = cloudpickle.loads(payload)
+    dist.init_process_group(_backend(rank, world_size), store=store, rank=rank, world_size=world_size)
+    fn, args, kwargs = cloudpickle.loads(function)
     pipe.send(("state", "running"))
     result = cloudpickle.dumps(fn(*args, **kwargs))
     pipe.send(("state", "returned"))
     if dist.is_initialized():
         dist.barrier()
+        pipe.send(("left", inherit.leave(offered)))
         dist.destroy_process_group()
     return result
+
+
+def _backend(rank: int, world_size: int) -> str:
+    """nccl where each rank has a GPU; with virtual ones, gloo for the CPU's tensors beside it. Otherwise gloo."""
+    import torch
+
+    virtual = inherit.has_gpus()
+    if virtual or not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    if torch.cuda.device_count() < world_size:
+        return "gloo"
+    if virtual:
+        inherit.choose(rank)
+        return "cpu:gloo,cuda:nccl"
+    torch.cuda.set_device(rank)
+    return "nccl"
 
 
 def _end_with_parent(pipe: Connection) -> None:

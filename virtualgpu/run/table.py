@@ -3,7 +3,7 @@
 from itertools import groupby
 
 from virtualgpu.environment import Card, Settings
-from virtualgpu.memory.ledger import Entry, Usage
+from virtualgpu.memory.ledger import Entry, Usage, by_rank
 
 
 def lines(entries: list[Entry], settings: Settings) -> list[str]:
@@ -19,12 +19,34 @@ def lines(entries: list[Entry], settings: Settings) -> list[str]:
         usage, together = merge(spans)
         shared |= together
         rows.append((str(index), *(_figures(usage, card) if spans else ("not used", "", "", "", ""))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    told = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}"]
-    told += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    told = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *_columns(rows)]
     if shared:
         told.append("Where processes shared a GPU at the same time, their peaks are added: an upper bound.")
-    return told
+    return told + _collectives(used)
+
+
+def _collectives(entries: list[Entry]) -> list[str]:
+    """What each rank's collectives came to, where there were any."""
+    rows = [("rank", "collectives", "bytes", "seconds", "hidden by kernels", "waited for the last")]
+    for number, entry in by_rank(entries):
+        what = entry.communication
+        if what.count:
+            rows.append(
+                (
+                    str(entry.rank if entry.rank >= 0 else number),
+                    str(what.count),
+                    size(what.nbytes),
+                    f"{what.seconds:.3g} s",
+                    f"{100 * what.hidden / what.seconds:.0f} %" if what.seconds else "",
+                    f"{what.waited:.3g} s",
+                )
+            )
+    return _columns(rows) if len(rows) > 1 else []
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def merge(spans: list[tuple[int, int, Usage]]) -> tuple[Usage, bool]:

@@ -7,7 +7,7 @@ The format is Google's "Trace Event Format" (JSON objects with name, ph, ts, dur
 import json
 import os
 
-from virtualgpu.memory.ledger import Entry
+from virtualgpu.memory.ledger import Entry, by_rank
 
 SUFFIX = ".trace"
 
@@ -16,7 +16,7 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
     """Write the trace of all processes; returns the sentence that says so, and what is missing from it."""
     events: list[dict] = []
     written, missing, rows = 0, [], 0
-    for number, entry in enumerate(entries):
+    for number, entry in by_rank(entries):
         name = f"rank {entry.rank}" if entry.rank >= 0 else f"process {number}"
         try:
             with open(os.path.join(folder, f"{entry.pid}{SUFFIX}")) as file:

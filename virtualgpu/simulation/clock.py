@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 from virtualgpu import _compat
 from virtualgpu.errors import device_assert
+from virtualgpu.simulation.collectives import Collectives
 from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
@@ -55,6 +56,8 @@ class Clock:
         self.default = [queues[DEFAULT] for queues in self.queues]
         self.compute = [Engine() for _ in range(gpus)]
         self.copies = {(gpu, way): Engine() for gpu in range(gpus) for way in ("in", "out", "peer")}
+        self.collectives = Collectives(self, gpus)
+        self.watched = False  # are kernels' times kept, to see what of the communication they hide?
         self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
         self.busy = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
@@ -77,9 +80,10 @@ class Clock:
 
     def ready(self, gpu: int) -> float:
         """When this GPU has done all that is queued so far, on every stream."""
-        if not self.multi:
+        beside = self.collectives.streams[gpu]
+        if not self.multi and not beside:
             return self.default[gpu].ready
-        return max(queue.ready for queue in self.queues[gpu].values())
+        return max(queue.ready for queue in (*self.queues[gpu].values(), *beside))
 
     def latest(self) -> float:
         """The end of all that the program has done or queued."""
@@ -91,19 +95,32 @@ class Clock:
 
     # -- work
 
+    def launched(self, gpu: int) -> float:
+        """The host has launched something on this GPU: now."""
+        return self._passed(self.local, gpu, LAUNCH)
+
+    def pass_time(self) -> None:
+        """The host asks for something, which takes as long as a launch."""
+        self.wait_until(self.host + LAUNCH)
+
     def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0) -> float:
         """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end."""
         local = self.local
-        if local.backward is None and not self.stopped and _graph_task() == -1:
+        threads = local.backward
+        if self.stopped or (threads is None) is not (_graph_task() == -1):
+            now = self._passed(local, gpu, LAUNCH)
+        elif threads is None:
             now = local.now = local.now + LAUNCH
         else:
-            now = self._passed(local, gpu, LAUNCH)
+            now = threads[gpu] = threads[gpu] + LAUNCH
         if self.multi:
             queue = self.current(gpu)
             start = self.compute[gpu].reserve(max(now, queue.ready, after), seconds)
         else:
             queue = self.default[gpu]
             start = now if now > queue.ready else queue.ready
+            if self.watched:
+                self.compute[gpu].extend(start, start + seconds)
         queue.ready = end = start + seconds
         self.busy[gpu] += seconds
         if self.spans is not None:
@@ -112,6 +129,22 @@ class Clock:
         if self.blocking:
             self.wait(gpu)
         return end
+
+    def spin(self, gpu: int, seconds: float, name: str) -> None:
+        """Queue a kernel of one thread, which leaves the rest of the GPU to the kernels of other streams. Beside these it does not
+        count as busy.
+        """
+        if not self.multi:
+            self.launch(gpu, seconds, name)
+            return
+        now, queue = self._passed(self.local, gpu, LAUNCH), self.current(gpu)
+        start = max(now, queue.ready)
+        queue.ready = end = start + seconds
+        if self.spans is not None:
+            kind = "backward" if self.local.backward is not None else self.local.kind
+            self.spans.append(Span(gpu, start, end, kind, name, queue.id))
+        if self.blocking:
+            self.wait(gpu)
 
     def stop(self, gpu: int) -> None:
         """The kernel launched last asserts: calls fail from the moment at which it runs."""
@@ -160,6 +193,8 @@ class Clock:
 
     def wait(self, gpu: int | None = None) -> None:
         """The host waits until this GPU's streams, or those of all, are empty."""
+        if self.collectives.settle is not None:
+            self.collectives.settle()
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
         self.wait_until(max((self.ready(index) for index in gpus), default=0.0))
         for index in gpus:

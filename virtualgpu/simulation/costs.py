@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import sdpa_flop_count
 
+from virtualgpu import _compat
 from virtualgpu.hardware.specs import TF32
 
 aten = torch.ops.aten
@@ -13,14 +14,17 @@ CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convol
 
 def formula(func) -> Callable | None:
     """What counts the FLOPs of an operation, called with its arguments and out_val; None where they do not matter."""
-    packet = func._overloadpacket
-    return FORMULAS.get(packet) or flop_registry.get(packet)
+    return FORMULAS.get(func._overloadpacket) or _compat.flop_formula(func)
 
 
 def moved(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that these tensors take to read or write once; an expanded one is no larger than its storage."""
     try:
-        return sum([min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors])
+        total = 0
+        for tensor in tensors:
+            nbytes, held = tensor.nbytes, tensor.untyped_storage().nbytes()
+            total += nbytes if nbytes < held else held
+        return total
     except (NotImplementedError, RuntimeError):  # a sparse tensor: its parts, each
         return moved([part for tensor in tensors for part in parts(tensor) or [tensor]])
 
@@ -30,7 +34,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     layout = tensor.layout
     if layout is torch.strided or layout not in SPARSE:
         return []
-    with torch._C._DisableTorchDispatch():
+    with _compat.without_dispatch():
         if layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
         if layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -45,12 +49,16 @@ def rate(func, flops: int, tensors: Iterable[torch.Tensor]):
     """The key into Spec.rates: the tensors' floating-point type, or TF32 where PyTorch's settings allow it."""
     if not flops:
         return torch.float32
-    dtype = next(tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
-    if dtype == torch.float32:
-        allowed = torch.backends.cudnn if func in CONVOLUTIONS else torch.backends.cuda.matmul
-        if allowed.allow_tf32:
-            return TF32  # a card that has no such rate falls back to that of float32
-    return dtype
+    dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), None)
+    if dtype is None:  # no card has a rate of its own for complex numbers: that of their parts
+        dtype = next((PARTS[tensor.dtype] for tensor in tensors if tensor.dtype in PARTS), torch.float32)
+    if dtype != torch.float32:
+        return dtype
+    allowed = _compat.convolutions_in_tf32 if func in CONVOLUTIONS else _compat.products_in_tf32
+    return TF32 if allowed() else dtype  # a card that has no such rate falls back to that of float32
+
+
+PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:

@@ -8,7 +8,7 @@ DEFAULT = 0  # the id of a GPU's default stream
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something a GPU did: `kind` is forward, backward, optimizer or copy; `name` the operation."""
+    """Something a GPU did: `kind` is forward, backward, optimizer, copy or communication; `name` the operation."""
 
     gpu: int
     start: float
@@ -51,6 +51,20 @@ class Engine:
                 at += 1
         self._insert(at, start, start + seconds)
         return start
+
+    def extend(self, start: float, end: float) -> None:
+        """It was busy then, after all that it is known to have done."""
+        if self.ends and start < self.ends[-1]:
+            return
+        self._insert(len(self.ends), start, end)
+
+    def overlap(self, start: float, end: float) -> float:
+        """For how long it was busy between two moments."""
+        at, found = bisect_right(self.ends, start), 0.0
+        while at < len(self.starts) and self.starts[at] < end:
+            found += min(end, self.ends[at]) - max(start, self.starts[at])
+            at += 1
+        return found
 
     def _insert(self, at: int, start: float, end: float) -> None:
         """A stretch that touches its neighbours becomes one with them."""

@@ -116,6 +116,22 @@ def test_a_pageable_copy_makes_the_host_wait(bench):
         assert bench.clock.host - start >= bench.C  # whatever non_blocking says
 
 
+def test_a_sleep_leaves_the_gpu_to_others(gpus):
+    """The kernel of torch.cuda._sleep is one thread: two streams sleep at the same time, and work beside it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    begin.record()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    end.record()
+    torch.cuda.synchronize()
+    alone = 10_000_000 / virtualgpu.machine().gpus[0].spec.clock * 1e3
+    assert alone <= begin.elapsed_time(end) < 1.1 * alone
+
+
 def test_two_gpus_do_not_take_turns(dry):
     first, second = Bench(dry), Bench(dry, "cuda:1")
     assert first.time(first.multiply, second.multiply) == pytest.approx(launch_time() + first.K)

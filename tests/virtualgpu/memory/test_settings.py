@@ -112,9 +112,6 @@ def test_not_modelled_says_so(environment):
         parse("backend:cudaMallocAsync")
     with pytest.raises(NotImplementedError, match="throw_on_cudamalloc_oom is not modelled"):
         parse("throw_on_cudamalloc_oom:True")
-    environment.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-    with pytest.raises(NotImplementedError, match="Unset it"):
-        CachingAllocator(GIB)
 
 
 def test_settings_without_effect_warn_once(environment):

@@ -1,4 +1,4 @@
-"""The README's two examples do what it says."""
+"""The README's examples do what it says."""
 
 import re
 import shlex
@@ -27,6 +27,11 @@ def example(name, folder, environ):
 def test_the_runner(tmp_path, clean_environ):
     told, shown = example("train.py", tmp_path, clean_environ)
     assert told == shown
+
+
+def test_several_processes(tmp_path, clean_environ):
+    told, shown = example("ddp.py", tmp_path, clean_environ)
+    assert told[-len(shown) :] == shown  # torchrun has words of its own before
 
 
 def test_the_plugin(tmp_path, clean_environ):

@@ -22,13 +22,6 @@ class _Finder:
             return spec_from_file_location(
                 name, os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
             )
-        if _needs_torch(name) and "torch" not in sys.modules:
-            import torch  # noqa: F401  # and with it ours: it must not find them half imported
-
-            if name in sys.modules:
-                from importlib.util import spec_from_loader
-
-                return spec_from_loader(name, _Loaded(sys.modules[name]))
         then = _AFTER.get(name if name == "torch" else name.rpartition(".")[2])
         if then is None or (then is _start and name != "torch"):
             return None
@@ -40,23 +33,6 @@ class _Finder:
                     _and_then(spec.loader, then)
                 return spec
         return None
-
-
-def _needs_torch(name):
-    return name.startswith("virtualgpu.") and not name.startswith("virtualgpu.run") and name not in _WITHOUT_TORCH
-
-
-class _Loaded:
-    """For an import that came to its end while it was being prepared."""
-
-    def __init__(self, module):
-        self._module, self._spec = module, module.__spec__
-
-    def create_module(self, spec):
-        return self._module
-
-    def exec_module(self, module):
-        module.__spec__ = self._spec
 
 
 def _and_then(loader, then):
@@ -72,9 +48,23 @@ def _and_then(loader, then):
 
 
 def _start(torch):
-    from virtualgpu.run import child
+    """Modules of ours whose import led to torch's are half imported now. They are imported anew here, as a whole; when Python comes
+    to the end of the first attempt, it takes what it finds in sys.modules."""
+    unfinished = [
+        name for name, module in list(sys.modules.items()) if name.startswith("virtualgpu.") and _begun(module)
+    ]
+    aside = {name: sys.modules.pop(name) for name in unfinished}
+    try:
+        from virtualgpu.run import child
 
-    child.start()
+        child.start()
+    finally:
+        for name, module in aside.items():
+            sys.modules.setdefault(name, module)
+
+
+def _begun(module):
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _answer(nvml):
@@ -96,20 +86,6 @@ class _Later:
         return getattr(library, name)
 
 
-# Of our own modules, those that do not import torch (and `virtualgpu.run`).
-_WITHOUT_TORCH = {
-    f"virtualgpu.{name}"
-    for name in [
-        "__main__",
-        "environment",
-        "hardware",
-        "memory",
-        "memory.ledger",
-        "patches",
-        "patches.nvml",
-        "pytest_plugin",
-    ]
-}
 # Ray and others bring copies of pynvml under names of their own; older ones keep the library in a module called nvml.
 _AFTER = {"torch": _start, "pynvml": _answer, "nvml": _answer, "py3nvml": _answer}
 

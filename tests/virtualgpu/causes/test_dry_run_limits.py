@@ -1,0 +1,116 @@
+"""What a dry run cannot do, and what its tensors cannot do after it: said in a sentence, with the way out."""
+
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+
+import virtualgpu
+
+F = nn.functional
+
+
+@pytest.fixture
+def dry(gpus):
+    with virtualgpu.dry_run():
+        yield gpus
+
+
+PACKING = {
+    "a list of lengths": lambda x: rnn.pack_padded_sequence(x, [5, 3, 2]),
+    "a tensor": lambda x: rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2])),
+    "not sorted": lambda x: rnn.pack_padded_sequence(x, [3, 5, 2], enforce_sorted=False),
+    "pack_sequence": lambda x: rnn.pack_sequence([x[:3, 0], x[:2, 0]]),
+}
+
+
+@pytest.mark.parametrize("how", PACKING)
+def test_packed_sequences(dry, how):
+    with pytest.raises(NotImplementedError, match=r"made by its lengths.* Give the module the padded tensor"):
+        PACKING[how](torch.randn(5, 3, 8, device="cuda"))
+
+
+def test_a_padded_sequence_works(dry):
+    out, _ = nn.LSTM(8, 4, device="cuda")(rnn.pad_sequence([torch.ones(n, 8, device="cuda") for n in (3, 2)]))
+    assert out.shape == (3, 2, 4)
+
+
+SPARSE = {
+    "coo": lambda: torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,), device="cuda"),
+    "coo, its size in its indices": lambda: torch.sparse_coo_tensor(
+        torch.tensor([[0, 1]]).cuda(), torch.ones(2).cuda()
+    ),
+    "coo of the CPU": lambda: torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0]),
+    "csr": lambda: torch.sparse_csr_tensor([0, 1, 1], [0], [1.0], (2, 2), device="cuda"),
+    "zeros": lambda: torch.zeros(3, layout=torch.sparse_coo, device="cuda"),
+    "a gradient": lambda: (
+        nn.Embedding(3, 4, sparse=True, device="cuda")(torch.zeros(2, dtype=torch.long, device="cuda")).sum().backward()
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SPARSE)
+def test_sparse_tensors(dry, how):
+    with pytest.raises(NotImplementedError, match="sparse tensors are not modelled in a dry run"):
+        SPARSE[how]()
+
+
+def test_one_hot_wants_the_number_of_classes(dry):
+    classes = torch.zeros(3, dtype=torch.long, device="cuda")
+    with pytest.raises(NotImplementedError, match="Give num_classes"):
+        F.one_hot(classes)
+    hot = F.one_hot(classes, 5)
+    assert (hot.shape, hot.dtype, hot.device) == ((3, 5), torch.long, classes.device)
+
+
+def test_one_hot_with_numbers_is_that_of_the_cpu(gpus):
+    for classes in (torch.tensor([[2, 0], [1, 1]]), torch.empty(0, dtype=torch.long)):
+        assert torch.equal(F.one_hot(classes.cuda(), 4).cpu(), F.one_hot(classes, 4))
+    assert torch.equal(F.one_hot(torch.tensor([2, 0]).cuda()).cpu(), F.one_hot(torch.tensor([2, 0])))
+    with pytest.raises(RuntimeError, match="num_classes should be positive"):
+        F.one_hot(torch.tensor([2, 0]).cuda(), 0)
+    with pytest.raises(RuntimeError, match="LongTensor"):
+        F.one_hot(torch.ones(2).cuda())
+
+
+LATER = {
+    "x + 1": lambda x, y: x + 1,
+    "x + y": lambda x, y: x + y,
+    "y + x": lambda x, y: y + x,
+    "copy_": lambda x, y: y.copy_(x),
+    "item": lambda x, y: x[0, 0].item(),
+    "if": lambda x, y: bool(x[0, 0]),
+    "tolist": lambda x, y: x.tolist(),
+    "cpu": lambda x, y: x.cpu(),
+    "to the other GPU": lambda x, y: x.to("cuda:1"),
+    "nonzero": lambda x, y: x.nonzero(),
+    "x[y > 0]": lambda x, y: x[y > 0],
+    "equal": lambda x, y: torch.equal(x, y),
+    "save": lambda x, y: torch.save(x, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_tensor_of_a_dry_run_after_it(gpus, what):
+    with virtualgpu.dry_run():
+        x = torch.ones(3, 3, device="cuda")
+    with pytest.raises(RuntimeError, match=r"dry run.* has no values.*make it outside dry_run\(\)"):
+        LATER[what](x, torch.ones(3, 3, device="cuda"))
+    assert repr(x) == "tensor(..., device='cuda:0', size=(3, 3), dtype=torch.float32)"
+
+
+def test_a_model_of_a_dry_run_after_it(gpus):
+    with virtualgpu.dry_run():
+        model = nn.Linear(4, 4, device="cuda")
+    with pytest.raises(RuntimeError, match="made in a dry run"):
+        model(torch.ones(2, 4, device="cuda"))
+
+
+def test_meta_tensors_of_the_programs_own_are_pytorchs_affair(gpus):
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        torch.ones(2, device="meta").to("cuda")
+    assert (torch.ones(2, device="meta") + 1).device.type == "meta"
+    pickle.dumps(torch.ones(2, device="meta"))

@@ -1,0 +1,95 @@
+"""One process that plays one rank of many."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import virtualgpu
+
+PROGRAM = """
+import os, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]).cuda()
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+model(torch.randn(8, 4096, device="cuda")).sum().backward()
+print(dist.get_rank(), dist.get_world_size(), torch.cuda.device_count(), dist.get_backend())
+dist.destroy_process_group()
+"""
+
+
+def sharded_step() -> tuple[dict[str, int], list]:
+    """Bytes, and collectives, of a step of FSDP2."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to(device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    with virtualgpu.recording() as spans:
+        for _ in range(2):
+            model(torch.randn(64, 1024, device=device)).sum().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+    assert dist.get_backend() in ("nccl", "cpu:gloo,cuda:nccl")
+    told = [(span.kind, span.name, span.start, span.end) for span in spans]
+    return {"peak": torch.cuda.max_memory_allocated(), "held": torch.cuda.memory_allocated()}, told
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_it_tells_what_all_ranks_tell(on_gpus, n):
+    def alone():
+        import torch.distributed as dist
+
+        with virtualgpu.dry_run(like="T4", world_size=n):
+            dist.init_process_group("nccl")
+            return sharded_step()
+
+    ranks = on_gpus(sharded_step, n=n, dry=True)
+    virtualgpu.reset()
+    memory, told = alone()
+    assert all(rank[0] == memory for rank in ranks)
+    lengths = [[(name, round((end - start) * 1e12)) for _, name, start, end in spans] for spans in (told, ranks[0][1])]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_model_over_hundreds_of_ranks():
+    import torch.distributed as dist
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    before = dict(os.environ)
+    held = {}
+    for world in (8, 512):
+        with virtualgpu.dry_run(world_size=world, rank=5):
+            dist.init_process_group("nccl")
+            assert (dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()) == (5, world, 1)
+            held[world], told = sharded_step()
+            gathers = [end - start for kind, name, start, end in told if kind == "communication"]
+            held[world]["gather"] = gathers[0]
+    assert held[8]["held"] > 60 * held[512]["held"]
+    assert held[512]["gather"] > 5 * held[8]["gather"]  # 64 nodes instead of one
+    with virtualgpu.dry_run(world_size=64, rank=9):
+        dist.init_process_group()
+        mesh = dist.init_device_mesh("cuda", (8, 8), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 1024)).cuda()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model(torch.randn(4, 1024, device="cuda")).sum().backward()
+        assert tuple(mesh.get_coordinate()) == (1, 1) and model[0].weight.to_local().shape == (256, 1024)
+    assert not dist.is_initialized() and dict(os.environ) == before and virtualgpu.machine() is None
+
+
+def test_what_cannot_be():
+    for wrong in ({"world_size": 0}, {"world_size": 4, "rank": 4}, {"world_size": 4, "gpus_per_node": 0}):
+        with pytest.raises(ValueError, match=r"whole number|ranks count from 0"), virtualgpu.dry_run(**wrong):
+            pass

@@ -1,0 +1,73 @@
+"""DTensor on virtual GPUs: random numbers, checkpoints, SyncBatchNorm's and gloo's ways with GPU tensors."""
+
+import torch
+from torch import nn
+
+
+def random_numbers():
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, rand
+
+    torch.manual_seed(3)
+    mesh = dist.init_device_mesh("cuda", (2,))
+    parts, copies = rand(4, 2, device_mesh=mesh, placements=[Shard(0)]), rand(3, device_mesh=mesh)
+    dropped = nn.functional.dropout(distribute_tensor(torch.ones(64, device="cuda"), mesh, [Shard(0)]))
+    weights = distribute_tensor(torch.empty(8, device="cuda"), mesh, [Replicate()]).uniform_()
+    found = [parts.full_tensor(), copies.to_local(), dropped.full_tensor(), weights.to_local()]
+    return [value.tolist() for value in found], torch.cuda.get_rng_state().tolist()
+
+
+def test_shards_draw_different_numbers_and_replicas_the_same(on_gpus):
+    (zero, state), (one, same) = on_gpus(random_numbers)
+    assert zero == one and state == same
+    whole, _, dropped, _ = zero
+    assert whole[:2] != whole[2:] and dropped[:32] != dropped[32:]
+    assert on_gpus(random_numbers)[0][0] == zero
+
+
+def checkpoint(folder):
+    import torch.distributed as dist
+    from torch.distributed import checkpoint
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cuda", (2,))
+    held = {"w": distribute_tensor(torch.arange(8.0, device="cuda"), mesh, [Shard(0)])}
+    checkpoint.save(held, checkpoint_id=folder)
+    empty = {"w": distribute_tensor(torch.zeros(8, device="cuda"), mesh, [Shard(0)])}
+    checkpoint.load(empty, checkpoint_id=folder)
+    return empty["w"].full_tensor().tolist(), str(empty["w"].device)
+
+
+def test_checkpoints_of_shards(on_gpus, tmp_path):
+    assert on_gpus(checkpoint, str(tmp_path)) == [(list(range(8)), "cuda:0"), (list(range(8)), "cuda:1")]
+
+
+def batch_norm_and_gloo():
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank)
+    torch.manual_seed(rank)
+    x = torch.randn(8, 4, device=device)
+    model = DistributedDataParallel(nn.SyncBatchNorm(4).to(device), device_ids=[rank])
+    out = model(x)
+    out.square().sum().backward()
+    every = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(every, x)
+    alone = nn.BatchNorm1d(4).to(device)
+    expected = alone(torch.cat(every))
+    expected.square().sum().backward()
+    difference = (out - expected[8 * rank : 8 * rank + 8]).abs().max().item()
+    gradient = (2 * model.module.weight.grad - alone.weight.grad).abs().max().item()
+    gloo = dist.new_group(backend="gloo")
+    total, cpu = torch.full((3,), 1.0 + rank, device=device), torch.full((3,), 1.0 + rank)
+    dist.all_reduce(total, group=gloo)
+    dist.all_reduce(cpu, group=gloo)
+    return difference, gradient, total.tolist(), cpu.tolist(), str(total.device)
+
+
+def test_synchronized_batch_norm_and_gloo(on_gpus):
+    for rank, (difference, gradient, total, cpu, device) in enumerate(on_gpus(batch_norm_and_gloo)):
+        assert difference < 1e-5 and gradient < 1e-4
+        assert total == cpu == [3, 3, 3] and device == f"cuda:{rank}"

@@ -1,0 +1,140 @@
+"""A rank that fails while others wait for it: they learn of it, and no process is left."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import virtualgpu
+from tests.processes import ranks
+from virtualgpu.run.ranks import WorkerError
+
+
+def waits_for_one_that(fails, seconds: float = 8):
+    """Rank 1 fails in its way; rank 0 waits for it in a collective, and says what it met and after how long."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=seconds))
+    x = torch.ones(1000, device=f"cuda:{rank}")
+    dist.all_reduce(x, group=group)
+    if rank == 1:
+        return fails()
+    begin = time.monotonic()
+    try:
+        dist.all_reduce(x, group=group)
+    except dist.DistBackendError as error:
+        said = f"{error}"
+    raise RuntimeError(f"after {time.monotonic() - begin:.1f} s: {said}")
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exits():
+    os._exit(3)
+
+
+def raises():
+    raise ValueError("no such label")
+
+
+def out_of_memory():
+    torch.empty(1 << 40, device="cuda:1")
+
+
+def never_comes():
+    time.sleep(30)
+
+
+def stops():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        (killed, "rank 1 was killed"),
+        (exits, "rank 1 "),
+        (raises, "no such label"),
+        (out_of_memory, "CUDA out of memory"),
+    ],
+)
+def test_the_one_that_fails_is_named(on_gpus, fails, words):
+    with pytest.raises(WorkerError, match=words) as caught:
+        on_gpus(waits_for_one_that, fails, timeout=40)
+    assert caught.value.rank == 1
+    assert not ranks()
+
+
+@pytest.mark.parametrize("fails", [never_comes, stops])
+def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(on_gpus, fails):
+    with pytest.raises(WorkerError, match=r"timed out after 1 s: rank 1 had not come to it") as caught:
+        on_gpus(waits_for_one_that, fails, 1, timeout=40)
+    assert caught.value.rank == 0
+    assert not ranks()
+
+
+def mismatched():
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    x = torch.ones(4, device=f"cuda:{rank}")
+    group = dist.new_group(backend="nccl")
+    said = []
+    try:
+        dist.all_reduce(x, group=group) if rank else dist.broadcast(x, 0, group=group)
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_ranks_that_call_different_collectives(on_gpus):
+    zero, one = on_gpus(mismatched)
+    assert "rank 0 came to broadcast where rank 1 came to all_reduce" in zero[0]
+    assert "rank 1 came to all_reduce where rank 0 came to broadcast" in one[0]
+
+
+def messages_in_the_wrong_order():
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    device, peer = torch.device("cuda", rank), 1 - rank
+    small, large = torch.ones(10, device=device), torch.ones(2 << 20, device=device)
+    said = []
+    for tensor in (small, large):
+        out = torch.empty_like(tensor)
+        works = [dist.isend(tensor * (rank + 1), peer), dist.irecv(out, peer)]
+        try:
+            for work in works:
+                work.wait()
+            said.append(out[0].item())
+        except dist.DistBackendError as error:
+            said.append(str(error))
+    return said
+
+
+def test_two_that_send_first(on_gpus):
+    """A small message leaves its sender; large ones would wait for each other for ever."""
+    zero, one = on_gpus(messages_in_the_wrong_order)
+    assert (zero[0], one[0]) == (2, 1)
+    for said in (zero[1], one[1]):
+        assert "both ranks send first, and NCCL would hang" in said and "batch_isend_irecv" in said
+
+
+def test_a_rank_that_never_comes_to_the_start(tmp_path):
+    import torch.distributed as dist
+
+    virtualgpu.gpus(2)
+    from datetime import timedelta
+
+    with pytest.raises((dist.DistStoreError, dist.DistNetworkError, RuntimeError), match=r"(?i)timed? ?out|clients"):
+        dist.init_process_group(
+            "nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=2, timeout=timedelta(seconds=1)
+        )
+    assert not dist.is_initialized()

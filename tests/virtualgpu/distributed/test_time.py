@@ -1,0 +1,132 @@
+"""The clocks of several ranks: when collectives begin, what they cost, what kernels hide; the same in every run."""
+
+import random
+import time
+
+import pytest
+import torch
+
+import virtualgpu
+from virtualgpu.simulation import nccl
+
+
+def spans_of(program):
+    """What this rank's GPU did, with the real processes held up at random."""
+
+    def run(*args):
+        time.sleep(random.random() / 20)
+        with virtualgpu.recording() as spans:
+            program(*args)
+            torch.cuda.synchronize()
+        return [(span.kind, span.name, span.start, span.end, span.stream) for span in spans]
+
+    return run
+
+
+def communication(spans) -> list[tuple]:
+    return [span for span in spans if span[0] == "communication"]
+
+
+def uneven_work(kernels: int):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    x = torch.ones(1000, 1000, device=f"cuda:{rank}")
+    dist.barrier()
+    for _ in range(kernels * (1 + rank)):
+        x = x @ x
+        x.zero_()
+    dist.all_reduce(x)
+    early = dist.all_reduce(torch.ones(1 << 22, device=x.device), async_op=True)
+    x @ x
+    early.wait()
+    x @ x
+
+
+def test_a_collective_begins_when_the_last_rank_has_come(on_gpus):
+    zero, one = on_gpus(spans_of(uneven_work), 5)
+    (_, name, begin, end, stream), (*_, second_begin, second_end, own) = communication(zero)[-2:]
+    assert communication(zero) == communication(one)
+    assert name == "all_reduce 3.815 MiB" and stream == 0 and own != 0
+    products = [span for span in one if span[1] == "mm"]
+    fills = [span for span in one if span[1] == "zero_" and span[3] <= begin]
+    assert begin == fills[-1][3]  # rank 1 has twice the work
+    assert end - begin == pytest.approx(
+        nccl.seconds("all_reduce", 4_000_000, 2, nccl.Fabric.of(virtualgpu.SPECS["T4"])), rel=1e-9
+    )
+    beside, after = products[-2:]
+    assert second_begin >= end and beside[2] < second_end  # an asynchronous one runs beside the kernels
+    assert after[2] >= second_end  # and what comes after wait() after it
+
+
+def ddp_steps(cap: int):
+    from torch import nn
+    from torch.distributed import get_rank
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]).to(rank), device_ids=[rank], bucket_cap_mb=cap
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.randn(2048 * (1 + rank), 512, device=rank)).sum().backward()
+        optimizer.step()
+
+
+def test_buckets_overlap_the_backward_pass(on_gpus):
+    zero, one = on_gpus(spans_of(ddp_steps), 2)
+    assert communication(zero) == communication(one)
+    buckets = [span for span in communication(one) if span[1].startswith("all_reduce")]
+    assert len(buckets) == 1 + 4  # the first step has one bucket, as DDP has it; then 2 MiB each
+    backward = [span for span in one if span[0] == "backward"]
+    first, *_, last = buckets[1:]
+    after = [span for span in backward if span[2] >= first[2]]
+    assert after[0][2] < first[3] and len(after) > 10  # kernels of the backward pass run beside it
+    step = next(span for span in one[::-1] if span[0] == "optimizer")
+    assert step[2] >= last[3]  # the optimizer waits for the last
+
+
+def test_every_run_tells_the_same_times(on_gpus):
+    runs = [on_gpus(spans_of(ddp_steps), 2) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def fsdp_steps():
+    from torch import nn
+    from torch.distributed import get_rank
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(get_rank())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model(torch.randn(4096, 512, device=get_rank())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_fsdp_gathers_the_next_layer_beside_the_kernels(on_gpus):
+    first, second = (on_gpus(spans_of(fsdp_steps), like="A100") for _ in range(2))
+    assert first == second and communication(first[0]) == communication(first[1])
+    gathers = [span for span in communication(first[0]) if span[1].startswith("all_gather")]
+    kernels = [span for span in first[0] if span[0] in ("forward", "backward")]
+    hidden = [g for g in gathers if any(k[2] < g[3] and g[2] < k[3] for k in kernels)]
+    assert len(hidden) >= len(gathers) // 2
+
+
+def test_a_dry_run_of_several_ranks_tells_the_same_times(on_gpus):
+    def since_construction(ranks):
+        """DDP's constructor compares shapes over the ranks, which a dry run does not."""
+        return [[(*span[:2], span[3] - span[2]) for span in spans[-150:]] for spans in ranks]
+
+    real, dry = on_gpus(spans_of(ddp_steps), 2), on_gpus(spans_of(ddp_steps), 2, dry=True)
+    lasted = [
+        [round(seconds * 1e12) for _, _, seconds in rank] for ranks in (real, dry) for rank in since_construction(ranks)
+    ]
+    assert lasted[:2] == lasted[2:]
+    assert on_gpus(spans_of(fsdp_steps)) == on_gpus(spans_of(fsdp_steps), dry=True)

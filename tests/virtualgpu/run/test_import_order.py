@@ -1,0 +1,42 @@
+"""Under the runner a program may import any part of virtualgpu before torch: there is one session, and it is on."""
+
+import pytest
+
+FIRST = [
+    "import virtualgpu; assert virtualgpu.machine()",
+    "import virtualgpu.session",
+    "from virtualgpu.session import gpus",
+    "from virtualgpu.engine import machine",
+    "from virtualgpu.patches import streams",
+    "import virtualgpu.hardware.specs",
+    "import importlib.util; assert importlib.util.find_spec('virtualgpu.session'); import virtualgpu.session",
+    "import virtualgpu.run.child",
+    "import torch",
+]
+THEN = """
+import torch
+from virtualgpu import session
+from virtualgpu.engine import home, machine
+assert torch.cuda.device_count() == 2
+assert session._session is not None
+there = torch.ones(2, device="cuda:1")
+assert isinstance(home.gpu_of(there), machine.GPU)
+print(there.device, end="")
+"""
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_what_comes_first(run, first):
+    done = run("--gpus", "2", "--quiet", "-c", first + THEN)
+    assert (done.stdout, done.stderr) == ("cuda:1", "")
+
+
+def test_a_pytest_plugin_that_imports_it_before_torch(run, tmp_path):
+    """pytest loads the modules of a plugin's package by an importer of its own."""
+    (tmp_path / "early.py").write_text("import virtualgpu\nassert virtualgpu.machine() is not None\n")
+    (tmp_path / "test_early.py").write_text(
+        "import torch\n\ndef test_there():\n    assert torch.ones(2, device='cuda:1').sum() == 2\n"
+    )
+    arguments = ["-m", "pytest", "-q", "-p", "early", "-p", "no:cacheprovider", tmp_path / "test_early.py"]
+    done = run("--gpus", "2", "--quiet", *arguments, environ={"PYTHONPATH": str(tmp_path)})
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

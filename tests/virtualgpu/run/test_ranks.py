@@ -1,0 +1,75 @@
+"""Programs of several ranks under the runner: torchrun, one table and one trace for all, and what becomes of a rank that dies."""
+
+import json
+import re
+
+from tests.processes import family
+
+PROGRAM = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group()
+model = DistributedDataParallel(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda(), device_ids=[rank], bucket_cap_mb=1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.randn(4096, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    if step == 1 and rank == 1 and sys.argv[1:] == ["die"]:
+        os.kill(os.getpid(), 9)
+print(f"rank {rank} of {dist.get_world_size()}: {dist.get_backend_config()}")
+dist.destroy_process_group()
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def test_torchrun(run, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    trace = tmp_path / "trace.json"
+    found = run("--gpus", 2, "--trace", trace, *TORCHRUN, tmp_path / "program.py", environ={"OMP_NUM_THREADS": "1"})
+    assert found.returncode == 0, found.stderr
+    for rank in range(2):
+        assert re.search(rf"rank {rank} of 2: .*cuda:nccl", found.stdout)
+    row = r"^ *{} +(\d+) +[\d.]+ MiB +[\d.e-]+ s +(\d+) % +[\d.e-]+ s$"
+    rows = [re.search(row.format(rank), found.stderr, re.M) for rank in range(2)]
+    assert all(rows), found.stderr
+    assert rows[0].groups() == rows[1].groups() and 10 < int(rows[0][2]) < 100  # some of it beside kernels
+
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(name.split(" (")[0] for name in names.values()) == ["rank 0", "rank 1"]
+    communication = [
+        [(e["name"], e["ts"], e["dur"]) for e in events if e.get("cat") == "communication" and e["pid"] == pid]
+        for pid in names
+    ]
+    assert communication[0] == communication[1] and len(communication[0]) > 6
+
+
+def test_a_rank_that_dies_ends_the_run(run, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    mark = str(tmp_path)
+    found = run("--gpus", 2, *TORCHRUN, tmp_path / "program.py", "die", environ={"OMP_NUM_THREADS": "1", "MARK": mark})
+    assert found.returncode == 1 and "SIGKILL" in found.stderr
+    assert not family("MARK", mark)
+
+
+def test_one_rank_of_many(run, tmp_path):
+    from tests.virtualgpu.distributed.test_alone import PROGRAM as ALONE
+
+    (tmp_path / "program.py").write_text(ALONE)
+    found = run("--dry", "--like", "H100", "--world-size", 512, "--rank", 3, tmp_path / "program.py")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "3 512 1 nccl\n"
+    assert "dry run" in found.stderr and re.search(r"^ +3 +\d+ +[\d.]+ MiB", found.stderr, re.M)
+    for wrong in (
+        ("--world-size", 8),
+        ("--dry", "--rank", 1),
+        ("--dry", "--world-size", "many"),
+        ("--dry", "--world-size", 2, "--rank", 2),
+    ):
+        found = run(*wrong, tmp_path / "program.py")
+        assert found.returncode == 2 and found.stderr.count("\n") == 1 and "--world-size" in found.stderr

@@ -1,0 +1,341 @@
+"""PyTorch's private names behave as the engine expects of them, in whichever version is installed."""
+
+import gc
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import virtualgpu
+from virtualgpu import _compat
+
+aten = torch.ops.aten
+
+
+class Listener(TorchDispatchMode):
+    """Notes every operation: (operation, types, args, kwargs), and what `ask` says meanwhile."""
+
+    def __init__(self, ask=lambda: None):
+        super().__init__()
+        self.heard, self.ask, self.answers = [], ask, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.heard.append((func, types, args, kwargs or {}))
+        self.answers.append(self.ask())
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self) -> list[str]:
+        return [func._schema.name.removeprefix("aten::") for func, *_ in self.heard]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    yield virtualgpu.gpus(2)
+    virtualgpu.reset()
+
+
+# -- what a dispatch mode is told
+
+
+FACTORIES = {
+    "empty": lambda: torch.empty(2),
+    "empty_strided": lambda: torch.empty_strided((2,), (1,)),
+    "zeros": lambda: torch.zeros(2),
+    "ones": lambda: torch.ones(2),
+    "full": lambda: torch.full((2,), 3.0),
+    "arange": lambda: torch.arange(3),
+    "linspace": lambda: torch.linspace(0, 1, 3),
+    "eye": lambda: torch.eye(2),
+    "rand": lambda: torch.rand(2),
+    "randn": lambda: torch.randn(2),
+    "randint": lambda: torch.randint(3, (2,)),
+    "randperm": lambda: torch.randperm(3),
+    "hann_window": lambda: torch.hann_window(4),
+    "tril_indices": lambda: torch.tril_indices(2, 2),
+    "scalar_tensor": lambda: torch.scalar_tensor(1.0),
+    "zeros_like": lambda: torch.zeros_like(torch.ones(1)),
+    "new_ones": lambda: torch.ones(1).new_ones(2),
+}
+
+
+@pytest.mark.parametrize("make", FACTORIES)
+def test_factories_called_from_python_say_pin_memory(make):
+    with Listener() as listener:
+        FACTORIES[make]()
+    made = [kwargs for func, _, _, kwargs in listener.heard if make in str(func)]
+    assert made and all("pin_memory" in kwargs for kwargs in made)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda: functional.one_hot(torch.arange(3), 4), lambda: torch.vander(torch.arange(3.0))],
+    ids=["one_hot", "vander"],
+)
+def test_factories_called_from_cpp_do_not(call):
+    with Listener() as listener:
+        call()
+    inside = [kwargs for func, _, _, kwargs in listener.heard if "device" in kwargs and func is not aten.arange.default]
+    inside = [kwargs for kwargs in inside if "start" not in kwargs]
+    assert inside and not any("pin_memory" in kwargs for kwargs in inside)
+
+
+def test_types_are_empty_for_plain_tensors():
+    class Named(torch.Tensor):
+        pass
+
+    class Wrapping(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return torch.ones(())
+
+    with Listener() as listener:
+        torch.ones(2) + torch.nn.Parameter(torch.ones(2))
+        torch.ones(2).as_subclass(Named) + 1
+    assert {types for _, types, *_ in listener.heard} == {()}
+    assert Named.__torch_dispatch__ is _compat.no_dispatch is not Wrapping.__torch_dispatch__
+    wrapped = torch.Tensor._make_subclass(Wrapping, torch.ones(2))
+    with Listener() as listener:
+        wrapped.sin()
+    assert listener.heard[-1][1] == (Wrapping,)
+    with Listener() as listener, _compat.without_dispatch():
+        torch.ones(2).sin()
+    assert not listener.heard
+
+
+def test_numbers_arrive_as_a_copy_from_the_cpu(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    before = _compat.lifts_only_cpu_tensors()  # others turn it on, too
+    virtualgpu.gpus(2)
+    with Listener() as listener:
+        torch.tensor([1.0, 2.0], device="cuda:1")
+    copies = [
+        (args[0].is_cuda, kwargs.get("device")) for func, _, args, kwargs in listener.heard if "_to_copy" in str(func)
+    ]
+    assert copies == [(False, torch.device("cuda:1"))]
+    assert _compat.lifts_only_cpu_tensors() is True
+    virtualgpu.reset()
+    assert _compat.lifts_only_cpu_tensors() is before
+
+
+# -- autograd
+
+
+def test_numbers_of_nodes():
+    """While an operation runs, its node has been numbered already: the next number is one more."""
+    x = torch.ones(3, requires_grad=True)
+    with Listener(_compat.next_sequence_number) as listener:
+        results = [x.sin(), x * 2, torch.cat([x, x])]
+    numbers = [number - 1 for name, number in zip(listener.names, listener.answers, strict=True)]
+    assert numbers == [result.grad_fn._sequence_nr() for result in results]
+
+
+def test_the_node_and_the_task_of_a_backward_pass():
+    x = torch.ones(3, requires_grad=True)
+    first, second = x.sin(), x.exp()
+    assert _compat.graph_task() == -1 and _compat.current_node() is None
+    tasks = []
+    for result in (first, second):
+        with Listener(lambda: (_compat.graph_task(), _compat.current_node())) as listener:
+            result.backward(torch.ones(3))
+        nodes = {node.name() for task, node in listener.answers if node is not None}
+        assert {"SinBackward0"} <= nodes if result is first else {"ExpBackward0"} <= nodes
+        tasks.append({task for task, node in listener.answers if node is not None})
+    assert len(tasks[0]) == len(tasks[1]) == 1 and tasks[0].isdisjoint(tasks[1]) and min(tasks[0] | tasks[1]) >= 0
+    assert _compat.graph_task() == -1
+
+
+# -- where a tensor really is
+
+
+def test_real_places_behind_the_stand_ins(gpus):
+    x = torch.ones(2, device="cuda:1")
+    assert x.device == torch.device("cuda:1") and _compat.real_device(x) == torch.device("cpu")
+    assert _compat.real_storage_device(x.untyped_storage()) == torch.device("cpu")
+    with virtualgpu.dry_run():
+        x = torch.ones(2, device="cuda:1")
+        assert not x.is_meta and _compat.is_really_meta(x) and _compat.real_device(x).type == "meta"
+
+
+def test_functions_that_make_shapes():
+    assert _compat.empty((2, 3), device="meta").shape == (2, 3)
+    assert _compat.empty_strided((2, 3), (1, 2), device="meta").stride() == (1, 2)
+    assert _compat.empty_like(torch.ones(2), device="meta").is_meta
+    last = torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    assert _compat.suggest_memory_format(last) is torch.channels_last
+    assert _compat.suggest_memory_format(torch.ones(1, 2, 3, 4)) is torch.contiguous_format
+
+
+def test_wrappers_of_transforms():
+    seen = []
+
+    def see(x):
+        seen.append((_compat.is_functorch_wrapped(x), _compat.functorch_unwrap(x).shape))
+        return x
+
+    torch.vmap(see)(torch.ones(3, 2))
+    assert seen == [(True, (3, 2))] and not _compat.is_functorch_wrapped(torch.ones(1))
+
+
+def test_what_to_is_given():
+    half = _compat.parse_to("cuda:1", torch.float16, non_blocking=True)
+    assert half == (torch.device("cuda:1"), torch.float16, True, None)
+    assert _compat.parse_to(torch.int8)[:2] == (None, torch.int8)
+
+
+# -- modes
+
+
+def test_modes_are_taken_from_the_middle_of_the_stack():
+    outer, middle, inner = Listener(), Listener(), Listener()
+    with outer:
+        middle.__enter__()
+        with inner:
+            _compat.remove_modes(lambda mode: mode is middle)
+            torch.ones(2)
+    assert (outer.names, middle.names, inner.names) == (["ones"], [], ["ones"])
+
+
+def test_a_mode_enters_below_the_others():
+    below, above = Listener(), Listener()
+    with above:
+        _compat.enter_below(below)
+        torch.ones(2)
+    assert below.names == above.names == ["ones"]
+    torch.zeros(2)  # above has ended itself
+    assert (below.names, above.names) == (["ones", "zeros"], ["ones"])
+    _compat.remove_modes(lambda mode: mode is below)
+    torch.eye(2)
+    assert below.names == ["ones", "zeros"]
+
+
+def test_the_fake_mode_and_the_default_device():
+    assert not _compat.fake_mode_is_on() and _compat.default_device() is None
+    with FakeTensorMode(), Listener(_compat.fake_mode_is_on) as listener:
+        torch.ones(2)
+    assert listener.answers == [True]
+    with torch.device("meta"):
+        assert _compat.default_device() == torch.device("meta")
+    assert _compat.default_device() is None
+
+
+def test_the_guard_without_a_driver_may_be_set_twice():
+    _compat.guard_without_driver()
+    _compat.guard_without_driver()
+    assert torch.ones(2).sum() == 2
+
+
+# -- operations, keys, TorchScript
+
+
+def test_composites_and_operators_of_higher_order():
+    assert _compat.is_composite(aten.matmul.default) and not _compat.is_composite(aten.mm.default)
+    x = torch.arange(6.0).view(2, 3)
+    with Listener() as listener:
+        assert torch.equal(_compat.decompose(aten.matmul.default, (x, x.t()), {}), x @ x.t())
+    assert "mm" in listener.names
+    plain = _compat.implementation(torch.ops.higher_order.flex_attention)
+    assert callable(plain)
+
+    class Nothing(_compat.HigherOrderOperator):
+        def __call__(self):
+            """It has no kernel."""
+
+    with pytest.raises(NotImplementedError, match="virtualgpu_test_of_none is not modelled"):
+        _compat.implementation(Nothing("virtualgpu_test_of_none"))
+
+
+def test_floating_point_operations():
+    a, b = torch.ones(2, 3), torch.ones(3, 4)
+    for operator, args in (
+        (aten.mm.default, (a, b)),
+        (aten.mm.dtype, (a, b, torch.float32)),
+        (aten.addmm.dtype, (torch.ones(4), a, b, torch.float32)),
+        (aten.bmm.dtype, (a[None], b[None], torch.float32)),
+        (aten.baddbmm.dtype, (torch.ones(4), a[None], b[None], torch.float32)),
+    ):
+        assert _compat.flop_formula(operator)(*args, out_val=torch.ones(2, 4)) == 2 * 2 * 3 * 4
+    assert _compat.flop_formula(aten.add.Tensor) is None
+
+
+def test_kernels_registered_for_keys():
+    assert _compat.has_kernel("aten::mm", "AutocastCUDA") and not _compat.has_kernel("aten::relu", "AutocastCUDA")
+    assert "aten::mm" in _compat.registrations("AutocastCUDA") and "aten::relu" not in _compat.registrations(
+        "AutocastCUDA"
+    )
+    key = _compat.DispatchKey.AutocastCUDA
+    assert _compat.has_fallback(key)
+    assert not _compat.keys_below(key).has(key) and _compat.keys_below(key).has(_compat.DispatchKey.CPU)
+    mine = _compat.DispatchKey.AutocastPrivateUse1
+    with _compat.without_keys(_compat.KeySet(mine)):
+        assert torch._C._dispatch_tls_is_dispatch_key_excluded(mine)
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(mine)
+    _compat.exclude_key(mine, not before)
+    assert torch._C._dispatch_tls_is_dispatch_key_excluded(mine) is not before
+    _compat.exclude_key(mine, before)
+
+
+def test_functions_that_stand_in_are_known_to_torchscript():
+    def ours(*args):
+        return torch.zeros(*args)
+
+    assert _compat.builtin_name(torch.ones) == "aten::ones" and _compat.builtin_name(ours) is None
+    undo = _compat.register_as_builtin(ours, "aten::ones")
+    assert _compat.builtin_name(ours) == "aten::ones"
+    undo()
+    assert _compat.builtin_name(ours) is None
+
+
+def test_default_devices_reach_pytorchs_own_functions(gpus):
+    builtin = torch._C._VariableFunctions.tensor
+    assert builtin in _compat.device_constructors() and torch.tensor is not builtin
+    with torch.device("cuda:1"):
+        assert torch.tensor(0, dtype=torch.long).device == torch.device("cuda:1")
+
+
+# -- putting back, and the reader's bytecode
+
+
+def test_storages_are_as_before(gpus):
+    Storage = torch.UntypedStorage
+    assert Storage(4, device="cuda:1").device == torch.device("cuda:1")
+    virtualgpu.reset()
+    before = dict(vars(Storage)), Storage.__new__, len(_compat.saving)
+    for _ in range(3):
+        virtualgpu.gpus(1)
+        assert len(_compat.saving) == before[2] + 1
+        virtualgpu.reset()
+    assert (dict(vars(Storage)), Storage.__new__, len(_compat.saving)) == before
+    assert "__new__" not in vars(Storage) and Storage(4).nbytes() == 4
+    assert type("Mine", (Storage,), {})(4).nbytes() == 4
+    gc.collect()
+    with pytest.raises(TypeError):
+        Storage(4, nothing=1)
+
+
+def test_a_subscript_is_known_by_its_instruction(gpus):
+    """x[[0, 1]] = 0 may have its index on the CPU, and index_fill_ not, however often Python has specialised the line."""
+    x, index = torch.ones(3, device="cuda"), [0, 1]
+    for number in range(100):
+        x[index] = number
+    assert x.tolist() == [99, 99, 1]
+    x[[1]], y = 5, 6
+    x[[2]] += y
+    assert x.tolist() == [99, 5, 7]
+    for _ in range(100):
+        with pytest.raises(RuntimeError, match="same device"):
+            x.index_fill_(0, torch.tensor(index), 0)
+    assert x.tolist() == [99, 5, 7]
+
+
+def test_tf32_is_allowed_where_the_public_switches_say_so():
+    products = torch.backends.cuda.matmul
+    before = products.allow_tf32
+    for allowed in (not before, before):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+            assert _compat.convolutions_in_tf32() is allowed
+        products.allow_tf32 = allowed
+        assert _compat.products_in_tf32() is allowed

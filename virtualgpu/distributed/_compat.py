@@ -1,0 +1,73 @@
+"""PyTorch's private names for process groups, each in one place. `tests/virtualgpu/distributed/test_compat.py` walks through them.
+
+Versions 2.11 to 2.15, wheels with and without NCCL.
+"""
+
+import torch
+from torch._C import _distributed_c10d as _c
+from torch.distributed import distributed_c10d
+
+c10d = distributed_c10d
+ProcessGroup, ReduceOp, Gloo = _c.ProcessGroup, _c.ReduceOp, _c.ProcessGroupGloo
+RealNCCL = getattr(_c, "ProcessGroupNCCL", None)
+OF_PYTORCH = (_c.__name__, Gloo.__module__)  # where its own backends say that they are from
+AllgatherOptions = _c.AllgatherOptions
+Work = _c.Work  # a Python subclass is called by C++ for as long as its Python object lives
+
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # (f): at the end of this backward pass
+
+_premul: list[float] = []  # factors that were asked for; versions without ReduceOp.unbox do not say them again
+
+
+def group_of(boxed) -> ProcessGroup:
+    """The process group that an operation of the dispatcher was given."""
+    return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
+
+
+def reduction(op) -> tuple[str, float | None]:
+    """The name of a reduction ("SUM"), and the factor of a PREMUL_SUM. `op`: a ReduceOp, as Python or the dispatcher has it."""
+    if isinstance(op, torch.ScriptObject):
+        if not hasattr(ReduceOp, "unbox"):
+            name = ReduceOp.RedOpType(op.op()).name
+            return name, _factor() if name == "PREMUL_SUM" else None
+        op = ReduceOp.unbox(op)
+    if isinstance(op, ReduceOp.RedOpType):
+        return op.name, None
+    kind, factor = op.__getstate__()
+    return kind.name, factor
+
+
+def premul_sum(original):
+    """torch.distributed._make_nccl_premul_sum, which remembers the factors."""
+
+    def make(factor):
+        if isinstance(factor, torch.Tensor):
+            factor = factor.item()
+        _premul[:] = [*(known for known in _premul if known != factor), factor][-100:]
+        return original(factor)
+
+    return make
+
+
+def _factor() -> float:
+    if len(_premul) != 1:
+        raise NotImplementedError(
+            f"this version of PyTorch ({torch.__version__}) does not tell which of several factors a PREMUL_SUM has: "
+            "use one factor, or PyTorch 2.15"
+        )
+    return _premul[0]
+
+
+def store_of(group: ProcessGroup):
+    """The group's own part of the store that ranks meet in."""
+    return c10d._world.pg_map[group][1]
+
+
+def named(name: str) -> ProcessGroup:
+    """The group of that name, as functional collectives have it."""
+    return c10d._resolve_process_group(name)
+
+
+def is_fake(group: ProcessGroup) -> bool:
+    """Is it of PyTorch's backend that carries nothing?"""
+    return c10d._world.pg_map[group][0] == "fake"

@@ -1,0 +1,119 @@
+"""DTensor and DeviceMesh on virtual GPUs: what they ask the device for, and what they compute on the side."""
+
+import functools
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.distributed import dtensor_random
+from virtualgpu.engine.machine import Machine
+from virtualgpu.patches.registry import Patches
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    from torch.distributed import device_mesh
+
+    _wrappers(machine, patches)
+    _fakes(machine, patches)
+    mesh = device_mesh.DeviceMesh
+    first = []
+
+    def prepare():
+        """Not before somebody makes a mesh: importing DTensor takes a second."""
+        if not first:
+            first.append(True)
+            dtensor_random.install(patches)
+            _attention()
+
+    def with_numbers(original, begins=False):
+        """A mesh computes with small CPU tensors, which have numbers in a dry run, too."""
+
+        @functools.wraps(original)
+        def method(*args, **kwargs):
+            if begins:
+                prepare()
+            before, machine.dry = machine.dry, False
+            try:
+                return original(*args, **kwargs)
+            finally:
+                machine.dry = before
+
+        return method
+
+    for name, value in list(vars(mesh).items()):
+        if name in ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__"):
+            continue
+        if isinstance(value, property):
+            patches.replace(mesh, name, property(with_numbers(value.fget), value.fset))
+        elif isinstance(value, staticmethod):
+            patches.replace(mesh, name, staticmethod(with_numbers(value.__func__)))
+        elif callable(value) and not isinstance(value, (type, classmethod)):
+            patches.replace(mesh, name, with_numbers(value, begins=name == "__init__"))
+    patches.replace_everywhere(device_mesh, "init_device_mesh", with_numbers(device_mesh.init_device_mesh, begins=True))
+
+
+def _wrappers(machine: Machine, patches: Patches) -> None:
+    """A wrapper of tensors says where it is by what it wraps; for C++ it is on the CPU, as those really are."""
+    make = torch.Tensor._make_wrapper_subclass
+
+    @functools.wraps(make)
+    def make_wrapper_subclass(cls, *args, device=None, **kwargs):
+        if device is not None and torch.device(device).type == "cuda":
+            device = torch.device(machine.base)
+        return make(cls, *args, **kwargs) if device is None else make(cls, *args, device=device, **kwargs)
+
+    patches.replace(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
+
+
+def _fakes(machine: Machine, patches: Patches) -> None:
+    """DTensor works out shardings with fake tensors, whose own bookkeeping takes a tensor of a dry run for what it really is."""
+    mode, before = _compat.fake_tensor.FakeTensorMode, []
+    enter, leave = mode.__enter__, mode.__exit__
+
+    def begin(self):
+        before.append(machine.local.bypass)
+        machine.local.bypass = machine.local.bypass or machine.dry
+        return enter(self)
+
+    def end(self, *error):
+        machine.local.bypass = before.pop()
+        return leave(self, *error)
+
+    patches.replace(mode, "__enter__", begin)
+    patches.replace(mode, "__exit__", end)
+    if not _compat.built_with_cuda:
+        _uniform(patches)
+
+
+def _uniform(patches: Patches) -> None:
+    """In a wheel without CUDA C++ has no guard for its devices, which PyTorch's way to draw a fake tensor's numbers asks for."""
+    table, operator = torch._decomp.decomposition_table, torch.ops.aten.uniform_.default
+    original = table[operator]
+
+    def uniform_(self, low=0.0, high=1.0, generator=None):
+        if self.device.type != "cuda":
+            return original(self, low, high, generator)
+        return self.copy_(torch.rand_like(self) * (high - low) + low)
+
+    table[operator] = uniform_
+    patches.undo(lambda: table.update({operator: original}))
+
+
+def _attention() -> None:
+    """DTensor knows how the attention kernels of a GPU are split; these numbers come from the CPU's."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    aten = torch.ops.aten
+
+    def choices(results: int, tensors: int, rest: int):
+        placements = (Replicate(), Shard(1), Shard(0))  # heads, or the batch
+        return [([where] * results, [where] * tensors + [None] * rest) for where in placements]
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    def forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+        return choices(2, 3, 2)
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    def backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
+        return choices(3, 6, 2)

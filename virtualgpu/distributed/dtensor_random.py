@@ -1,0 +1,62 @@
+"""DTensor's random numbers: shards draw different ones, replicas the same, and all ranks' generators stay together.
+
+PyTorch moves the offset of CUDA's counter-based generators by the size of each shard. The generators here are the CPU's, which have
+none: for each operation all ranks draw one seed from their generators, which one torch.manual_seed made alike, and each shard
+draws its numbers from that seed and its place.
+"""
+
+import contextlib
+
+import torch
+
+from virtualgpu.patches.registry import Patches
+
+SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
+
+
+def install(patches: Patches) -> None:
+    from torch.distributed.tensor import _dispatch, _random
+
+    class Tracker(_random._RNGStateTracker):
+        """Stands in for OffsetBasedRNGTracker."""
+
+        def __init__(self, device_mesh, run_state_sync: bool = True):
+            super().__init__(torch.device(device_mesh.device_type, torch.cuda.current_device()))
+
+        def _distribute_region(self, spec, generator=None):
+            return drawn_by(shard_of(spec), generator or torch.cuda.default_generators[torch.cuda.current_device()])
+
+        def _compute_rng_offsets(self, spec) -> tuple[int, int]:
+            return shard_of(spec), 0  # for run_op below
+
+    def run_op(shard: int, _end: int, op, *args, **kwargs):
+        with drawn_by(shard, torch.cuda.default_generators[torch.cuda.current_device()]):
+            return op(*args, **kwargs)
+
+    patches.replace(_random, "OffsetBasedRNGTracker", Tracker)
+    patches.set(_random, "_rng_tracker", None)
+    if hasattr(_dispatch, "run_dtensor_rng_op"):
+        patches.replace(_dispatch, "run_dtensor_rng_op", run_op)
+
+
+def shard_of(spec) -> int:
+    """Which shard of the tensor this rank has, counted over the mesh's dimensions; the same for replicas."""
+    index = 0
+    for dim, (placement, at) in enumerate(zip(spec.placements, spec.mesh.get_coordinate(), strict=True)):
+        if placement.is_shard():
+            index = index * spec.mesh.size(dim) + at
+    return index
+
+
+@contextlib.contextmanager
+def drawn_by(shard: int, generator: torch.Generator):
+    """In this block the generator draws for one shard; afterwards it is one draw further, on every rank."""
+    draws = torch.Generator("cpu")
+    draws.set_state(generator.get_state())
+    seed = int(torch.randint(1 << 62, (), generator=draws, device="cpu"))
+    after = draws.get_state()
+    generator.manual_seed((seed + shard * SPREAD) % (1 << 63))
+    try:
+        yield
+    finally:
+        generator.set_state(after)

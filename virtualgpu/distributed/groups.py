@@ -1,0 +1,202 @@
+"""Process groups of virtual GPUs: what `init_process_group("nccl")` makes, and the communicators behind all groups.
+
+The backend is gloo's, which carries the numbers; it is registered as NCCL's, for "cuda" alone, so that `get_backend()` says nccl and
+CPU tensors fail as they do with NCCL. Its communicator is made at the first collective, as NCCL's is.
+"""
+
+import json
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from virtualgpu.distributed import _compat
+from virtualgpu.distributed.calls import OPERATIONS, Call
+from virtualgpu.distributed.communicator import Communicator, Layout
+from virtualgpu.distributed.moments import Alone, Page
+from virtualgpu.distributed.statistics import Statistics
+from virtualgpu.distributed.tape import RECV, SEND
+from virtualgpu.distributed.work import VirtualWork
+from virtualgpu.engine.home import gpu_of, home_of
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.environment import node
+from virtualgpu.simulation import nccl
+
+
+class Options:
+    """ProcessGroupNCCL.Options, where PyTorch was built without NCCL."""
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+
+
+class ProcessGroupNCCL(_compat.Gloo):
+    """Stands in for NCCL's backend. Its numbers go by gloo."""
+
+    Options = _compat.RealNCCL.Options if _compat.RealNCCL else Options
+    supports_splitting = False
+    supports_coalescing = True
+    supports_time_estimate = False
+
+    def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
+        limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
+        super().__init__(store, rank, size, timeout=limit)
+        self.limit, self.settings = limit, options
+
+    @property
+    def options(self):
+        return self.settings if self.settings is not None else super().options
+
+    def name(self) -> str:
+        return "nccl"
+
+
+class Communicators:
+    """Of this process, by the names of their groups."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.known: dict[str, Communicator] = {}
+        self.backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
+        self.statistics = Statistics(machine.clock)
+        machine.clock.collectives.settle = self.drain
+
+    def keep(self, backend: ProcessGroupNCCL) -> None:
+        self.backends[id(backend)] = backend
+
+    def drain(self) -> None:
+        for communicator in list(self.known.values()):
+            communicator.drain()
+
+    def forget(self, group=None) -> None:
+        """A group is destroyed; None: all are."""
+        names = list(self.known) if group is None else [group.group_name]
+        for name in names:
+            if name in self.known:
+                self.known.pop(name).close()
+        if group is None:
+            self.backends.clear()
+
+    # -- collectives
+
+    def handles(self, group, tensors) -> bool:
+        """Do these tensors live on virtual GPUs, or the group there alone? Raises NCCL's error for CPU tensors in its group."""
+        return self._gpu(group, tensors) is not None
+
+    def run(self, func, args, kwargs):
+        """An operation of c10d."""
+        name = func._overloadpacket.__name__
+        values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        group = _compat.group_of(values["process_group"])
+        if name not in OPERATIONS:
+            return self._other(name, group, func, args, kwargs)
+        read, returns_outputs = OPERATIONS[name]
+        _check_for_tensors(func, values)
+        if self.foreign(group):
+            with self.machine.untracked():
+                return func(*args, **kwargs)
+        call = read(values, group.size())
+        gpu = self._gpu(group, call.tensors, of_the_group=name == "barrier")
+        if gpu is None:
+            return func(*args, **kwargs)
+        work = self.start(group, call, values.get("async_op", True), gpu).boxed()
+        return (args[0], work) if returns_outputs else work
+
+    def start(self, group, call: Call, asynchronous: bool, gpu: GPU | None = None) -> VirtualWork:
+        gpu = gpu or self._gpu(group, call.tensors)
+        for tensor in call.tensors:
+            if gpu_of(tensor) is None:  # made by C++: a bucket of DDP
+                self.machine.place(tensor, gpu)
+        return self.of(group, gpu).start(call, gpu, asynchronous)
+
+    def of(self, group, gpu: GPU) -> Communicator:
+        """The group's communicator; the first time, all its ranks meet."""
+        known = self.known.get(group.group_name)
+        if known is None:
+            known = self.known[group.group_name] = self._meet(group, gpu)
+        return known
+
+    def _meet(self, group, gpu: GPU) -> Communicator:
+        rank, size = group.rank(), group.size()
+        ranks = dist.get_process_group_ranks(group)
+        fabric = nccl.Fabric.of(gpu.spec)
+        backend = self._backend(group)
+        if _compat.is_fake(group):
+            nodes = 1 if self.machine.alone is None else self.machine.alone.nodes(ranks)
+            page, layout, backend = Alone(rank, size), Layout(fabric, nodes), None
+        else:
+            store = _compat.store_of(group)
+            page = Page.meet(store, rank, size)
+            store.set(f"virtualgpu/{rank}", json.dumps([node(), *vars(fabric).values()]))
+            said = [json.loads(store.get(f"virtualgpu/{other}")) for other in range(size)]
+            nodes = len({where for where, *_ in said})
+            layout = Layout(nccl.slowest([nccl.Fabric(*what) for _, *what in said]), nodes)
+        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, layout)
+        if isinstance(backend, ProcessGroupNCCL):
+            communicator.timeout = backend.limit
+        return communicator
+
+    def _backend(self, group):
+        for device in ("cuda", "cpu"):
+            try:
+                return group._get_backend(torch.device(device))
+            except RuntimeError:
+                continue
+        return None
+
+    def foreign(self, group) -> bool:
+        """Is it of a backend that somebody wrote (PyTorch's tests have one of threads)? That one carries the numbers as it does for
+        CPU tensors; how long it takes is not known.
+        """
+        if type(group) is not _compat.ProcessGroup:
+            return True  # written in Python as a whole
+        backend = self._backend(group)
+        return not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
+
+    def _gpu(self, group, tensors, of_the_group: bool = False) -> GPU | None:
+        """The GPU of these tensors; None for the CPU's, where the group has a backend for them."""
+        found = {gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None}
+        if len(found) > 1:
+            raise ValueError(f"Expected all tensors of a collective on one device, but found {sorted(map(str, found))}")
+        if found:
+            return self.machine.own(found.pop())
+        on_gpu = self._only_gpus(group)
+        free = [tensor for tensor in tensors if (home := home_of(tensor)) is not None and home.gpu is None]
+        if (of_the_group and on_gpu) or (tensors and len(free) == len(tensors) and self._has_gpus(group)):
+            return self.machine.gpu("cuda")
+        if on_gpu and tensors:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return None
+
+    def _only_gpus(self, group) -> bool:
+        return {device.type for device in group._device_types} == {"cuda"}
+
+    def _has_gpus(self, group) -> bool:
+        return "cuda" in {device.type for device in group._device_types}
+
+    def _other(self, name: str, group, func, args, kwargs):
+        ways = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV}
+        if self.foreign(group):
+            with self.machine.untracked():
+                return func(*args, **kwargs)
+        gpu = self._gpu(group, args[0]) if name in ways else None
+        if gpu is None:
+            return func(*args, **kwargs)
+        if name == "recv_any_source_":
+            raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
+        communicator = self.of(group, gpu)
+        return communicator.message(ways[name], args[2], args[0][0], gpu, _compat.store_of(group)).boxed()
+
+
+def _check_for_tensors(func, values: dict) -> None:
+    """The dispatcher's own error where nothing says on which device the collective is. It does not look into lists of lists."""
+    given = [value for value in values.values() if isinstance(value, (list, tuple))]
+    alone = any(isinstance(value, torch.Tensor) for value in values.values())
+    if not alone and not any(isinstance(item, torch.Tensor) for items in given for item in items):
+        raise NotImplementedError(
+            "There were no tensor arguments to this function (e.g., you passed an empty list of Tensors), but no fallback "
+            f"function is registered for schema {func._schema.name}."
+        )

@@ -1,0 +1,165 @@
+"""How ranks tell each other when, on their simulated clocks, they came to a collective: a page of memory that they share.
+
+Each rank writes its moment before the collective's numbers travel, and reads the others' when it needs to know the end; by then
+they are nearly always there, so that the exchange costs microseconds. What is read depends on the program alone, never on how
+fast the processes really ran.
+
+    page = Page.meet(store, rank, size)               # all ranks of the group call it
+    page.post(1, moment, what, timeout)               # collectives are numbered from 1; `what` is a whole number about it
+    page.read(1, timeout)                             # [(moment, what) of rank 0, of rank 1, ...]
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+import tempfile
+import time
+from datetime import timedelta
+
+from virtualgpu.memory.ledger import started
+
+SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
+SLOT = 3  # words: the moment, what is said, and both with the number, so that a half-written slot is known
+# words at the head of a rank's part: up to which number it has read, and who it is
+READ, PID, STARTED, HEAD = 0, 1, 2, 4
+
+
+def bits_of(moment: float) -> int:
+    """A moment as a whole number, to the last bit."""
+    return struct.unpack("q", struct.pack("d", moment))[0]
+
+
+def moment_of(bits: int) -> float:
+    return struct.unpack("d", struct.pack("q", bits))[0]
+
+
+class RankEnded(RuntimeError):
+    """A rank's process is gone. `rank`: within the group."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} has ended")
+        self.rank = rank
+
+
+class RankLate(RuntimeError):
+    """Ranks that had not come in time. `ranks`: within the group."""
+
+    def __init__(self, ranks: list[int], seconds: float):
+        super().__init__(f"after {seconds:g} s rank {', '.join(map(str, ranks))} had not come")
+        self.ranks, self.seconds = ranks, seconds
+
+
+class Page:
+    """The moments of one group. Ranks count within the group."""
+
+    def __init__(self, words: memoryview, rank: int, size: int):
+        self._words, self.rank, self.size = words, rank, size
+        self._each = HEAD + SLOTS * SLOT
+        self._read = 0
+        mine = rank * self._each
+        words[mine + STARTED], words[mine + PID] = started(os.getpid()), os.getpid()
+
+    @classmethod
+    def meet(cls, store, rank: int, size: int, folder: str | None = None) -> "Page":
+        """Rank 0 makes the page, as a file that is gone as soon as all have it. Raises RuntimeError on another machine."""
+        nbytes = 8 * size * (HEAD + SLOTS * SLOT)
+        if size == 1:
+            return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
+        if rank == 0:
+            number, path = tempfile.mkstemp(prefix="virtualgpu-", suffix=".moments", dir=folder)
+            os.ftruncate(number, nbytes)
+            store.set("virtualgpu/page", path)
+        else:
+            path = store.get("virtualgpu/page").decode()
+            try:
+                number = os.open(path, os.O_RDWR)
+            except FileNotFoundError:
+                raise RuntimeError(
+                    "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
+                ) from None
+        try:
+            words = memoryview(mmap.mmap(number, nbytes)).cast("q")
+        finally:
+            os.close(number)
+        if store.add("virtualgpu/met", 1) == size:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        return cls(words, rank, size)
+
+    def post(self, number: int, moment: float, what: int, timeout: timedelta) -> None:
+        """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
+        if number > SLOTS:
+            self._wait(lambda rank: self._words[rank * self._each + READ] > number - SLOTS, timeout)
+        at = self.rank * self._each + HEAD + number % SLOTS * SLOT
+        bits = bits_of(moment)
+        self._words[at], self._words[at + 1], self._words[at + 2] = bits, what, bits ^ what ^ number
+
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, int]]:
+        """When each rank came to it, and what it said. Raises RankEnded or RankLate for one that does not come."""
+        self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
+        found = [self._slot(rank, number) for rank in range(self.size)]
+        self._read = max(self._read, number)
+        self._words[self.rank * self._each + READ] = self._read
+        return found
+
+    def _slot(self, rank: int, number: int) -> tuple[float, int] | None:
+        at = rank * self._each + HEAD + number % SLOTS * SLOT
+        bits, what, check = self._words[at : at + SLOT]
+        if bits ^ what ^ check != number:
+            return None
+        return moment_of(bits), what
+
+    def _wait(self, arrived, timeout: timedelta) -> None:
+        """Until it is true of every rank: at first looking again at once, then with pauses of up to a millisecond."""
+        late = [rank for rank in range(self.size) if not arrived(rank)]
+        if not late:
+            return
+        begin, pause, looks = time.monotonic(), 1e-5, 0
+        while late := [rank for rank in late if not arrived(rank)]:
+            passed = time.monotonic() - begin
+            if passed > timeout.total_seconds():
+                raise RankLate(late, timeout.total_seconds())
+            looks += 1
+            if looks % 100 == 0:  # every tenth of a second, when pauses are longest
+                self._look_for_the_dead(late, arrived)
+            time.sleep(pause)
+            pause = min(1e-3, 1.5 * pause)
+
+    def ended(self) -> list[int]:
+        """Ranks whose process is gone."""
+        found = []
+        for rank in range(self.size):
+            at = rank * self._each
+            pid = self._words[at + PID]
+            if pid and started(pid) != self._words[at + STARTED]:
+                found.append(rank)
+        return found
+
+    def behind(self, number: int) -> list[int]:
+        """Ranks that have not come to collective `number`."""
+        return [rank for rank in range(self.size) if self._slot(rank, number) is None]
+
+    def _look_for_the_dead(self, ranks: list[int], arrived) -> None:
+        for rank in self.ended():
+            if rank in ranks and not arrived(rank):
+                raise RankEnded(rank)
+
+
+class Alone(Page):
+    """For one process that plays one rank of many: the others are taken to be like it."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self._posted = rank, size, {}
+
+    def post(self, number: int, moment: float, what: int, timeout: timedelta) -> None:
+        self._posted[number] = moment, what
+
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, int]]:
+        return [self._posted.pop(number)] * self.size
+
+    def ended(self) -> list[int]:
+        return []
+
+    def behind(self, number: int) -> list[int]:
+        return []

@@ -1,0 +1,222 @@
+"""The numbers of a collective: gloo carries them between the ranks' processes, as memory without shape, as NCCL does.
+
+What gloo lacks is made from what it has: an average is a sum that is divided, a reduce_scatter an all_reduce of which each rank
+keeps its part (as gloo itself does it), an all_to_all of lists one of a single tensor. Copies travel as bytes, whatever their type.
+"""
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from virtualgpu.distributed import _compat
+from virtualgpu.distributed.calls import Call
+
+
+class Transfer:
+    """A collective whose numbers are on their way: `wait()` returns when they have come, and raises what gloo does."""
+
+    def __init__(self):
+        self.works: list = []
+        self.last: list[Callable[[], None]] = []  # what is left to do then
+
+    def wait(self) -> None:
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+        last, self.last = self.last, []
+        for step in last:
+            step()
+
+
+def start(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfer:
+    """Begin to carry the numbers. Tensors are taken as what they really are: call it untracked."""
+    transfer = Transfer()
+    CARRIERS[call.kind](gloo, call, rank, size, transfer, timeout)
+    return transfer
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory in order, whatever the strides. `data`: what arrives does not count as a change by autograd."""
+    tensor = tensor.data
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return flat(tensor).view(torch.uint8)
+
+
+def _put(target: torch.Tensor, memory: torch.Tensor) -> Callable[[], None]:
+    return lambda: flat(target).copy_(memory)
+
+
+class _Reduction:
+    """An operation of NCCL by those of gloo: what happens to a tensor before and after."""
+
+    def __init__(self, op, size: int):
+        self.name, self.factor = _compat.reduction(op)
+        self.size = size
+
+    def op(self, tensor: torch.Tensor):
+        if tensor.dtype is torch.bool and self.name == "SUM":
+            return dist.ReduceOp.MAX  # or, as NCCL has it
+        return getattr(dist.ReduceOp, "SUM" if self.name in ("AVG", "PREMUL_SUM") else self.name)
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As a type that gloo can add up."""
+        memory = flat(tensor)
+        if memory.dtype is torch.bool:
+            return memory.view(torch.uint8)
+        return torch.view_as_real(memory).view(-1) if memory.is_complex() else memory
+
+    def before(self, memory: torch.Tensor) -> None:
+        if self.name == "PREMUL_SUM":
+            memory.mul_(self.factor)
+
+    def after(self, memory: torch.Tensor) -> None:
+        if self.name == "AVG":
+            if memory.is_floating_point():
+                memory.div_(self.size)
+            else:
+                memory.div_(self.size, rounding_mode="trunc")
+
+
+def _all_reduce(gloo, call, rank, size, transfer, timeout):
+    reduction = _Reduction(call.op, size)
+    for outputs, _ in call.pairs:
+        memory = reduction.view(outputs[0])
+        reduction.before(memory)
+        if memory.numel():
+            transfer.works.append(_reduced(gloo, memory, reduction.op(outputs[0]), timeout))
+        transfer.last.append(lambda memory=memory: reduction.after(memory))
+
+
+def _reduced(gloo, memory, op, timeout):
+    options = _options(dist.AllreduceOptions, timeout)
+    options.reduceOp = op
+    return gloo.allreduce([memory], options)
+
+
+def _reduce_scatter(gloo, call, rank, size, transfer, timeout):
+    reduction = _Reduction(call.op, size)
+    for outputs, inputs in call.pairs:
+        views = [reduction.view(tensor) for tensor in inputs]
+        memory = torch.cat(views) if len(views) > 1 else views[0].clone()
+        target = reduction.view(outputs[0])
+        begin = sum(view.numel() for view in views[:rank]) if len(views) > 1 else rank * target.numel()
+        part = memory[begin : begin + target.numel()]
+        reduction.before(memory)
+        if memory.numel():
+            transfer.works.append(_reduced(gloo, memory, reduction.op(outputs[0]), timeout))
+        transfer.last.append(lambda part=part: reduction.after(part))
+        transfer.last.append(lambda part=part, target=target: target.copy_(part))
+
+
+def _reduce(gloo, call, rank, size, transfer, timeout):
+    reduction = _Reduction(call.op, size)
+    options = _options(dist.ReduceOptions, timeout)
+    options.rootRank = call.root
+    for outputs, _ in call.pairs:
+        target = reduction.view(outputs[0])
+        memory = target.clone()
+        reduction.before(memory)
+        options.reduceOp = reduction.op(outputs[0])
+        if memory.numel():
+            transfer.works.append(gloo.reduce([memory], options))
+        if rank == call.root:
+            transfer.last.append(lambda memory=memory: reduction.after(memory))
+            transfer.last.append(lambda memory=memory, target=target: target.copy_(memory))
+
+
+def _broadcast(gloo, call, rank, size, transfer, timeout):
+    options = _options(dist.BroadcastOptions, timeout)
+    options.rootRank, options.rootTensor = call.root, 0
+    for outputs, _ in call.pairs:
+        if outputs[0].numel():
+            transfer.works.append(gloo.broadcast([_bytes(outputs[0])], options))
+
+
+def _all_gather(gloo, call, rank, size, transfer, timeout):
+    for outputs, inputs in call.pairs:
+        sizes = {tensor.numel() for tensor in (*outputs, *inputs)}
+        if len(outputs) > 1 and len(sizes) > 1:  # NCCL: a broadcast from each rank
+            flat(outputs[rank]).copy_(flat(inputs[0]))
+            for root, output in enumerate(outputs):
+                _broadcast(gloo, Call("broadcast", [([output], [output])], root=root), rank, size, transfer, timeout)
+            continue
+        given = _bytes(inputs[0]).clone() if len(outputs) == 1 else _bytes(inputs[0])  # it may be a part of the output
+        whole = _bytes(outputs[0]) if len(outputs) == 1 else given.new_empty(given.numel() * size)
+        if given.numel():
+            transfer.works.append(gloo._allgather_base(whole, given, _options(_compat.AllgatherOptions, timeout)))
+        if len(outputs) > 1:
+            for output, part in zip(outputs, whole.chunk(size) if given.numel() else [], strict=False):
+                transfer.last.append(_put(output, part.view(output.dtype)))
+
+
+def _gather(gloo, call, rank, size, transfer, timeout):
+    options = _options(dist.GatherOptions, timeout)
+    options.rootRank = call.root
+    for outputs, inputs in call.pairs:
+        given = _bytes(inputs[0])
+        if len(outputs) == 1 and size > 1:  # into one tensor
+            parts = list(_bytes(outputs[0]).chunk(size)) if rank == call.root else []
+        else:
+            parts = [torch.empty_like(given) for _ in outputs]
+            transfer.last += [
+                _put(output, part.view(output.dtype)) for output, part in zip(outputs, parts, strict=True)
+            ]
+        if given.numel():
+            transfer.works.append(gloo.gather([parts] if rank == call.root else [], [given], options))
+
+
+def _scatter(gloo, call, rank, size, transfer, timeout):
+    options = _options(dist.ScatterOptions, timeout)
+    options.rootRank = call.root
+    for outputs, inputs in call.pairs:
+        parts = [[_bytes(tensor) for tensor in inputs]] if rank == call.root else []
+        if outputs[0].numel():
+            transfer.works.append(gloo.scatter([_bytes(outputs[0])], parts, options))
+
+
+def _all_to_all(gloo, call, rank, size, transfer, timeout):
+    (outputs, inputs) = call.pairs[0]
+    if call.splits is None:
+        given = torch.cat([_bytes(tensor) for tensor in inputs])
+        splits = [[tensor.nbytes for tensor in side] for side in (outputs, inputs)]
+        whole = given.new_empty(sum(splits[0]))
+    else:
+        given, whole = _bytes(inputs[0]), _bytes(outputs[0])
+        rows = [tensor.nbytes // tensor.shape[0] if tensor.numel() else 0 for tensor in (outputs[0], inputs[0])]
+        splits = [[row * each for each in side] for row, side in zip(rows, call.splits, strict=True)]
+    options = _options(dist.AllToAllOptions, timeout)
+    transfer.works.append(gloo.alltoall_base(whole, given, *splits, options))
+    if call.splits is None:
+        parts = whole.split(splits[0])
+        transfer.last += [_put(output, part.view(output.dtype)) for output, part in zip(outputs, parts, strict=True)]
+
+
+def _barrier(gloo, call, rank, size, transfer, timeout):
+    options = _options(dist.BarrierOptions, timeout)
+    transfer.works.append(gloo.barrier(options))
+
+
+def _options(kind, timeout: timedelta):
+    options = kind()
+    with contextlib.suppress(AttributeError):
+        options.timeout = timeout
+    return options
+
+
+CARRIERS = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _barrier,
+}

@@ -1,0 +1,174 @@
+"""Point to point: send, recv, and batches of them, with time on both sides.
+
+A message to or from one peer runs on a stream for that pair, as ProcessGroupNCCL has it; a batch (batch_isend_irecv) is one kernel
+on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
+that fits NCCL's buffer (NCCL_BUFFSIZE: 4 MiB) leaves its sender as soon as it has come to it.
+
+Ends are worked out at `wait()`, from what all ranks have written on their tapes, so that two ranks that isend first do not block
+each other. What would wait for itself on a GPU, and hang, raises DistBackendError.
+"""
+
+import time
+
+import torch
+from torch import distributed as dist
+
+from virtualgpu.distributed import _compat
+from virtualgpu.distributed.numbers import flat
+from virtualgpu.distributed.tape import RECV, SEND, Tape
+from virtualgpu.simulation import nccl
+from virtualgpu.simulation.queues import Queue
+
+BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
+
+
+class Hang(RuntimeError):
+    """Messages that wait for each other."""
+
+
+class Messages:
+    """The messages of one communicator. `ends[rank][batch]`: as far as they are known."""
+
+    def __init__(self, communicator, store):
+        self.of = communicator
+        self.tape = Tape(store, communicator.rank, communicator.size)
+        self.ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]
+        self.open: list[Exchange] = []  # that nobody has waited for
+        self.last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
+        self.streams: dict[int, Queue] = {}
+
+    def start(self, exchange: "Exchange") -> None:
+        """This rank has come to these messages."""
+        of, gpu = self.of, exchange.gpu
+        key = exchange.messages[0][1] if not exchange.batched else -1
+        issued, _ = of.clock.collectives.come_to(gpu.index)
+        if exchange.batched:
+            of.settle_collectives()  # on the same stream
+            issued = max(issued, of.end)
+        if key not in self.streams:
+            self.streams[key] = of.clock.collectives.new_stream(gpu.index)
+        exchange.stream = self.streams[key]
+        messages = [(way, peer, tensor.nbytes) for way, peer, tensor in exchange.messages]
+        exchange.number = self.last[key] = self.tape.write(issued, self.last.get(key, -1), messages)
+        if of.gloo is not None and not of.machine.dry:
+            with of.machine.untracked():
+                self._carry(exchange)
+        self.open.append(exchange)
+
+    def _carry(self, exchange: "Exchange") -> None:
+        gloo, written = self.of.gloo, self.tape.batches[self.of.rank][exchange.number].messages
+        for (way, peer, tensor), message in zip(exchange.messages, written, strict=True):
+            memory = flat(tensor).view(torch.uint8)
+            scratch = memory.clone() if way == SEND else torch.empty_like(memory)
+            if not scratch.numel():
+                continue
+            exchange.works.append((gloo.send if way == SEND else gloo.recv)([scratch], peer, message.nth))
+            if way == RECV:
+                exchange.arrived.append((memory, scratch))
+            else:
+                exchange.held.append(scratch)
+
+    def end(self, rank: int, number: int, deadline: float, path: tuple = ()) -> float:
+        """When does that batch of a rank end? Raises Hang where it would wait for itself."""
+        known = self.ends[rank].get(number)
+        if known is not None:
+            return known
+        batch = self.tape.batches[rank][number]
+        end = ready = self._ready(rank, number, deadline, path)
+        for message in batch.messages:
+            seconds = self._seconds(message.nbytes)
+            if message.peer == rank:
+                end = max(end, ready + seconds)
+                continue
+            if message.way == SEND and message.nbytes <= BUFFER:
+                end = max(end, ready + seconds)
+                continue
+            theirs = self.tape.batch_of(message.peer, 1 - message.way, rank, message.nth, deadline, self.of.timeout)
+            there = self._ready(message.peer, theirs, deadline, (*path, (rank, number)))
+            if message.way == RECV and message.nbytes <= BUFFER:
+                end = max(end, there + seconds, ready + self._seconds(0))
+            else:
+                end = max(end, max(ready, there) + seconds)
+        self.ends[rank][number] = end
+        return end
+
+    def _ready(self, rank: int, number: int, deadline: float, path: tuple) -> float:
+        """The stream has come to it: the batch before it on that stream is over."""
+        if (rank, number) in path:
+            raise Hang
+        batch = self.tape.batches[rank][number]
+        if batch.after < 0:
+            return batch.issued
+        return max(batch.issued, self.end(rank, batch.after, deadline, (*path, (rank, number))))
+
+    def _seconds(self, nbytes: int) -> float:
+        return nccl.seconds("p2p", nbytes, 2, self.of.layout.fabric, self.of.layout.nodes)
+
+    def settle(self) -> None:
+        """Every message that this rank has come to is over."""
+        for exchange in list(self.open):
+            exchange.finish()
+
+    def close(self) -> None:
+        self.tape.close()
+
+
+class Exchange(_compat.Work):
+    """One message, or a batch of them, of this rank. messages: (way, peer within the group, tensor)."""
+
+    def __init__(self, messages: Messages, gpu, batched: bool):
+        super().__init__()
+        self.of, self.gpu, self.batched = messages, gpu, batched
+        self.messages: list[tuple[int, int, torch.Tensor]] = []
+        self.works, self.arrived, self.held = [], [], []
+        self.number = self.end = self.stream = None
+
+    def finish(self) -> None:
+        """The numbers are there and the end is known; no stream waits for it yet."""
+        if self.end is not None:
+            return
+        communicator = self.of.of
+        names = [("send to", "recv from")[way] + f" rank {communicator.ranks[peer]}" for way, peer, _ in self.messages]
+        with communicator._errors(", ".join(names[:4])), communicator.machine.untracked():
+            try:
+                deadline = time.monotonic() + communicator.timeout.total_seconds()
+                end = self.of.end(communicator.rank, self.number, deadline)
+            except Hang:
+                raise dist.DistBackendError(
+                    f"{', '.join(names[:4])}: both ranks send first, and NCCL would hang: a message of more than 4 MiB leaves its "
+                    "sender when the receiver has come to it. Use batch_isend_irecv, or let one of them receive first"
+                ) from None
+            for work in self.works:
+                work.wait()
+            for memory, scratch in self.arrived:
+                memory.copy_(scratch)
+        self.end, self.works, self.arrived, self.held = end, [], [], []
+        if self in self.of.open:
+            self.of.open.remove(self)
+        clock = communicator.clock
+        nbytes = sum(tensor.nbytes for _, _, tensor in self.messages)
+        ready = self.of._ready(communicator.rank, self.number, 0.0, ())
+        clock.collectives.run(self.stream, ready, end, f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}")
+        communicator.statistics.add(self.gpu.index, ready, end, nbytes, 0.0, len(self.messages))
+        self.messages = []
+
+    def wait(self, timeout=None) -> bool:
+        self.finish()
+        self.of.of.clock.collectives.wait(self.gpu.index, self.end)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        self.finish()
+        return self.of.of.clock.collectives.over(self.end)
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self):
+        return None
+
+    def source_rank(self) -> int:
+        return self.of.of.rank

@@ -1,0 +1,118 @@
+"""Operations that make a tensor: from no other one (zeros), or with a `device` of their own (zeros_like, the copies of C++)."""
+
+import math
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.dry import DryRun
+from virtualgpu.engine.eager import Eager
+from virtualgpu.engine.home import Home, MadeByCpp, gpu_of, label
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.operations import Operation
+from virtualgpu.engine.results import settle
+from virtualgpu.engine.timing import Timing
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Factories:
+    """Makes tensors on the GPUs of one machine, or on the CPU."""
+
+    def __init__(self, machine: Machine, dry: DryRun, eager: Eager, timing: Timing):
+        self.machine, self.local, self.dry, self.eager, self.timing = machine, machine.local, dry, eager, timing
+
+    def make(self, op: Operation, args, kwargs):
+        """A tensor from no other: on the GPU or the CPU that `device` says."""
+        machine, device = self.machine, kwargs.get("device")
+        by_python, pinned = "pin_memory" in kwargs, kwargs.get("pin_memory")
+        if (device is not None and self._is_elsewhere(device, by_python)) or _compat.fake_mode_is_on():
+            return op.func(*args, **kwargs)
+        gpu = machine.gpu(device) if device is not None and device.type == "cuda" else None
+        if gpu is None and not by_python and machine.local.made_on is not None:
+            if device is None:
+                return op.func(*args, **kwargs)  # C++ computes with it on the host, in a dry run, too
+            gpu = machine.local.made_on
+        if op.generator:
+            self.eager.check_generator(args, kwargs, gpu)
+        options = {**kwargs, "device": META if machine.dry else CPU}
+        if pinned:
+            options["pin_memory"] = False
+            if gpu is not None:
+                raise RuntimeError("Only dense CPU tensors can be pinned")
+        if gpu is not None and not machine.dry:
+            self.eager.require_for_factory(args, kwargs, gpu)
+        if machine.dry:
+            out = self.dry.run(op, args, options, [], gpu)
+        elif gpu is None:
+            out = op.func(*args, **options)
+        else:
+            out, _ = self.eager.run(op, args, options, [], gpu)
+        if gpu is not None:
+            settle(op, out, gpu)
+            self.timing.write(op, out, gpu)
+        elif pinned:
+            out.untyped_storage()._virtual_pinned = True
+        elif not by_python:
+            self._label_made_by_cpp(op, out)
+        return out
+
+    def _label_made_by_cpp(self, op: Operation, out: torch.Tensor) -> None:
+        """In a backward pass it may become a gradient without meeting any other: it belongs where the pass is."""
+        if _compat.graph_task() != -1 and op.name != "scalar_tensor":
+            node = _compat.current_node()
+            by_python = isinstance(
+                node, torch.autograd.function.BackwardCFunction
+            )  # then it is of an output, not an input
+            leaf = None if by_python else next((found for found in _leaves(node)), None)
+            gpu = self.local.last if leaf is None else gpu_of(leaf)
+            if gpu is not None:
+                if gpu.machine is self.machine:
+                    out.untyped_storage()._virtual_home = Home(gpu, out.untyped_storage().nbytes(), guessed=True)
+                return
+        label(out, MadeByCpp())
+
+    def make_like(self, op: Operation, args, kwargs, tensors, source: GPU | None):
+        """A tensor from another one, with a `device` of its own: zeros_like(x, device=...), and copies that C++ asks for."""
+        machine, device = self.machine, kwargs.get("device") or (CPU if source is None else source.device)
+        from_options = "layout" in kwargs if op.converts else "pin_memory" not in kwargs
+        if self._is_elsewhere(device, not from_options):
+            return op.func(*args, **kwargs)
+        target = machine.gpu(device) if device.type == "cuda" else None
+        if source is not None and target is None and from_options:
+            target = source  # options that C++ copied from a GPU tensor: the backward of a cast, say
+        options = {**kwargs, "device": META if machine.dry else CPU}
+        if options.pop("pin_memory", None):
+            if target is not None:
+                raise RuntimeError("Only dense CPU tensors can be pinned")
+            options["pin_memory"] = False
+        if op.converts and target is source:
+            del options["device"]
+        if machine.dry:
+            out = self.dry.run(op, args, options, tensors, target)
+        elif target is None:
+            out = op.func(*args, **options)
+        else:
+            out, _ = self.eager.run(op, args, options, tensors, target)
+        if target is not None:
+            settle(op, out, target)
+        if op.converts and target is not source:
+            machine.charge_copy(
+                source, target, math.prod(out.shape) * out.element_size(), wait=not kwargs.get("non_blocking")
+            )
+        elif target is not None:
+            self.timing.write(op, out, target)
+        if kwargs.get("pin_memory") and target is None:
+            out.untyped_storage()._virtual_pinned = True
+        return out
+
+    def _is_elsewhere(self, device: torch.device, by_python: bool) -> bool:
+        """Neither the CPU nor a GPU? What C++ copies from a tensor of a dry run says meta."""
+        return device.type not in ("cpu", "cuda") and (by_python or not (self.machine.dry and device.type == "meta"))
+
+
+def _leaves(node):
+    """The tensors whose gradients this node of the graph makes, where they are leaves."""
+    for next_node, _ in node.next_functions if node is not None else ():
+        if hasattr(next_node, "variable"):
+            yield next_node.variable

@@ -1,0 +1,85 @@
+"""On which GPU an operation runs: where its tensors are, and whether they may meet."""
+
+import torch
+
+from virtualgpu.engine import special
+from virtualgpu.engine.home import gpu_of, home_of, label
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.operations import Operation, mismatch
+
+UNSET = object()
+
+
+class Places:
+    """Finds the place of an operation on one machine."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.local = machine, machine.local
+
+    def find(self, op: Operation, args, kwargs, tensors) -> GPU | None:
+        """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
+        if op.foreach:
+            return self._of_lists(op, args, kwargs, tensors)
+        gpu, adrift, guess, written = UNSET, None, None, False
+        for tensor in tensors:
+            try:
+                home = tensor.untyped_storage()._virtual_home
+            except NotImplementedError:  # sparse tensors
+                home = home_of(tensor)
+            here = None if home is None else home.gpu
+            if here is None:
+                if home is not None:
+                    if home.at_home:
+                        adrift = [tensor] if adrift is None else [*adrift, tensor]
+                        continue
+                    label(tensor, None)
+                if gpu is None:
+                    continue
+                if not (op.strict or tensor.dim()):
+                    written = written or special.is_written(op, tensor, args, kwargs)
+                    continue
+            elif here is gpu:
+                continue
+            elif home.guessed and (gpu is not UNSET or len(tensors) > 1):
+                adrift = [tensor] if adrift is None else [*adrift, tensor]
+                guess = here
+                continue
+            if gpu is UNSET:
+                gpu = here
+            elif op.mixed:
+                gpu = gpu or here
+            elif not special.may_stay_on_cpu(op, tensor, gpu, here):
+                raise mismatch(op, args, kwargs)
+        if gpu is UNSET and guess is not None:
+            gpu = guess
+        if gpu is UNSET or gpu is None:
+            for tensor in adrift or ():
+                if gpu is None and home_of(tensor).gpu is not None:  # a guess that was wrong: it is the CPU's
+                    label(tensor, None)
+            return None
+        if op.mixed:
+            gpu = special.place_of_mixed(op, args, kwargs, gpu)
+        elif written:
+            raise mismatch(op, args, kwargs)
+        if adrift:
+            for tensor in adrift:
+                if not op.indexes and home_of(tensor).gpu is not gpu:
+                    self.machine.place(tensor, gpu)
+        self.local.last = gpu
+        machine = self.machine
+        return machine.own(gpu) if machine.forked or gpu.machine is not machine else gpu
+
+    def _of_lists(self, op: Operation, args, kwargs, tensors) -> GPU | None:
+        """Entries of one list may be anywhere; those at one place in all lists must be together."""
+        found = gpu_of(tensors[0]) if tensors else None
+        if found is not None and all([gpu_of(tensor) is found for tensor in tensors]):
+            return self.machine.own(found)
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+        first = None
+        for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
+            homes = {gpu_of(tensor) for tensor in column if tensor.dim()}
+            if len(homes) > 1:
+                raise mismatch(op, column, {})
+            first = first or next(iter(homes), None)
+        found = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
+        return found and self.machine.own(found)

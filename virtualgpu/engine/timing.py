@@ -1,0 +1,80 @@
+"""How long a GPU works on an operation, and on which stream: told to the clock."""
+
+import torch
+
+from virtualgpu.engine.home import gpu_of, home_of
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.operations import Operation
+from virtualgpu.simulation.costs import moved, rate
+
+FLOAT = torch.float32
+KNOWN = 20_000  # FLOP counts remembered; beyond that, start again
+_flops: dict = {}  # for all threads
+
+
+class Timing:
+    """Launches the kernels of one machine's operations."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.clock = machine, machine.clock
+
+    def note_streams(self, tensors, gpu: GPU) -> None:
+        """For the backward pass, which goes back to the streams of this one."""
+        self.clock.note_node(gpu.index)
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if (
+                    tensor.requires_grad
+                    and tensor.is_leaf
+                    and (home := home_of(tensor)) is not None
+                    and home.gpu is not None
+                ):
+                    home.used_on = home.used_on or self.clock.current(home.gpu.index)
+
+    def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU) -> None:
+        """A kernel, by the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
+        if op.formula is None:
+            seconds = gpu.spec.seconds(0, moved(tensors[:1] if op.write_only else tensors), FLOAT)
+        else:
+            if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
+                gpu.use_cudnn()
+            flops = self._flops(op, args, kwargs, tensors, out)
+            if tensors[0].is_complex():  # a product of complex numbers is four of real ones
+                flops *= 4
+            seconds = gpu.spec.seconds(flops, moved(tensors), rate(op.func, flops, tensors))
+        if not self.clock.multi:
+            self.clock.launch(gpu.index, seconds, op.name)
+            return
+        # on a GPU autograd lets the stream of a backward operation wait for its gradient; who uses streams in the forward pass
+        # waits for what they made by themselves
+        backward = self.clock.local.backward is not None
+        homes = [home for tensor in tensors if (home := home_of(tensor)) is not None and home.gpu is gpu]
+        after = max((home.done for home in homes), default=0.0) if backward else 0.0
+        end = self.clock.launch(gpu.index, seconds, op.name, after)
+        for tensor in [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []:
+            if isinstance(tensor, torch.Tensor) and (home := home_of(tensor)) is not None and home.gpu is gpu:
+                home.done = end
+
+    def launch_foreach(self, op: Operation, args, tensors) -> None:
+        """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
+        lists = next(value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor))
+        first = [(tensor.nbytes, gpu_of(tensor)) for tensor in lists]
+        total, nbytes = sum(size for size, _ in first) or 1, moved(tensors)
+        for gpu in dict.fromkeys(where for _, where in first if where is not None):
+            share = sum(size for size, where in first if where is gpu)
+            seconds = gpu.spec.seconds(0, nbytes * share // total, FLOAT)
+            self.clock.launch(gpu.index, seconds, op.name)
+
+    def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
+        """A kernel that fills a new tensor; none where it is left as it is."""
+        if op.kernel:
+            self.clock.launch(gpu.index, gpu.spec.seconds(0, moved([out]), out.dtype), op.name)
+
+    def _flops(self, op: Operation, args, kwargs, tensors, out) -> int:
+        key = (op, *[tensor.shape for tensor in tensors], *[arg for arg in args if type(arg) is bool])
+        known = _flops.get(key)
+        if known is None:
+            if len(_flops) > KNOWN:
+                _flops.clear()
+            known = _flops[key] = op.formula(*args, **kwargs, out_val=out)
+        return known

@@ -1,0 +1,91 @@
+"""Ranks that `launch` starts work on the notebook's virtual GPUs: what they take over, and what comes back.
+
+They have the same cards, and share their memory through one ledger, as processes on real GPUs do. Where the notebook records
+(a Timeline, recording()), what each rank's GPU did is put into its recording.
+"""
+
+import atexit
+import pickle
+import shutil
+import tempfile
+from dataclasses import replace
+
+from virtualgpu.memory.ledger import Ledger
+
+
+def offer(dry: bool) -> bytes | None:
+    """What ranks take over from this process; None where it has no virtual GPUs of its own.
+
+    Raises ValueError where a dry run is asked for and there are none.
+    """
+    machine = _machine()
+    if machine is None:
+        if dry:
+            raise ValueError("launch(dry=True) runs on shapes alone, which virtual GPUs can: call gpus() first")
+        return None
+    if machine.ledger is None:
+        folder = tempfile.mkdtemp(prefix="virtualgpu-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        machine.share(Ledger(folder, len(machine.specs)))
+        for gpu in machine.gpus:
+            machine._note_reserved(gpu, gpu.settled())
+    clock = machine.clock
+    clock.wait()
+    what = (machine.specs, machine.visible, dry or machine.dry, machine.ledger.folder, clock.spans is not None)
+    return pickle.dumps(what)
+
+
+def take(offered: bytes | None) -> None:
+    """In a rank: the notebook's GPUs are on."""
+    if offered is None:
+        return
+    from virtualgpu import session
+
+    specs, visible, dry, folder, recording = pickle.loads(offered)
+    machine = _machine()
+    if machine is None:
+        machine = session._turn_on(specs, visible).machine
+        machine.share(Ledger(folder, len(specs)))
+    machine.dry = dry
+    if recording:
+        machine.clock.spans = []
+
+
+def choose(rank: int) -> None:
+    """In a rank: its GPU is the current one. That does not count as a use of it: CUDA's variables may still be set."""
+    _machine().local.current = rank
+
+
+def has_gpus() -> bool:
+    """Are virtual GPUs on in this process?"""
+    return _machine() is not None
+
+
+def leave(offered: bytes | None) -> bytes | None:
+    """In a rank, at its end: what its GPUs did."""
+    machine = _machine() if offered is not None else None
+    if machine is None or machine.clock.spans is None:
+        return None
+    machine.clock.wait()
+    return pickle.dumps((machine.clock.latest(), machine.clock.spans))
+
+
+def bring_back(left: list[bytes | None]) -> None:
+    """In the notebook: the ranks began when it started them, and it has waited for the last."""
+    machine = _machine()
+    if machine is None or machine.clock.spans is None:
+        return
+    clock = machine.clock
+    begin = end = clock.host
+    for what in left:
+        if what is not None:
+            last, spans = pickle.loads(what)
+            end = max(end, begin + last)
+            clock.spans.extend(replace(span, start=begin + span.start, end=begin + span.end) for span in spans)
+    clock.wait_until(end)
+
+
+def _machine():
+    from virtualgpu import session  # not before it is needed: it brings torch
+
+    return session.current()

@@ -1,0 +1,163 @@
+"""How long a collective of NCCL lasts: PyTorch's own analytic model of it, written for any card of the table.
+
+The model is that of `torch/_inductor/comm_analysis.py` (PyTorch 2.15), which follows NCCL's `src/graph/tuning.cc`: NCCL knows two
+algorithms and three protocols, estimates each, and takes the fastest. It is written again here because importing it takes two
+seconds a process, because older versions have another one, and because it knows four models of GPU; a test compares both.
+What PyTorch's has no formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root.
+
+Bandwidths in GB/s and latencies in us, as in those files; `seconds` takes bytes and returns seconds.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+from virtualgpu.hardware.datasheet import PCIE4, Spec
+
+TREE, RING = "tree", "ring"
+LL, LL128, SIMPLE = "LL", "LL128", "simple"
+ALGORITHMS, PROTOCOLS = (TREE, RING), (LL, LL128, SIMPLE)
+
+# tuning.cc, ncclTunerConstantsDefaults: us before the first byte, and for each step over a kind of link
+BASE = {TREE: (6.8, 14.0, 8.4), RING: (6.6, 14.0, 8.4)}
+STEP = {
+    "nvlink": {TREE: (0.6, 1.25, 4.0), RING: (0.6, 1.9, 3.4)},
+    "pcie": {TREE: (1.0, 1.9, 4.0), RING: (1.0, 2.5, 5.7)},
+    "network": {TREE: (5.0, 8.5, 14.0), RING: (2.7, 4.0, 14.0)},
+}
+# The same: bounds of LL on one, two and more nodes; of one channel of LL128 and of a tree. By generation of GPU
+VOLTA, AMPERE, HOPPER, BLACKWELL = 7, 8, 9, 10
+LL_BOUND = {
+    VOLTA: (39.0, 39.0, 20.4),
+    AMPERE: (87.7, 22.5, 19.0),
+    HOPPER: (141.0, 45.0, 35.0),
+    BLACKWELL: (282.0, 90.0, 70.0),
+}
+RING_LL128_BOUND = {VOLTA: (20.0,) * 3, AMPERE: (20.0,) * 3, HOPPER: (36.7,) * 3, BLACKWELL: (40.0,) * 3}
+TREE_LL128_BOUND = {
+    VOLTA: (20.0,) * 3,
+    AMPERE: (20.0,) * 3,
+    HOPPER: (36.7, 36.7, 29.0),
+    BLACKWELL: (55.6, 31.67, 20.0),
+}
+TREE_BOUND = {
+    VOLTA: (26.5, 18.5, 10.0),
+    AMPERE: (24.0, 23.6, 17.8),
+    HOPPER: (38.7, 41.4, 36.0),
+    BLACKWELL: (70.0, 42.8, 24.0),
+}
+# The same: what a tree reaches of its bandwidth, by the power of two of its size, from 64 bytes on
+_LL = (1.0,) * 4 + (0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9) + (1.0,) * 5
+_LL128 = (1.0,) * 5 + (0.9, 0.8, 0.8, 0.8, 0.7) + (0.6,) * 6 + (0.8,) + (0.9,) * 4 + (1.0,) * 3
+_SIMPLE = (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6) + (0.5,) * 4 + (0.6, 0.7, 0.8, 0.7, 0.7, 0.8) + (0.9,) * 3
+TREE_SHARE = dict(zip(PROTOCOLS, (_LL, _LL128, _SIMPLE), strict=True))
+# comm_analysis.py: channels that NCCL opens; GB/s of one NVLink (its sums over 6, 12, 18 and 18 links; Pascal: NCCL's topo.h);
+# of a network card for each GPU
+CHANNELS = {VOLTA: 2, AMPERE: 8, HOPPER: 16, BLACKWELL: 32}
+LINK = {6: 18.0, VOLTA: 120 / 6, AMPERE: 240 / 12, HOPPER: 370 / 18, BLACKWELL: 720 / 18}
+NETWORK = {VOLTA: 12.0, AMPERE: 25.0, HOPPER: 50.0, BLACKWELL: 50.0}
+# It gives PCI Express 24 GB/s, which is NCCL's figure for generation 4 (graph/topo.h: 12 for 3.0, twice that for 4.0)
+PCIE_SHARE = 24e9 / PCIE4.bandwidth
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What joins the GPUs of a group. `inside`, `between`: GB/s a GPU can send within its node and to others."""
+
+    generation: int
+    nvlink: bool
+    inside: float
+    between: float
+
+    @classmethod
+    def of(cls, spec: Spec) -> "Fabric":
+        """Of a machine full of these cards."""
+        return _fabric(spec.capability[0], spec.nvlink and spec.nvlink.links, spec.peer.bandwidth)
+
+
+@functools.cache
+def _fabric(major: int, links: int | None, peer: float) -> Fabric:
+    generation = min(BLACKWELL, max(VOLTA, major))
+    inside = links * LINK[max(6, min(BLACKWELL, major))] if links else peer * PCIE_SHARE / 1e9
+    return Fabric(generation, bool(links), inside, NETWORK[generation])
+
+
+def slowest(fabrics: list[Fabric]) -> Fabric:
+    """A ring is as fast as its slowest link."""
+    return min(fabrics, key=lambda fabric: (fabric.inside, fabric.between, fabric.generation))
+
+
+@functools.lru_cache(maxsize=4096)
+def seconds(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int = 1) -> float:
+    """The time of one collective.
+
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, barrier or p2p (one message). nbytes: of the whole, as NCCL
+    counts: all that an all_gather or a gather returns, all that a reduce_scatter or a scatter is given. A group of one takes no time.
+    """
+    if ranks <= 1:
+        return 0.0
+    if kind == "barrier":
+        kind, nbytes = "all_reduce", 1
+    algorithms = ALGORITHMS if kind == "all_reduce" else (RING,)
+    ways = [(algorithm, protocol) for algorithm in algorithms for protocol in PROTOCOLS]
+    times = [_microseconds(kind, nbytes, ranks, fabric, nodes, *way) for way in ways]
+    return min(time for time in times if time is not None) * 1e-6
+
+
+def _microseconds(
+    kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str
+) -> float | None:
+    """By one algorithm and protocol; None where NCCL would not use them."""
+    if protocol == LL128 and nodes > 1:
+        return None  # its figures are NVLink's
+    steps = _steps(kind, ranks)
+    bus = _bus_bandwidth(kind, nbytes, fabric, nodes, algorithm, protocol)
+    if algorithm == TREE:
+        size = int(math.log2(nbytes >> 6)) if nbytes >= 128 else 0
+        share = TREE_SHARE[protocol]
+        bandwidth = bus * 0.5 * (share[size] if size < len(share) else 1.0)
+    elif kind == "p2p":
+        bandwidth = bus
+    elif kind in ("gather", "scatter"):
+        bandwidth = bus * ranks / (ranks - 1)  # all but the root's own part pass one link
+    else:
+        bandwidth = bus * ranks / steps
+    return _latency(kind, ranks, fabric, nodes, algorithm, protocol, steps) + nbytes / (1000.0 * bandwidth)
+
+
+def _steps(kind: str, ranks: int) -> int:
+    if kind == "p2p":
+        return 1
+    if kind in ("all_reduce", "all_to_all"):
+        return 2 * (ranks - 1)
+    return ranks - 1 if kind in ("all_gather", "reduce_scatter") else ranks
+
+
+def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str) -> float:
+    generation, size = fabric.generation, min(nodes, 3) - 1
+    bus = fabric.inside
+    if nodes > 1:  # calibrated by PyTorch against H100s over RoCE
+        bus = fabric.between * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7))
+        if nodes > 2:
+            bus *= (max(nbytes, 50_000_000) / 50_000_000) ** 0.17  # larger messages use more of a node's network cards
+    if protocol == LL:
+        return min(LL_BOUND[generation if nodes == 1 else VOLTA][size], bus * (0.5 if algorithm == RING else 1 / 3.8))
+    channels = CHANNELS[generation]
+    if protocol == LL128 and algorithm == RING:
+        return min(bus * 120 / 128, channels * RING_LL128_BOUND[generation][size])
+    if protocol == LL128:
+        return min(bus * (7 / 9 if nodes == 1 else 120 / 128), channels * TREE_LL128_BOUND[generation][size])
+    return min(bus * 0.92, channels * TREE_BOUND[generation][size]) if algorithm == TREE else bus
+
+
+def _latency(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str, steps: int) -> float:
+    at = PROTOCOLS.index(protocol)
+    # where several nodes take part, PyTorch's model has no PCI Express inside of them
+    inside = STEP["nvlink" if fabric.nvlink or nodes > 1 else "pcie"][algorithm][at]
+    between = STEP["network"][algorithm][at]
+    if nodes > 1:
+        inside = max(inside, 3.0 if protocol == SIMPLE else 1.0)
+    if algorithm == TREE:
+        return BASE[TREE][at] + 2 * ((ranks // nodes - 1) * inside + int(math.log2(nodes)) * between)
+    crossing = 0 if nodes == 1 else (2 if kind == "all_reduce" else 1) * (nodes - 1)
+    return BASE[RING][at] + (steps - crossing) * inside + crossing * between
