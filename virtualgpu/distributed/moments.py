@@ -90,7 +90,7 @@ class Page:
     def post(self, number: int, moment: float, what: int, timeout: timedelta) -> None:
         """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
         if number > SLOTS:
-            self._wait(lambda rank: self._words[rank * self._each + READ] > number - SLOTS, timeout)
+            self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
         at = self.rank * self._each + HEAD + number % SLOTS * SLOT
         bits = bits_of(moment)
         self._words[at], self._words[at + 1], self._words[at + 2] = bits, what, bits ^ what ^ number

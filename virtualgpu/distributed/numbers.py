@@ -5,6 +5,7 @@ keeps its part (as gloo itself does it), an all_to_all of lists one of a single 
 """
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -31,6 +32,9 @@ class Transfer:
             step()
 
 
+LOST: list[Call] = []  # gloo may still write into their tensors: its transfer failed
+
+
 def start(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfer:
     """Begin to carry the numbers. Tensors are taken as what they really are: call it untracked."""
     transfer = Transfer()
@@ -39,9 +43,16 @@ def start(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfe
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory in order, whatever the strides. `data`: what arrives does not count as a change by autograd."""
-    tensor = tensor.data
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    """Its memory in order, whatever the strides; what arrives there does not count as a change by autograd.
+
+    It does not keep the memory: gloo's threads hold what they carried a moment longer than `wait()`, and a GPU's bytes would stay
+    allocated until then. Who carries keeps the tensor.
+    """
+    if not tensor.numel():
+        return tensor.data.view(-1)
+    address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    memory = (ctypes.c_byte * tensor.nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=tensor.dtype)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu._compat import current_node, graph_task
-from virtualgpu.distributed import _compat
+from virtualgpu.distributed import _compat, numbers
 from virtualgpu.distributed.calls import Call
 from virtualgpu.engine.machine import GPU
 from virtualgpu.simulation.queues import Queue
@@ -40,6 +40,7 @@ class VirtualWork(_compat.Work):
         except RuntimeError as error:
             self._failed = error
             self.communicator.forget(self)
+            numbers.LOST.append(self.call)
             raise
 
     def wait(self, timeout=None) -> bool:

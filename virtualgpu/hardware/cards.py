@@ -7,9 +7,9 @@ what the same cores do when they accumulate in float16. Clocks (MHz) and caches 
 Memory is total_memory as PyTorch or deviceQuery printed it on such a card; it moves by some MiB between drivers. "read" below
 says by what, in posts and files of public repositories.
 
-Cards stand here as they are sold: without the NVLink bridge that may join two of them (A100 and H100 PCIe, RTX A6000, RTX 3090,
-TITAN RTX). GeForce cards do not reach each other's memory then (NVIDIA/nccl#1127, nccl-tests#117: 2080 Ti, 3090, 4090; TITAN RTX
-taken to be like the 2080 Ti, of the same chip): copies pass through the host.
+Cards stand here as they are sold: without the NVLink bridge that may join two of them (`bridges`). GeForce cards do not reach each
+other's memory then (NVIDIA/nccl#1127, nccl-tests#117: 2080 Ti, 3090, 4090; TITAN RTX taken to be like the 2080 Ti, of the same
+chip): copies pass through the host.
 """
 
 import torch

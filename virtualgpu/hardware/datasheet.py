@@ -33,7 +33,7 @@ NVLINK_LATENCY = 2e-6
 
 @dataclass(frozen=True)
 class NVLink:
-    """The NVLinks that leave one GPU. Bridges, which are sold apart and join two cards, are left out of the table.
+    """The NVLinks that leave one GPU. Bridges, which are sold apart and join two cards, are `bridges`.
 
     PyTorch's model of NCCL (torch/_inductor/comm_analysis.py) knows NVLink of V100, A100, H100 and B200, and PCI Express; it
     goes by the first number of the compute capability: 7, 8, 9, and 10 or more.
@@ -42,6 +42,7 @@ class NVLink:
     links: int
     bandwidth: float  # bytes/s of one link in one direction
     switch: bool  # NVSwitch: all links lead to every other GPU of the machine; otherwise they are shared out among neighbours
+    bridge: bool = False  # all links lead to one other card, and no further
 
 
 @dataclass(frozen=True)

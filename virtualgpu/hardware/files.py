@@ -10,7 +10,7 @@
 
 These must be there, of the rates float32; or `base = "A100"` (a name in the table), and then only what is different. What may be there: peer (a link like host; without it copies between GPUs pass through the host), peer_access (true or
 false), kernel (time that any kernel takes, "2 us"), clock, memory_clock ("2505 MHz"), bus (bits), l2 ("64 MB"), power ("320 W"),
-nvlink ({links = 12, bandwidth = "25 GB/s", switch = true}, of one link one way). Rates may also name float64, float8 (both
+nvlink ({links = 12, bandwidth = "25 GB/s", switch = true}, of one link one way; bridge = true where they join two cards alone). Rates may also name float64, float8 (both
 kinds), float8_e4m3fn, float8_e5m2.
 """
 
@@ -169,10 +169,11 @@ def _link(key: str, value, before: Link | None) -> Link:
 
 def _nvlink(value) -> NVLink:
     names = [field.name for field in fields(NVLink)]
-    if not isinstance(value, dict) or set(names) - set(value):
+    if not isinstance(value, dict) or set(names) - {"bridge"} - set(value):
         raise ValueError('nvlink = {links = 12, bandwidth = "25 GB/s", switch = true} says all three')
     _only(value, names, "key of nvlink")
-    if not isinstance(value["switch"], bool):
-        raise ValueError(f"nvlink.switch = {value['switch']!r} must be true or false")
+    for key in ("switch", "bridge"):
+        if not isinstance(value.get(key, False), bool):
+            raise ValueError(f"nvlink.{key} = {value[key]!r} must be true or false")
     bandwidth = quantity(value["bandwidth"], "B/s", "nvlink.bandwidth")
-    return NVLink(_count("nvlink.links", value["links"]), bandwidth, value["switch"])
+    return NVLink(_count("nvlink.links", value["links"]), bandwidth, value["switch"], value.get("bridge", False))

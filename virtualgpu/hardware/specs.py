@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from virtualgpu.hardware import files
+from virtualgpu.hardware import bridges, files
 from virtualgpu.hardware.cards import SPECS
 from virtualgpu.hardware.datasheet import PCIE3, PCIE4, PCIE5, TF32, Link, NVLink, Spec
 from virtualgpu.hardware.units import GIB, MIB, parse_size
@@ -37,7 +37,7 @@ def find(like: str | os.PathLike | Spec, memory: int | str | None = None) -> Spe
     """The card of that name, with another memory size where one is given (bytes, or "16 GB").
 
     like: a name in the table, as `torch.cuda.get_device_name` prints it or as people write it ("A100", "a100-80gb",
-    "A100 PCIe", "RTX4090", "4090"); the path of a .toml or .json file (see `files`); or a Spec, which is kept.
+    "A100 PCIe", "RTX4090", "4090"), with NVLink behind it for a card with its bridge ("TITAN RTX NVLink"); the path of a .toml or .json file (see `files`); or a Spec, which is kept.
 
     Raises ValueError, naming what there is, for an unknown name, a file that does not say a card, or a size that cannot be read.
     """
@@ -73,13 +73,17 @@ def find_all(n: int | None, like: str | os.PathLike | Spec | Sequence, memory: i
             f"like names {len(like)} cards ({names}) for {n} GPU{'s' * (n > 1)}: name one for all, or one for each"
         )
     specs = [find(card, memory) for card in like]
-    return specs * n if len(specs) == 1 else specs
+    specs = specs * n if len(specs) == 1 else specs
+    bridges.check(specs)
+    return specs
 
 
 def _named(like) -> Spec:
     spec = SPECS.get(like) if isinstance(like, str) else None
     if spec is not None:
         return spec
+    if isinstance(like, str) and re.search(r"nv-?link\s*$", like, re.IGNORECASE):
+        return bridges.bridged(_named(re.sub(r"\W*nv-?link\s*$", "", like, flags=re.IGNORECASE)))
     names = [*SPECS, *(spec.name for spec in SPECS.values())]
     model, form, gigabytes = _parts(str(like))
     for key, spec in SPECS.items():
@@ -151,6 +155,7 @@ def table() -> str:
     ]
     foot = (
         "Rates in TFLOPS: dense, accumulated in float32. GB/s of its memory, to another GPU (one way) and to the host.\n"
-        "Without bridges. A card of your own: a .toml file (virtualgpu.hardware.files says its keys)."
+        f"Without bridges; with NVLink behind the name two cards have theirs ({', '.join(bridges.BRIDGES)}).\n"
+        "A card of your own: a .toml file (virtualgpu.hardware.files says its keys)."
     )
     return "\n".join([*lines, "", foot])

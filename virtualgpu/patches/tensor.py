@@ -104,6 +104,8 @@ class TensorPatches:
         flags = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
         if isinstance(first, torch.Tensor):  # .to(other): its device and dtype
             where, dtype = self.device(first), first.dtype
+            if where.type not in ("cpu", "cuda"):
+                return original(tensor, *args, **kwargs)
             if apart and self.machine.gpu(where) is not gpu_of(tensor):
                 return original(tensor, *args, **kwargs)
             plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})

@@ -10,9 +10,10 @@ Bandwidths in GB/s and latencies in us, as in those files; `seconds` takes bytes
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from virtualgpu.hardware.datasheet import PCIE4, Spec
+from virtualgpu.hardware.networks import Network
 
 TREE, RING = "tree", "ring"
 LL, LL128, SIMPLE = "LL", "LL128", "simple"
@@ -51,10 +52,10 @@ _LL = (1.0,) * 4 + (0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 
 _LL128 = (1.0,) * 5 + (0.9, 0.8, 0.8, 0.8, 0.7) + (0.6,) * 6 + (0.8,) + (0.9,) * 4 + (1.0,) * 3
 _SIMPLE = (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6) + (0.5,) * 4 + (0.6, 0.7, 0.8, 0.7, 0.7, 0.8) + (0.9,) * 3
 TREE_SHARE = dict(zip(PROTOCOLS, (_LL, _LL128, _SIMPLE), strict=True))
-# comm_analysis.py: channels that NCCL opens; GB/s of one NVLink (its sums over 6, 12, 18 and 18 links; Pascal: NCCL's topo.h);
-# of a network card for each GPU
+# comm_analysis.py: channels that NCCL opens; GB/s of one NVLink (its sums over 6, 12, 18 and 18 links; Pascal and the bridges of
+# GA102, which have half the lanes: NCCL's topo.h, SM60 and SM86); of a network card for each GPU
 CHANNELS = {VOLTA: 2, AMPERE: 8, HOPPER: 16, BLACKWELL: 32}
-LINK = {6: 18.0, VOLTA: 120 / 6, AMPERE: 240 / 12, HOPPER: 370 / 18, BLACKWELL: 720 / 18}
+LINK = {6: 18.0, VOLTA: 120 / 6, AMPERE: 240 / 12, HOPPER: 370 / 18, BLACKWELL: 720 / 18, (8, 6): 12.0}
 NETWORK = {VOLTA: 12.0, AMPERE: 25.0, HOPPER: 50.0, BLACKWELL: 50.0}
 # It gives PCI Express 24 GB/s, which is NCCL's figure for generation 4 (graph/topo.h: 12 for 3.0, twice that for 4.0)
 PCIE_SHARE = 24e9 / PCIE4.bandwidth
@@ -62,36 +63,61 @@ PCIE_SHARE = 24e9 / PCIE4.bandwidth
 
 @dataclass(frozen=True)
 class Fabric:
-    """What joins the GPUs of a group. `inside`, `between`: GB/s a GPU can send within its node and to others."""
+    """What joins the GPUs of a group. inside, between: GB/s a GPU can send within its node and to others. shared: all GPUs of a node
+    send to others through one card, and `between` is what they have of it together (`shared_by` says what a group has).
+    """
 
     generation: int
     nvlink: bool
     inside: float
     between: float
+    shared: bool = False
 
     @classmethod
-    def of(cls, spec: Spec) -> "Fabric":
-        """Of a machine full of these cards."""
-        return _fabric(spec.capability[0], spec.nvlink and spec.nvlink.links, spec.peer.bandwidth)
+    def of(cls, spec: Spec, network: Network | None = None, peer_to_peer: bool = True) -> "Fabric":
+        """Of machines full of these cards. network: between them; unless given, PyTorch's figure for that generation of GPU.
+
+        peer_to_peer: False as NCCL_P2P_DISABLE=1 has it, and for cards without peer access in any case. Data pass through the host's
+        memory then: once up and once down PCI Express, so that NCCL counts the same bandwidth as from card to card over it
+        (src/graph/paths.cc leads such a path through the CPU, and its bandwidth is that of the slowest link).
+        """
+        direct = peer_to_peer and spec.peer_access
+        way = spec.peer if direct else spec.host
+        found = _fabric(spec.capability, spec.nvlink.links if direct and spec.nvlink else None, way.bandwidth)
+        if network is None:
+            return found
+        # a network card sits behind PCI Express, as the GPU does
+        return replace(found, between=min(network.bandwidth, spec.host.bandwidth) / 1e9, shared=network.shared)
+
+    def shared_by(self, members: int, gpus: int) -> "Fabric":
+        """For a group with `members` of a node's `gpus`. Where they share a card, the node's other GPUs are taken to be in such groups
+        too, and to send at the same time, as ranks that run one program do: each group has its part of the card.
+        """
+        if not self.shared:
+            return self
+        return replace(self, between=self.between * min(1.0, members / gpus))
 
 
 @functools.cache
-def _fabric(major: int, links: int | None, peer: float) -> Fabric:
-    generation = min(BLACKWELL, max(VOLTA, major))
-    inside = links * LINK[max(6, min(BLACKWELL, major))] if links else peer * PCIE_SHARE / 1e9
+def _fabric(capability: tuple[int, int], links: int | None, way: float) -> Fabric:
+    generation = min(BLACKWELL, max(VOLTA, capability[0]))
+    link = LINK.get(capability, LINK[max(6, min(BLACKWELL, capability[0]))])
+    inside = links * link if links else way * PCIE_SHARE / 1e9
     return Fabric(generation, bool(links), inside, NETWORK[generation])
 
 
 def slowest(fabrics: list[Fabric]) -> Fabric:
-    """A ring is as fast as its slowest link."""
-    return min(fabrics, key=lambda fabric: (fabric.inside, fabric.between, fabric.generation))
+    """A ring is as fast as its slowest link, within the nodes and between them."""
+    inside = min(fabrics, key=lambda fabric: (fabric.inside, fabric.between, fabric.generation))
+    between = min(fabrics, key=lambda fabric: fabric.between)
+    return replace(inside, between=between.between, shared=between.shared)
 
 
 @functools.lru_cache(maxsize=4096)
 def seconds(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int = 1) -> float:
     """The time of one collective.
 
-    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, barrier or p2p (one message). nbytes: of the whole, as NCCL
+XX
     counts: all that an all_gather or a gather returns, all that a reduce_scatter or a scatter is given. A group of one takes no time.
     """
     if ranks <= 1:
@@ -136,7 +162,9 @@ def _steps(kind: str, ranks: int) -> int:
 def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str) -> float:
     generation, size = fabric.generation, min(nodes, 3) - 1
     bus = fabric.inside
-    if nodes > 1:  # calibrated by PyTorch against H100s over RoCE
+    if nodes > 1 and fabric.shared:  # one card for a node: what follows is about several
+        bus = min(bus, fabric.between)
+    elif nodes > 1:  # calibrated by PyTorch against H100s over RoCE
         bus = fabric.between * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7))
         if nodes > 2:
             bus *= (max(nbytes, 50_000_000) / 50_000_000) ** 0.17  # larger messages use more of a node's network cards
