@@ -7,10 +7,13 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       memory: bytes, or text such as "16 GB"; the card's own unless given. name, capability: what tools print
                       that ask the driver; looked up where missing. dry: shapes alone. folder: where the runner's processes
                       leave their figures. trace, report: what each process writes there when it ends. alone: world_size,
-                      rank and gpus_per_node of a dry run in which one process plays one rank of many.
+                      rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
+                      the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
+GROUP_RANK and others what torchrun says of nodes: `node`, `has_several_nodes`, `local_world_size`.
+NCCL_P2P_DISABLE      1, or NCCL_P2P_LEVEL=LOC: no GPU reaches another one's memory: `peer_to_peer`.
 
 HELPERS_GPUS (real or virtual GPUs for a notebook) is read by `session.gpus` alone. Only the standard library is imported here.
 """
@@ -42,6 +45,8 @@ class Settings(NamedTuple):
     trace: bool = False
     report: bool = False
     alone: tuple[int, int, int] | None = None  # world_size, rank, gpus_per_node: this process plays one rank of many
+    gpus_per_node: int | None = None
+    network: str | None = None
 
     def text(self) -> str:
         """The value for VIRTUALGPU; `settings` reads it."""
@@ -110,9 +115,21 @@ def visible(uuids: list[str], wanted: str | None) -> list[int]:
     return chosen
 
 
-def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[int]:
-    """Which of `count` virtual GPUs, by index, this process sees now."""
-    return visible([uuid(index) for index in range(count)], environ.get("CUDA_VISIBLE_DEVICES"))
+def visible_gpus(count: int, environ: Mapping[str, str] = os.environ, gpus_per_node: int | None = None) -> list[int]:
+    """Which of `count` virtual GPUs, by index, this process sees now.
+
+    Where the GPUs are divided into nodes and torchrun has several agents, each agent's processes see those of its node, and
+    CUDA_VISIBLE_DEVICES counts among these. Raises ValueError for a node that has none.
+    """
+    here = list(range(count))
+    if gpus_per_node is not None and has_several_nodes(environ):
+        here = here[node(environ) * gpus_per_node :][:gpus_per_node]
+        if not here:
+            raise ValueError(
+                f"{count} GPUs make {count // gpus_per_node} nodes of {gpus_per_node}, and this process is on node {node(environ)} "
+                "(counted from 0): ask for as many GPUs as all nodes have together"
+            )
+    return [here[index] for index in visible([uuid(index) for index in here], environ.get("CUDA_VISIBLE_DEVICES"))]
 
 
 def launch_blocking(environ: Mapping[str, str] = os.environ) -> bool:
@@ -125,8 +142,30 @@ def node(environ: Mapping[str, str] = os.environ) -> int:
     for name in ("GROUP_RANK", "NODE_RANK"):
         if environ.get(name, "").isdigit():
             return int(environ[name])
-    local = environ.get("LOCAL_WORLD_SIZE", "")
-    return max(0, rank(environ)) // int(local) if local.isdigit() and int(local) else 0
+    local = local_world_size(environ)
+    return max(0, rank(environ)) // local if local else 0
+
+
+def has_several_nodes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Does the launcher say that the ranks are on more than one node?"""
+    agents = environ.get("GROUP_WORLD_SIZE", "")
+    if agents.isdigit():
+        return int(agents) > 1
+    world, local = environ.get("WORLD_SIZE", ""), local_world_size(environ)
+    return world.isdigit() and 0 < local < int(world)
+
+
+def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks the launcher says this node has; 0 where it says nothing."""
+    value = environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdigit() else 0
+
+
+def peer_to_peer(environ: Mapping[str, str] = os.environ) -> bool:
+    """May NCCL let GPUs reach each other's memory, by NVLink or PCI Express? (NCCL's src/graph/paths.cc, ncclGetLevel.)"""
+    if environ.get("NCCL_P2P_DISABLE", "").strip() == "1":
+        return False
+    return environ.get("NCCL_P2P_LEVEL", "") not in ("LOC", "0")
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -8,13 +8,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from virtualgpu import _compat
-from virtualgpu.distributed import alone
+from virtualgpu.distributed import alone, place
 from virtualgpu.distributed import patches as distributed
+from virtualgpu.distributed.nodes import ONE_NODE, Nodes
 from virtualgpu.engine import kernels, meta
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible_gpus
-from virtualgpu.hardware import specs
+from virtualgpu.hardware import bridges, networks, specs
+from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
     autocast,
@@ -86,9 +88,10 @@ class Devices(list):
 class _Session:
     """Virtual GPUs: `open` turns them on, `close` off. Both may be cut short (Ctrl-C): close then finishes."""
 
-    def __init__(self, cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False):
-        self.cards, self.as_real = tuple(cards), as_real
+    def __init__(self, cards: Sequence[Spec], visible: list[int] | None, as_real: bool, nodes: Nodes):
+        self.cards, self.as_real, self.nodes = tuple(cards), as_real, nodes
         self.machine = Machine(list(cards), visible)
+        self.machine.gpus_per_node, self.machine.network = nodes
         self.machine.enter = self.enter
         self.patches = Patches()
         self.lifted = _compat.lifts_only_cpu_tensors()
@@ -136,10 +139,12 @@ def _leave() -> None:
     _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine.closed)
 
 
-def _turn_on(cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False) -> _Session:
+def _turn_on(
+    cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False, nodes: Nodes = ONE_NODE
+) -> _Session:
     """On, or, where that fails, nothing changed."""
     global _session
-    session = _session = _Session(cards, visible, as_real)
+    session = _session = _Session(cards, visible, as_real, nodes)
     try:
         session.open()
     except BaseException:  # Ctrl-C among them
@@ -174,25 +179,35 @@ def machine() -> Machine | None:
     return _session.machine
 
 
-def gpus(n: int = 2, like="T4", memory: int | str | None = None) -> Devices:
+def gpus(
+    n: int = 2,
+    like="T4",
+    memory: int | str | None = None,
+    gpus_per_node: int | None = None,
+    network: str | Network | None = None,
+) -> Devices:
     """`n` GPUs to work with: real ones where this machine has as many, otherwise virtual ones modelled on `like`.
 
     like: a card's name (`virtualgpu.SPECS` lists them), several for a mixed machine ("T4,V100"), the path of a card of your own, or
     a Spec. memory: bytes, or text such as "256 MB"; the card's own unless given; on real GPUs it limits what this process may take.
+    gpus_per_node: ranks on GPUs 0, 1, ... of these play on one node, the next ones on another, and so on; all on one unless given.
+    network: what joins nodes, a name ("InfiniBand NDR", "Ethernet 25": `hardware.networks` has all) or a rate ("100 Gb/s" for each
+    GPU, "100 Gb/s per node"); what PyTorch's model has for the card unless given.
+
     HELPERS_GPUS=virtual or real chooses one kind. Asking again for the same keeps what is there; asking for other GPUs starts
     afresh, and tensors on the old ones are lost.
 
-    Raises ValueError for an invalid number, name or size; RuntimeError if HELPERS_GPUS=real and there are too few.
+    Raises ValueError for an invalid number, name, size or network; RuntimeError if HELPERS_GPUS=real and there are too few.
     """
     _check_number("gpus", n)
-    cards = tuple(specs.find_all(n, like, memory))
+    cards, nodes = tuple(specs.find_all(n, like, memory)), Nodes.of(n, gpus_per_node, network)
     kind = _wanted_kind()
     if _session is not None and not _session.as_real:
-        new = _session.cards != cards
+        new = (_session.cards, _session.nodes) != (cards, nodes)
         if new:
             dry = _session.machine.dry
             reset()
-            _turn_on(cards).machine.dry = dry
+            _turn_on(cards, nodes=nodes).machine.dry = dry
         return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
     if real >= n:
@@ -206,18 +221,27 @@ def gpus(n: int = 2, like="T4", memory: int | str | None = None) -> Devices:
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
         )
     reset()
-    return _announce(_turn_on(cards), True)
+    return _announce(_turn_on(cards, nodes=nodes), True)
 
 
-def activate(cards: Sequence[Spec], dry: bool = False, visible: list[int] | None = None) -> Machine:
+def activate(
+    cards: Sequence[Spec],
+    dry: bool = False,
+    gpus_per_node: int | None = None,
+    network: str | None = None,
+) -> Machine:
     """Virtual GPUs on, without a word, and passing for real ones: what the runner does in each process, after `import torch`.
 
-    visible: which of the cards this process has, in CUDA's order (CUDA_VISIBLE_DEVICES).
+    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network: as in `gpus`.
     """
     reset()
-    machine = _turn_on(cards, visible, as_real=True).machine
-    machine.dry = dry
-    machine.choose = lambda: visible_gpus(len(cards))
+
+    def choose() -> list[int]:
+        return visible_gpus(len(cards), gpus_per_node=gpus_per_node)
+
+    nodes = Nodes.of(len(cards), gpus_per_node, network)
+    machine = _turn_on(cards, choose(), as_real=True, nodes=nodes).machine
+    machine.dry, machine.choose = dry, choose
     return machine
 
 
@@ -227,7 +251,7 @@ def renew() -> None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _session
     reset()
-    new = _turn_on(old.cards, old.machine.visible, old.as_real).machine
+    new = _turn_on(old.cards, old.machine.visible, old.as_real, old.nodes).machine
     new.dry, new.choose = old.machine.dry, old.machine.choose
     if old.machine.ledger is not None:
         new.share(old.machine.ledger)
@@ -276,6 +300,7 @@ def dry_run(
     world_size: int | None = None,
     gpus_per_node: int = 8,
     rank: int = 0,
+    network: str | Network | None = None,
 ) -> Iterator[None]:
     """In this block, operations work on shapes alone: places, memory and time without the numbers.
 
@@ -283,24 +308,31 @@ def dry_run(
     A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
-    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`).
+    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`), on nodes of
+    `gpus_per_node`. network: what joins nodes, as in `gpus`.
 
-    Raises ValueError for an invalid number, name or size, or where other GPUs are on than are asked for.
+    Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for.
     """
     if n is not None:
         _check_number("dry_run", n)
-    where = None if world_size is None else alone.place(world_size, rank, gpus_per_node)
+    where = None if world_size is None else place.place(world_size, rank, gpus_per_node)
+    joined = None if network is None else networks.find(network)
     own = _session is None
     if own:
         n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
-        _turn_on(specs.find_all(n, like, memory))
-    elif (n, like, memory) != (None, None, None):
+        cards = tuple(specs.find_all(n, like, memory))
+    elif (n, like, memory) == (None, None, None):
+        cards = _session.cards
+    else:
         cards = tuple(specs.find_all(n or len(_session.cards), like or _session.cards[0], memory))
         if cards != _session.cards:
             there = ", ".join(card.name for card in _session.cards)
             raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
-    machine, before = _session.machine, _session.machine.dry
-    machine.dry = True
+    if where is not None:
+        bridges.check([cards[0]] * min(world_size, gpus_per_node))
+    machine = _turn_on(cards).machine if own else _session.machine
+    before, machine.dry = (machine.dry, machine.network), True
+    machine.network = joined or machine.network
     environ = None if where is None else alone.enter(machine, where)
     try:
         yield
@@ -310,7 +342,7 @@ def dry_run(
         if own:
             reset()
         elif _session is not None:
-            _session.machine.dry = before
+            _session.machine.dry, _session.machine.network = before
 
 
 @contextlib.contextmanager

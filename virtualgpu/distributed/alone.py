@@ -7,46 +7,11 @@ it, and lasts as long as among all of them. Where ranks are not alike (a pipelin
 import functools
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
+from virtualgpu.distributed.place import Place
 from virtualgpu.patches.registry import Patches
-
-
-class Place(NamedTuple):
-    """Which rank of how many, and how many GPUs a node has."""
-
-    world_size: int
-    rank: int = 0
-    gpus_per_node: int = 8
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """What torchrun would say to it. The process has one GPU, so that its local rank is 0."""
-        ranks = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": 0}
-        ranks |= {
-            "LOCAL_WORLD_SIZE": min(self.gpus_per_node, self.world_size),
-            "GROUP_RANK": self.rank // self.gpus_per_node,
-        }
-        return {name: str(value) for name, value in ranks.items()} | {
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "29500",
-        }
-
-    def nodes(self, ranks: list[int]) -> int:
-        """Over how many nodes these ranks are spread."""
-        return len({rank // self.gpus_per_node for rank in ranks})
-
-
-def place(world_size: int, rank: int = 0, gpus_per_node: int = 8) -> Place:
-    """Raises ValueError for what cannot be."""
-    for name, value, least in (("world_size", world_size, 1), ("rank", rank, 0), ("gpus_per_node", gpus_per_node, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: give a whole number, {least} at least")
-    if rank >= world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to {world_size - 1}")
-    return Place(world_size, rank, gpus_per_node)
 
 
 def enter(machine, where: Place) -> Mapping[str, str | None]:

@@ -9,7 +9,6 @@ current stream, at torch.cuda.synchronize().
 """
 
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -18,10 +17,10 @@ from virtualgpu.distributed import _compat, numbers
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check
 from virtualgpu.distributed.moments import Page, RankEnded, RankLate
+from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
 from virtualgpu.distributed.work import Together, VirtualWork
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.simulation import nccl
 from virtualgpu.simulation.queues import Queue
 
 KINDS = tuple(numbers.CARRIERS)
@@ -31,7 +30,7 @@ KEPT = 1024  # works that nobody waits for are remembered up to so many
 class Communicator:
     """Of one process group in this process. ranks: the global rank of each member. gloo: carries the numbers; None in a dry run."""
 
-    def __init__(self, machine: Machine, name: str, ranks: list[int], rank: int, gloo, page: Page, layout: "Layout"):
+    def __init__(self, machine: Machine, name: str, ranks: list[int], rank: int, gloo, page: Page, layout: Layout):
         self.machine, self.clock = machine, machine.clock
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
         self.gloo, self.page, self.layout = gloo, page, layout
@@ -92,8 +91,7 @@ class Communicator:
             nbytes = self._agreed(earlier.call.kind, [what for _, what in found])
             last = max(moment for moment, _ in found)
             start = max(last, self.end)
-            seconds = nccl.seconds(earlier.call.kind, nbytes, self.size, self.layout.fabric, self.layout.nodes)
-            self.end, self.resolved = start + seconds, number
+            self.end, self.resolved = start + self.layout.seconds(earlier.call.kind, nbytes), number
             earlier.begin, earlier.end = start, self.end
             self.clock.collectives.run(earlier.stream, start, self.end, f"{earlier.call.kind} {_size(nbytes)}")
             if self.size > 1:
@@ -202,13 +200,6 @@ class _Errors:
                 f"{where} timed out after {seconds:g} s: {who} not come to it. Do all ranks call the same collectives in the same "
                 "order? The limit is init_process_group(timeout=...)"
             ) from error
-
-
-class Layout(NamedTuple):
-    """Where the ranks of a group are: what joins them, and on how many nodes."""
-
-    fabric: nccl.Fabric
-    nodes: int
 
 
 def _size(nbytes: int) -> str:

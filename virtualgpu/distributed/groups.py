@@ -12,15 +12,14 @@ from torch import distributed as dist
 
 from virtualgpu.distributed import _compat
 from virtualgpu.distributed.calls import OPERATIONS, Call
-from virtualgpu.distributed.communicator import Communicator, Layout
+from virtualgpu.distributed.communicator import Communicator
 from virtualgpu.distributed.moments import Alone, Page
+from virtualgpu.distributed.nodes import Layout, Where
 from virtualgpu.distributed.statistics import Statistics
 from virtualgpu.distributed.tape import RECV, SEND
 from virtualgpu.distributed.work import VirtualWork
 from virtualgpu.engine.home import gpu_of, home_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.environment import node
-from virtualgpu.simulation import nccl
 
 
 class Options:
@@ -122,19 +121,17 @@ class Communicators:
     def _meet(self, group, gpu: GPU) -> Communicator:
         rank, size = group.rank(), group.size()
         ranks = dist.get_process_group_ranks(group)
-        fabric = nccl.Fabric.of(gpu.spec)
-        backend = self._backend(group)
+        here, backend = Where.of(self.machine, gpu), self._backend(group)
         if _compat.is_fake(group):
-            nodes = 1 if self.machine.alone is None else self.machine.alone.nodes(ranks)
-            page, layout, backend = Alone(rank, size), Layout(fabric, nodes), None
+            alone = self.machine.alone
+            found = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
+            page, backend = Alone(rank, size), None
         else:
             store = _compat.store_of(group)
             page = Page.meet(store, rank, size)
-            store.set(f"virtualgpu/{rank}", json.dumps([node(), *vars(fabric).values()]))
-            said = [json.loads(store.get(f"virtualgpu/{other}")) for other in range(size)]
-            nodes = len({where for where, *_ in said})
-            layout = Layout(nccl.slowest([nccl.Fabric(*what) for _, *what in said]), nodes)
-        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, layout)
+            store.set(f"virtualgpu/{rank}", json.dumps(here.said()))
+            found = [Where.heard(json.loads(store.get(f"virtualgpu/{other}"))) for other in range(size)]
+        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, Layout(found))
         if isinstance(backend, ProcessGroupNCCL):
             communicator.timeout = backend.limit
         return communicator

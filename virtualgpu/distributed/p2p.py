@@ -16,7 +16,6 @@ from torch import distributed as dist
 from virtualgpu.distributed import _compat
 from virtualgpu.distributed.numbers import flat
 from virtualgpu.distributed.tape import RECV, SEND, Tape
-from virtualgpu.simulation import nccl
 from virtualgpu.simulation.queues import Queue
 
 BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
@@ -76,7 +75,7 @@ class Messages:
         batch = self.tape.batches[rank][number]
         end = ready = self._ready(rank, number, deadline, path)
         for message in batch.messages:
-            seconds = self._seconds(message.nbytes)
+            seconds = self.of.layout.message(message.nbytes, rank, message.peer)
             if message.peer == rank:
                 end = max(end, ready + seconds)
                 continue
@@ -86,7 +85,7 @@ class Messages:
             theirs = self.tape.batch_of(message.peer, 1 - message.way, rank, message.nth, deadline, self.of.timeout)
             there = self._ready(message.peer, theirs, deadline, (*path, (rank, number)))
             if message.way == RECV and message.nbytes <= BUFFER:
-                end = max(end, there + seconds, ready + self._seconds(0))
+                end = max(end, there + seconds, ready + self.of.layout.message(0, rank, message.peer))
             else:
                 end = max(end, max(ready, there) + seconds)
         self.ends[rank][number] = end
@@ -100,9 +99,6 @@ class Messages:
         if batch.after < 0:
             return batch.issued
         return max(batch.issued, self.end(rank, batch.after, deadline, (*path, (rank, number))))
-
-    def _seconds(self, nbytes: int) -> float:
-        return nccl.seconds("p2p", nbytes, 2, self.of.layout.fabric, self.of.layout.nodes)
 
     def settle(self) -> None:
         """Every message that this rank has come to is over."""

@@ -12,6 +12,7 @@ import torch
 from virtualgpu.engine.home import HOME, Home, gpu_of, storage_of
 from virtualgpu.environment import launch_blocking, uuid
 from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus
+from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.memory.ledger import Ledger
@@ -106,13 +107,16 @@ class Machine:
 
     dry: operations work on shapes alone. initialized: somebody has used a GPU (torch.cuda.is_initialized). forked: this process
     was forked from one that had. on_first_use: called once, before the first use of a GPU. choose: says which of the cards
-    CUDA_VISIBLE_DEVICES leaves, until a GPU is used. ledger: shared with the other processes of a run.
+    CUDA_VISIBLE_DEVICES leaves, until a GPU is used. ledger: shared with the other processes of a run. gpus_per_node: how the cards are
+    divided into nodes; None: they are one. network: what joins nodes; None: what PyTorch's model has for the card.
     """
 
     def __init__(self, specs: list[Spec], visible: list[int] | None = None):
         self.specs, self.choose = specs, None
         self.ledger: Ledger | None = None
         self.alone = None  # the rank that this process plays alone (distributed.alone.Place)
+        self.gpus_per_node: int | None = None
+        self.network: Network | None = None
         self.communicators = None  # of process groups: virtualgpu.distributed puts them here
         self._equip(list(range(len(specs))) if visible is None else visible)
         self.dry = False

@@ -32,6 +32,20 @@ def find(gpus: int | None, like: str, memory: str | None) -> tuple[Card, ...]:
         )
 
 
+def network(name: str) -> str:
+    """That network's name, where there is one of it, or its rate. Raises ValueError, in a sentence."""
+    with _specs():
+        from virtualgpu.hardware import networks
+
+        return networks.find(name).name
+
+
+def bridge(card: Card, gpus_per_node: int) -> None:
+    """Raises ValueError where so many of these cards are to be joined by a bridge for two."""
+    with _specs() as specs:
+        specs.bridges.check([specs.find(card.like)] * gpus_per_node)
+
+
 def table() -> str:
     """What there is."""
     with _specs() as specs:

@@ -82,11 +82,11 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
     from virtualgpu.hardware import specs
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
-    machine = session.activate(cards, settings.dry, environment.visible_gpus(len(cards)))
+    machine = session.activate(cards, settings.dry, settings.gpus_per_node, settings.network)
     if settings.alone is not None:
-        from virtualgpu.distributed import alone
+        from virtualgpu.distributed import alone, place
 
-        alone.enter(machine, alone.place(*settings.alone))
+        alone.enter(machine, place.place(*settings.alone))
     if ledger is not None:
         machine.share(ledger)
 

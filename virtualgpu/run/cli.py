@@ -5,6 +5,7 @@ import sys
 from typing import NamedTuple
 
 from virtualgpu import environment
+from virtualgpu.distributed import place
 from virtualgpu.run import cards
 
 USAGE = """\
@@ -20,14 +21,17 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --dry          shapes alone: places, memory and time without the numbers
   --world-size N one rank of so many plays alone, with --dry: what no laptop could hold
   --rank R       which of them (0)
-  --gpus-per-node G  how many GPUs a node has (8)
+  --gpus-per-node G  how many GPUs a node has: with --world-size 8 unless given; otherwise all, or as many
+                 as --gpus are divided into (several agents of torchrun: each has those of its node)
+  --network NAME what joins nodes: "InfiniBand NDR", "Ethernet 25", ..., or a rate, "100 Gb/s" for each GPU or
+                 "100 Gb/s per node" (what PyTorch's model of NCCL has for the card)
   --trace FILE   write what each GPU did, on the simulated clock, as a Chrome trace (ui.perfetto.dev opens it)
   --report       also tell what lay on each GPU at its peak
   --quiet        no table at the end
   --cards        list the cards there are, and end
 """
 MOST = 64  # GPUs
-WITH_VALUE = ("--gpus", "--like", "--memory", "--trace", "--world-size", "--rank", "--gpus-per-node")
+WITH_VALUE = ("--gpus", "--like", "--memory", "--trace", "--world-size", "--rank", "--gpus-per-node", "--network")
 WITHOUT = ("--dry", "--report", "--quiet", "--cards", "--help")
 
 
@@ -47,6 +51,7 @@ class Options(NamedTuple):
     world_size: int | None = None
     rank: int | None = None
     gpus_per_node: int | None = None
+    network: str | None = None
 
 
 def main(arguments: list[str]) -> int:
@@ -61,14 +66,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if not options.program:
             raise ValueError("name a program to run: a script, or -m and a module (--help says more)")
-        settings = environment.Settings(
-            cards.find(1 if options.world_size and not options.gpus else options.gpus, options.like, options.memory),
-            options.dry,
-            None,
-            bool(options.trace),
-            options.report,
-            _alone(options),
-        )
+        settings = _settings(options)
         from virtualgpu.run import program
 
         status = program.run(settings, list(options.program), options.trace, options.quiet)
@@ -116,22 +114,40 @@ def parse(arguments: list[str]) -> Options:
     return Options(**found, program=tuple(rest))
 
 
-def _alone(options: Options) -> tuple[int, int, int] | None:
-    """world_size, rank and gpus_per_node, where one process plays one rank of many. Raises ValueError."""
+def _settings(options: Options) -> environment.Settings:
+    """What the program's processes are told. Raises ValueError, in a sentence."""
+    alone, per_node = _alone(options), options.gpus_per_node
+    found = cards.find(1 if alone and not options.gpus else options.gpus, options.like, options.memory)
+    if alone is not None:
+        cards.bridge(found[0], min(alone.world_size, alone.gpus_per_node))
+        per_node = None
+    elif per_node is not None:
+        _checked(f"--gpus-per-node {per_node}", place.nodes, len(found), per_node)
+    network = None if options.network is None else _checked("--network", cards.network, options.network)
+    trace, report = bool(options.trace), options.report
+    return environment.Settings(found, options.dry, None, trace, report, alone and tuple(alone), per_node, network)
+
+
+def _alone(options: Options) -> place.Place | None:
+    """Which rank, where one process plays one of many. Raises ValueError."""
     if options.world_size is None:
-        if options.rank is not None or options.gpus_per_node is not None:
-            raise ValueError("--rank and --gpus-per-node are of one rank of many: say of how many, --world-size N")
+        if options.rank is not None:
+            raise ValueError("--rank is of one rank of many: say of how many, --world-size N")
         return None
     if not options.dry:
         raise ValueError(
             "--world-size plays one rank of many, on shapes alone: add --dry (or start all ranks, by torchrun)"
         )
-    rank, per_node = options.rank or 0, 8 if options.gpus_per_node is None else options.gpus_per_node
-    if options.world_size < 1 or per_node < 1 or rank >= options.world_size:
-        raise ValueError(
-            f"--world-size {options.world_size} --rank {rank} --gpus-per-node {per_node}: ranks count from 0, and there is 1 at least"
-        )
-    return options.world_size, rank, per_node
+    per_node = 8 if options.gpus_per_node is None else options.gpus_per_node
+    return _checked(f"--world-size {options.world_size}", place.place, options.world_size, options.rank or 0, per_node)
+
+
+def _checked(option: str, check, *values):
+    """What `check` says of these values; its ValueError names the option."""
+    try:
+        return check(*values)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def _whole(name: str, text: str) -> int:

@@ -31,8 +31,8 @@ def offer(dry: bool) -> bytes | None:
             machine._note_reserved(gpu, gpu.settled())
     clock = machine.clock
     clock.wait()
-    what = (machine.specs, machine.visible, dry or machine.dry, machine.ledger.folder, clock.spans is not None)
-    return pickle.dumps(what)
+    cards = (machine.specs, machine.visible, machine.gpus_per_node, machine.network)
+    return pickle.dumps((cards, dry or machine.dry, machine.ledger.folder, clock.spans is not None))
 
 
 def take(offered: bytes | None) -> None:
@@ -41,10 +41,10 @@ def take(offered: bytes | None) -> None:
         return
     from virtualgpu import session
 
-    specs, visible, dry, folder, recording = pickle.loads(offered)
+    (specs, visible, *nodes), dry, folder, recording = pickle.loads(offered)
     machine = _machine()
     if machine is None:
-        machine = session._turn_on(specs, visible).machine
+        machine = session._turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
         machine.share(Ledger(folder, len(specs)))
     machine.dry = dry
     if recording:

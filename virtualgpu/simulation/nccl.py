@@ -81,9 +81,9 @@ class Fabric:
         memory then: once up and once down PCI Express, so that NCCL counts the same bandwidth as from card to card over it
         (src/graph/paths.cc leads such a path through the CPU, and its bandwidth is that of the slowest link).
         """
-        direct = peer_to_peer and spec.peer_access
-        way = spec.peer if direct else spec.host
-        found = _fabric(spec.capability, spec.nvlink.links if direct and spec.nvlink else None, way.bandwidth)
+        links = spec.nvlink.links if spec.nvlink and peer_to_peer else None
+        way = spec.peer if spec.peer_access and peer_to_peer else spec.host
+        found = _fabric(spec.capability, links, way.bandwidth)
         if network is None:
             return found
         # a network card sits behind PCI Express, as the GPU does
@@ -117,8 +117,9 @@ def slowest(fabrics: list[Fabric]) -> Fabric:
 def seconds(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int = 1) -> float:
     """The time of one collective.
 
-XX
-    counts: all that an all_gather or a gather returns, all that a reduce_scatter or a scatter is given. A group of one takes no time.
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, barrier or p2p (one message).
+    nbytes: of the whole, as NCCL counts: all that an all_gather or a gather returns, all that a reduce_scatter or a scatter is given.
+    nodes: over how many the ranks are spread. A group of one takes no time.
     """
     if ranks <= 1:
         return 0.0
