@@ -128,10 +128,10 @@ class Communicator:
 
     # -- messages, and what is called together
 
-    def message(self, way: int, peer: int, tensor: torch.Tensor, gpu: GPU, store) -> Exchange:
+    def message(self, way: int, peer: int, tensor: torch.Tensor, gpu: GPU) -> Exchange:
         """This rank has come to a send or a recv."""
         if self.messages is None:
-            self.messages = Messages(self, store)
+            self.messages = Messages(self)
         exchange = self.batch
         if self.together is None:
             exchange = Exchange(self.messages, gpu, batched=False)
@@ -157,10 +157,6 @@ class Communicator:
         """The ends of all collectives so far are known."""
         for work in list(self.works.values()):
             work.finish()
-
-    def close(self) -> None:
-        if self.messages is not None:
-            self.messages.close()
 
     def drain(self) -> None:
         """Every collective that this rank has come to is over, and its end known."""

@@ -74,8 +74,7 @@ class Communicators:
         """A group is destroyed; None: all are."""
         names = list(self.known) if group is None else [group.group_name]
         for name in names:
-            if name in self.known:
-                self.known.pop(name).close()
+            self.known.pop(name, None)
         if group is None:
             self.backends.clear()
 
@@ -185,7 +184,7 @@ class Communicators:
         if name == "recv_any_source_":
             raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
         communicator = self.of(group, gpu)
-        return communicator.message(ways[name], args[2], args[0][0], gpu, _compat.store_of(group)).boxed()
+        return communicator.message(ways[name], args[2], args[0][0], gpu).boxed()
 
 
 def _check_for_tensors(func, values: dict) -> None:

@@ -16,6 +16,7 @@ import struct
 import tempfile
 import time
 from datetime import timedelta
+from typing import BinaryIO
 
 from virtualgpu.memory.ledger import started
 
@@ -51,10 +52,14 @@ class RankLate(RuntimeError):
 
 
 class Page:
-    """The moments of one group. Ranks count within the group."""
+    """The moments of one group. Ranks count within the group. file: what the page is mapped from, None where it is one rank's alone;
+    behind the page is room for what ranks write for each other (`tape`).
+    """
 
-    def __init__(self, words: memoryview, rank: int, size: int):
-        self._words, self.rank, self.size = words, rank, size
+    file: BinaryIO | None = None
+
+    def __init__(self, words: memoryview, rank: int, size: int, file: BinaryIO | None = None):
+        self._words, self.rank, self.size, self.file = words, rank, size, file
         self._each = HEAD + SLOTS * SLOT
         self._read = 0
         mine = rank * self._each
@@ -78,14 +83,12 @@ class Page:
                 raise RuntimeError(
                     "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
                 ) from None
-        try:
-            words = memoryview(mmap.mmap(number, nbytes)).cast("q")
-        finally:
-            os.close(number)
+        file = open(number, "r+b", buffering=0)  # noqa: SIM115 - as long as the group
+        words = memoryview(mmap.mmap(number, nbytes)).cast("q")
         if store.add("virtualgpu/met", 1) == size:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-        return cls(words, rank, size)
+        return cls(words, rank, size, file)
 
     def post(self, number: int, moment: float, what: int, timeout: timedelta) -> None:
         """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
@@ -135,6 +138,11 @@ class Page:
             if pid and started(pid) != self._words[at + STARTED]:
                 found.append(rank)
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of the page itself."""
+        return 8 * self.size * (HEAD + SLOTS * SLOT)
 
     def behind(self, number: int) -> list[int]:
         """Ranks that have not come to collective `number`."""

@@ -28,9 +28,9 @@ class Hang(RuntimeError):
 class Messages:
     """The messages of one communicator. `ends[rank][batch]`: as far as they are known."""
 
-    def __init__(self, communicator, store):
+    def __init__(self, communicator):
         self.of = communicator
-        self.tape = Tape(store, communicator.rank, communicator.size)
+        self.tape = Tape(communicator.page)
         self.ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]
         self.open: list[Exchange] = []  # that nobody has waited for
         self.last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
@@ -104,9 +104,6 @@ class Messages:
         """Every message that this rank has come to is over."""
         for exchange in list(self.open):
             exchange.finish()
-
-    def close(self) -> None:
-        self.tape.close()
 
 
 class Exchange(_compat.Work):

@@ -1,21 +1,28 @@
-"""Which messages every rank of a group has come to, in order: a file of each rank that the others read.
+"""Which messages every rank of a group has come to, in order: each rank writes its own in a file that all of them have open.
+
+It is the file of the group's page of moments, far behind the page, so that it has no name any more when the first message comes, and
+what a rank has written can be read when its group is destroyed, or when it has ended.
 
 From these records any rank works out when any message begins and ends, without asking: nobody waits for another process to find
 time for an answer, and all come to the same numbers.
 """
 
-import contextlib
+import functools
+import operator
 import os
 import struct
-import tempfile
 import time
 from datetime import timedelta
 from typing import NamedTuple
 
-from virtualgpu.distributed.moments import RankEnded, RankLate, bits_of, moment_of
-from virtualgpu.memory.ledger import started
+from virtualgpu.distributed.moments import Page, RankEnded, RankLate, bits_of, moment_of
 
-RECORD = struct.Struct("8q")
+RECORD = struct.Struct(
+    "8q"
+)  # number of the batch, its messages, moment, batch before, way, peer, bytes, and a check of these
+ROOM = 1 << 34  # bytes for each rank: 268 million messages. What nobody wrote takes no room on the disk
+READ = 1 << 12
+WRITTEN = 1 << 40  # in every check, so that nothing is not a record
 SEND, RECV = 0, 1
 
 
@@ -39,16 +46,12 @@ class Batch(NamedTuple):
 class Tape:
     """The batches of all ranks of a group, as far as they were read. Ranks count within the group."""
 
-    def __init__(self, store, rank: int, size: int):
-        self.store, self.rank, self.size = store, rank, size
-        number, self._path = tempfile.mkstemp(prefix="virtualgpu-", suffix=".tape")
-        self._files: dict[int, int] = {rank: number}
-        self._pids: dict[int, tuple[int, int]] = {}
-        self._at = [0] * size
-        self.batches: list[list[Batch]] = [[] for _ in range(size)]
+    def __init__(self, page: Page):
+        self.page, self.rank, self.size = page, page.rank, page.size
+        self._at = [page.nbytes + rank * ROOM for rank in range(page.size)]  # how far each was read, or written
+        self.batches: list[list[Batch]] = [[] for _ in range(page.size)]
         self.where: dict[tuple[int, int, int, int], int] = {}  # (rank, way, peer, nth): the batch that it is in
         self._counts: dict[tuple[int, int, int], int] = {}
-        store.set(f"virtualgpu/tape/{rank}", f"{os.getpid()} {started(os.getpid())} {self._path}")
 
     def write(self, issued: float, after: int, messages: list[tuple[int, int, int]]) -> int:
         """This rank comes to a batch of (way, peer, nbytes); returns its number."""
@@ -59,11 +62,10 @@ class Tape:
             written.append(Message(way, peer, nbytes, nth))
             self.where[self.rank, way, peer, nth] = number
         self._mine.append(Batch(issued, after, written))
-        data = b"".join(
-            RECORD.pack(number, len(written), bits, after, m.way, m.peer, m.nbytes, number ^ bits ^ m.nbytes)
-            for m in written
-        )
-        os.write(self._files[self.rank], data)
+        if self.page.file is not None:
+            heads = [(number, len(written), bits, after, m.way, m.peer, m.nbytes) for m in written]
+            data = b"".join(RECORD.pack(*head, _check(head)) for head in heads)
+            self._at[self.rank] += os.pwrite(self.page.file.fileno(), data, self._at[self.rank])
         return number
 
     def batch_of(self, rank: int, way: int, peer: int, nth: int, deadline: float, timeout: timedelta) -> int:
@@ -75,16 +77,9 @@ class Tape:
                     raise RankLate([rank], timeout.total_seconds())
                 time.sleep(pause)
                 pause = min(1e-3, 1.5 * pause)
-                if pause == 1e-3 and self._ended(rank) and not self._read(rank):
+                if pause == 1e-3 and rank in self.page.ended() and not self._read(rank):
                     raise RankEnded(rank)
         return self.where[rank, way, peer, nth]
-
-    def close(self) -> None:
-        for number in self._files.values():
-            os.close(number)
-        self._files.clear()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
 
     @property
     def _mine(self) -> list[Batch]:
@@ -95,40 +90,34 @@ class Tape:
         self._counts[rank, way, peer] = count + 1
         return count
 
-    def _open(self, rank: int) -> bool:
-        if rank in self._files:
-            return True
-        key = f"virtualgpu/tape/{rank}"
-        if not self.store.check([key]):
-            return False
-        pid, begun, path = self.store.get(key).decode().split(" ", 2)
-        self._pids[rank] = int(pid), int(begun)
-        with contextlib.suppress(FileNotFoundError):  # it has closed it
-            self._files[rank] = os.open(path, os.O_RDONLY)
-        return rank in self._files
-
-    def _ended(self, rank: int) -> bool:
-        pid = self._pids.get(rank)
-        return pid is not None and started(pid[0]) != pid[1]
-
     def _read(self, rank: int) -> bool:
         """Take in what a rank has written since; False where that is nothing."""
-        if not self._open(rank):
+        if self.page.file is None:
             return False
-        data = os.pread(self._files[rank], 1 << 16, self._at[rank])
-        batches, at, found = self.batches[rank], 0, False
+        data = os.pread(self.page.file.fileno(), READ, self._at[rank])
+        at, found = 0, False
         while at + RECORD.size <= len(data):
-            number, count, bits, after, *_ = RECORD.unpack_from(data, at)
-            if at + count * RECORD.size > len(data):
-                break
+            count = RECORD.unpack_from(data, at)[1]
+            end = at + count * RECORD.size
+            if end > len(data):  # goes on behind what was looked at
+                data = data[:at] + os.pread(self.page.file.fileno(), max(READ, end - at), self._at[rank] + at)
+                if end > len(data):
+                    break
             records = [RECORD.unpack_from(data, at + i * RECORD.size) for i in range(count)]
-            if any(number ^ bits ^ record[6] != record[7] for record in records):
-                break  # being written
-            messages = [Message(r[4], r[5], r[6], self._next(rank, r[4], r[5])) for r in records]
-            batches.append(Batch(moment_of(bits), after, messages))
-            for message in messages:
-                self.where[rank, message.way, message.peer, message.nth] = number
-            at += count * RECORD.size
-            found = True
+            if not records or any(_check(record[:-1]) != record[-1] for record in records):
+                break  # nothing yet, or being written
+            self._take(rank, records)
+            at, found = end, True
         self._at[rank] += at
         return found
+
+    def _take(self, rank: int, records: list[tuple[int, ...]]) -> None:
+        number, _, bits, after, *_ = records[0]
+        messages = [Message(way, peer, nbytes, self._next(rank, way, peer)) for *_, way, peer, nbytes, _ in records]
+        self.batches[rank].append(Batch(moment_of(bits), after, messages))
+        for message in messages:
+            self.where[rank, message.way, message.peer, message.nth] = number
+
+
+def _check(head: tuple[int, ...]) -> int:
+    return functools.reduce(operator.xor, head, WRITTEN)
