@@ -1,5 +1,6 @@
 """DistributedDataParallel's C++ half: its buckets lie on the GPU of the parameters, from the constructor on."""
 
+import torch
 from torch import distributed as dist
 
 from virtualgpu.engine.home import gpu_of
@@ -26,8 +27,24 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(dist, "Reducer", Reducer)
     verify = dist._verify_params_across_processes
 
-    def verify_params(*args, **kwargs):
-        if not machine.dry:  # it reads values
-            verify(*args, **kwargs)
+    def verify_params(group, params, *args, **kwargs):
+        if machine.dry:
+            _as_it_would_verify(group, list(params))
+        else:
+            verify(group, params, *args, **kwargs)
 
     patches.replace_everywhere(dist, "_verify_params_across_processes", verify_params)
+
+
+def _as_it_would_verify(group, params: list[torch.Tensor]) -> None:
+    """In a dry run there are no values to compare (how many parameters each rank has, their sizes and strides): what it sends
+    (torch/csrc/distributed/c10d/reducer.cpp, verify_params_across_processes), and that the host waits for it.
+    """
+    own = torch.empty(1, dtype=torch.int64, device=params[0].device)
+    counts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(counts, own, group=group, async_op=True).wait()
+    for count in counts:
+        count.cpu()
+    shapes = torch.empty(2 * sum(param.dim() for param in params), dtype=torch.int64, device=own.device)
+    dist.broadcast(shapes, group=group, group_src=0, async_op=True).wait()
+    torch.empty_like(shapes).copy_(shapes)

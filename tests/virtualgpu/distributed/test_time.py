@@ -120,13 +120,11 @@ def test_fsdp_gathers_the_next_layer_beside_the_kernels(on_gpus):
 
 
 def test_a_dry_run_of_several_ranks_tells_the_same_times(on_gpus):
-    def since_construction(ranks):
-        """DDP's constructor compares shapes over the ranks, which a dry run does not."""
-        return [[(*span[:2], span[3] - span[2]) for span in spans[-150:]] for spans in ranks]
+    """With the comparison of shapes that DDP's constructor makes, and whose values a dry run has not."""
+
+    def without_names(ranks):  # of a value that is read, and is not there
+        return [[(kind, *span) if kind != "copy" else (kind, *span[1:]) for kind, *span in spans] for spans in ranks]
 
     real, dry = on_gpus(spans_of(ddp_steps), 2), on_gpus(spans_of(ddp_steps), 2, dry=True)
-    lasted = [
-        [round(seconds * 1e12) for _, _, seconds in rank] for ranks in (real, dry) for rank in since_construction(ranks)
-    ]
-    assert lasted[:2] == lasted[2:]
+    assert without_names(real) == without_names(dry)
     assert on_gpus(spans_of(fsdp_steps)) == on_gpus(spans_of(fsdp_steps), dry=True)
