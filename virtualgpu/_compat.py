@@ -3,6 +3,8 @@
 Versions 2.11 to 2.15, wheels with CUDA and wheels for the CPU alone.
 """
 
+import importlib
+
 import torch
 from torch import overrides
 from torch._ops import HigherOrderOperator
@@ -13,6 +15,8 @@ from torch.utils.flop_counter import flop_registry
 _C = torch._C
 Device = torch.device  # patches/devices.py may put another in its place
 fake_tensor = torch._subclasses.fake_tensor
+# The operators behind torch.nn.attention.flex_attention; as an attribute, that name is one of them
+flex = importlib.import_module("torch._higher_order_ops.flex_attention")
 built_with_cuda = _C._has_cuda  # C++ of other wheels has no guard for CUDA's devices, also where no driver is needed
 
 graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass

@@ -239,6 +239,9 @@ def test_composites_and_operators_of_higher_order():
     assert "mm" in listener.names
     plain = _compat.implementation(torch.ops.higher_order.flex_attention)
     assert callable(plain)
+    assert torch.ops.higher_order.flex_attention is _compat.flex.flex_attention
+    assert callable(_compat.implementation(_compat.flex.flex_attention_backward))
+    assert callable(_compat.flex.create_fw_bw_graph)
 
     class Nothing(_compat.HigherOrderOperator):
         def __call__(self):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import special
+from virtualgpu.engine import attention, special
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
@@ -64,7 +64,9 @@ class Dispatch(TorchDispatchMode):
         op = _operations.get(func)
         if op is None:
             if isinstance(func, _compat.HigherOrderOperator):
-                with self:  # flex_attention, say: the operations that it is made of come by
+                if func in attention.KERNELS and (out := attention.run(self, func, args, kwargs)) is not NotImplemented:
+                    return out
+                with self:  # the operations that it is made of come by
                     return _compat.implementation(func)(*args, **kwargs)
             op = _operations[func] = Operation(func, special.handler(func))
         if op.plain:

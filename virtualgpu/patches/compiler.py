@@ -6,6 +6,7 @@ import warnings
 import torch
 
 from virtualgpu.engine.machine import Machine
+from virtualgpu.patches import flex
 from virtualgpu.patches.registry import Patches
 
 
@@ -24,3 +25,4 @@ def install(machine: Machine, patches: Patches) -> None:
         return original(model, **options)
 
     patches.replace(torch, "compile", compile)
+    flex.install(machine, patches)

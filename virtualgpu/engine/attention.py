@@ -1,0 +1,61 @@
+"""flex_attention: a higher-order operator, whose kernel on a GPU is compiled for it.
+
+Numbers come from PyTorch's plain implementation, which holds all scores at once; a GPU's kernel never does. So the GPU's memory gets
+the results alone, and its time is that of one kernel, by PyTorch's own count of FLOPs (`torch.utils.flop_counter`, all blocks of the
+mask). Called without torch.compile, a real GPU would hold the scores, too.
+"""
+
+from torch.utils.flop_counter import sdpa_flop_count
+
+from virtualgpu import _compat
+from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.operations import tensors_of
+
+
+class Kernel:
+    """What `Timing.launch` asks of an operation."""
+
+    write_only = convolves = False
+
+    def __init__(self, func, formula):
+        self.func, self.name, self.formula = func, func.name(), formula
+
+
+def forward_flops(query, key, value, *args, out_val=None) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def backward_flops(query, key, value, *args, out_val=None) -> int:
+    """Five products of that size instead of two: scores again, and the gradients of scores, query, key and value."""
+    return forward_flops(query, key, value) * 5 // 2
+
+
+KERNELS = {
+    _compat.flex.flex_attention: Kernel(_compat.flex.flex_attention, forward_flops),
+    _compat.flex.flex_attention_backward: Kernel(_compat.flex.flex_attention_backward, backward_flops),
+}
+
+
+def run(dispatch, func, args, kwargs):
+    """Carry out one of KERNELS on the GPU of its query; NotImplemented for tensors on the CPU."""
+    machine, gpu = dispatch.machine, gpu_of(args[0])
+    if gpu is None:
+        return NotImplemented
+    gpu = machine.own(gpu)
+    with machine.untracked():  # closures of a mask may hold GPU tensors, which are the CPU's for as long as this lasts
+        results = _compat.implementation(func)(*args, **kwargs)
+        if func is _compat.flex.flex_attention and not args[6].get("OUTPUT_MAX"):
+            results = (*results[:2], results[2].new_empty(0))  # the kernel leaves out what nobody asked for
+    made = tensors_of(_flat(results), {})
+    for tensor in made:
+        if gpu_of(tensor) is None:
+            machine.place(tensor, gpu)
+    tensors = [*args[:3], *made]
+    if dispatch.clock.multi and _compat.graph_task() == -1:
+        dispatch.timing.note_streams(tensors, gpu)
+    dispatch.timing.launch(KERNELS[func], args[:3], {}, tensors, made, gpu)
+    return results
+
+
+def _flat(values) -> list:
+    return [part for value in values for part in (_flat(value) if isinstance(value, tuple) else [value])]
