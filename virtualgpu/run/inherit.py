@@ -5,6 +5,7 @@ They have the same cards, and share their memory through one ledger, as processe
 """
 
 import atexit
+import os
 import pickle
 import shutil
 import tempfile
@@ -32,7 +33,7 @@ def offer(dry: bool) -> bytes | None:
     clock = machine.clock
     clock.wait()
     cards = (machine.specs, machine.visible, machine.gpus_per_node, machine.network)
-    return pickle.dumps((cards, dry or machine.dry, machine.ledger.folder, clock.spans is not None))
+    return pickle.dumps((cards, dry or machine.dry, machine.ledger.folder, clock.spans is not None, _of_nccl()))
 
 
 def take(offered: bytes | None) -> None:
@@ -41,7 +42,10 @@ def take(offered: bytes | None) -> None:
         return
     from virtualgpu import session
 
-    (specs, visible, *nodes), dry, folder, recording = pickle.loads(offered)
+    (specs, visible, *nodes), dry, folder, recording, variables = pickle.loads(offered)
+    for name in _of_nccl():  # the forkserver's, which has the notebook's environment as it was at its first launch
+        del os.environ[name]
+    os.environ.update(variables)
     machine = _machine()
     if machine is None:
         machine = session._turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
@@ -83,6 +87,10 @@ def bring_back(left: list[bytes | None]) -> None:
             end = max(end, begin + last)
             clock.spans.extend(replace(span, start=begin + span.start, end=begin + span.end) for span in spans)
     clock.wait_until(end)
+
+
+def _of_nccl() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def _machine():

@@ -1,0 +1,167 @@
+"""Ranks on several nodes, and within one by the links that there are: how long collectives and messages last."""
+
+import pytest
+import torch
+
+import virtualgpu
+from virtualgpu.distributed.nodes import Layout, Where
+from virtualgpu.hardware import networks
+from virtualgpu.hardware.specs import SPECS, find
+from virtualgpu.run.ranks import launch
+from virtualgpu.simulation import nccl
+
+LARGE = 8 << 20
+
+
+class GPU:
+    def __init__(self, physical: int, like: str = "T4"):
+        self.physical, self.spec = physical, find(like)
+
+
+class Machine:
+    def __init__(self, gpus: int, gpus_per_node=None, network=None):
+        self.specs, self.gpus_per_node = [None] * gpus, gpus_per_node
+        self.network = network and networks.find(network)
+
+
+def layout(environs: list[dict], gpus: list[int], *machine) -> Layout:
+    said = [Where.of(Machine(*machine), GPU(gpu), environ).said() for gpu, environ in zip(gpus, environs, strict=True)]
+    return Layout([Where.heard(one) for one in said])
+
+
+def torchrun(rank: int, agents: int, local: int) -> dict[str, str]:
+    said = {"RANK": rank, "WORLD_SIZE": agents * local, "GROUP_RANK": rank // local}
+    said |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": agents}
+    return {name: str(value) for name, value in said.items()}
+
+
+def test_who_is_on_which_node():
+    four = range(4)
+    assert layout([{}] * 4, four, 4).nodes == [0] * 4
+    assert layout([{}] * 4, four, 4, 2).nodes == [0, 0, 1, 1]
+    assert layout([torchrun(rank, 1, 4) for rank in four], four, 4, 2).nodes == [
+        0,
+        0,
+        1,
+        1,
+    ]  # one agent: no word of nodes
+    assert layout([torchrun(rank, 2, 2) for rank in four], [0, 1, 0, 1], 2).nodes == [0, 0, 1, 1]
+    assert layout([torchrun(rank, 4, 1) for rank in four], four, 4, 2).nodes == [
+        0,
+        1,
+        2,
+        3,
+    ]  # several agents: their word
+    other = [{"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"} for rank in four]
+    assert layout(other, [0, 1, 0, 1], 2).nodes == [0, 0, 1, 1]
+
+
+def test_a_card_of_a_node_is_shared_by_its_groups():
+    four = [torchrun(rank, 2, 2) for rank in range(4)]
+    own, shared = ("100 Gb/s", "100 Gb/s per node")
+    assert layout(four, [0, 1, 0, 1], 2, None, shared).fabric.between == 12.5  # one group has all GPUs of the nodes
+    assert layout(four[::2], [0, 0], 2, None, shared).fabric.between == 6.25  # two of them, side by side
+    assert layout(four[::2], [0, 0], 2, None, own).fabric.between == 12.5
+
+
+def test_messages_cross_the_network_only_between_nodes():
+    found = layout([{}] * 4, range(4), 4, 2, "Ethernet 10")
+    inside, across = found.message(LARGE, 0, 1), found.message(LARGE, 1, 2)
+    assert inside == nccl.seconds("p2p", LARGE, 2, nccl.Fabric.of(SPECS["T4"]))
+    assert inside == found.message(LARGE, 3, 2) and across == pytest.approx(LARGE / 1.25e9, rel=0.02)
+
+
+def timed():
+    """Seconds of an all_reduce and of a message from rank 0 to rank 1, and from rank 1 to rank 2 where there is one."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(LARGE // 4, device=f"cuda:{rank}")
+    with virtualgpu.recording() as spans:
+        dist.all_reduce(x)
+        for sender in range(min(2, size - 1)):
+            if rank in (sender, sender + 1):
+                dist.send(x, sender + 1) if rank == sender else dist.recv(x, sender)
+        torch.cuda.synchronize()
+    return [(span.name.split()[0], span.end - span.start) for span in spans if span.kind == "communication"]
+
+
+def test_nodes_of_one_machine(capfd):
+    virtualgpu.gpus(4, like="T4", gpus_per_node=2, network="RoCE 100")
+    found = launch(timed, nprocs=4)
+    fabric = nccl.Fabric.of(SPECS["T4"], networks.find("RoCE 100"))
+    for (kind, seconds), *_ in found:
+        assert kind == "all_reduce" and seconds == pytest.approx(nccl.seconds("all_reduce", LARGE, 4, fabric, 2))
+    (_, inside), (_, across) = found[1][1:]
+    assert inside == pytest.approx(nccl.seconds("p2p", LARGE, 2, fabric, 1))
+    assert across == pytest.approx(nccl.seconds("p2p", LARGE, 2, fabric, 2)) and across > 1.1 * inside
+
+
+def test_nvlink_and_without_peer_to_peer(on_gpus, monkeypatch):
+    """What Hugging Face measured (transformers, perf_train_gpu_many): 2 TITAN RTX with their bridge, and NCCL_P2P_DISABLE=1."""
+    bridged = find("TITAN RTX NVLink")
+
+    def expected(*how):
+        fabric = nccl.Fabric.of(bridged, *how)
+        return [pytest.approx(nccl.seconds(kind, LARGE, 2, fabric)) for kind in ("all_reduce", "p2p")]
+
+    zero, one = on_gpus(timed, like="TITAN RTX NVLink")
+    assert [seconds for _, seconds in zero] == [seconds for _, seconds in one] == expected()
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    with_bridge, without = on_gpus(timed, like="TITAN RTX NVLink"), on_gpus(timed, like="TITAN RTX")
+    assert with_bridge == without
+    assert [seconds for _, seconds in without[0]] == expected(None, False)
+
+
+@pytest.mark.parametrize(
+    ("network", "nodes", "slower"), [(None, 64, 1), ("NDR", 64, 1), ("HDR", 64, 2), ("Ethernet 100", 64, 4)]
+)
+def test_one_rank_of_many(network, nodes, slower):
+    import torch.distributed as dist
+
+    def gather() -> float:
+        dist.init_process_group("nccl")
+        x, out = torch.empty(LARGE, device="cuda"), torch.empty(512 * LARGE, device="cuda")
+        with virtualgpu.recording() as spans:
+            dist.all_gather_into_tensor(out, x)
+        (span,) = spans
+        return span.end - span.start
+
+    with virtualgpu.dry_run(world_size=512, network=network):
+        found = gather()
+    fabric = nccl.Fabric.of(SPECS["H100"], network and networks.find(network))
+    assert found == pytest.approx(nccl.seconds("all_gather", 4 * 512 * LARGE, 512, fabric, nodes))
+    with virtualgpu.dry_run(world_size=512):
+        assert found >= 0.99 * slower * gather()
+    assert virtualgpu.machine() is None
+
+
+def test_what_cannot_be():
+    for wrong, words in (
+        (
+            {"network": "carrier pigeon"},
+            r"no network called 'carrier pigeon' here; choose one of InfiniBand HDR, .*Gb/s per node",
+        ),
+        ({"gpus_per_node": 3}, "gpus_per_node=3 does not divide 4 GPUs"),
+        ({"gpus_per_node": 0}, "give a whole number"),
+        ({"like": "TITAN RTX NVLink"}, "NVLink bridge joins two equal cards"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            virtualgpu.gpus(4, **wrong)
+    with pytest.raises(ValueError, match="joins two"), virtualgpu.dry_run(like="RTX 3090 NVLink", world_size=16):
+        pass
+    assert virtualgpu.machine() is None
+    with virtualgpu.dry_run(like="RTX 3090 NVLink", world_size=16, gpus_per_node=2):
+        assert torch.cuda.device_count() == 1
+
+
+def test_asking_for_another_network_starts_afresh():
+    virtualgpu.gpus(2, network="HDR")
+    first = virtualgpu.machine()
+    virtualgpu.gpus(2, network="InfiniBand HDR")
+    assert virtualgpu.machine() is first and first.network == networks.NETWORKS["InfiniBand HDR"]
+    with virtualgpu.dry_run(network="Ethernet 10"):
+        assert first.network.shared
+    assert not first.network.shared
+    virtualgpu.gpus(2)
+    assert virtualgpu.machine() is not first and virtualgpu.machine().network is None

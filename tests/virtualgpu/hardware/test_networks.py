@@ -1,0 +1,80 @@
+"""Networks by name and rate, and NVLink bridges."""
+
+import pytest
+
+from virtualgpu.hardware.networks import NETWORKS, Network, find
+from virtualgpu.hardware.specs import SPECS, Link, NVLink, find_all
+from virtualgpu.hardware.specs import find as find_card
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_is_found_by_its_name(name):
+    network = NETWORKS[name]
+    for written in (name, name.lower(), name.replace(" ", ""), name.replace("InfiniBand", "IB"), network):
+        assert find(written) is network
+    assert network.bandwidth * 8e-9 == float("".join(filter(str.isdigit, name)) or {"HDR": 200, "NDR": 400}[name[-3:]])
+    assert network.shared == name.startswith("Ethernet")
+
+
+@pytest.mark.parametrize(
+    ("written", "bandwidth", "shared"),
+    [
+        ("100 Gb/s", 12.5e9, False),
+        ("12.5 GB/s", 12.5e9, False),
+        ("12.5GBps per GPU", 12.5e9, False),
+        ("40 Gbit/s per node", 5e9, True),
+        ("800Gbps", 100e9, False),
+        ("1e9", None, None),
+        ("0 Gb/s", None, None),
+        ("NDR2", None, None),
+        ("", None, None),
+        (100, None, None),
+    ],
+)
+def test_rates_of_ones_own(written, bandwidth, shared):
+    if bandwidth is None:
+        with pytest.raises(ValueError, match=r"there is no network called .*InfiniBand NDR.*\"100 Gb/s\""):
+            find(written)
+    else:
+        network = find(written)
+        assert network == Network(written, bandwidth, shared) and find(network.name) == network
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "links", "gigabytes"),
+    [
+        ("TITAN RTX NVLink", "TITAN RTX", 2, 50),
+        ("nvidia titan rtx + nvlink", "TITAN RTX", 2, 50),
+        ("3090-NVLINK", "RTX 3090", 4, 56.25),
+        ("RTX A6000 NV-Link", "RTX A6000", 4, 56.25),
+        ("A100 PCIe 80GB NVLink", "A100-PCIE-80GB", 12, 300),
+        ("H100 PCIe NVLink", "H100-PCIe", 12, 300),
+    ],
+)
+def test_a_card_with_its_bridge(written, key, links, gigabytes):
+    card, plain = find_card(written), SPECS[key]
+    assert card.nvlink == NVLink(links, gigabytes * 1e9 / links, switch=False, bridge=True) and card.peer_access
+    assert card.peer == Link(gigabytes * 1e9, 2e-6) and plain.nvlink is None
+    assert (card.name, card.memory, card.host, card.rates) == (plain.name, plain.memory, plain.host, plain.rates)
+
+
+def test_bridges_join_two_equal_cards():
+    assert find_card("A100 NVLink") is SPECS["A100"]  # it has NVLink as it is
+    assert len(find_all(2, "TITAN RTX NVLink")) == 2
+    for n, like in ((3, "TITAN RTX NVLink"), (2, "TITAN RTX NVLink,T4"), (2, "TITAN RTX,TITAN RTX NVLink")):
+        with pytest.raises(ValueError, match="NVLink bridge joins two equal cards: ask for 2 GPUs"):
+            find_all(n, like)
+    with pytest.raises(ValueError, match="Tesla T4 takes no NVLink bridge; there are bridges for TITAN RTX, RTX 3090"):
+        find_card("T4 NVLink")
+
+
+def test_a_bridge_in_a_cards_file(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'base = "TITAN RTX"\npeer_access = true\npeer = "50 GB/s"\n'
+        'nvlink = {links = 2, bandwidth = "25 GB/s", switch = false, bridge = true}\n'
+    )
+    assert find_card(file).nvlink == find_card("TITAN RTX NVLink").nvlink
+    file.write_text('base = "TITAN RTX"\nnvlink = {links = 2, bandwidth = "25 GB/s", switch = false, bridge = 1}\n')
+    with pytest.raises(ValueError, match=r"nvlink.bridge = 1 must be true or false"):
+        find_card(file)
