@@ -1,9 +1,10 @@
 # make run   execute every notebook; pages under build/     make lab    open them in JupyterLab
 # make test  unit tests, guards, strict nbval               make bench  the figures, as ratios
+#                                                           make accuracy  published figures against simulated
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run site lab test bench judges matrix browser doctor store stamp clean setup
+.PHONY: run site lab test bench accuracy judges matrix browser doctor store stamp clean setup
 
 run: setup         ## execute all notebooks, then write build/index.html
 	@$(PY) tools/run.py
@@ -20,6 +21,9 @@ test: setup        ## lint, unit tests, guards, strict nbval
 
 bench: setup       ## timings, side by side in one run
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[bench]' -c constraints.txt && $(PY) -m tests.bench
+
+accuracy: setup    ## figures that others published against simulated ones; table, build/accuracy.png, and the READMEs'
+	@$(PY) -m tests.accuracy --write
 
 judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout (tests/judges/README.md)
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[judges]' -c constraints.txt && $(PY) -m tests.judges op_db --dry

@@ -1,0 +1,99 @@
+"""`make accuracy`: figures that others measured and published, beside the ones simulated here; as a table, a picture and a JSON file.
+
+    python -m tests.accuracy                  every program, each in a process of its own
+    python -m tests.accuracy zero_recipe ...  these
+    --write                                   the table into virtualgpu/README.md and README.md, the picture into docs/
+
+A program is a module beside this one with a docstring that says the settings, URL, and rows() -> list[Row].
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.accuracy import picture, table
+from tests.accuracy.row import Row
+
+ROOT = Path(__file__).parent.parent.parent
+BUILD = ROOT / "build"
+PROGRAMS = (  # the quick ones first
+    "zero_recipe",
+    "tutorial",
+    "bert_large",
+    "gpt2",
+    "zero_bubble",
+    "scale",
+    "torchtitan_pr165",
+    "torchtitan_pr822",
+    "torchtitan_2024_12",
+    "torchtitan_a100",
+)
+LIMIT = 900  # seconds a program may take
+
+
+def rows_of(name: str) -> list[Row]:
+    """What the program finds, in this process; its chatter is dropped."""
+    program = importlib.import_module(f"tests.accuracy.{name}")
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = program.rows()
+    for row in found:
+        row.source, row.url = name, program.URL
+    return found
+
+
+def apart(name: str) -> list[Row]:
+    """The same in a fresh process, so that its seconds and its memory are its own. Raises RuntimeError with its last lines."""
+    command = [sys.executable, "-m", "tests.accuracy", "--rows", name]
+    environ = {**os.environ, "HELPERS_GPUS": "virtual", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    if ended.returncode:
+        raise RuntimeError(f"{name} ended with {ended.returncode}:\n" + "\n".join(ended.stderr.splitlines()[-5:]))
+    return [Row(**row) for row in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def run(names: list[str]) -> list[Row]:
+    """The rows of these programs, with a bar of what is done on stderr."""
+    rows: list[Row] = []
+    begin = time.perf_counter()
+    for done, name in enumerate(names):
+        print(f"\r[{'#' * done}{'.' * (len(names) - done)}] {name:<20}", end="", file=sys.stderr, flush=True)
+        rows += apart(name)
+    print(f"\r[{'#' * len(names)}] {time.perf_counter() - begin:.0f} s{'':<20}", file=sys.stderr)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
+    parser.add_argument("--write", action="store_true", help="the READMEs' tables and docs/accuracy.png as well")
+    parser.add_argument("--rows", metavar="PROGRAM", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rows:
+        print(json.dumps([asdict(row) for row in rows_of(options.rows)]))
+        return 0
+    if unknown := set(options.programs) - set(PROGRAMS):
+        parser.error(f"no program named {', '.join(sorted(unknown))}: there are {', '.join(PROGRAMS)}")
+    if options.write and options.programs:
+        parser.error("--write needs all programs: name none")
+    rows = run(options.programs or list(PROGRAMS))
+    print(table.plain(rows))
+    BUILD.mkdir(exist_ok=True)
+    (BUILD / "accuracy.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    picture.draw(rows, BUILD / "accuracy.png")
+    print("also in build/accuracy.json, and drawn in build/accuracy.png")
+    if options.write:
+        table.write(rows, ROOT)
+        picture.draw(rows, ROOT / "docs" / "accuracy.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
