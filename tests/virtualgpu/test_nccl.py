@@ -1,16 +1,27 @@
 """The cost of collectives, against PyTorch's own model of NCCL."""
 
+from dataclasses import replace
+
 import pytest
 
 import virtualgpu
+from virtualgpu.hardware import networks
+from virtualgpu.hardware.specs import Link, find
 from virtualgpu.simulation import nccl
 
 SIZES = (1, 100, 5000, 65536, 10**6, 25 << 20, 10**9)
 RANKS = (2, 4, 8, 16, 32, 64, 512)
 
 
-@pytest.mark.parametrize("card", ["V100", "A100", "H100", "B200", "A100-PCIE-40GB"])
-def test_costs_are_those_of_pytorchs_model(card, monkeypatch):
+@pytest.mark.parametrize(
+    ("card", "network"),
+    [
+        *[(card, None) for card in ("V100", "A100", "H100", "B200", "A100-PCIE-40GB")],
+        *[("H100", "InfiniBand NDR"), ("A100", "RoCE 100"), ("A100-PCIE-40GB", "40 Gb/s")],
+    ],
+)
+def test_costs_are_those_of_pytorchs_model(card, network, monkeypatch):
+    """Also with a network of one's own, which theirs has as inter_node_bw."""
     theirs = pytest.importorskip("torch._inductor.comm_analysis")
     if not hasattr(theirs, "_nccl_algo_time"):
         pytest.skip("this version of PyTorch has another model")
@@ -19,12 +30,15 @@ def test_costs_are_those_of_pytorchs_model(card, monkeypatch):
     virtualgpu.gpus(8, like=spec)
     monkeypatch.setattr(theirs, "_has_nvlink", lambda: spec.nvlink is not None)
     theirs.get_gpu_type.cache_clear()
+    joined = network and networks.find(network)
+    if joined:
+        monkeypatch.setattr(theirs, "get_inter_node_bw", lambda: joined.bandwidth / 1e9)
     kinds = theirs.NCCL_COLL
     try:
         for kind in (kinds.ALL_REDUCE, kinds.ALL_GATHER, kinds.REDUCE_SCATTER, kinds.ALL_TO_ALL):
             for nbytes in SIZES:
                 for ranks in RANKS:
-                    ours = nccl.seconds(kind.name.lower(), nbytes, ranks, nccl.Fabric.of(spec), -(-ranks // 8))
+                    ours = nccl.seconds(kind.name.lower(), nbytes, ranks, nccl.Fabric.of(spec, joined), -(-ranks // 8))
                     assert ours == pytest.approx(
                         theirs.estimate_nccl_collective_runtime_impl(nbytes, ranks, kind) / 1e3, rel=1e-9
                     )
@@ -44,3 +58,38 @@ def test_other_collectives_and_cards():
     assert nccl.seconds("p2p", large, 2, t4) == pytest.approx(large / 12e9, rel=0.01)
     assert nccl.seconds("all_gather", large, 4, t4) == pytest.approx(0.75 * large / 12e9, rel=0.01)
     assert nccl.slowest([h100, t4]) == t4 and titan.inside == t4.inside
+
+
+def test_within_a_node():
+    """NCCL counts the same for PCI Express with peer access and through the host's memory (graph/paths.cc), less for a bridge than
+    its data sheet (graph/topo.h), and nothing of NVLink where NCCL_P2P_DISABLE=1 forbids it.
+    """
+    of = nccl.Fabric.of
+    bridged, titan, geforce = find("TITAN RTX NVLink"), find("TITAN RTX"), find("RTX 3090 NVLink")
+    assert (of(bridged).inside, of(titan).inside, of(geforce).inside) == (40, pytest.approx(12), 48)
+    assert of(bridged, None, False) == of(titan) == of(titan, None, False)
+    assert of(find("T4")) == of(find("T4"), None, False)  # PCI Express 3.0 both ways
+    assert not of(find("H100"), None, False).nvlink and of(find("H100"), None, False).inside == pytest.approx(48)
+    narrow = replace(find("T4"), host=Link(2e9, 1e-5), peer_access=False)
+    assert of(narrow).inside == pytest.approx(2 * 24 / 31.5)
+
+
+def test_between_nodes():
+    def gather(network: str | None, nodes: int, like: str = "A100", members: int = 8) -> float:
+        fabric = nccl.Fabric.of(find(like), network and networks.find(network)).shared_by(members, 8)
+        return nccl.seconds("all_gather", 10**9, nodes * members, fabric, nodes)
+
+    assert gather("HDR", 4) == gather(None, 4) == gather("200 Gb/s", 4) == gather("25 GB/s", 4)  # of that generation
+    assert gather("NDR", 4, "H100") == gather(None, 4, "H100")
+    assert gather("NDR", 4, "T4") == pytest.approx(gather("15.75 GB/s", 4, "T4"))  # PCI Express 3.0 carries no more
+    once = 31 / 32 * 10**9  # what a ring sends through each card
+    assert gather("Ethernet 100", 4) == pytest.approx(once / 12.5e9, rel=0.01)
+    assert gather("Ethernet 10", 4) == pytest.approx(once / 1.25e9, rel=0.01)
+    assert gather("Ethernet 10", 4, members=1) == pytest.approx(
+        0.75 * 10**9 * 8 / 1.25e9, rel=0.01
+    )  # eight groups at once
+    assert gather("Ethernet 100", 4, "T4") == pytest.approx(once / 12e9, rel=0.01)  # within the node it is slower
+    mixed = nccl.slowest(
+        [nccl.Fabric.of(find("H100"), networks.find("RoCE 100")), nccl.Fabric.of(find("A100-PCIE-40GB"))]
+    )
+    assert (mixed.inside, mixed.between) == (pytest.approx(24), 12.5)

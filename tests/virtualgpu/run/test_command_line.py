@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from virtualgpu import environment
 from virtualgpu.run import cards, cli, program
 
 
@@ -27,6 +28,16 @@ from virtualgpu.run import cards, cli, program
         ("--dry=yes x.py", "'--dry=yes'"),
         ("--trace /nowhere/t.json x.py", "'/nowhere/t.json'"),
         ("--quiet --report x.py", "contradict"),
+        ("--rank 1 x.py", "--world-size N"),
+        ("--world-size 2 x.py", "add --dry"),
+        ("--dry --world-size 0 x.py", "--world-size 0: world_size=0: give a whole number, 1 at least"),
+        ("--dry --world-size 2 --rank 2 x.py", "--world-size 2: rank=2 of world_size=2: ranks count from 0 to 1"),
+        ("--dry --world-size 2 --gpus-per-node 0 x.py", "gpus_per_node=0: give a whole number"),
+        ("--dry --world-size 4 --like 3090-NVLink x.py", "joins two equal cards"),
+        ("--gpus 4 --gpus-per-node 3 x.py", "--gpus-per-node 3: gpus_per_node=3 does not divide 4 GPUs into nodes"),
+        ("--gpus-per-node half x.py", "--gpus-per-node 'half': give a whole number"),
+        ("--network wet x.py", "--network: there is no network called 'wet' here; choose one of InfiniBand HDR"),
+        ("--gpus 3 --like TITAN-RTX-NVLink x.py", "joins two equal cards"),
     ],
 )
 def test_bad_options(line, words, capsys):
@@ -42,6 +53,19 @@ def test_options_end_where_the_program_begins():
     assert (found.gpus, found.dry, found.like, found.quiet) == (4, True, "L4", False)
     assert cli.parse(["train.py", "--quiet"]) == cli.Options(program=("train.py", "--quiet"))
     assert cli.parse(["-"]).program == ("-",)
+
+
+def settings_of(line: str):
+    return cli._settings(cli.parse(line.split()))
+
+
+def test_what_processes_are_told_of_nodes():
+    told = settings_of("--gpus 4 --gpus-per-node 2 --network ndr x.py")
+    assert (told.gpus_per_node, told.network, told.alone) == (2, "InfiniBand NDR", None)
+    told = settings_of("--dry --world-size 64 --rank 9 --network=40Gb/s x.py")
+    assert (told.gpus_per_node, told.network, told.alone) == (None, "40Gb/s", (64, 9, 8))
+    assert settings_of("x.py")[-2:] == (None, None)
+    assert environment.settings({"VIRTUALGPU": told.text()})._replace(alone=(64, 9, 8)) == told
 
 
 def test_cards_for_each_gpu(tmp_path, monkeypatch):
@@ -70,6 +94,7 @@ def test_the_runner_itself_imports_no_torch():
     code = """if True:
         import sys
         from virtualgpu.run import cards, cli, program
+        cards.network("NDR"), cards.bridge(cards.find(2, "A100", None)[0], 8)
         print(cards.find(2, "A100", "16GB")[1].memory, "torch" in sys.modules, "virtualgpu.hardware" in sys.modules)"""
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == [str(16 << 30), "False", "False"]

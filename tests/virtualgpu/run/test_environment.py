@@ -56,3 +56,30 @@ def test_uuids_are_stable_and_well_formed():
     assert environment.uuid(3) == "GPU-00000003-0000-4000-7669-727475616c67"
     assert f"GPU-{uuid.UUID(environment.uuid(3)[4:])}" == environment.uuid(3)
     assert len({environment.uuid(index) for index in range(64)}) == 64
+
+
+def test_agents_of_torchrun_see_their_nodes_gpus():
+    def said(agent: int, agents: int, **others: str) -> dict[str, str]:
+        return {"GROUP_RANK": str(agent), "GROUP_WORLD_SIZE": str(agents), **others}
+
+    see = environment.visible_gpus
+    assert [see(4, said(agent, 2), 2) for agent in range(2)] == [[0, 1], [2, 3]]
+    assert see(4, said(1, 2)) == see(4, said(0, 1), 2) == see(4, {}, 2) == [0, 1, 2, 3]
+    assert see(4, said(1, 2, CUDA_VISIBLE_DEVICES="1"), 2) == [3]
+    with pytest.raises(ValueError, match=r"4 GPUs make 2 nodes of 2, and this process is on node 2"):
+        see(4, said(2, 3), 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "allowed"),
+    [
+        ({}, True),
+        ({"NCCL_P2P_DISABLE": "0"}, True),
+        ({"NCCL_P2P_DISABLE": "1"}, False),
+        ({"NCCL_P2P_LEVEL": "LOC"}, False),
+        ({"NCCL_P2P_LEVEL": "0"}, False),
+        ({"NCCL_P2P_LEVEL": "NVL"}, True),
+    ],
+)
+def test_peer_to_peer(variables, allowed):
+    assert environment.peer_to_peer(variables) is allowed
