@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from helpers.monitor import Monitor
 from helpers.timeline import Timeline
+from virtualgpu.simulation.timeline import passes
 
 Origin = Literal["measured", "simulated", "data"]
 
@@ -34,18 +35,9 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",  # also in a dark theme, where black text would vanish on nothing
 }
-KINDS = {
-    "forward": COLORS[0],
-    "backward": COLORS[1],
-    "optimizer": COLORS[2],
-    "kernel": COLORS[0],
-    "trial": COLORS[2],
-    "cut": COLORS[1],
-    "copy": COLORS[3],
-    "communication": COLORS[3],  # beside the kernels: a narrow bar below them
-    "send": COLORS[3],
-    "wait": "#dddddd",
-}
+KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
+KINDS |= {"kernel": COLORS[0], "trial": COLORS[2], "cut": COLORS[1], "copy": COLORS[3]}
+KINDS |= {"communication": COLORS[3], "send": COLORS[3], "wait": "#dddddd"}  # the first: a narrow bar below the kernels
 WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
 
 
@@ -70,13 +62,19 @@ def memory(monitor: Monitor, title: str) -> None:
 
 
 def timeline(timeline: Timeline, title: str) -> None:
-    """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing."""
+    """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing. In a
+    pipeline each bar has its micro-batch's number; it is pale for the second of a device's stages."""
     figure, axes = _figure(height=1.2 + 0.55 * len(timeline.rows))
     for at, spans in enumerate(timeline.rows.values()):
         for kind, color in KINDS.items():
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
             place = (at + 0.38, 0.1) if kind == "communication" else (at - 0.36, 0.72)
             axes.broken_barh(bars, place, color=color, label=kind if bars else None)
+        for start, end, stage, number in passes(spans):
+            style = {"facecolor": (1, 1, 1, 0.4 * min(stage, 1)), "edgecolor": "white", "linewidth": 0.5}
+            axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (at - 0.36, 0.72), **style)
+            if end - start > timeline.seconds / 80:  # two digits are as wide
+                axes.text((start + end) * 500, at, number, fontsize=7, ha="center", va="center")
         computing = sum(s.end - s.start for s in spans if s.kind not in ("copy", "communication", "send", "wait"))
         busy = f"{100 * computing / timeline.seconds:.0f} % busy"
         axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")

@@ -13,6 +13,9 @@ import helpers
 import virtualgpu
 from helpers import data, plots
 from helpers.monitor import Monitor, Reading, Source
+from helpers.timeline import Timeline
+from virtualgpu.simulation.clock import Span
+from virtualgpu.simulation.timeline import row
 
 
 @pytest.fixture
@@ -111,3 +114,14 @@ def test_the_bar_is_drawn_unless_disabled(monkeypatch, disabled):
         monkeypatch.setenv("TQDM_DISABLE", disabled)
     bar = helpers.progress(range(3), "epochs")
     assert bar.disable == bool(disabled) and list(bar) == [0, 1, 2]
+
+
+def test_a_pipelines_bars_have_the_numbers_of_their_micro_batches(figures):
+    def part(start, stage, way, number):
+        kind = "forward" if way == "F" else "backward"
+        return Span(0, start, start + 1, kind, "mm", annotation=f"PP:{stage}{way}{number}")
+
+    spans = [part(0, 0, "F", 0), part(1, 0, "F", 1), part(2, 0, "B", 0), part(3, 0, "B", 1)]
+    plots.timeline(Timeline({"cuda:0": row(spans, 0, 4)}, 4, "simulated"), "Two micro-batches")
+    drawn = [(text.get_text(), text.get_position()) for text in figures[0].axes[0].texts[:4]]
+    assert drawn == [("0", (500, 0)), ("1", (1500, 0)), ("0", (2500, 0)), ("1", (3500, 0))]

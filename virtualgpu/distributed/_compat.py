@@ -71,3 +71,17 @@ def named(name: str) -> ProcessGroup:
 def is_fake(group: ProcessGroup) -> bool:
     """Is it of PyTorch's backend that carries nothing?"""
     return c10d._world.pg_map[group][0] == "fake"
+
+
+PIPELINE_SCHEDULES = "torch.distributed.pipelining.schedules"  # importing it takes a second
+
+
+def pipeline_stage(module) -> type:
+    """The class of every pipeline stage, by hand or traced, from the module of that name."""
+    return module._PipelineStageBase
+
+
+def pipeline_votes(module) -> tuple[type, str] | None:
+    """The class and the method by which stages agree, before the first step, whether all know their shapes; None in older versions."""
+    name = "_initialize_pipeline_distributed_state"
+    return (module._PipelineSchedule, name) if hasattr(module._PipelineSchedule, name) else None

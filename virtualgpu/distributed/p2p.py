@@ -5,20 +5,29 @@ on the communicator's own stream, whose messages do not wait for each other. A m
 that fits NCCL's buffer (NCCL_BUFFSIZE: 4 MiB) leaves its sender as soon as it has come to it.
 
 Ends are worked out at `wait()`, from what all ranks have written on their tapes, so that two ranks that isend first do not block
-each other. What would wait for itself on a GPU, and hang, raises DistBackendError.
+each other. What would wait for itself on a GPU, and hang, raises DistBackendError. A rank that is played alone (`alone`) finds the
+other side of each message there, and says so once.
 """
 
 import time
+import warnings
 
 import torch
 from torch import distributed as dist
 
 from virtualgpu.distributed import _compat
+from virtualgpu.distributed.moments import Alone
 from virtualgpu.distributed.numbers import flat
 from virtualgpu.distributed.tape import RECV, SEND, Tape
 from virtualgpu.simulation.queues import Queue
 
 BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
+
+NEIGHBOURS = (
+    "send and recv of a rank that is played alone: the other side is taken to be there as soon as this rank is. Memory and the work "
+    "of a pipeline's stage are as they would be; its waiting for other stages is not seen, so that the step has no bubble: for that, "
+    "start all ranks in a dry run (python -m virtualgpu --dry --gpus N -m torch.distributed.run ...)"
+)
 
 
 class Hang(RuntimeError):
@@ -31,6 +40,9 @@ class Messages:
     def __init__(self, communicator):
         self.of = communicator
         self.tape = Tape(communicator.page)
+        self.alone = isinstance(communicator.page, Alone)
+        if self.alone:
+            warnings.warn(NEIGHBOURS, stacklevel=2)
         self.ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]
         self.open: list[Exchange] = []  # that nobody has waited for
         self.last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
@@ -76,10 +88,8 @@ class Messages:
         end = ready = self._ready(rank, number, deadline, path)
         for message in batch.messages:
             seconds = self.of.layout.message(message.nbytes, rank, message.peer)
-            if message.peer == rank:
-                end = max(end, ready + seconds)
-                continue
-            if message.way == SEND and message.nbytes <= BUFFER:
+            leaves = message.way == SEND and message.nbytes <= BUFFER
+            if leaves or message.peer == rank or self.alone:
                 end = max(end, ready + seconds)
                 continue
             theirs = self.tape.batch_of(message.peer, 1 - message.way, rank, message.nth, deadline, self.of.timeout)

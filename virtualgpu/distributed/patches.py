@@ -13,7 +13,7 @@ from virtualgpu.patches.registry import Patches
 def install(machine: Machine, patches: Patches) -> None:
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed import _compat, alone, ddp, dtensor, groups
+    from virtualgpu.distributed import _compat, alone, ddp, dtensor, groups, objects, pipelines
 
     communicators = machine.communicators = groups.Communicators(machine)
     _operations()
@@ -26,6 +26,8 @@ def install(machine: Machine, patches: Patches) -> None:
     alone.install(machine, patches)
     ddp.install(machine, patches)
     dtensor.install(machine, patches)
+    objects.install(machine, patches)
+    pipelines.install(machine, patches)
 
 
 def _operations() -> None:

@@ -14,6 +14,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity
 from torch.profiler import profiler as kineto
 
+from virtualgpu.engine import special
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
 from virtualgpu.simulation.trace import chrome_events
@@ -92,8 +93,19 @@ def install(machine: Machine, patches: Patches) -> None:
     emit = autograd_profiler.emit_nvtx
     patches.replace(emit, "__enter__", lambda self: self)
     patches.replace(emit, "__exit__", lambda self, *error: False)
+    special.NAMESPACES["profiler"] = _annotate
     known = torch.profiler.supported_activities
     patches.replace(torch.profiler, "supported_activities", lambda: known() | {ProfilerActivity.CUDA})
+
+
+def _annotate(dispatch, func, args, kwargs):
+    """record_function begins or ends: what is launched in between has its name."""
+    annotations = dispatch.clock.local.annotations
+    if func._overloadpacket.__name__.startswith("_record_function_enter"):
+        annotations.append(args[0])
+    elif annotations:
+        annotations.pop()
+    return func(*args, **kwargs)
 
 
 def _add(path: str, events: list[dict]) -> None:

@@ -37,6 +37,7 @@ class _Host(threading.local):
     def __init__(self):
         self.now = 0.0
         self.kind = "forward"  # what the kernels it launches are for, outside a backward pass
+        self.annotations: list[str] = []  # torch.profiler.record_function's names, the innermost last
         self.streams: dict[int, Queue] = {}  # of each GPU, where not the default one
         self.backward: list[float] | None = None  # in a backward pass: each GPU's own launching thread
         self.node = None  # of the backward pass, that `streams` was set for
@@ -124,8 +125,7 @@ class Clock:
         queue.ready = end = start + seconds
         self.busy[gpu] += seconds
         if self.spans is not None:
-            kind = "backward" if local.backward is not None else local.kind
-            self.spans.append(Span(gpu, start, end, kind, name, queue.id))
+            self._record(queue, start, end, "backward" if local.backward is not None else local.kind, name)
         if self.blocking:
             self.wait(gpu)
         return end
@@ -141,8 +141,7 @@ class Clock:
         start = max(now, queue.ready)
         queue.ready = end = start + seconds
         if self.spans is not None:
-            kind = "backward" if self.local.backward is not None else self.local.kind
-            self.spans.append(Span(gpu, start, end, kind, name, queue.id))
+            self._record(queue, start, end, "backward" if self.local.backward is not None else self.local.kind, name)
         if self.blocking:
             self.wait(gpu)
 
@@ -172,8 +171,7 @@ class Clock:
             local.backward[target] = max(local.backward[target], now)
         if self.spans is not None:
             for queue in (here, there):
-                name = f"copy cuda:{source} to cuda:{target}"
-                self.spans.append(Span(queue.gpu, start, start + seconds, "copy", name, queue.id))
+                self._record(queue, start, start + seconds, "copy", f"copy cuda:{source} to cuda:{target}")
 
     def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
         """Queue a copy from ("in") or to ("out") the host; the host waits for it unless it is asynchronous."""
@@ -185,9 +183,13 @@ class Clock:
             start = self.copies[gpu, way].reserve(start, seconds)
         queue.ready = start + seconds
         if self.spans is not None:
-            self.spans.append(Span(gpu, start, start + seconds, "copy", name, queue.id))
+            self._record(queue, start, start + seconds, "copy", name)
         if wait:
             self.wait_for(queue)
+
+    def _record(self, queue: Queue, start: float, end: float, kind: str, name: str) -> None:
+        annotations = self.local.annotations
+        self.spans.append(Span(queue.gpu, start, end, kind, name, queue.id, annotations[-1] if annotations else ""))
 
     # -- waiting
 
@@ -286,7 +288,9 @@ class Clock:
                 self._leave_backward(local)
             return False
         if local.backward is None:
-            local.backward, local.kind = [local.now] * len(self.queues), "forward"
+            local.backward = [local.now] * len(self.queues)
+            if local.kind == "optimizer":  # the last step raised, or this is in its closure
+                local.kind = "forward"
             local.outside, local.node = local.streams, None
         return True
 

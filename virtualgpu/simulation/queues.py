@@ -8,7 +8,8 @@ DEFAULT = 0  # the id of a GPU's default stream
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something a GPU did: `kind` is forward, backward, optimizer, copy or communication; `name` the operation."""
+    """Something a GPU did: `kind` is forward, backward, optimizer, copy or communication; `name` the operation; `annotation` the
+    innermost torch.profiler.record_function around its launch."""
 
     gpu: int
     start: float
@@ -16,6 +17,7 @@ class Span:
     kind: str
     name: str
     stream: int = DEFAULT
+    annotation: str = ""
 
 
 class Queue:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 from virtualgpu.simulation.clock import Span
 
@@ -17,7 +18,8 @@ class Recording(list):
 
 
 def chrome_events(spans: Iterable[Span], origin: float = 0.0, rank: int | None = None) -> list[dict]:
-    """The events of a Chrome trace; times in microseconds since `origin` (seconds)."""
+    """The events of a Chrome trace; times in microseconds since `origin` (seconds). Kernels of one annotation that follow each
+    other on a stream lie under one event of that name, of the category that torch.profiler gives these."""
     spans = list(spans)
     events: list[dict] = []
     for gpu, stream in sorted({(span.gpu, span.stream) for span in spans}):
@@ -26,7 +28,7 @@ def chrome_events(spans: Iterable[Span], origin: float = 0.0, rank: int | None =
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": who}})
         name = "default stream" if stream == 0 else f"stream {stream}"
         events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": stream, "args": {"name": name}})
-    for span in spans:
+    for span in [*_annotated(spans), *spans]:
         events.append(
             {
                 "ph": "X",
@@ -39,3 +41,20 @@ def chrome_events(spans: Iterable[Span], origin: float = 0.0, rank: int | None =
             }
         )
     return events
+
+
+def _annotated(spans: list[Span]) -> list[Span]:
+    found: list[Span] = []
+    latest: dict[tuple[int, int], Span] = {}  # of each stream
+    for span in sorted(spans, key=lambda span: span.start):
+        key = span.gpu, span.stream
+        before = latest.get(key)
+        if before is not None and before.name == span.annotation:
+            latest[key] = replace(before, end=max(before.end, span.end))
+            continue
+        if before is not None:
+            found.append(before)
+        latest.pop(key, None)
+        if span.annotation:
+            latest[key] = replace(span, kind="gpu_user_annotation", name=span.annotation)
+    return found + list(latest.values())

@@ -208,3 +208,22 @@ def test_export_and_fake_tensors_know_the_gpu():
     without_cuda = torch.version.cuda is None  # there C++ would end the process; a sentence says so
     assert exported.startswith("NotImplementedError torch.export" if without_cuda else "cuda:1 True")
     assert others == ["cuda:1 True"] * 3 + ["alive cuda:1"]
+
+
+def test_kernels_carry_the_name_of_their_record_function(gpus, tmp_path):
+    """And the trace has it above them, as torch.profiler's own has."""
+    x = torch.randn(4, 4, device=ONE, requires_grad=True)
+    with record_function("outside"), virtualgpu.recording() as spans:
+        with record_function("inside"):
+            y = (x @ x).sum()
+        y.backward()
+    _ = x + 1
+    assert [(span.name, span.annotation) for span in spans[:2]] == [("mm", "inside"), ("sum", "inside")]
+    assert len(spans) > 3 and {span.annotation for span in spans[2:]} == {"outside"}
+    spans.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    above = {event["name"]: event for event in events if event.get("cat") == "gpu_user_annotation"}
+    assert above.keys() == {"inside", "outside"}
+    for span in spans:
+        event = above[span.annotation]
+        assert event["ts"] <= span.start * 1e6 and span.end * 1e6 <= event["ts"] + event["dur"] + 1e-9

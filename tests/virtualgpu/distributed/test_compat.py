@@ -268,3 +268,25 @@ def test_every_operation_of_this_version_is_known():
             found.add(name)
     missing = {*OPERATIONS, *FUNCTIONS} - found
     assert missing <= {"gather_into_tensor_"}  # new in 2.15
+
+
+def test_the_methods_of_a_pipeline_stage():
+    """The same names and arguments in all versions; a stage by hand or traced has no others of its own."""
+    import importlib
+    import inspect
+
+    module = importlib.import_module(_compat.PIPELINE_SCHEDULES)
+    base = _compat.pipeline_stage(module)
+    for name, first in [
+        ("forward_one_chunk", ["fwd_chunk_id"]),
+        ("backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward"]),
+        ("backward_weight_one_chunk", ["bwd_chunk_id"]),
+        ("scale_grads", ["grad_scale_factor"]),
+    ]:
+        method = inspect.unwrap(getattr(base, name))
+        assert list(inspect.signature(method).parameters)[1 : 1 + len(first)] == first
+        assert all(name not in vars(kind) for kind in base.__subclasses__())
+    assert len(base.__subclasses__()) == 2
+    if torch.__version__ >= "2.15":
+        kind, name = _compat.pipeline_votes(module)
+        assert callable(getattr(kind, name))
