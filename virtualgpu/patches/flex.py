@@ -1,10 +1,15 @@
-"""flex_attention's gradient: PyTorch traces what the reader does to a score, with fake tensors, to differentiate it."""
+"""flex_attention on virtual GPUs: what PyTorch's Python code does before its kernels run."""
 
 import functools
 
+import torch
+
 from virtualgpu import _compat
+from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
+
+AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see autocast.py
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -12,7 +17,10 @@ def install(machine: Machine, patches: Patches) -> None:
 
     @functools.wraps(trace)
     def create_fw_bw_graph(*args, **kwargs):
-        """Traced where the tensors really are: autograd's C++ would ask the driver about a fake tensor of a GPU."""
+        """What the reader does to a score is traced, with fake tensors, to differentiate it.
+
+        It is traced where the tensors really are: autograd's C++ would ask the driver about a fake tensor of a GPU.
+        """
         with machine.untracked():
             forward, backward = trace(*args, **kwargs)
         for node in backward.graph.nodes:
@@ -24,3 +32,19 @@ def install(machine: Machine, patches: Patches) -> None:
         return forward, backward
 
     patches.replace(_compat.flex, "create_fw_bw_graph", create_fw_bw_graph)
+    for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
+        if AUTOCAST not in operator.py_kernels:  # stays for the life of the process
+            operator.py_impl(AUTOCAST)(functools.partial(_autocast, operator))
+
+
+def _autocast(operator, *args):
+    """The forward pass in autocast's type, as PyTorch's own kernel for CUDA has it."""
+    with _compat.without_keys(_compat.KeySet(AUTOCAST)):
+        if operator is _compat.flex.flex_attention:
+            args = [*map(_cast, args[:3]), *args[3:]]
+        return operator(*args)
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.dtype is torch.float64
+    return tensor if wide or gpu_of(tensor) is None else tensor.to(torch.get_autocast_dtype("cuda"))

@@ -57,3 +57,19 @@ def test_a_dry_run_has_the_kernel_and_not_the_scores():
         assert x.grad.shape == x.shape
         assert torch.cuda.max_memory_allocated() < 64 << 20  # the scores alone would be 1 GiB
         assert [span.name for span in spans if "flex" in span.name] == ["flex_attention", "flex_attention_backward"]
+
+
+def test_autocast_casts_it(gpus):
+    query, key, value = leaves("cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        out = flex_attention(query, key, value, enable_gqa=True)
+        out.sum().backward()
+    assert out.dtype == torch.bfloat16 and query.grad.dtype == torch.float32
+    expected = flex_attention(*(tensor.bfloat16() for tensor in (query, key, value)), enable_gqa=True)
+    assert torch.equal(out, expected)
+
+
+def test_tensors_of_the_cpu_are_none_of_its_business(gpus):
+    query, key, value = (tensor.detach() for tensor in leaves())
+    out = flex_attention(query, key, value, enable_gqa=True)
+    assert out.device.type == "cpu" and not torch.cuda.memory_allocated()
