@@ -2,7 +2,7 @@
 
 A collective: `calls` says what it is asked, `checks` what NCCL refuses, `numbers` carries it by gloo, `moments` is how ranks tell
 each other their clocks, `communicator` when it begins and ends, `work` what a program waits for, `functional` those of DTensor.
-A message: `p2p`, and `tape`, on which each rank writes those that it has come to. `groups` are the process groups, `alone` one rank
-of many in one process, `statistics` what all came to. `ddp`, `dtensor` and `dtensor_random` know those libraries, `patches` replaces
-what is to be replaced in torch.distributed, `_compat` has PyTorch's private names.
+A message: `p2p`, and `tape`, on which each rank writes those that it has come to. `groups` are the process groups, `nodes` where their
+ranks are, `alone` (with `place`) one rank of many in one process, `statistics` what all came to. `ddp`, `dtensor` and `dtensor_random`
+know those libraries, `patches` replaces what is to be replaced in torch.distributed, `_compat` has PyTorch's private names.
 """
