@@ -1,6 +1,6 @@
 """PyTorch's own multi-GPU examples, unmodified, on virtual GPUs.
 
-    python -m tests.judges examples CHECKOUT [name ...]      CHECKOUT: a copy of github.com/pytorch/examples
+    python -m tests.judges examples CHECKOUT [name ...]      CHECKOUT: a copy of github.com/pytorch/examples, of PiPPy, or of tutorials
 
 Each program runs under `python -m virtualgpu` (RUNNER names another) in a copy of its folder; its output goes to build/judges/<name>.log and the
 results to build/judges/examples.json. A program that trains for hours is stopped once it has printed what shows that it does.
@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,10 +37,10 @@ class Case:
     until: str = ""
 
 
-def _ranks(n: int, folder: str, *program: str) -> Case:
+def _ranks(n: int, folder: str, *program: str, under: str = "distributed/") -> Case:
     """`n` processes by torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    return Case(f"distributed/{folder}", [*torchrun, *program], n)
+    return Case(f"{under}{folder}", [*torchrun, *program], n)
 
 
 TINY_GPT = [
@@ -50,6 +51,7 @@ TINY_GPT = [
 IMAGENET = ["main.py", "--dummy", "-a", "resnet18", "-b", "8", "-j", "0", "-p", "1"]
 SPAWNED = ["--multiprocessing-distributed", "--world-size", "1", "--rank", "0", "--dist-url", "tcp://127.0.0.1:29517"]
 DCGAN = ["main.py", "--dataset", "fake", "--accel", "--dry-run", "--workers", "0", "--batchSize", "8", "--niter", "1"]
+SMALL_GPT2 = ["--n_layer", "4", "--n_embd", "64", "--n_head", "4"]
 THREE_STEPS = r"Epoch: \[0\]\[ *3/"
 CASES = {
     # one process
@@ -71,6 +73,10 @@ CASES = {
     "sequence_parallel": _ranks(4, "tensor_parallelism", "sequence_parallel_example.py"),
     "fsdp_tp": _ranks(4, "tensor_parallelism", "fsdp_tp_example.py"),
     "minGPT": _ranks(2, "minGPT-ddp/mingpt", "main.py", *TINY_GPT),  # needs hydra-core, fsspec, boto3
+    # PiPPy: a pipeline of four stages that the tracer cuts; needs transformers
+    "pippy_gpt2": _ranks(4, "examples/huggingface", "pippy_gpt2.py", *SMALL_GPT2, under=""),
+    # tutorials: a pipeline of two stages that are cut by hand
+    "pipelining_tutorial": _ranks(2, "intermediate_source", "pipelining_tutorial.rst", under=""),
 }
 
 
@@ -81,7 +87,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     BUILD.mkdir(parents=True, exist_ok=True)
     results = {}
-    for name in options.names or CASES:
+    there = [name for name, case in CASES.items() if (options.checkout / case.folder).is_dir()]
+    for name in options.names or there:
         results[name] = result = run(name, options.checkout.resolve())
         good = "ends well" if result["good"] else "fails"
         print(f"{name:24} {good:10} {result['seconds']:6.1f} s  {result['why']}", flush=True)
@@ -102,21 +109,22 @@ def main(arguments: list[str]) -> int:
     return int(not all(excuses.values()))
 
 
-def run(name: str, checkout: Path) -> dict:
-    """How one program ends."""
-    case, log = CASES[name], BUILD / f"{name}.log"
+def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMIT) -> dict:
+    """How one program ends: `case`, or that of this name."""
+    case, log = case or CASES[name], BUILD / f"{name}.log"
     runner = os.environ.get("RUNNER", f"{sys.executable} -m virtualgpu").split()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as scratch:
-        work = shutil.copytree(checkout / case.folder, Path(scratch, "work"))
+        work = shutil.copytree(checkout / case.folder, Path(scratch, "work"), ignore=shutil.ignore_patterns(".git"))
+        arguments = [_program(work / a) if a.endswith(".rst") else a for a in case.arguments]
         start = time.monotonic()
         with open(log, "w") as out:
             program = subprocess.Popen(
-                [*runner, "--gpus", str(case.gpus), *case.arguments],
+                [*runner, "--gpus", str(case.gpus), *arguments],
                 **dict(cwd=work, stdout=out, stderr=subprocess.STDOUT, start_new_session=True),
                 env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
             )
-        ended = _wait(program, case.until, log)
+        ended = _wait(program, case.until, log, limit)
     text = log.read_text(errors="replace")
     refused = (
         "Unable to locate sufficient" in text or "using CPU, this will be slow" in text or "Using device: cpu" in text
@@ -127,9 +135,24 @@ def run(name: str, checkout: Path) -> dict:
     return {**asdict(case), "good": good, "ended": ended, "seconds": round(time.monotonic() - start, 1), "why": why}
 
 
-def _wait(program: subprocess.Popen, until: str, log: Path) -> int | str:
+def _program(page: Path) -> str:
+    """The program that a tutorial's page is made of: its blocks of Python, one after the other, as a file beside it."""
+    blocks, inside = [], False
+    for line in page.read_text().splitlines():
+        if line.startswith(".. code"):
+            inside = "python" in line
+            blocks += [""] if inside else []
+        elif line.strip() and not line.startswith(" "):
+            inside = False
+        elif inside:
+            blocks[-1] += line + "\n"
+    page.with_suffix(".py").write_text("\n".join(map(textwrap.dedent, blocks)))
+    return page.with_suffix(".py").name
+
+
+def _wait(program: subprocess.Popen, until: str, log: Path, limit: float) -> int | str:
     """Its exit status; "shown" if it printed what it was to print, "late" over the limit. It and what it started are ended."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     ended: int | str | None = None
     while ended is None:
         try:
