@@ -1,7 +1,7 @@
 """`make accuracy`: figures that others measured and published, beside the ones simulated here; as a table, a picture and a JSON file.
 
     python -m tests.accuracy                  every program, each in a process of its own
-    python -m tests.accuracy zero_recipe ...  these
+    python -m tests.accuracy zero_recipe ...  these; the others' rows are those of the last time
     --write                                   the table into virtualgpu/README.md and README.md, the picture into docs/
 
 A program is a module beside this one with a docstring that says the settings, URL, and rows() -> list[Row].
@@ -60,12 +60,16 @@ def apart(name: str) -> list[Row]:
 
 
 def run(names: list[str]) -> list[Row]:
-    """The rows of these programs, with a bar of what is done on stderr."""
-    rows: list[Row] = []
+    """The rows of these programs, and of the others as they were last time; kept after each, with a bar of what is done on stderr."""
+    kept = BUILD / "accuracy.json"
+    rows = [Row(**row) for row in json.loads(kept.read_text())] if kept.exists() else []
     begin = time.perf_counter()
     for done, name in enumerate(names):
         print(f"\r[{'#' * done}{'.' * (len(names) - done)}] {name:<20}", end="", file=sys.stderr, flush=True)
-        rows += apart(name)
+        rows = [row for row in rows if row.source != name] + apart(name)
+        rows = [row for source in PROGRAMS for row in rows if row.source == source]
+        BUILD.mkdir(exist_ok=True)
+        kept.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print(f"\r[{'#' * len(names)}] {time.perf_counter() - begin:.0f} s{'':<20}", file=sys.stderr)
     return rows
 
@@ -81,12 +85,8 @@ def main() -> int:
         return 0
     if unknown := set(options.programs) - set(PROGRAMS):
         parser.error(f"no program named {', '.join(sorted(unknown))}: there are {', '.join(PROGRAMS)}")
-    if options.write and options.programs:
-        parser.error("--write needs all programs: name none")
     rows = run(options.programs or list(PROGRAMS))
     print(table.plain(rows))
-    BUILD.mkdir(exist_ok=True)
-    (BUILD / "accuracy.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
     picture.draw(rows, BUILD / "accuracy.png")
     print("also in build/accuracy.json, and drawn in build/accuracy.png")
     if options.write:

@@ -56,7 +56,10 @@ def test_every_program_says_its_settings_and_its_source():
 
 
 def test_tables_are_written_between_their_marks(tmp_path):
-    rows = [Row("a", "memory", "GiB", 80.0, 82.0, 1, source="x", url="https://x.org"), Row("b", "speed", "/s", 56, 100, source="x")]
+    rows = [
+        Row("a", "memory", "GiB", 80.0, 82.0, 1, source="gpt2", url="https://x.org"),
+        Row("b", "speed", "/s", 56, 100, source="gpt2"),
+    ]
     (tmp_path / "virtualgpu").mkdir()
     for name in ("README.md", "virtualgpu/README.md"):
         assert (ROOT / name).read_text(encoding="utf-8").count(table.BEGIN) == 1
@@ -64,8 +67,8 @@ def test_tables_are_written_between_their_marks(tmp_path):
     table.write(rows, tmp_path)
     text = (tmp_path / "virtualgpu/README.md").read_text(encoding="utf-8")
     assert "| a ([source](https://x.org)) | 80.00 GiB | 82.00 GiB | +2.5 % (missed) |" in text
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| b |" not in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
+    assert "| +2.5 % |  | 0.56 to 0.56 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
     (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match=r"README.md has no place"):
         table.write(rows, tmp_path)
