@@ -81,6 +81,8 @@ def _fakes(machine: Machine, patches: Patches) -> None:
 
     patches.replace(mode, "__enter__", begin)
     patches.replace(mode, "__exit__", end)
+    # The tracer works out a number that is made on a GPU, unless it knows that there is no driver to ask for one
+    patches.replace(mode, "avoid_device_init", property(lambda self: True))
     if not _compat.built_with_cuda:
         _uniform(patches)
 

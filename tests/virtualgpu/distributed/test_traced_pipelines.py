@@ -105,3 +105,22 @@ def test_to_a_tensor_without_values():
     like = torch.empty(2, device="meta", dtype=torch.half)
     for x in (torch.ones(3), torch.ones(3, device="cuda")):
         assert x.to(like).device.type == "meta" and x.to(like).dtype == torch.half
+
+
+class Numbers(nn.Module):
+    """What it computes with is made on the GPU of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        shift = torch.full([], 3.0, device=x.device) + torch.tensor(1.0).to(x.device)
+        return self.b(self.a(x) * torch.tensor(2.0, device=x.device) + shift)
+
+
+def test_a_model_that_makes_numbers_on_its_gpu():
+    _, gpu = virtualgpu.gpus(2)
+    model, x = Numbers().to(gpu), torch.randn(3, 4, device=gpu)
+    pipe = pipeline(model, mb_args=(x,), split_spec={"b": SplitPoint.BEGINNING})
+    assert torch.equal(pipe(x)[0], model(x))
