@@ -30,10 +30,12 @@ KEPT = 1024  # works that nobody waits for are remembered up to so many
 class Communicator:
     """Of one process group in this process. ranks: the global rank of each member. gloo: carries the numbers; None in a dry run."""
 
-    def __init__(self, machine: Machine, name: str, ranks: list[int], rank: int, gloo, page: Page, layout: Layout):
+    def __init__(
+        self, machine: Machine, name: str, ranks: list[int], rank: int, gloo, page: Page, layout: Layout, gpu: GPU
+    ):
         self.machine, self.clock = machine, machine.clock
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
-        self.gloo, self.page, self.layout = gloo, page, layout
+        self.gloo, self.page, self.layout, self.gpu = gloo, page, layout, gpu
         self.timeout = timedelta(minutes=10)
         self.number = 0  # of the latest collective, from 1
         self.resolved = 0  # up to which ends are known

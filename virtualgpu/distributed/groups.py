@@ -14,7 +14,7 @@ from virtualgpu.distributed import _compat
 from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
 from virtualgpu.distributed.moments import Alone, Page
-from virtualgpu.distributed.nodes import Layout, Where
+from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
 from virtualgpu.distributed.statistics import Statistics
 from virtualgpu.distributed.tape import RECV, SEND
 from virtualgpu.distributed.work import VirtualWork
@@ -97,7 +97,7 @@ class Communicators:
             with self.machine.untracked():
                 return func(*args, **kwargs)
         call = read(values, group.size())
-        gpu = self._gpu(group, call.tensors, of_the_group=name == "barrier")
+        gpu = self._gpu_of_barrier(group, values) if name == "barrier" else self._gpu(group, call.tensors)
         if gpu is None:
             return func(*args, **kwargs)
         work = self.start(group, call, values.get("async_op", True), gpu).boxed()
@@ -130,7 +130,8 @@ class Communicators:
             page = Page.meet(store, rank, size)
             store.set(f"virtualgpu/{rank}", json.dumps(here.said()))
             found = [Where.heard(json.loads(store.get(f"virtualgpu/{other}"))) for other in range(size)]
-        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, Layout(found))
+            one_gpu_each(found)
+        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, Layout(found), gpu)
         if isinstance(backend, ProcessGroupNCCL):
             communicator.timeout = backend.limit
         return communicator
@@ -152,7 +153,21 @@ class Communicators:
         backend = self._backend(group)
         return not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
 
-    def _gpu(self, group, tensors, of_the_group: bool = False) -> GPU | None:
+    def _gpu_of_barrier(self, group, values: dict) -> GPU | None:
+        """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
+        else by the rank's number, which is right where ranks and GPUs are in one order."""
+        if not self._only_gpus(group):
+            return self._gpu(group, [])
+        device, known = getattr(group, "bound_device_id", None), self.known.get(group.group_name)
+        if values["device_ids"]:
+            return self.machine.gpu(values["device_ids"][0])
+        if device is not None:
+            return self.machine.gpu(device)
+        if known is not None:
+            return known.gpu
+        return self.machine.gpu(dist.get_rank() % len(self.machine.look()))
+
+    def _gpu(self, group, tensors) -> GPU | None:
         """The GPU of these tensors; None for the CPU's, where the group has a backend for them."""
         found = {gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None}
         if len(found) > 1:
@@ -161,7 +176,7 @@ class Communicators:
             return self.machine.own(found.pop())
         on_gpu = self._only_gpus(group)
         free = [tensor for tensor in tensors if (home := home_of(tensor)) is not None and home.gpu is None]
-        if (of_the_group and on_gpu) or (tensors and len(free) == len(tensors) and self._has_gpus(group)):
+        if tensors and len(free) == len(tensors) and self._has_gpus(group):
             return self.machine.gpu("cuda")
         if on_gpu and tensors:
             raise RuntimeError("No backend type associated with device type cpu")

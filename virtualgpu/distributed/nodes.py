@@ -9,8 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from torch import distributed as dist
+
 from virtualgpu import environment
 from virtualgpu.distributed import place
+from virtualgpu.environment import bus_id
 from virtualgpu.hardware import networks
 from virtualgpu.hardware.networks import Network
 from virtualgpu.simulation import nccl
@@ -34,10 +37,12 @@ ONE_NODE = Nodes()
 
 
 class Where(NamedTuple):
-    """One rank: its node, how many GPUs that has, and what joins them to each other and to other nodes."""
+    """One rank: its node, how many GPUs that has, its own GPU of this machine ("": not known to other processes), and what joins
+    GPUs to each other and nodes to each other."""
 
     node: int
     gpus: int
+    card: str
     fabric: nccl.Fabric
 
     @classmethod
@@ -45,18 +50,30 @@ class Where(NamedTuple):
         """Where this process's GPU is. Reads torchrun's variables and NCCL's, at a group's first collective as NCCL does."""
         fabric = nccl.Fabric.of(gpu.spec, machine.network, environment.peer_to_peer(environ))
         local = environment.local_world_size(environ) or len(machine.specs)
+        card = f"{machine.ledger.folder} {gpu.physical}" if machine.ledger is not None else ""
         if machine.gpus_per_node is None or environment.has_several_nodes(environ):
-            return cls(environment.node(environ), local, fabric)
-        return cls(gpu.physical // machine.gpus_per_node, machine.gpus_per_node, fabric)
+            return cls(environment.node(environ), local, card, fabric)
+        return cls(gpu.physical // machine.gpus_per_node, machine.gpus_per_node, card, fabric)
 
     def said(self) -> list:
         """As JSON carries it; `heard` reads it."""
-        return [self.node, self.gpus, *vars(self.fabric).values()]
+        return [self.node, self.gpus, self.card, *vars(self.fabric).values()]
 
     @classmethod
     def heard(cls, said: list) -> "Where":
-        node, gpus, *fabric = said
-        return cls(node, gpus, nccl.Fabric(*fabric))
+        node, gpus, card, *fabric = said
+        return cls(node, gpus, card, nccl.Fabric(*fabric))
+
+
+def one_gpu_each(ranks: list[Where]) -> None:
+    """Raises NCCL's error (src/init.cc) where two ranks use one GPU: most often nobody called torch.cuda.set_device."""
+    for rank, where in enumerate(ranks):
+        for other in range(rank):
+            if where.card and (where.node, where.card) == (ranks[other].node, ranks[other].card):
+                raise dist.DistBackendError(
+                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {bus_id(int(where.card.split()[-1]))}: NCCL "
+                    "takes one GPU for each rank. Call torch.cuda.set_device(local_rank) first, or start as many ranks as there are GPUs"
+                )
 
 
 class Layout:

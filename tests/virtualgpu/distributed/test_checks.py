@@ -95,3 +95,21 @@ def test_attention_deep_in_a_thread():
     thread.start()
     thread.join()
     assert good == ["cuda"] * 31
+
+
+def two_on_one_gpu() -> tuple[str, int]:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.barrier()  # on the GPU of the rank's number, as ProcessGroupNCCL guesses
+    group = dist.new_group()
+    try:
+        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+    except dist.DistBackendError as error:
+        return str(error)
+
+
+def test_nccl_takes_one_gpu_for_each_rank(on_gpus):
+    for said in on_gpus(two_on_one_gpu):
+        assert said.startswith("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 00000000:01:00.0")
+        assert "torch.cuda.set_device" in said

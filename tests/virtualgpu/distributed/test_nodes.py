@@ -21,7 +21,7 @@ class GPU:
 class Machine:
     def __init__(self, gpus: int, gpus_per_node=None, network=None):
         self.specs, self.gpus_per_node = [None] * gpus, gpus_per_node
-        self.network = network and networks.find(network)
+        self.network, self.ledger = network and networks.find(network), None
 
 
 def layout(environs: list[dict], gpus: list[int], *machine) -> Layout:
