@@ -107,5 +107,9 @@ def rows() -> list[Row]:
     for what in others:
         ratio = speeds[what] / speeds[first]
         name = what.removeprefix("BERT-large, V100, ")
-        found.append(Row(f"speed: {name} against batch 4", "ratio", "", published[what] / published[first], ratio, 10))
+        found.append(
+            Row(
+                f"BERT-large, speed: {name} against batch 4", "ratio", "", published[what] / published[first], ratio, 10
+            )
+        )
     return found

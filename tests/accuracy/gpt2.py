@@ -100,5 +100,5 @@ def rows() -> list[Row]:
     ]
     for one, other in (("DDP, NVLink", "DP, NVLink"), ("DDP, no NVLink", "DDP, NVLink")):
         published, simulated = PUBLISHED[one] / PUBLISHED[other], told[one] / told[other]
-        found.append(Row(f"time: {one} against {other}", "ratio", "", published, simulated, 10))
+        found.append(Row(f"GPT-2, time: {one} against {other}", "ratio", "", published, simulated, 10))
     return found

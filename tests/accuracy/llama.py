@@ -207,7 +207,7 @@ def train(
 ) -> Told:
     """Some steps of one rank of world_size in a dry run; peaks are counted from the first step on, as torchtitan's log does.
 
-    expandable: as torchtitan's run_llama_train.sh sets it (from the middle of 2024 on); its script for several nodes does not. From
+    expandable: as torchtitan's run_llama_train.sh sets it (by December 2024, not yet in June); its script for several nodes does not. From
     the second step on, when the optimizer has its state, steps are alike.
     """
     with allocator(expandable), virtualgpu.dry_run(like=like, world_size=world_size):

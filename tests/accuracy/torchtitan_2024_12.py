@@ -28,4 +28,4 @@ def rows() -> list[Row]:
         Row("the same on 8, expandable segments: reserved", "memory", "GiB", PUBLISHED[8][0], told.reserved, note=note)
     )
     published = PUBLISHED[128][1] / PUBLISHED[8][1]
-    return [*found, Row("speed on 128 against 8", "ratio", "", published, speeds[128] / speeds[8], 10)]
+    return [*found, Row("Llama 3.1 8B, speed: 128 GPUs against 8", "ratio", "", published, speeds[128] / speeds[8], 10)]
