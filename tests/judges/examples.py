@@ -51,7 +51,6 @@ TINY_GPT = [
 IMAGENET = ["main.py", "--dummy", "-a", "resnet18", "-b", "8", "-j", "0", "-p", "1"]
 SPAWNED = ["--multiprocessing-distributed", "--world-size", "1", "--rank", "0", "--dist-url", "tcp://127.0.0.1:29517"]
 DCGAN = ["main.py", "--dataset", "fake", "--accel", "--dry-run", "--workers", "0", "--batchSize", "8", "--niter", "1"]
-SMALL_GPT2 = ["--n_layer", "4", "--n_embd", "64", "--n_head", "4"]
 THREE_STEPS = r"Epoch: \[0\]\[ *3/"
 CASES = {
     # one process
@@ -74,7 +73,7 @@ CASES = {
     "fsdp_tp": _ranks(4, "tensor_parallelism", "fsdp_tp_example.py"),
     "minGPT": _ranks(2, "minGPT-ddp/mingpt", "main.py", *TINY_GPT),  # needs hydra-core, fsspec, boto3
     # PiPPy: a pipeline of four stages that the tracer cuts; needs transformers
-    "pippy_gpt2": _ranks(4, "examples/huggingface", "pippy_gpt2.py", *SMALL_GPT2, under=""),
+    "pippy_bert": _ranks(4, "examples/huggingface", "pippy_bert.py", under=""),
     # tutorials: a pipeline of two stages that are cut by hand
     "pipelining_tutorial": _ranks(2, "intermediate_source", "pipelining_tutorial.rst", under=""),
 }

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from virtualgpu.distributed import _compat
 from virtualgpu.distributed.moments import Alone
 from virtualgpu.distributed.numbers import flat
-from virtualgpu.distributed.tape import RECV, SEND, Tape
+from virtualgpu.distributed.tape import RECV, SEND, Message, Tape
 from virtualgpu.simulation.queues import Queue
 
 BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
@@ -69,11 +69,11 @@ class Messages:
     def _carry(self, exchange: "Exchange") -> None:
         gloo, written = self.of.gloo, self.tape.batches[self.of.rank][exchange.number].messages
         for (way, peer, tensor), message in zip(exchange.messages, written, strict=True):
-            memory = flat(tensor).view(torch.uint8)
+            memory = flat(tensor).view(torch.uint8)[: _extent(tensor)]
             scratch = memory.clone() if way == SEND else torch.empty_like(memory)
             if not scratch.numel():
                 continue
-            exchange.works.append((gloo.send if way == SEND else gloo.recv)([scratch], peer, message.nth))
+            exchange.works.append((gloo.send if way == SEND else gloo.recv)([scratch], peer, _tag(message)))
             if way == RECV:
                 exchange.arrived.append((memory, scratch))
             else:
@@ -93,6 +93,11 @@ class Messages:
                 end = max(end, ready + seconds)
                 continue
             theirs = self.tape.batch_of(message.peer, 1 - message.way, rank, message.nth, deadline, self.of.timeout)
+            self._agree(
+                rank,
+                message,
+                next(m for m in self.tape.batches[message.peer][theirs].messages if _other_side(message, rank, m)),
+            )
             there = self._ready(message.peer, theirs, deadline, (*path, (rank, number)))
             if message.way == RECV and message.nbytes <= BUFFER:
                 end = max(end, there + seconds, ready + self.of.layout.message(0, rank, message.peer))
@@ -100,6 +105,17 @@ class Messages:
                 end = max(end, max(ready, there) + seconds)
         self.ends[rank][number] = end
         return end
+
+    def _agree(self, rank: int, mine: Message, theirs: Message) -> None:
+        """Raises DistBackendError where one side sends more, or less, than the other takes: NCCL would hang, or write past the end."""
+        if mine.nbytes != theirs.nbytes:
+            (sender, sent), (receiver, taken) = sorted(
+                [(rank, mine), (mine.peer, theirs)], key=lambda side: side[1].way
+            )
+            raise dist.DistBackendError(
+                f"rank {self.of.ranks[sender]} sends {sent.nbytes} bytes where rank {self.of.ranks[receiver]} receives {taken.nbytes}: "
+                "give both a tensor of one shape and dtype (NCCL would hang, or write past the tensor's end)"
+            )
 
     def _ready(self, rank: int, number: int, deadline: float, path: tuple) -> float:
         """The stream has come to it: the batch before it on that stream is over."""
@@ -175,3 +191,19 @@ class Exchange(_compat.Work):
 
     def source_rank(self) -> int:
         return self.of.of.rank
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many bytes of memory the tensor reaches over: fewer than its elements have where these share memory (expand)."""
+    return tensor.element_size() * (
+        1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )
+
+
+def _other_side(mine: Message, rank: int, theirs: Message) -> bool:
+    return (theirs.way, theirs.peer, theirs.nth) == (1 - mine.way, rank, mine.nth)
+
+
+def _tag(message: Message) -> int:
+    """Gloo brings together what has one tag; two sizes, which it would end the process for, have two. 31 bits."""
+    return message.nth % (1 << 12) | (message.nbytes * 2654435761 >> 8) % (1 << 19) << 12

@@ -1,0 +1,39 @@
+"""Messages that would end a process: elements that share memory, and two sides of different sizes."""
+
+import pytest
+import torch
+
+from virtualgpu.run.ranks import WorkerError
+
+
+def expanded():
+    """Four numbers that say to be 4000, as a mask that was broadcast."""
+    import torch.distributed as dist
+
+    device = torch.device("cuda", dist.get_rank())
+    if dist.get_rank() == 0:
+        dist.send(torch.arange(1.0, 5.0, device=device).unsqueeze(1).expand(4, 1000), 1)
+        return None
+    received = torch.empty_strided((4, 1000), (1, 0), device=device)
+    beside = torch.full((4000,), 7.0, device=device)
+    dist.recv(received, 0)
+    return received[:, ::999].tolist(), beside.unique().tolist()
+
+
+def test_elements_that_share_memory_travel_once(on_gpus):
+    assert on_gpus(expanded)[1] == ([[n, n] for n in (1.0, 2.0, 3.0, 4.0)], [7.0])
+
+
+def two_sizes():
+    import torch.distributed as dist
+
+    device = torch.device("cuda", dist.get_rank())
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(100_000, device=device), 1)
+    else:
+        dist.recv(torch.zeros(10, device=device), 0)
+
+
+def test_two_sizes_are_an_error_of_python(on_gpus):
+    with pytest.raises(WorkerError, match="rank 0 sends 400000 bytes where rank 1 receives 40: give both a tensor"):
+        on_gpus(two_sizes)
