@@ -13,10 +13,10 @@ import importlib
 _FROM = {
     "SPECS": "hardware.specs",
     "Spec": "hardware.specs",
-    "dry_run": "session",
+    "dry_run": "blocks",
     "gpus": "session",
     "machine": "session",
-    "recording": "session",
+    "recording": "blocks",
     "reset": "session",
 }
 

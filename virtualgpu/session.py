@@ -1,21 +1,19 @@
-"""Virtual GPUs on and off: `gpus`, `dry_run`, `reset`, `recording`; `activate` for the runner, `renew` for the pytest plugin."""
+"""Virtual GPUs on and off: `gpus` and `reset`; `activate` for the runner, `renew` for the pytest plugin. `blocks` has the rest."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from virtualgpu import _compat
-from virtualgpu.distributed import alone, place
 from virtualgpu.distributed import patches as distributed
 from virtualgpu.distributed.nodes import ONE_NODE, Nodes
 from virtualgpu.engine import kernels, meta
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible_gpus
-from virtualgpu.hardware import bridges, networks, specs
+from virtualgpu.hardware import specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
@@ -42,7 +40,6 @@ from virtualgpu.patches import (
     threads,
 )
 from virtualgpu.patches.registry import Patches
-from virtualgpu.simulation.trace import Recording
 
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 # In this order: memory and random numbers before the driver that uses them
@@ -139,7 +136,7 @@ def _leave() -> None:
     _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine.closed)
 
 
-def _turn_on(
+def turn_on(
     cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False, nodes: Nodes = ONE_NODE
 ) -> _Session:
     """On, or, where that fails, nothing changed."""
@@ -199,7 +196,7 @@ def gpus(
 
     Raises ValueError for an invalid number, name, size or network; RuntimeError if HELPERS_GPUS=real and there are too few.
     """
-    _check_number("gpus", n)
+    check_number("gpus", n)
     cards, nodes = tuple(specs.find_all(n, like, memory)), Nodes.of(n, gpus_per_node, network)
     kind = _wanted_kind()
     if _session is not None and not _session.as_real:
@@ -207,7 +204,7 @@ def gpus(
         if new:
             dry = _session.machine.dry
             reset()
-            _turn_on(cards, nodes=nodes).machine.dry = dry
+            turn_on(cards, nodes=nodes).machine.dry = dry
         return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
     if real >= n:
@@ -221,7 +218,7 @@ def gpus(
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
         )
     reset()
-    return _announce(_turn_on(cards, nodes=nodes), True)
+    return _announce(turn_on(cards, nodes=nodes), True)
 
 
 def activate(
@@ -240,7 +237,7 @@ def activate(
         return visible_gpus(len(cards), gpus_per_node=gpus_per_node)
 
     nodes = Nodes.of(len(cards), gpus_per_node, network)
-    machine = _turn_on(cards, choose(), as_real=True, nodes=nodes).machine
+    machine = turn_on(cards, choose(), as_real=True, nodes=nodes).machine
     machine.dry, machine.choose = dry, choose
     return machine
 
@@ -251,7 +248,7 @@ def renew() -> None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _session
     reset()
-    new = _turn_on(old.cards, old.machine.visible, old.as_real, old.nodes).machine
+    new = turn_on(old.cards, old.machine.visible, old.as_real, old.nodes).machine
     new.dry, new.choose = old.machine.dry, old.machine.choose
     if old.machine.ledger is not None:
         new.share(old.machine.ledger)
@@ -264,7 +261,7 @@ def _wanted_kind() -> str:
     return kind
 
 
-def _check_number(who: str, n: int) -> None:
+def check_number(who: str, n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_GPUS:
         raise ValueError(f"{who}({n!r}): ask for 1 to {MAX_GPUS} GPUs")
 
@@ -290,69 +287,3 @@ def reset() -> None:
     if _session is not None:
         _session.close()
         _session = None
-
-
-@contextlib.contextmanager
-def dry_run(
-    n: int | None = None,
-    like=None,
-    memory: int | str | None = None,
-    world_size: int | None = None,
-    gpus_per_node: int = 8,
-    rank: int = 0,
-    network: str | Network | None = None,
-) -> Iterator[None]:
-    """In this block, operations work on shapes alone: places, memory and time without the numbers.
-
-    Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
-    A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
-
-    world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
-    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`), on nodes of
-    `gpus_per_node`. network: what joins nodes, as in `gpus`.
-
-    Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for.
-    """
-    if n is not None:
-        _check_number("dry_run", n)
-    where = None if world_size is None else place.place(world_size, rank, gpus_per_node)
-    joined = None if network is None else networks.find(network)
-    own = _session is None
-    if own:
-        n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
-        cards = tuple(specs.find_all(n, like, memory))
-    elif (n, like, memory) == (None, None, None):
-        cards = _session.cards
-    else:
-        cards = tuple(specs.find_all(n or len(_session.cards), like or _session.cards[0], memory))
-        if cards != _session.cards:
-            there = ", ".join(card.name for card in _session.cards)
-            raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
-    if where is not None:
-        bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    machine = _turn_on(cards).machine if own else _session.machine
-    before, machine.dry = (machine.dry, machine.network), True
-    machine.network = joined or machine.network
-    environ = None if where is None else alone.enter(machine, where)
-    try:
-        yield
-    finally:
-        if environ is not None:
-            alone.leave(machine, environ)
-        if own:
-            reset()
-        elif _session is not None:
-            _session.machine.dry, _session.machine.network = before
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[Recording]:
-    """A list that fills with what each virtual GPU does in this block, on the simulated clock; `save("trace.json")` writes it."""
-    if _session is None:
-        raise RuntimeError("there are no virtual GPUs to record: call gpus() first")
-    clock = _session.machine.clock
-    before, clock.spans = clock.spans, Recording()
-    try:
-        yield clock.spans
-    finally:
-        clock.spans = before

@@ -28,9 +28,9 @@ class _Process:
 
     def record(self) -> None:
         if self.settings.trace:
-            from virtualgpu import session
+            from virtualgpu import blocks
 
-            self.recording = session.recording()
+            self.recording = blocks.recording()
             self.recorded = self.recording.__enter__()
 
     def watch(self) -> None:

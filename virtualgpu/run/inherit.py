@@ -48,7 +48,7 @@ def take(offered: bytes | None) -> None:
     os.environ.update(variables)
     machine = _machine()
     if machine is None:
-        machine = session._turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
+        machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
         machine.share(Ledger(folder, len(specs)))
     machine.dry = dry
     if recording:

@@ -1,0 +1,78 @@
+"""What virtual GPUs do differently, or keep, for as long as a block lasts: `dry_run` and `recording`."""
+
+import contextlib
+from collections.abc import Iterator
+
+from virtualgpu.distributed import alone, place
+from virtualgpu.hardware import bridges, networks, specs
+from virtualgpu.hardware.networks import Network
+from virtualgpu.session import check_number, current, reset, turn_on
+from virtualgpu.simulation.trace import Recording
+
+
+@contextlib.contextmanager
+def dry_run(
+    n: int | None = None,
+    like=None,
+    memory: int | str | None = None,
+    world_size: int | None = None,
+    gpus_per_node: int = 8,
+    rank: int = 0,
+    network: str | Network | None = None,
+) -> Iterator[None]:
+    """In this block, operations work on shapes alone: places, memory and time without the numbers.
+
+    Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
+    A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
+
+    world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
+    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`), on nodes of
+    `gpus_per_node`. network: what joins nodes, as in `gpus`.
+
+    Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for.
+    """
+    if n is not None:
+        check_number("dry_run", n)
+    where = None if world_size is None else place.place(world_size, rank, gpus_per_node)
+    joined = None if network is None else networks.find(network)
+    machine = current()
+    own = machine is None
+    if own:
+        n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
+        cards = tuple(specs.find_all(n, like, memory))
+    elif (n, like, memory) == (None, None, None):
+        cards = tuple(machine.specs)
+    else:
+        cards = tuple(specs.find_all(n or len(machine.specs), like or machine.specs[0], memory))
+        if cards != tuple(machine.specs):
+            there = ", ".join(card.name for card in machine.specs)
+            raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
+    if where is not None:
+        bridges.check([cards[0]] * min(world_size, gpus_per_node))
+    machine = turn_on(cards).machine if own else machine
+    before, machine.dry = (machine.dry, machine.network), True
+    machine.network = joined or machine.network
+    environ = None if where is None else alone.enter(machine, where)
+    try:
+        yield
+    finally:
+        if environ is not None:
+            alone.leave(machine, environ)
+        if own:
+            reset()
+        elif current() is not None:
+            current().dry, current().network = before
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """A list that fills with what each virtual GPU does in this block, on the simulated clock; `save("trace.json")` writes it."""
+    machine = current()
+    if machine is None:
+        raise RuntimeError("there are no virtual GPUs to record: call gpus() first")
+    clock = machine.clock
+    before, clock.spans = clock.spans, Recording()
+    try:
+        yield clock.spans
+    finally:
+        clock.spans = before
