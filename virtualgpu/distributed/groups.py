@@ -156,9 +156,10 @@ class Communicators:
     def _gpu_of_barrier(self, group, values: dict) -> GPU | None:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
-        if not self._only_gpus(group):
-            return self._gpu(group, [])
-        device, known = getattr(group, "bound_device_id", None), self.known.get(group.group_name)
+        known = self.known.get(group.group_name)
+        if not self._only_gpus(group):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
+            return known and known.gpu
+        device = getattr(group, "bound_device_id", None)
         if values["device_ids"]:
             return self.machine.gpu(values["device_ids"][0])
         if device is not None:
