@@ -1,84 +1,114 @@
 """The graders of notebook 04: DataParallel and DDP."""
 
+import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
-from checks.grader import grader, launched
-
-
-@grader
-def shards(shard: Callable[[int, int, int], list[int]]) -> str | None:
-    """shard(length, rank, world_size) as DistributedSampler(shuffle=False) deals samples out."""
-    for length, world_size in ((8, 2), (10, 4), (7, 3), (2, 5)):
-        for rank in range(world_size):
-            sampler = DistributedSampler(range(length), num_replicas=world_size, rank=rank, shuffle=False)
-            if list(shard(length, rank, world_size)) != list(sampler):
-                got, here = list(shard(length, rank, world_size)), f"{length} samples, rank {rank} of {world_size}"
-                return f"{here}: it gives {got}, DistributedSampler {list(sampler)}"
-    return None
+import virtualgpu
+from checks.grader import grader, launched_on_gpus
 
 
 @grader
 def averages(average_gradients: Callable[[nn.Module], None]) -> str | None:
     """After average_gradients(model) in each of two processes, the gradients are DDP's."""
-    found = launched(_gradients_both_ways, average_gradients)
+    found = launched_on_gpus(_gradients_both_ways, average_gradients, draw())
     if isinstance(found, str):
         return found
+    return _differ(found)
+
+
+@grader
+def talks_early(talk_early: Callable[[nn.Module], Callable[[], None]]) -> str | None:
+    """talk_early(model) has the gradients of each step averaged once the function that it returns has been called, and sends
+    most of them while backward still computes (simulated)."""
+    found = launched_on_gpus(_steps_that_talk, talk_early, draw())
+    if isinstance(found, str):
+        return found
+    gradients, hidden = zip(*found, strict=True)
+    for step, both in enumerate(zip(*gradients, strict=True)):
+        if complaint := _differ(both):
+            return f"in step {step + 1}, {complaint}"
+    if min(hidden) < 0.5:
+        return f"right, but only {min(hidden):.0%} of the talking is beside backward's computing (simulated); most of it could be"
+    return None
+
+
+def draw() -> int:
+    """A seed that nobody knows before."""
+    return int.from_bytes(os.urandom(4), "little")
+
+
+def small_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
+
+
+def own_batches(count: int, seed: int) -> list:
+    """This rank's (x [16, 8], y [16])."""
+    numbers = torch.Generator().manual_seed(seed + dist.get_rank())
+    return [
+        (torch.randn(16, 8, generator=numbers).cuda(), torch.randint(4, (16,), generator=numbers).cuda())
+        for _ in range(count)
+    ]
+
+
+def on_own_gpu() -> None:
+    """In a rank: its GPU is the current one."""
+    torch.cuda.set_device(dist.get_rank())
+
+
+def _differ(found) -> str | None:
+    """What differs in each rank's (gradients by the reader, gradients by DDP)."""
     for rank, (own, by_ddp) in enumerate(found):
         for mine, theirs in zip(own, by_ddp, strict=True):
-            if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6):
-                ratio = float(mine.norm() / theirs.norm())
+            if mine is None or not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6):
+                ratio = 0.0 if mine is None else float(mine.norm() / theirs.norm())
                 return f"on rank {rank} a gradient is {ratio:.2f} times as long as DDP's"
     return None
 
 
-@grader
-def stays_together(train: Callable[[nn.Module, list], None]) -> str | None:
-    """train(model, batches) in two processes leaves the same weights on both, and those of DDP."""
-    found = launched(_weights_after, train)
-    if isinstance(found, str):
-        return found
-    (first, right), (second, _) = found
-    apart = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
-    if apart > 1e-6:
-        return f"after 20 steps the weights of the two ranks differ by up to {apart:.2f}: who averages the gradients?"
-    if not all(torch.allclose(a, b, atol=1e-4) for a, b in zip(first, right, strict=True)):
-        return (
-            "the ranks agree with each other, but not with DDP on the same batches: were all batches used, once each?"
-        )
-    return None
+def _gradients(model: nn.Module) -> list:
+    return [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
 
 
-def _small_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def _own_batches(count: int) -> list:
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    return [(torch.randn(16, 8, generator=draw), torch.randint(4, (16,), generator=draw)) for _ in range(count)]
-
-
-def _gradients_both_ways(average_gradients: Callable) -> tuple[list, list]:
-    ((x, y),) = _own_batches(1)
-    model, wrapped = _small_model(), DistributedDataParallel(_small_model())
+def _gradients_both_ways(average_gradients: Callable, seed: int) -> tuple[list, list]:
+    on_own_gpu()
+    ((x, y),) = own_batches(1, seed)
+    model, wrapped = small_model(seed), DistributedDataParallel(small_model(seed))
     for network in (model, wrapped):
         nn.functional.cross_entropy(network(x), y).backward()
     average_gradients(model)
-    return [p.grad for p in model.parameters()], [p.grad for p in wrapped.parameters()]
+    return _gradients(model), _gradients(wrapped)
 
 
-def _weights_after(train: Callable) -> tuple[list, list]:
-    model, wrapped = _small_model(), DistributedDataParallel(_small_model())
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    for x, y in _own_batches(20):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(wrapped(x), y).backward()
-        optimizer.step()
-    train(model, _own_batches(20))
-    return [[p.detach() for p in network.parameters()] for network in (model, wrapped)]
+def _steps_that_talk(talk_early: Callable, seed: int) -> tuple[list, float]:
+    """Gradients of two steps by the reader and by DDP, and the share of a wide model's talking that hides."""
+    on_own_gpu()
+    model, wrapped = small_model(seed), DistributedDataParallel(small_model(seed))
+    finish, steps = talk_early(model), []
+    for x, y in own_batches(2, seed):
+        for network in (model, wrapped):
+            network.zero_grad()
+            nn.functional.cross_entropy(network(x), y).backward()
+        finish()
+        steps.append((_gradients(model), _gradients(wrapped)))
+    return steps, _hidden(talk_early)
+
+
+def _hidden(talk_early: Callable) -> float:
+    """The share of a wide model's communication during which this GPU computes; on shapes alone, in simulated seconds."""
+    with virtualgpu.dry_run():
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).cuda()
+        finish, x = talk_early(model), torch.randn(4096, 2048, device="cuda")
+        with virtualgpu.recording() as spans:
+            model(x).sum().backward()
+            finish()
+            torch.cuda.synchronize()
+    talking = [(span.start, span.end) for span in spans if span.kind == "communication"]
+    busy = [(span.start, span.end) for span in spans if span.kind == "backward"]
+    beside = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in talking for begin, stop in busy)
+    return beside / sum(end - start for start, end in talking) if talking else 0.0

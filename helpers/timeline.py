@@ -32,12 +32,12 @@ class Timeline:
         self.rows, self.seconds, self.origin = rows or {}, seconds, origin
 
     @classmethod
-    def of_ranks(cls, spans: Sequence[Sequence[Span]], who: str = "rank") -> "Timeline":
-        """One row a rank, from what each rank's Recorder holds: their clock is the machine's, so that rows compare."""
+    def of_ranks(cls, spans: Sequence[Sequence[Span]], who: str = "rank", origin: str = "measured") -> "Timeline":
+        """One row a rank, from what each rank's Recorder or recording() holds: one clock for all, so that rows compare."""
         every = [span for own in spans for span in own]
         start, end = min((span.start for span in every), default=0.0), max((span.end for span in every), default=0.0)
         moved = [[replace(span, start=span.start - start, end=span.end - start) for span in own] for own in spans]
-        return cls({f"{who} {number}": own for number, own in enumerate(moved)}, end - start)
+        return cls({f"{who} {number}": own for number, own in enumerate(moved)}, end - start, origin)
 
     @classmethod
     def of_workers(cls, trials: Sequence[tuple[int, float, float, bool]]) -> "Timeline":

@@ -1,4 +1,9 @@
-"""DDP started by torch.multiprocessing.spawn, as the source notes do it; notebook 04 runs it beside torchrun's way."""
+"""DDP started by torch.multiprocessing.spawn, as the source notes do it; notebook 08 runs it beside torchrun's way.
+
+    python spawn_ddp.py build/gradient.pt tcp://127.0.0.1:2568
+
+One step of 512 images, shared by as many processes as there are GPUs.
+"""
 
 import sys
 from pathlib import Path
@@ -15,22 +20,26 @@ from helpers.data import digits
 
 def main_worker(gpu, n_gpus, address, path):
     """One step on this process's share of 512 images. Process 0 saves the averaged gradient to path."""
-    cuda = torch.cuda.device_count() >= n_gpus
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=address, world_size=n_gpus, rank=gpu)
+    batch_size, num_workers = 512 // n_gpus, 2 // n_gpus  # each process takes its share
+    dist.init_process_group("nccl", init_method=address, world_size=n_gpus, rank=gpu)
 
     torch.manual_seed(0)
     model = nn.Linear(64, 10)
-    if cuda:
-        torch.cuda.set_device(gpu)
-        model = model.cuda(gpu)
-    model = DistributedDataParallel(model, device_ids=[gpu] if cuda else None)
+    torch.cuda.set_device(gpu)
+    model = model.cuda(gpu)
+    model = DistributedDataParallel(model, device_ids=[gpu])
 
     data = TensorDataset(*digits())
     sampler = DistributedSampler(data, shuffle=False)
-    loader = DataLoader(data, batch_size=512 // n_gpus, sampler=sampler)  # each process takes its share
+    loader = DataLoader(data, batch_size, sampler=sampler, num_workers=num_workers, pin_memory=True)
     images, labels = next(iter(loader))
-    scores = model(images.flatten(1).to(model.device))
-    nn.functional.cross_entropy(scores, labels.to(model.device)).backward()
+    scores = model(images.flatten(1).cuda(gpu, non_blocking=True))
+    nn.functional.cross_entropy(scores, labels.cuda(gpu, non_blocking=True)).backward()
     if gpu == 0:
         torch.save(model.module.weight.grad.cpu(), path)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    n_gpus = torch.cuda.device_count()
+    torch.multiprocessing.spawn(main_worker, nprocs=n_gpus, args=(n_gpus, sys.argv[2], sys.argv[1]))

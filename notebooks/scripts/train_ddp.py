@@ -1,14 +1,16 @@
-"""Data-parallel training as a script, for torchrun; notebook 04 walks through it.
+"""Data-parallel training as a script, for torchrun; notebook 08 walks through it.
 
     torchrun --standalone --nproc-per-node=2 train_ddp.py --checkpoint build/ddp.pt
 
-Each rank trains on its share of the digits, on a GPU of its own where there is one. Rank 0 saves after every epoch; a script that
-is started again, by hand or by torchrun after a crash, goes on from there.
+Each rank trains on its share of the digits, on a GPU of its own. Rank 0 saves after every epoch; a script that is started again,
+by hand or by torchrun after a crash, goes on from there. On a machine without GPUs: python -m virtualgpu --gpus 2 -m
+torch.distributed.run, and the same options.
 """
 
 import argparse
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,45 +31,41 @@ def main():
     parser.add_argument("--die-in-epoch", type=int, help="rank 1 kills itself once, in the middle of this epoch")
     options = parser.parse_args()
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # from torchrun
-    local_rank = int(os.environ["LOCAL_RANK"])
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # torchrun sets them
     first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if gpus else "gloo")
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", timeout=timedelta(minutes=2))
+    world_size = dist.get_world_size()
 
     data = TensorDataset(*digits())
     sampler = DistributedSampler(data)  # knows rank and world size from the group
-    loader = DataLoader(data, batch_size=64 // world_size, sampler=sampler, pin_memory=gpus)
+    loader = DataLoader(data, batch_size=64 // world_size, sampler=sampler, pin_memory=True)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
-    ddp = DistributedDataParallel(model, device_ids=[local_rank] if gpus else None)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).cuda()
+    ddp = DistributedDataParallel(model, device_ids=[local_rank])
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
 
     first = 0
     if options.checkpoint.exists():  # every rank loads what rank 0 saved
-        state = checkpoint.load(options.checkpoint, map_location=device)
+        state = checkpoint.load(options.checkpoint, map_location=f"cuda:{local_rank}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["epoch"] + 1
 
     for epoch in range(first, options.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch, the same after a restart
-        total = torch.zeros(2, device=device)
+        total = torch.zeros(2, device="cuda")
         for step, (x, y) in enumerate(loader):
             if (epoch, step, rank) == (options.die_in_epoch, 5, 1) and first_start:
                 os.kill(os.getpid(), 9)  # as a machine may
+            x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
             optimizer.zero_grad()
-            scores = ddp(x.to(device))
-            loss = nn.functional.cross_entropy(scores, y.to(device))
+            scores = ddp(x)
+            loss = nn.functional.cross_entropy(scores, y)
             loss.backward()  # gradients are averaged over the ranks in here
             optimizer.step()
-            total += torch.stack([loss.detach() * len(y), (scores.argmax(1) == y.to(device)).sum()])
+            total += torch.stack([loss.detach() * len(y), (scores.argmax(1) == y).sum()])
         dist.all_reduce(total)  # sums of all ranks
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}

@@ -1,4 +1,4 @@
-"""notebooks/scripts/train_ddp.py under torchrun: on one node and two, killed and started again, always to the same weights."""
+"""notebooks/scripts/train_ddp.py under torchrun, on virtual GPUs: on one node and two, killed and started again, always to the same weights."""
 
 import os
 import socket
@@ -8,6 +8,9 @@ import sys
 import pytest
 import torch
 from series import NOTEBOOKS
+from torch import nn
+
+from helpers.data import digits
 
 SCRIPT = NOTEBOOKS / "scripts" / "train_ddp.py"
 STANDALONE = ["--standalone", "--nproc-per-node=2"]
@@ -15,12 +18,13 @@ STANDALONE = ["--standalone", "--nproc-per-node=2"]
 
 def start(launcher, *options):
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(SCRIPT), *map(str, options)]
+    gpus = ["-m", "virtualgpu", "--gpus", "2", "--quiet"]
+    command = [sys.executable, *gpus, "-m", "torch.distributed.run", *launcher, str(SCRIPT), *map(str, options)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def finished(run):
-    said, errors = run.communicate(timeout=100)
+    said, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors
     return said.splitlines()
 
@@ -49,7 +53,7 @@ def test_a_killed_rank_costs_nothing(undisturbed, tmp_path):
 
 def test_without_a_restart_the_checkpoint_is_there_to_go_on_from(undisturbed, tmp_path):
     run = start(STANDALONE, "--checkpoint", tmp_path / "a.pt", "--die-in-epoch", 2)
-    said, errors = run.communicate(timeout=100)
+    said, errors = run.communicate(timeout=300)
     assert run.returncode != 0 and "SIGKILL" in errors and said.splitlines() == undisturbed[0][:2]
     assert finished(start(STANDALONE, "--checkpoint", tmp_path / "a.pt")) == undisturbed[0][2:]
     assert equal(weights(tmp_path / "a.pt"), undisturbed[1])
@@ -63,3 +67,18 @@ def test_two_nodes_give_the_same(undisturbed, tmp_path):
     nodes = [start([*meet, "--rdzv-id=test"], "--checkpoint", tmp_path / "a.pt") for _ in range(2)]
     assert sorted(len(finished(node)) for node in nodes) == [0, 4]
     assert equal(weights(tmp_path / "a.pt"), undisturbed[1])
+
+
+def test_spawn_gives_the_gradient_of_all_images(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    script = NOTEBOOKS / "scripts" / "spawn_ddp.py"
+    command = [sys.executable, "-m", "virtualgpu", "--gpus", "2", str(script), str(tmp_path / "gradient.pt"), address]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    images, labels = digits()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10)
+    nn.functional.cross_entropy(model(images[:512].flatten(1)), labels[:512]).backward()
+    assert torch.allclose(torch.load(tmp_path / "gradient.pt"), model.weight.grad, atol=1e-6)

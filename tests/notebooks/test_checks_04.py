@@ -1,0 +1,128 @@
+"""The graders of notebook 04: averaging by hand, and talking beside backward. Numbers are drawn anew each time."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import checks
+import virtualgpu
+from virtualgpu.run import ranks
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    yield
+    virtualgpu.reset()
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """The time limit of graders, shortened: for code that does not end."""
+    monkeypatch.setattr("checks.grader.launch", lambda *args, timeout, **more: ranks.launch(*args, timeout=8, **more))
+
+
+def average(parameter):
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+
+
+def each_gradient(change):
+    def average_gradients(model):
+        for parameter in model.parameters():
+            change(parameter)
+
+    return average_gradients
+
+
+def alike_but_not_averaged(model):
+    """A cheat: the ranks agree, with one rank's numbers."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.grad, src=0)
+
+
+@pytest.mark.parametrize(
+    "average_gradients, complaint",
+    [
+        (each_gradient(average), "[passed]"),
+        (each_gradient(lambda parameter: dist.all_reduce(parameter.grad)), "2.00 times as long as DDP's"),
+        (alike_but_not_averaged, "times as long as DDP's"),
+        (lambda model: model.zero_grad(), "0.00 times as long as DDP's"),
+        (lambda model: undefined, "raised NameError"),  # noqa: F821
+    ],
+)
+def test_averages(capsys, average_gradients, complaint):
+    checks.averages(average_gradients)
+    assert complaint in capsys.readouterr().out
+
+
+def loop_for_ever(model):
+    while True:
+        pass
+
+
+def test_an_endless_loop_is_told(capsys, hurried):
+    checks.averages(loop_for_ever)
+    out = capsys.readouterr().out
+    assert out.startswith("[not yet] after ") and "loop_for_ever" in out, out
+
+
+def late(model):
+    def finish():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+
+    return finish
+
+
+def early(model, average=dist.ReduceOp.AVG, forgotten=()):
+    works = []
+
+    def send(parameter):
+        works.append(dist.all_reduce(parameter.grad, average, async_op=True))
+
+    for parameter in [*model.parameters()][len(forgotten) :]:
+        parameter.register_post_accumulate_grad_hook(send)
+
+    def finish():
+        while works:
+            works.pop().wait()
+
+    return finish
+
+
+def waits_in_the_hook(model):
+    """A cheat that sends early, and waits at once."""
+
+    def send(parameter):
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        torch.cuda.synchronize()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    "talk_early, complaint",
+    [
+        (early, "[passed]"),
+        (late, "only 0% of the talking is beside backward's computing"),
+        (waits_in_the_hook, "of the talking is beside backward's computing"),
+        (lambda model: early(model, dist.ReduceOp.SUM), "in step 1, on rank 0 a gradient is 2.00 times as long"),
+        (lambda model: early(model, forgotten=("the first",)), "in step 1, on rank 0 a gradient is"),
+        (lambda model: None, "raised TypeError"),
+    ],
+)
+def test_talks_early(capsys, talk_early, complaint):
+    checks.talks_early(talk_early)
+    out = capsys.readouterr().out
+    assert complaint in out, out
+
+
+def test_the_notebooks_gpus_stay_as_they_are(capsys):
+    virtualgpu.gpus(4)
+    x = torch.ones(3, device="cuda:3")
+    checks.averages(each_gradient(average))
+    assert "[passed]" in capsys.readouterr().out
+    assert torch.cuda.device_count() == 4 and x.sum().item() == 3
