@@ -170,8 +170,10 @@ def current() -> Machine | None:
 
 
 def machine() -> Machine | None:
-    """The virtual GPUs that are on, if any. None, too, where they are to pass for real ones (HELPERS_GPUS=real under the runner)."""
-    if _session is None or (_session.as_real and _wanted_kind() == "real"):
+    """The virtual GPUs that are on, if any. None, too, where they are to pass for real ones (HELPERS_GPUS=real under the runner), but
+    in a dry run, which real ones cannot do.
+    """
+    if _session is None or (_session.as_real and not _session.machine.dry and _wanted_kind() == "real"):
         return None
     return _session.machine
 

@@ -30,7 +30,7 @@ def finished(run):
 
 
 def weights(path):
-    return torch.load(path)["model"]
+    return torch.load(path, map_location="cpu")["model"]
 
 
 def equal(a, b):

@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import virtualgpu
+from virtualgpu import session
+from virtualgpu.hardware.specs import find_all
 
 ONE = torch.device("cuda:1")
 
@@ -418,3 +420,16 @@ def test_ctrl_c_in_an_operation_leaves_the_gpus_usable(gpus):
     assert not gpus.local.bypass
     (x * 3).sum().backward()
     assert x.grad.tolist() == [3, 3, 3]
+
+
+def test_gpus_that_pass_for_real_ones_are_virtual_in_a_dry_run(monkeypatch):
+    """Real GPUs cannot do one: where a machine has them, a dry run makes virtual ones, which a Monitor and a Timeline ask."""
+    monkeypatch.setenv("HELPERS_GPUS", "real")
+    session.activate(find_all(2, "T4", None))
+    try:
+        assert virtualgpu.machine() is None
+        with virtualgpu.dry_run():
+            assert virtualgpu.machine() is session.current()
+        assert virtualgpu.machine() is None
+    finally:
+        virtualgpu.reset()
