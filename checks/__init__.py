@@ -8,6 +8,7 @@ from checks.notebook_03 import exchanged, micro_batches, slots
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import epochs_spent, reduction_factor, search_space
 from checks.notebook_06 import causes, riddle, within_budget
+from checks.notebook_07 import fewest_words, shards_below, tensor_plan
 from checks.notebook_08 import shards, stays_together
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "epochs_spent",
     "exchanged",
     "fastest_that_fits",
+    "fewest_words",
     "frozen",
     "loads_what_fits",
     "micro_batches",
@@ -25,9 +27,11 @@ __all__ = [
     "riddle",
     "search_space",
     "shards",
+    "shards_below",
     "skip_repaired",
     "slots",
     "stays_together",
     "talks_early",
+    "tensor_plan",
     "within_budget",
 ]

@@ -1,0 +1,160 @@
+"""The graders of notebook 07: models that do not fit on one GPU. Each runs the reader's code in processes of its own, so that an
+endless loop ends with them, and no GPU of the notebook is touched."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import virtualgpu
+from checks.grader import grader, launched
+from virtualgpu.run.ranks import WorkerError, launch
+
+CARDS = (("T4", 0.8), ("A100", 0.9), ("H100-PCIe", 0.7), ("T4", 0.999))
+FEWEST, MOST = 64, 8192  # words
+TIMEOUT = 300.0  # seconds: an endless loop's only end; dry runs of a right answer take a tenth of it
+
+
+@grader
+def tensor_plan(plan: Mapping, make: Callable[[], nn.Module], timeout: float = 60) -> str | None:
+    """The plan cuts make()'s layers (narrow, up, down) over two ranks: the same numbers, half of up and down, one all-reduce."""
+    names = [name for name, _ in make().named_children()]
+    if unknown := set(plan) - set(names):
+        return f"the plan names {sorted(unknown)}; the layers are {names}"
+    with contextlib.ExitStack() as stack:
+        machine = virtualgpu.machine()
+        if machine is None or len(machine.gpus) < 2:
+            stack.enter_context(mock.patch.dict(os.environ, HELPERS_GPUS="virtual"))
+            with contextlib.redirect_stdout(None):
+                stack.enter_context(virtualgpu.gpus(2))
+        found = launched(_by_plan, plan, make, timeout=timeout, ask="does forward come to an end?")
+    if isinstance(found, str):
+        return found
+    if isinstance(found[0], str):
+        return found[0]
+    shares, sent, apart = found[0]
+    for name, share in shares.items():
+        if share > 0.5:
+            return f"rank 0 holds {share:.0%} of {name}'s weight; half is wanted"
+    if not apart < 1e-4:
+        return f"the result differs from the whole layer's by up to {apart:.3f}"
+    if sent != {"all_reduce": 1}:
+        return f"right numbers, and forward needs {sent or 'no collective'}; one all-reduce is enough"
+    return None
+
+
+def _by_plan(plan: Mapping, make: Callable) -> tuple[dict[str, float], dict[str, int], float] | str:
+    """Shares of up and down that this rank holds, collectives of a forward pass, and how far the result is from the whole's; or
+    what was raised, which each rank says for itself: which of them is first differs from run to run."""
+    try:
+        return _compared(plan, make)
+    except Exception as error:
+        return f"with this plan, forward raised {type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _compared(plan: Mapping, make: Callable) -> tuple[dict[str, float], dict[str, int], float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.cuda.set_device(dist.get_rank())
+    torch.manual_seed(0)
+    layer = make().cuda()
+    x = torch.randn(32, layer.narrow.in_features).cuda()
+    whole, sizes = layer(x).detach(), {name: getattr(layer, name).weight.numel() for name in ("up", "down")}
+    parallelize_module(layer, init_device_mesh("cuda", (2,)), dict(plan))
+    with CommDebugMode() as sent:
+        result = layer(x)
+    if result.shape != whole.shape:
+        raise RuntimeError(f"the whole layer gives {tuple(whole.shape)}, the parts {tuple(result.shape)}")
+    weights = {name: getattr(layer, name).weight for name in sizes}
+    held = {name: getattr(w, "to_local", lambda w=w: w)().numel() / sizes[name] for name, w in weights.items()}
+    names = {str(name).split(".")[-1].removesuffix("_"): count for name, count in sent.get_comm_counts().items()}
+    return held, {name: count for name, count in names.items() if count}, float((result - whole).detach().abs().max())
+
+
+@grader
+def fewest_words(
+    answer: Callable[[Callable, float], int | None], busy: Callable[[str, int], float], timeout: float = TIMEOUT
+) -> str | None:
+    """answer(busy, wanted) is the smallest power of two from 64 to 8,192 with busy(words) >= wanted, or None, on several cards."""
+    return _alone(_words, answer, busy, timeout=timeout)
+
+
+def _words(answer: Callable, busy: Callable) -> str | None:
+    known = functools.cache(busy)
+    for like, wanted in CARDS:
+        got = answer(functools.partial(known, like), wanted)
+        sizes = [FEWEST * 2**power for power in range((MOST // FEWEST).bit_length())]
+        if got is not None and got not in sizes:
+            return f"on a {like} it says {got!r}, which is no power of two from {FEWEST} to {MOST:,}"
+        here = f"a {like} that is to be busy for {wanted:.0%} of a step"
+        if got is not None and known(like, got) < wanted:
+            return f"{here}: with {got:,} words it is for {known(like, got):.0%}"
+        fewer = [size for size in sizes if got is None or size < got]
+        if (right := next((size for size in fewer if known(like, size) >= wanted), None)) is not None:
+            return f"{here}: it says {got}, and {right:,} words are enough"
+    return None
+
+
+@grader
+def shards_below(
+    shard: Callable[[nn.Module], nn.Module | None],
+    make: Callable[..., nn.Module],
+    sizes: Mapping,
+    budget: float,
+    timeout: float = TIMEOUT,
+) -> str | None:
+    """After shard(model), a step of one rank of four stays below `budget` GiB; parameters are all there, float32 and sharded."""
+    return _alone(_sharded, shard, make, dict(sizes), budget, timeout=timeout)
+
+
+def _sharded(shard: Callable, make: Callable, sizes: dict, budget: float) -> str | None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    with virtualgpu.dry_run(like="T4", world_size=4):
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = make(**sizes)
+        before = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
+        shard(model)
+        after = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
+        if after != before:
+            wrong = sorted(before.keys() ^ after.keys()) or [name for name in before if before[name] != after[name]]
+            return f"the parameters are not the model's any more: look at {wrong[0]}"
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
+                return f"{name} is not sharded: each of the four GPUs holds all of it"
+        model.to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        text = torch.zeros(1, sizes["length"] + 1, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()).backward()
+            optimizer.step()
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    if peak > budget:
+        return f"all is sharded, and a step's peak is {peak:.2f} GiB; the budget is {budget:.2f}. Which group is the largest?"
+    return None
+
+
+def _alone(worker: Callable, *args, timeout: float) -> str | None:
+    """What worker(*args) says in a process of its own, which has no GPUs and no process group yet; or what went wrong there."""
+    try:
+        return launch(_without_group, worker, args, nprocs=1, timeout=timeout)[0]
+    except WorkerError as error:
+        if error.rank is None:
+            return f"after {timeout:g} seconds your code has not come to an end: is there a loop without one?"
+        return f"your code raised {str(error).splitlines()[-1]}"
+
+
+def _without_group(worker: Callable, args: tuple) -> str | None:
+    dist.destroy_process_group()
+    virtualgpu.reset()
+    return worker(*args)

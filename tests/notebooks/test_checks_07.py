@@ -1,0 +1,153 @@
+"""The graders of notebook 07: a plan for tensor parallel, words that hide a gather, and groups of parameters."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import checks
+import virtualgpu
+
+SIZES = {"dim": 256, "words": 20000, "length": 16}
+BUDGET = 0.1  # GiB, between one group for both of the large layers and a group for each
+
+
+@pytest.fixture(autouse=True)
+def virtual(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    yield
+    virtualgpu.reset()
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, dim=64, hidden=256):
+        super().__init__()
+        self.narrow, self.up, self.down = nn.Linear(dim, 8), nn.Linear(8, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(torch.tanh(self.narrow(x)))))
+
+
+class Endless(Bottleneck):
+    def forward(self, x):
+        while True:
+            time.sleep(0.01)
+
+
+def plan(**styles):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    known = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+    known["whole"] = ColwiseParallel(output_layouts=Replicate())
+    return {name: known[style] for name, style in styles.items()}
+
+
+@pytest.mark.parametrize(
+    ("styles", "layer", "said"),
+    [
+        ({"up": "columns", "down": "rows"}, Bottleneck, "[passed]"),
+        ({"up": "whole", "down": "whole"}, Bottleneck, "forward needs {'all_gather_into_tensor': 2}; one all-reduce"),
+        ({"up": "columns"}, Bottleneck, "forward raised RuntimeError: "),
+        ({}, Bottleneck, "rank 0 holds 100% of up's weight"),
+        ({"middle": "rows"}, Bottleneck, "the plan names ['middle']"),
+        ({"up": "columns", "down": "rows"}, Endless, "after 8 seconds"),
+    ],
+)
+def test_a_plan_for_tensor_parallel_is_graded(capsys, styles, layer, said):
+    checks.tensor_plan(plan(**styles), layer, timeout=8 if layer is Endless else 120)
+    assert said in capsys.readouterr().out
+
+
+def busy(like, words):
+    """As a GPU whose computing takes so long, beside a gather of fixed length."""
+    return words / (words + {"T4": 200, "A100": 2000, "H100-PCIe": 900}[like])
+
+
+def right(busy, wanted):
+    return next((words for words in (2**power for power in range(6, 14)) if busy(words) >= wanted), None)
+
+
+def endless(busy, wanted):
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (right, "[passed]"),
+        (lambda busy, wanted: 8192, "and 1,024 words are enough"),
+        (lambda busy, wanted: 64, "with 64 words it is for 24%"),
+        (lambda busy, wanted: 300, "no power of two"),
+        (
+            lambda busy, wanted: right(busy, min(wanted, 0.5)),
+            "a T4 that is to be busy for 80% of a step: with 256 words it is for 56%",
+        ),
+        (lambda busy, wanted: 1 / 0, "your code raised ZeroDivisionError"),
+        (endless, "after 8 seconds"),
+    ],
+)
+def test_the_fewest_words_are_graded(capsys, answer, said):
+    checks.fewest_words(answer, busy, timeout=8 if answer is endless else 120)
+    assert said in capsys.readouterr().out
+
+
+class Model(nn.Module):
+    def __init__(self, dim, words, length):
+        super().__init__()
+        self.words, self.output = nn.Embedding(words, dim), nn.Linear(dim, words, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+
+    def forward(self, text):
+        x = self.words(text)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.output(x)
+
+
+def groups(*names):
+    def shard(model):
+        from torch.distributed.fsdp import fully_shard
+
+        for name in names:
+            fully_shard(getattr(model, name))
+        return fully_shard(model)
+
+    return shard
+
+
+def none_at_all(model):
+    return model
+
+
+def smaller(model):
+    model.output = nn.Linear(256, 100, bias=False)
+    return groups("words")(model)
+
+
+def half(model):
+    return groups()(model.to(torch.bfloat16))
+
+
+def no_end(model):
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("shard", "said"),
+    [
+        (groups("words", "output"), "[passed]"),
+        (groups(), "all is sharded, and a step's peak is"),
+        (none_at_all, "words.weight is not sharded"),
+        (smaller, "look at output.weight"),
+        (half, "look at words.weight"),
+        (no_end, "after 8 seconds"),
+    ],
+)
+def test_groups_of_parameters_are_graded(capsys, shard, said):
+    checks.shards_below(shard, Model, SIZES, BUDGET, timeout=8 if shard is no_end else 120)
+    assert said in capsys.readouterr().out
