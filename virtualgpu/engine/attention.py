@@ -5,11 +5,10 @@ the results alone, and its time is that of one kernel, by PyTorch's own count of
 mask). Called without torch.compile, a real GPU would hold the scores, too.
 """
 
-from torch.utils.flop_counter import sdpa_flop_count
-
 from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.operations import tensors_of
+from virtualgpu.simulation import costs
 
 
 class Kernel:
@@ -21,17 +20,12 @@ class Kernel:
         self.func, self.name, self.formula = func, func.name(), formula
 
 
-def forward_flops(query, key, value, *args, out_val=None) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
 def backward_flops(query, key, value, *args, out_val=None) -> int:
-    """Five products of that size instead of two: scores again, and the gradients of scores, query, key and value."""
-    return forward_flops(query, key, value) * 5 // 2
+    return costs.attention_backward(None, query, key, value)
 
 
 KERNELS = {
-    _compat.flex.flex_attention: Kernel(_compat.flex.flex_attention, forward_flops),
+    _compat.flex.flex_attention: Kernel(_compat.flex.flex_attention, costs.attention),
     _compat.flex.flex_attention_backward: Kernel(_compat.flex.flex_attention_backward, backward_flops),
 }
 

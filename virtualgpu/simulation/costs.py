@@ -61,13 +61,15 @@ def rate(func, flops: int, tensors: Iterable[torch.Tensor]):
 PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
-def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def attention(query, key, value, *args, out_val=None, **kwargs) -> int:
+    """Of scaled dot product attention; several heads of `query` may share one of `key` and `value`."""
+    heads = query.shape[:2]
+    return sdpa_flop_count(query.shape, (*heads, *key.shape[2:]), (*heads, *value.shape[2:]))
 
 
-def _attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -> int:
+def attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -> int:
     """Five products of that size instead of two: scores again, and the gradients of scores, query, key and value."""
-    return sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2
+    return attention(query, key, value) * 5 // 2
 
 
 def _rnn_layer(x, w_ih, w_hh, *args, out_val=None, **kwargs) -> int:
@@ -81,8 +83,8 @@ def _rnn_layer_backward(x, w_ih, w_hh, *args, out_val=None, **kwargs) -> int:
 
 # operations that the CPU has and torch.utils.flop_counter does not know
 FORMULAS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     aten.mkldnn_rnn_layer: _rnn_layer,
     aten.mkldnn_rnn_layer_backward: _rnn_layer_backward,
 }
