@@ -47,6 +47,9 @@ def take(offered: bytes | None) -> None:
         del os.environ[name]
     os.environ.update(variables)
     machine = _machine()
+    if machine is not None and list(machine.specs) != list(specs):
+        session.reset()  # the runner's, in whose place the notebook has others
+        machine = None
     if machine is None:
         machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
         machine.share(Ledger(folder, len(specs)))

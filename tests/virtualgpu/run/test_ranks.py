@@ -73,3 +73,28 @@ def test_one_rank_of_many(run, tmp_path):
     ):
         found = run(*wrong, tmp_path / "program.py")
         assert found.returncode == 2 and found.stderr.count("\n") == 1 and "--world-size" in found.stderr
+
+
+OTHERS = """
+import torch, virtualgpu
+import torch.distributed as dist
+from virtualgpu.run.ranks import launch
+
+
+def summed():
+    torch.cuda.set_device(dist.get_rank())
+    x = torch.ones(2, device="cuda")
+    dist.all_reduce(x)
+    return x.tolist(), torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    virtualgpu.gpus(3)
+    print(launch(summed, nprocs=3))
+"""
+
+
+def test_ranks_of_a_notebook_that_has_other_gpus_than_the_runners_have_those(run, tmp_path):
+    (tmp_path / "program.py").write_text(OTHERS)
+    done = run("--gpus", 2, "--quiet", tmp_path / "program.py", environ={"OMP_NUM_THREADS": "1"})
+    assert done.stdout.splitlines()[-1:] == [str([([3.0, 3.0], 3)] * 3)], done.stderr
