@@ -31,12 +31,12 @@ class Patches:
         self.add(owner, name, value)
 
     def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
-        """Also in those modules of torch that have imported it by name."""
+        """Also in modules that have imported it by name: those of torch, and a notebook."""
         original = getattr(owner, name)
         self.everywhere.append((name, original, value))
         self.replace(owner, name, value)
         for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("torch.") and vars(module).get(name) is original:
+            if module is not owner and getattr(module, "__dict__", {}).get(name) is original:
                 self.add(module, name, value)
 
     def add(self, owner: Any, name: str, value: Any) -> None:
@@ -75,8 +75,8 @@ class Patches:
                 warnings.warn(f"{where}.{name} was replaced while virtual GPUs were on, and is left so", stacklevel=2)
             self.replaced.pop()
         for module in list(sys.modules.values()) if self.everywhere else ():
-            if getattr(module, "__name__", "").startswith("torch."):
-                for name, original, ours in self.everywhere:
-                    if vars(module).get(name) is ours:
-                        setattr(module, name, original)
+            names = getattr(module, "__dict__", {})
+            for name, original, ours in self.everywhere:
+                if names.get(name) is ours:
+                    setattr(module, name, original)
         self.everywhere.clear()

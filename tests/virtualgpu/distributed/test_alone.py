@@ -93,3 +93,20 @@ def test_what_cannot_be():
     for wrong in ({"world_size": 0}, {"world_size": 4, "rank": 4}, {"world_size": 4, "gpus_per_node": 0}):
         with pytest.raises(ValueError, match=r"whole number|ranks count from 0"), virtualgpu.dry_run(**wrong):
             pass
+
+
+def test_names_that_were_imported_before(monkeypatch):
+    """As a notebook imports them, in its first cell."""
+    import sys
+
+    from torch.distributed import init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+
+    module = sys.modules[__name__]
+    for function in (init_process_group, init_device_mesh):
+        monkeypatch.setattr(module, function.__name__, function, raising=False)
+    with virtualgpu.dry_run(world_size=8):
+        module.init_process_group("nccl")
+        mesh = module.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+        assert mesh["tp"].size() == 4
+    assert module.init_process_group is init_process_group and module.init_device_mesh is init_device_mesh
