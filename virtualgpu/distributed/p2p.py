@@ -47,6 +47,9 @@ class Messages:
         self.open: list[Exchange] = []  # that nobody has waited for
         self.last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
         self.streams: dict[int, Queue] = {}
+        self.to_itself: dict[
+            int, torch.Tensor
+        ] = {}  # what this rank has sent to itself, by its number, and not yet received
 
     def start(self, exchange: "Exchange") -> None:
         """This rank has come to these messages."""
@@ -70,9 +73,15 @@ class Messages:
         gloo, written = self.of.gloo, self.tape.batches[self.of.rank][exchange.number].messages
         for (way, peer, tensor), message in zip(exchange.messages, written, strict=True):
             memory = flat(tensor).view(torch.uint8)[: _extent(tensor)]
-            scratch = memory.clone() if way == SEND else torch.empty_like(memory)
-            if not scratch.numel():
+            if not memory.numel():
                 continue
+            if peer == self.of.rank:  # gloo has no way to oneself
+                if way == SEND:
+                    self.to_itself[message.nth] = memory.clone()
+                else:
+                    exchange.from_itself.append((memory, message.nth))
+                continue
+            scratch = memory.clone() if way == SEND else torch.empty_like(memory)
             exchange.works.append((gloo.send if way == SEND else gloo.recv)([scratch], peer, _tag(message)))
             if way == RECV:
                 exchange.arrived.append((memory, scratch))
@@ -139,7 +148,7 @@ class Exchange(_compat.Work):
         super().__init__()
         self.of, self.gpu, self.batched = messages, gpu, batched
         self.messages: list[tuple[int, int, torch.Tensor]] = []
-        self.works, self.arrived, self.held = [], [], []
+        self.works, self.arrived, self.held, self.from_itself = [], [], [], []
         self.number = self.end = self.stream = None
 
     def finish(self) -> None:
@@ -161,7 +170,13 @@ class Exchange(_compat.Work):
                 work.wait()
             for memory, scratch in self.arrived:
                 memory.copy_(scratch)
-        self.end, self.works, self.arrived, self.held = end, [], [], []
+            for memory, nth in self.from_itself:
+                if nth not in self.of.to_itself:
+                    raise dist.DistBackendError(
+                        "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
+                    )
+                memory.copy_(self.of.to_itself.pop(nth))
+        self.end, self.works, self.arrived, self.held, self.from_itself = end, [], [], [], []
         if self in self.of.open:
             self.of.open.remove(self)
         clock = communicator.clock

@@ -37,3 +37,20 @@ def two_sizes():
 def test_two_sizes_are_an_error_of_python(on_gpus):
     with pytest.raises(WorkerError, match="rank 0 sends 400000 bytes where rank 1 receives 40: give both a tensor"):
         on_gpus(two_sizes)
+
+
+def to_itself():
+    """As the last rank of a V-shaped pipeline does, which has two stages in a row."""
+    import torch.distributed as dist
+
+    group, device = dist.group.WORLD, torch.device("cuda", dist.get_rank())
+    given, taken = torch.arange(3.0, device=device), torch.zeros(3, device=device)
+    with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as both:
+        group.recv([taken], dist.get_rank(), 0)
+        group.send([given], dist.get_rank(), 0)
+    both.wait()
+    return taken.tolist()
+
+
+def test_a_rank_may_send_to_itself(on_gpus):
+    assert on_gpus(to_itself) == [[0.0, 1.0, 2.0]] * 2
