@@ -10,7 +10,6 @@ from helpers.launch import launch
 
 _FROM = {
     "Monitor": "helpers.monitor",
-    "Recorder": "helpers.timeline",
     "Timeline": "helpers.timeline",
     "dry_run": "virtualgpu",
     "forget_error": "helpers.oom",

@@ -37,7 +37,7 @@ STYLE = {
 }
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
 KINDS |= {"kernel": COLORS[0], "trial": COLORS[2], "cut": COLORS[1], "copy": COLORS[3]}
-KINDS |= {"communication": COLORS[3], "send": COLORS[3], "wait": "#dddddd"}  # the first: a narrow bar below the kernels
+KINDS |= {"communication": COLORS[3]}  # a narrow bar below the kernels
 WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
 
 
@@ -75,7 +75,7 @@ def timeline(timeline: Timeline, title: str) -> None:
             axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (at - 0.36, 0.72), **style)
             if end - start > timeline.seconds / 80:  # two digits are as wide
                 axes.text((start + end) * 500, at, number, fontsize=7, ha="center", va="center")
-        computing = sum(s.end - s.start for s in spans if s.kind not in ("copy", "communication", "send", "wait"))
+        computing = sum(s.end - s.start for s in spans if s.kind not in ("copy", "communication"))
         busy = f"{100 * computing / timeline.seconds:.0f} % busy"
         axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")
     axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(timeline.rows) - 0.5, -0.5))

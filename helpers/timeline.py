@@ -4,15 +4,13 @@
         ...                         # a step or two
     plots.timeline(timeline, ...)
 
-Processes measure themselves with a Recorder, and the parent puts their rows together: Timeline.of_ranks([...]). A Span
-is the engine's, of the kinds forward, backward, optimizer, copy; here also send, wait, kernel where the profiler does
-not tell them apart, trial or cut in a search.
+Ranks of `launch` return what recording() gave them, and the parent puts their rows together: Timeline.of_ranks([...]). A
+Span is the engine's, of the kinds forward, backward, optimizer, copy, communication; here also weight gradient, kernel where
+the profiler does not tell them apart, trial or cut in a search.
 """
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -32,20 +30,21 @@ class Timeline:
         self.rows, self.seconds, self.origin = rows or {}, seconds, origin
 
     @classmethod
-    def of_ranks(cls, spans: Sequence[Sequence[Span]], who: str = "rank", origin: str = "measured") -> "Timeline":
-        """One row a rank, from what each rank's Recorder or recording() holds: one clock for all, so that rows compare."""
+    def of_ranks(cls, spans: Sequence[Sequence[Span]], origin: str = "measured") -> "Timeline":
+        """One row a rank, from what each rank's recording() holds: one clock for all, so that rows compare."""
         every = [span for own in spans for span in own]
         start, end = min((span.start for span in every), default=0.0), max((span.end for span in every), default=0.0)
-        moved = [[replace(span, start=span.start - start, end=span.end - start) for span in own] for own in spans]
-        return cls({f"{who} {number}": own for number, own in enumerate(moved)}, end - start, origin)
+        rows = {f"rank {number}": row(own, start, end - start) for number, own in enumerate(spans)}
+        return cls(rows, end - start, origin)
 
     @classmethod
     def of_workers(cls, trials: Sequence[tuple[int, float, float, bool]]) -> "Timeline":
         """One row a worker process, from (its number, start, end, whether it was cut) of each trial of a search."""
+        start, last = min((trial[1] for trial in trials), default=0.0), max((trial[2] for trial in trials), default=0.0)
         rows: dict[int, list[Span]] = {process: [] for process in sorted({process for process, *_ in trials})}
-        for process, start, end, cut in trials:
-            rows[process].append(Span(0, start, end, "cut" if cut else "trial", "trial"))
-        return cls.of_ranks(list(rows.values()), "worker")
+        for process, begin, end, cut in trials:
+            rows[process].append(Span(0, begin - start, end - start, "cut" if cut else "trial", "trial"))
+        return cls({f"worker {number}": own for number, own in enumerate(rows.values())}, last - start)
 
     def __enter__(self) -> "Timeline":
         virtual = virtualgpu.machine() is not None
@@ -82,21 +81,3 @@ class Timeline:
         start = min((span.start for own in spans for span in own), default=0.0)
         self.seconds = max((span.end for own in spans for span in own), default=0.0) - start
         self.rows = {f"cuda:{gpu}": row(own, start, self.seconds) for gpu, own in enumerate(spans)}
-
-
-class Recorder:
-    """What this process does when. `with recorder("forward"): ...`, or a function that is recorded at each call."""
-
-    def __init__(self):
-        self.spans: list[Span] = []
-
-    @contextlib.contextmanager
-    def __call__(self, kind: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spans.append(Span(0, start, time.perf_counter(), kind, kind))
-
-    def wrap(self, kind: str, function: Callable) -> Callable:
-        return self(kind)(function)

@@ -1,29 +1,16 @@
-"""Rows that processes measured themselves, and neighbours that become one bar."""
+"""Rows of ranks and of workers, and neighbours that become one bar."""
 
-import time
+from dataclasses import replace
 
 import pytest
 
-from helpers import Recorder, Timeline, launch, plots
+from helpers import Timeline, plots
 from virtualgpu.simulation.clock import Span
 from virtualgpu.simulation.timeline import Pass, passes, row
 
 
 def span(start, end, kind):
     return Span(0, start, end, kind, kind)
-
-
-def test_recorder_notes_blocks_and_calls():
-    recorder, start = Recorder(), time.perf_counter()
-    with recorder("wait"):
-        between = time.perf_counter()
-    double = recorder.wrap("forward", lambda x: 2 * x)
-    assert [double(3), double(4)] == [6, 8]
-    with pytest.raises(ZeroDivisionError), recorder("backward"):
-        1 / 0  # noqa: B018
-    assert [span.kind for span in recorder.spans] == ["wait", "forward", "forward", "backward"]
-    first, second = recorder.spans[:2]
-    assert start <= first.start <= between <= first.end <= second.start <= second.end <= time.perf_counter()
 
 
 def test_rows_of_ranks_begin_together():
@@ -43,23 +30,16 @@ def test_trials_of_one_process_share_a_row():
     }
 
 
-def test_two_processes_share_a_clock(capsys):
-    def worker():
-        import torch.distributed as dist
-
-        recorder = Recorder()
-        for rank in range(2):  # one after the other
-            if rank == dist.get_rank():
-                with recorder("forward"):
-                    pass
-            dist.barrier()
-        return recorder.spans
-
-    timeline = Timeline.of_ranks(launch(worker))
-    (first,), (second,) = timeline.rows.values()
-    assert first.end <= second.start
-    plots.timeline(timeline, "One after the other")
-    assert "Figure" in capsys.readouterr().out
+def test_ranks_rows_are_drawn_as_bars(capsys):
+    """Neighbours are joined, and what a schedule leaves for later has its colour."""
+    spans = [replace(span(10 + i, 11 + i, "backward"), annotation=f"PP:0{way}0") for i, way in enumerate("IIW")]
+    timeline = Timeline.of_ranks([spans, []], origin="simulated")
+    assert [(s.start, s.end, s.kind) for s in timeline.rows["rank 0"]] == [
+        (0, 2, "backward"),
+        (2, 3, "weight gradient"),
+    ]
+    plots.timeline(timeline, "Weights last")
+    assert "Figure (simulated): Weights last" in capsys.readouterr().out
 
 
 def test_neighbours_of_one_kind_are_joined():

@@ -15,6 +15,7 @@ GRACE = 0.3  # seconds in which a process that died may still be found before a 
 ASK = getattr(signal, "SIGUSR1", None)  # makes a rank write down its stack (faulthandler); there is none on Windows
 LONGEST = 3600.0  # seconds of one wait: the system's own limit is some weeks
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+PACKAGE = os.path.join(os.path.dirname(os.path.dirname(HERE)), "")
 LIBRARIES = (os.path.join(os.path.dirname(os.path.abspath(os.__file__)), ""), "<frozen ")
 PACKAGES = ("site-packages", "dist-packages")
 
@@ -90,8 +91,9 @@ def _stands(rank: "Rank") -> str:
     if not frames:
         return "does not answer"
     ours = next((at for at, (file, _, _) in enumerate(frames) if file.startswith(HERE)), len(frames))
-    own = [frame for frame in frames[:ours] if not _of_a_library(frame[0])]
-    innermost = frames[0][2]
+    called = [frame for frame in frames[:ours] if not frame[0].startswith(PACKAGE)]  # recv waits, not our part of it
+    own = [frame for frame in called if not _of_a_library(frame[0])]
+    innermost = (called or frames)[0][2]
     if own:
         _, line, name = own[0]
         return f"stands in line {line}, in {name}" + (f", which waits in {innermost}" if innermost != name else "")
