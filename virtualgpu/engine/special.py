@@ -73,9 +73,21 @@ def packed(dispatch, func, args, kwargs):
     return NotImplemented
 
 
+def assert_metadata(dispatch, func, args, kwargs):
+    """torch.export leaves it in what it traced: is a tensor still of that type, and there?"""
+    options = dict(kwargs)
+    wanted, gpu = options.pop("device", None), gpu_of(args[0])
+    there = None if wanted is None else dispatch.machine.gpu(wanted)
+    if wanted is not None and there is not gpu:
+        raise RuntimeError(f"Tensor device mismatch! Expected: {wanted}, got: {gpu.device if gpu else 'cpu'}")
+    options.pop("layout", None)
+    return func(*args, **options)
+
+
 NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.distributed has some
 OPERATIONS = {
     **norms.OPERATIONS,
+    aten._assert_tensor_metadata.default: assert_metadata,
     aten._pack_padded_sequence.default: packed,
     aten._pad_packed_sequence.default: packed,
     aten.fill_.Tensor: fill,

@@ -114,6 +114,9 @@ class TensorPatches:
                 *(_as_cuda_device(a) for a in args if not isinstance(a, bool)),
                 **{k: _as_cuda_device(v) for k, v in kwargs.items() if k not in ("copy", "non_blocking")},
             )
+            if where is not None and where.type == "meta" and gpu_of(tensor) is not None and self.machine.dry:
+                with self.machine.untracked():  # a shape, and no memory of that GPU
+                    return torch.empty_like(tensor.detach(), dtype=dtype, device="meta")
             if where is not None and where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
             if apart and where is not None and self.machine.gpu(where) is not gpu_of(tensor):

@@ -11,6 +11,8 @@ from virtualgpu.run.ranks import launch
 
 WIDTH, BATCH, MICRO_BATCHES = 64, 16, 4
 SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+# Schedules keep and wait differently from version to version: these figures are those of the newest
+OF_2_15 = pytest.mark.skipif(torch.__version__ < "2.15", reason="figures of PyTorch 2.15's schedules")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the last rank has the two stages in the middle, the first one both ends
 
 
@@ -166,6 +168,7 @@ def bubbles(ranks, schedule: str) -> list[float]:
     return [1 - sum(end - start for start, end in own) / whole for own in every]
 
 
+@OF_2_15
 def test_the_bubble_is_the_formulas(on_shapes):
     """(p - 1) / (v m + p - 1) for p ranks of v stages and m micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2, as a share
     of the whole step). Beyond it: messages that nothing hides, weights' gradients that are added from the second micro-batch on,
@@ -177,6 +180,7 @@ def test_the_bubble_is_the_formulas(on_shapes):
         assert first > formula + 0.03
 
 
+@OF_2_15
 def test_zero_bubble_waits_less(on_shapes):
     found = {schedule: sum(bubbles(on_shapes, schedule)) / RANKS for schedule in SCHEDULES}
     assert found["ZBVZeroBubble"] < 0.6 * found["Interleaved1F1B"] < 0.6 * found["1F1B"]
@@ -184,6 +188,7 @@ def test_zero_bubble_waits_less(on_shapes):
     assert found["DualPipeV"] < found["Interleaved1F1B"]
 
 
+@OF_2_15
 def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_to_come(on_shapes):
     """GPipe keeps all. Each is the stage's input, where that was received, and what each layer's ReLU gave."""
     tensor = ROWS * LARGE * 4

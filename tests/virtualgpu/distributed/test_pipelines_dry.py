@@ -108,3 +108,20 @@ def test_stages_that_are_sharded(on_gpus):
     for at, gradients in on_gpus(two_dimensional, n=4):
         for gradient, parameter in zip(gradients, parts[at].parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_a_shape_of_a_tensor_is_nobodys_memory():
+    """Stages of older versions tell each other shapes so."""
+    with virtualgpu.dry_run(1):
+        shape = torch.ones(1 << 20, device="cuda").to("meta")
+        assert torch.cuda.memory_allocated() == 0 and shape.shape == (1 << 20,) and shape.device.type != "cuda"
+
+
+def test_what_export_asserts_of_a_tensor():
+    virtualgpu.gpus(2)
+    x = torch.ones(2, device="cuda:1")
+    check = torch.ops.aten._assert_tensor_metadata.default
+    assert check(x, dtype=torch.float32, device=torch.device("cuda", 1), layout=torch.strided) is None
+    for wrong in ({"device": torch.device("cuda", 0)}, {"dtype": torch.int32}):
+        with pytest.raises(RuntimeError, match="mismatch"):
+            check(x, **wrong)

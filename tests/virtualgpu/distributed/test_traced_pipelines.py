@@ -1,13 +1,17 @@
 """Pipelines that PyTorch's tracer cuts: models on the CPU, on a GPU and without values; values that skip stages, several at a time."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.pipelining import SplitPoint, pipeline, stage
 
 import virtualgpu
 
 WIDTH, BATCH, MICRO_BATCHES = 16, 8, 4
+# Older ones ask gradients of whatever a stage receives
+ANY_TYPE = "is_floating_point" in inspect.getsource(stage)
 
 
 class Skips(nn.Module):
@@ -21,7 +25,7 @@ class Skips(nn.Module):
 
     def forward(self, tokens):
         first = self.a(self.embed(tokens))
-        mask = tokens > 25
+        mask = tokens > 25 if ANY_TYPE else (tokens > 25).float()
         second = self.b(self.attend(first)).relu()
         return self.c(second * self.scale + first) * mask.unsqueeze(-1)
 
