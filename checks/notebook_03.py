@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ SENT = (
 def slots(table: Callable[[int, int], list]) -> str | None:
     """table(stages, micro_batches) is a list of rows, one a stage: which micro-batch (or None) it works on in each slot."""
     sizes = ((2, 4), (3, 4), (4, 8))
-    found = launched(_answers, table, sizes, ask="does your loop end?")
+    found = launched(answers, table, sizes, ask="does your loop end?")
     if isinstance(found, str):
         return found
     for (stages, pieces), answer in zip(sizes, found[0], strict=True):
@@ -41,7 +42,7 @@ def slots(table: Callable[[int, int], list]) -> str | None:
 def micro_batches(choose: Callable[[int, float, float], int]) -> str | None:
     """choose(stages, batch_mib, budget) is the smallest n with a bubble under 10 % and 1F1B's pieces within the budget."""
     cases = ((2, 4000, 4000), (4, 4000, 1000), (4, 4000, 100), (8, 1000, 10), (1, 500, 500))
-    found = launched(_answers, choose, cases, ask="does your loop end?")
+    found = launched(answers, choose, cases, ask="does your loop end?")
     if isinstance(found, str):
         return found
     for (stages, batch, budget), n in zip(cases, found[0], strict=True):
@@ -58,7 +59,7 @@ def micro_batches(choose: Callable[[int, float, float], int]) -> str | None:
     return None
 
 
-def _answers(function: Callable, cases: tuple) -> list:
+def answers(function: Callable, cases: Iterable[tuple]) -> list:
     """In a process of its own, which ends also where the reader's loop does not."""
     return [function(*case) for case in cases]
 
@@ -69,8 +70,8 @@ def exchanged(exchange: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     found = launched_on_gpus(
         _exchange_drawn, exchange, int.from_bytes(os.urandom(4), "little"), timeout=6, ask="who sends first?"
     )
-    if isinstance(found, str):
-        return found
+    if isinstance(found, str):  # whichever of the two was first to find that both wait
+        return re.sub(r"^rank \d raised \S+DistBackendError: \w+ \w+ rank \d: ", "", found)
     for rank, (came, mine, theirs) in enumerate(found):
         if came != theirs:
             what = "its own numbers" if came == mine else "other numbers than those that were sent"
