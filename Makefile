@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run site lab test bench accuracy judges matrix browser doctor store stamp clean setup
+.PHONY: run site lab test bench everywhere accuracy judges matrix browser doctor store stamp clean setup
 
 run: setup         ## execute all notebooks, then write build/index.html
 	@$(PY) tools/run.py
@@ -24,6 +24,9 @@ bench: setup       ## timings, side by side in one run
 
 accuracy: setup    ## figures that others published against simulated ones; table, build/accuracy.png, and the READMEs'
 	@$(PY) -m tests.accuracy --write
+
+everywhere: setup  ## each notebook to its end as on machines with 0, 1, 2 and 4 GPUs; ONLY="2 04"
+	@$(PY) tools/everywhere.py $(ONLY)
 
 judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout (tests/judges/README.md)
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[judges]' -c constraints.txt && $(PY) -m tests.judges op_db --dry

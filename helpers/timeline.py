@@ -10,6 +10,8 @@ the profiler does not tell them apart, trial or cut in a search.
 """
 
 import contextlib
+import json
+import tempfile
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -73,11 +75,19 @@ class Timeline:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
         spans: list[list[Span]] = [[] for _ in range(torch.cuda.device_count())]
-        for event in profiler.profiler.kineto_results.events():
-            if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns():
-                kind = "copy" if event.name().startswith("Memcpy") else "kernel"
-                start, end = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
-                spans[event.device_index()].append(Span(event.device_index(), start, end, kind, event.name()))
+        for event in _trace(profiler):
+            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+                kind, gpu = "kernel" if event["cat"] == "kernel" else "copy", event["args"]["device"]
+                kind = "communication" if event["name"].startswith("nccl") else kind
+                start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+                spans[gpu].append(Span(gpu, start, end, kind, event["name"], event["args"]["stream"]))
         start = min((span.start for own in spans for span in own), default=0.0)
         self.seconds = max((span.end for own in spans for span in own), default=0.0) - start
         self.rows = {f"cuda:{gpu}": row(own, start, self.seconds) for gpu, own in enumerate(spans)}
+
+
+def _trace(profiler: profile) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        with open(f"{folder}/trace.json", encoding="utf-8") as file:
+            return json.load(file)["traceEvents"]

@@ -3,6 +3,7 @@
     run.py                    all notebooks; executed copies and pages under build/
     run.py --store            the same, and keep the outputs in notebooks/ (what nbval compares against)
     run.py --stored           no execution: pages from the outputs that are kept
+    run.py --check            executed, and nothing kept: does each reach its end?
     run.py 01 05              only these
 
 A notebook that fails does not stop the others; the last table says which cell failed and why, and the exit status is 1.
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("only", nargs="*", help="the beginning of a notebook's name: 01")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--store", action="store_true", help="keep the outputs in notebooks/")
+    mode.add_argument("--check", action="store_true", help="keep neither pages nor times")
     mode.add_argument("--stored", action="store_true", help="do not execute: pages from the kept outputs")
     options = parser.parse_args(arguments)
 
@@ -58,9 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
     for path, result in zip(chosen, results, strict=True):
         if options.store and not result["error"]:
             shutil.copyfile(result["path"], path)
-    note_times(results)
-    index = pages.write(results)
-    report(results, index)
+    if options.check:
+        report(results)
+    else:
+        note_times(results)
+        report(results, pages.write(results))
     return int(any(result["error"] for result in results))
 
 
@@ -137,16 +141,15 @@ def note_times(results: list[dict]) -> None:
     path.write_text(json.dumps(dict(sorted(times.items())), indent=1))
 
 
-def report(results: list[dict], index: Path) -> None:
+def report(results: list[dict], index: Path | None = None) -> None:
     failed = [result for result in results if result["error"]]
     if failed:
         print("\nFailed:")
         for result in failed:
             print(f"  {result['path'].stem}: {result['error'].splitlines()[0]}")
     total = sum(result["seconds"] or 0 for result in results)
-    print(
-        f"\n{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s. Pages: {index.relative_to(series.ROOT)}"
-    )
+    where = f" Pages: {index.relative_to(series.ROOT)}" if index else ""
+    print(f"\n{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s.{where}")
 
 
 if __name__ == "__main__":

@@ -117,6 +117,10 @@ def _add(path: str, events: list[dict]) -> None:
     for event in events:
         if "ts" in event:
             event["ts"] += origin
+        if event["ph"] == "X":  # as Kineto writes them
+            event["args"] = {"device": event["pid"], "stream": event["tid"]}
+            if event["cat"] != "gpu_user_annotation":
+                event["cat"] = "gpu_memcpy" if event["cat"] == "copy" else "kernel"
     trace["traceEvents"].extend(events)
     with opened(path, "wt") as file:
         json.dump(trace, file)
