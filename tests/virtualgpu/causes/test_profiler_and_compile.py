@@ -39,9 +39,7 @@ def test_profiling_cuda_is_quiet_and_whole(tmp_path):
     assert "aten::mm" in done.stdout and "aten::relu" in done.stdout
     events = json.loads(trace.read_text())["traceEvents"]
     kernels = [
-        event
-        for event in events
-        if event.get("ph") == "X" and event.get("cat") == "kernel" and event["name"] == "mm"
+        event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel" and event["name"] == "mm"
     ]
     assert len(kernels) == 20 and all(event["dur"] > 0 and event["args"]["device"] == 1 for event in kernels)
     starts = [event["ts"] for event in kernels]
