@@ -1,7 +1,8 @@
 """Virtual GPUs on and off: `gpus` and `reset`; `activate` for the runner, `renew` for the pytest plugin. `blocks` has the rest."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -254,6 +255,21 @@ def renew() -> None:
     new.dry, new.choose = old.machine.dry, old.machine.choose
     if old.machine.ledger is not None:
         new.share(old.machine.ledger)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """The virtual GPUs that are on are off in this block; after it they are back, and what lies on them."""
+    global _session
+    kept = _session
+    reset()
+    try:
+        yield
+    finally:
+        reset()
+        if kept is not None:
+            kept.machine.closed, _session = False, kept
+            kept.open()
 
 
 def _wanted_kind() -> str:

@@ -6,6 +6,8 @@ from torch import nn
 
 import checks
 import virtualgpu
+from virtualgpu import session
+from virtualgpu.hardware.specs import find_all
 from virtualgpu.run import ranks
 
 
@@ -114,3 +116,12 @@ def test_an_endless_loop_is_told(capsys, monkeypatch, grade):
     grade()
     out = capsys.readouterr().out
     assert out.startswith("[not yet] after ") and "in for_ever" in out and "end?" in out, out
+
+
+def test_gpus_that_play_real_ones_are_there_after_grading(capsys, monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "real")
+    session.activate(find_all(2, "T4", None))
+    x = torch.ones(3, device="cuda:1")
+    checks.skip_repaired(skip_net(lambda self, x: hidden(self, x) + x.to("cuda:1")))
+    assert "[passed]" in capsys.readouterr().out
+    assert torch.cuda.device_count() == 2 and (x + 1).device == torch.device("cuda:1")

@@ -36,7 +36,7 @@ def install(machine: Machine, patches: Patches) -> None:
             patches.replace(torch.cuda, alias[name], answer)
     cuda = torch.cuda
     patches.replace(cuda, "_lazy_init", driver.lazy_init)
-    patches.set(cuda, "_initialized", False)
+    patches.set(cuda, "_initialized", machine.initialized)
     patches.replace(cuda, "_is_in_bad_fork", lambda: machine.forked)
     patches.set(cuda, "_cached_device_count", None)
     patches.replace_everywhere(cuda, "is_available", lambda: bool(machine.look()))

@@ -433,3 +433,18 @@ def test_gpus_that_pass_for_real_ones_are_virtual_in_a_dry_run(monkeypatch):
         assert virtualgpu.machine() is None
     finally:
         virtualgpu.reset()
+
+
+def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
+    """As beside real ones: and those are as they were, after it."""
+    monkeypatch.setenv("HELPERS_GPUS", "real")
+    session.activate(find_all(2, "T4", None))
+    try:
+        x = torch.ones(3, device="cuda:1")
+        with virtualgpu.dry_run(3, like="A100"):
+            torch.ones(3, device="cuda:2")
+            assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (3, 0)
+        assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 512)
+        assert virtualgpu.machine() is None and (x + 1).device == torch.device("cuda:1") and x.sum() == 3
+    finally:
+        virtualgpu.reset()
