@@ -43,7 +43,7 @@ def main():
     part = make_model()[rank * layers : (rank + 1) * layers].to(device)
     stage = PipelineStage(part, rank, world_size, device)
     schedule = Schedule1F1B(stage, options.micro_batches, loss_fn=nn.functional.cross_entropy)
-    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)  # each rank updates its own layers
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)  # each rank updates its own layers
 
     images, labels = digits()
     order = torch.Generator().manual_seed(0)  # of the samples, the same on all ranks

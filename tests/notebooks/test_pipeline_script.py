@@ -15,7 +15,7 @@ SCRIPT = NOTEBOOKS / "scripts" / "train_pipeline.py"
 
 def one_device(epochs, batch_size):
     model, (images, labels) = runpy.run_path(str(SCRIPT))["make_model"](), digits()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     order = torch.Generator().manual_seed(0)
     for epoch in range(epochs):
         losses = []
