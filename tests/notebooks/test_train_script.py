@@ -17,7 +17,8 @@ STANDALONE = ["--standalone", "--nproc-per-node=2"]
 
 
 def start(launcher, *options):
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # torchrun sets the threads itself where a node has several processes; the last bits depend on their number
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     gpus = ["-m", "virtualgpu", "--gpus", "2", "--quiet"]
     command = [sys.executable, *gpus, "-m", "torch.distributed.run", *launcher, str(SCRIPT), *map(str, options)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
