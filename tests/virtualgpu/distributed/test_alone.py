@@ -110,3 +110,30 @@ def test_names_that_were_imported_before(monkeypatch):
         mesh = module.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
         assert mesh["tp"].size() == 4
     assert module.init_process_group is init_process_group and module.init_device_mesh is init_device_mesh
+
+
+def test_three_dimensions():
+    """Replicated, sharded and by tensor, on 64 ranks: what this one holds, and whom it talks to."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    with virtualgpu.dry_run(world_size=64, rank=63):
+        dist.init_process_group("nccl")
+        mesh = dist.init_device_mesh("cuda", (4, 8, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        block = nn.Sequential(nn.Linear(1024, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 1024, bias=False)).cuda()
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["replicate", "shard"])
+        assert tuple(mesh.get_coordinate()) == (3, 7, 1)
+        assert [p.to_local().numel() for p in block.parameters()] == [1024 * 4096 // 16] * 2
+        with virtualgpu.recording() as spans:
+            block(torch.randn(256, 1024, device="cuda")).sum().backward()
+            torch.cuda.synchronize()
+    told = [span.name for span in spans if span.kind == "communication"]
+    gathered, tp = 2 * 1024 * 4096 * 4 // 2, 256 * 1024 * 4
+    assert told == [
+        f"all_gather {gathered >> 20} MiB",  # over the 8 that shard
+        f"all_reduce {tp >> 20} MiB",  # over the 2 of tensor parallel
+        f"reduce_scatter {gathered >> 20} MiB",
+        f"all_reduce {gathered // 8 >> 20} MiB",  # of a shard, over the 4 replicas
+    ]
