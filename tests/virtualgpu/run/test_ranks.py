@@ -21,7 +21,7 @@ for step in range(3):
     optimizer.step()
     if step == 1 and rank == 1 and sys.argv[1:] == ["die"]:
         os.kill(os.getpid(), 9)
-print(f"rank {rank} of {dist.get_world_size()}: {dist.get_backend_config()}")
+os.write(1, f"rank {rank} of {dist.get_world_size()}: {dist.get_backend_config()}\\n".encode())  # in one piece
 dist.destroy_process_group()
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
