@@ -5,17 +5,11 @@ import torch
 from torch import nn
 
 import checks
-import virtualgpu
 from virtualgpu import session
 from virtualgpu.hardware.specs import find_all
 from virtualgpu.run import ranks
 
-
-@pytest.fixture(autouse=True)
-def no_gpus_before(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield
-    virtualgpu.reset()
+pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
 
 PEAKS = {1: (100.0, 900.0), 2: (400.0, 500.0), 3: (450.0, 480.0), 4: (800.0, 60.0)}

@@ -6,20 +6,8 @@ import torch.distributed as dist
 
 import checks
 import virtualgpu
-from virtualgpu.run import ranks
 
-
-@pytest.fixture(autouse=True)
-def two_gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield
-    virtualgpu.reset()
-
-
-@pytest.fixture
-def hurried(monkeypatch):
-    """The time limit of graders, shortened: for code that does not end."""
-    monkeypatch.setattr("checks.grader.launch", lambda *args, timeout, **more: ranks.launch(*args, timeout=8, **more))
+pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
 
 def average(parameter):

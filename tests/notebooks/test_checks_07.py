@@ -8,17 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import checks
-import virtualgpu
 
 SIZES = {"dim": 256, "words": 20000, "length": 16}
 BUDGET = 0.1  # GiB, between one group for both of the large layers and a group for each
 
 
-@pytest.fixture(autouse=True)
-def virtual(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield
-    virtualgpu.reset()
+pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
 
 class Bottleneck(nn.Module):
