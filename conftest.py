@@ -2,7 +2,10 @@
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
@@ -15,24 +18,31 @@ os.environ.setdefault(
 )  # also where there are real GPUs: stored outputs are those of virtual ones
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A report says what became of a cell's output, also where another process ran it (pytest-xdist)."""
+    report = yield
+    if hasattr(item, "cell") and call.when == "call":
+        kind = "compared" if item.cell.outputs else "silent"
+        if item.cell.outputs and "nbval-ignore-output" in series.tags(item.cell):
+            kind = "ignored"
+        pictures = sum("image/png" in output.get("data", {}) for output in item.cell.outputs)
+        report.user_properties.append(("nbval", (kind, pictures)))
+    return report
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """Say what strict nbval compared, so that a green line cannot hide that nothing was."""
-    passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
-    items = [item for item in getattr(config, "_nbval_items", []) if item.nodeid in passed]
-    if not items:
+    passed = [(report, dict(report.user_properties)) for report in terminalreporter.stats.get("passed", [])]
+    cells = [(report.nodeid.split("::")[0], *told["nbval"]) for report, told in passed if "nbval" in told]
+    if not cells:
         return
-    notebooks = {item.nodeid.split("::")[0] for item in items}
-    silent = [item for item in items if not item.cell.outputs]
-    ignored = [item for item in items if item.cell.outputs and "nbval-ignore-output" in series.tags(item.cell)]
-    pictures = [item for item in items for output in item.cell.outputs if "image/png" in output.get("data", {})]
+    kinds = Counter(kind for _, kind, _ in cells)
     terminalreporter.write_line(
-        f"nbval: {len(notebooks)} notebook(s), {len(items)} cells ran as stored: {len(items) - len(silent) - len(ignored)} outputs "
-        f"compared, {len(ignored)} ignored by tag, {len(silent)} without output; {len(pictures)} pictures compared by their words"
+        f"nbval: {len({name for name, *_ in cells})} notebook(s), {len(cells)} cells ran as stored: {kinds['compared']} outputs "
+        f"compared, {kinds['ignored']} ignored by tag, {kinds['silent']} without output; "
+        f"{sum(pictures for *_, pictures in cells)} pictures compared by their words"
     )
-
-
-def pytest_collection_modifyitems(config, items):
-    config._nbval_items = [item for item in items if hasattr(item, "cell")]
 
 
 def pytest_ignore_collect(collection_path, config):

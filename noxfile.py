@@ -35,7 +35,7 @@ def test(session: nox.Session, versions: str) -> None:
             "uv", "pip", "compile", "-q", "requirements.txt", "-o", constraints, "--resolution", which, *python
         )
     session.install("-e", ".[dev]", "-c", constraints)
-    session.run("pytest", "--nbval", *(session.posargs or ["tests", "notebooks"]))
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "--nbval", *(session.posargs or ["tests", "notebooks"]))
 
 
 @nox.session(python="3.13")

@@ -5,11 +5,14 @@
     run.py --stored           no execution: pages from the outputs that are kept
     run.py --check            executed, and nothing kept: does each reach its end?
     run.py 01 05              only these
+    run.py --jobs 1           one after the other: by default two run at a time, where there are two cores
 
 A notebook that fails does not stop the others; the last table says which cell failed and why, and the exit status is 1.
 """
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -39,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     mode.add_argument("--store", action="store_true", help="keep the outputs in notebooks/")
     mode.add_argument("--check", action="store_true", help="keep neither pages nor times")
     mode.add_argument("--stored", action="store_true", help="do not execute: pages from the kept outputs")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many run at a time")
     options = parser.parse_args(arguments)
 
     chosen = [path for path in series.notebooks() if not options.only or path.name.startswith(tuple(options.only))]
@@ -53,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.store:
         os.environ["HELPERS_GPUS"] = "virtual"  # outputs that every machine can repeat
     try:
-        results = [stored(path) if options.stored else execute(path) for path in chosen]
+        # what is kept is measured on a machine that does nothing else
+        jobs = 1 if options.store else max(1, options.jobs)
+        results = [stored(path) for path in chosen] if options.stored else asyncio.run(execute_all(chosen, jobs))
     except KeyboardInterrupt:
         print("\nInterrupted: the kernel was stopped; what had finished is under build/.")
         return 130
@@ -72,7 +78,20 @@ def stored(path: Path) -> dict:
     return {"path": path, "seconds": None, "error": None}
 
 
-def execute(path: Path) -> dict:
+async def execute_all(paths: list[Path], jobs: int) -> list[dict]:
+    """Run them, at most `jobs` at a time; cancelled (Ctrl-C), each ends its kernel."""
+    room = asyncio.Semaphore(jobs)
+
+    async def one(path: Path) -> dict:
+        async with room:
+            return await execute(path)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(path)) for path in paths]
+    return [task.result() for task in tasks]
+
+
+async def execute(path: Path) -> dict:
     """Run one notebook in a kernel of its own, in the notebook's folder; the copy is kept even where a cell failed."""
     notebook = series.read(path)
     cells = series.code_cells(notebook)
@@ -94,10 +113,10 @@ def execute(path: Path) -> dict:
         )
         try:
             # cell by cell: client.execute() catches Ctrl-C itself and goes on without its kernel
-            with client.setup_kernel():
+            async with kernel(client):
                 for at, cell in enumerate(cells, 1):  # noqa: B007 - it names the cell that failed
                     bar.set_postfix_str(cell.source.splitlines()[0][:40])
-                    client.execute_cell(cell, notebook.cells.index(cell))
+                    await client.async_execute_cell(cell, notebook.cells.index(cell))
                     bar.update()
         except CellExecutionError as failure:
             error = f"cell {at} of {len(cells)}: {failure.ename}: {failure.evalue}"
@@ -112,6 +131,18 @@ def execute(path: Path) -> dict:
     nbformat.write(notebook, copy)
     print(f"{'[FAIL]' if error else '[ OK ]'} {path.stem:<36} {len(cells):>3} cells {seconds:7.1f} s", flush=True)
     return {"path": copy, "seconds": seconds, "error": error}
+
+
+@contextlib.asynccontextmanager
+async def kernel(client: NotebookClient):
+    """A kernel for as long as it takes. nbclient's own async_setup_kernel would catch Ctrl-C."""
+    client.km = client.create_kernel_manager()
+    await client.async_start_new_kernel()
+    try:
+        await client.async_start_new_kernel_client()
+        yield
+    finally:
+        await client._async_cleanup_kernel()
 
 
 def tidy(notebook) -> None:

@@ -1,4 +1,4 @@
-"""What is generated: badge and set-up cell of each notebook, from pyproject's repository name and branch; in the README the
+"""What is generated: badges and set-up cell of each notebook, from pyproject's repository name and branch; in the README the
 badges, and its two pictures, which are notebooks' covers.
 
     stamp.py --fix      write them
@@ -17,7 +17,11 @@ import tomllib
 import nbformat
 import series
 
-BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/{branch}/notebooks/{name})"
+BADGES = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/{branch}/notebooks/{name})",
+    # Kaggle lends two T4s for nothing; it opens a notebook by the address of its file
+    "[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/{branch}/notebooks/{name})",
+)
 
 PICTURES = {
     "02_model_parallel.ipynb": "model_parallel.png",
@@ -27,8 +31,9 @@ PICTURES = {
 # Import name -> what pip installs, for what Colab does not have. The helpers themselves need the first two.
 HELPERS_NEED = {"GPUtil": "GPUtil", "pynvml": "nvidia-ml-py"}
 LESSONS_NEED = {"torchsummary": "torchsummary", "torchinfo": "torchinfo", "ray": "ray[tune]", "optuna": "optuna"}
+LESSONS_NEED |= {"safetensors": "safetensors"}
 
-BOOTSTRAP = """# @title Set-up: fetches the helpers where they are missing, as on Colab {{ display-mode: "form" }}
+BOOTSTRAP = """# @title Set-up: fetches the helpers where they are missing, as on Colab and Kaggle {{ display-mode: "form" }}
 import importlib.util, pathlib, subprocess, sys
 
 if importlib.util.find_spec("helpers") is None:
@@ -41,7 +46,7 @@ if importlib.util.find_spec("helpers") is None:
         if missing:
             subprocess.run([sys.executable, "-m", "pip", "install", "-q", *missing], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? Then run this cell again.") from None
+        raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? On Kaggle: Settings, Internet on. Then run this cell again.") from None
     sys.path.insert(0, str(home))
     print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")"""
 
@@ -64,8 +69,8 @@ def imports(notebook) -> set[str]:
     return found
 
 
-def badge(name: str) -> str:
-    return BADGE.format(name=name, **settings())
+def badges(name: str) -> str:
+    return " ".join(badge.format(name=name, **settings()) for badge in BADGES)
 
 
 def bootstrap(notebook) -> str:
@@ -75,15 +80,15 @@ def bootstrap(notebook) -> str:
 
 
 def stamp(notebook, name: str) -> list[str]:
-    """Write the badge into the first cell and the set-up into the one tagged `bootstrap`; return what had to change."""
+    """Write the badges into the first cell and the set-up into the one tagged `bootstrap`; return what had to change."""
     changed = []
-    lines = [line for line in notebook.cells[0].source.splitlines() if "colab-badge" not in line]
+    lines = [line for line in notebook.cells[0].source.splitlines() if not line.startswith("[![Open in ")]
     while len(lines) > 1 and not lines[1].strip():
         del lines[1]
-    opening = "\n".join([lines[0], "", badge(name), "", *lines[1:]]).rstrip()
+    opening = "\n".join([lines[0], "", badges(name), "", *lines[1:]]).rstrip()
     if notebook.cells[0].source != opening:
         notebook.cells[0].source = opening
-        changed.append("badge")
+        changed.append("badges")
     cell = next((cell for cell in notebook.cells if "bootstrap" in series.tags(cell)), None)
     if cell is None:
         cell = nbformat.v4.new_code_cell()
@@ -103,7 +108,9 @@ def stamp_readme(fix: bool) -> list[str]:
     changed = []
     readme = series.ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
-    new = re.sub(r"\[!\[Open in Colab\]\S*?/notebooks/([\w.]+)\)", lambda found: badge(found[1]), old)
+    new = re.sub(
+        r"\[!\[Open in Colab\]\S*?/notebooks/([\w.]+)\)( \[!\[Open in Kaggle\]\S*)?", lambda found: badges(found[1]), old
+    )
     if new != old:
         changed.append("badges")
         if fix:

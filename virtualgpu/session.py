@@ -5,69 +5,16 @@ import os
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from virtualgpu import _compat
-from virtualgpu.distributed import patches as distributed
 from virtualgpu.distributed.nodes import ONE_NODE, Nodes
-from virtualgpu.engine import kernels, meta
-from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible_gpus
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.patches import (
-    autocast,
-    compiler,
-    cuda,
-    data_parallel,
-    devices,
-    dlpack,
-    foreach,
-    functions,
-    gputil,
-    legacy,
-    memory,
-    monitor,
-    nvml,
-    pools,
-    profiler,
-    random,
-    storage,
-    streams,
-    sync_debug,
-    tensor,
-    threads,
-)
-from virtualgpu.patches.registry import Patches
+from virtualgpu.installed import Session
 
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
-# In this order: memory and random numbers before the driver that uses them
-FACES = (
-    memory,
-    pools,
-    random,
-    streams,
-    sync_debug,
-    cuda,
-    tensor,
-    functions,
-    devices,
-    storage,
-    dlpack,
-    legacy,
-    foreach,
-    data_parallel,
-    distributed,
-    autocast,
-    compiler,
-    profiler,
-    threads,
-    gputil,
-    monitor,
-    nvml,
-)
 
 
 class Devices(list):
@@ -83,66 +30,12 @@ class Devices(list):
             reset()
 
 
-class _Session:
-    """Virtual GPUs: `open` turns them on, `close` off. Both may be cut short (Ctrl-C): close then finishes."""
-
-    def __init__(self, cards: Sequence[Spec], visible: list[int] | None, as_real: bool, nodes: Nodes):
-        self.cards, self.as_real, self.nodes = tuple(cards), as_real, nodes
-        self.machine = Machine(list(cards), visible)
-        self.machine.gpus_per_node, self.machine.network = nodes
-        self.machine.enter = self.enter
-        self.patches = Patches()
-        self.lifted = _compat.lifts_only_cpu_tensors()
-
-    def open(self) -> None:
-        _compat.lift_only_cpu_tensors(True)
-        _compat.guard_without_driver()
-        meta.install()
-        kernels.install()
-        for face in FACES:
-            face.install(self.machine, self.patches)
-        for register, kind in (
-            (register_optimizer_step_pre_hook, "optimizer"),
-            (register_optimizer_step_post_hook, "forward"),
-        ):
-            self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
-        self.enter()
-        threads.tell_main_thread(self._enter_late)
-
-    def enter(self) -> None:
-        """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
-        _leave()
-        self.machine.local.seen = self.machine
-        _compat.enter_below(Dispatch(self.machine))
-
-    def _enter_late(self) -> None:
-        if not self.machine.closed and self.machine.local.seen is not self.machine:
-            self.enter()
-
-    def close(self) -> None:
-        """Each function of PyTorch back in its place. Threads that still have the mode are not disturbed: it lets all pass."""
-        self.machine.closed = True
-        self.machine.local.seen = None
-        _leave()
-        threads.tell_main_thread(_leave)
-        _compat.lift_only_cpu_tensors(self.lifted)
-        self.patches.restore()
-
-    def _kind(self, kind: str) -> None:
-        self.machine.clock.local.kind = kind
-
-
-def _leave() -> None:
-    """This thread has no mode any more of a session that has ended, perhaps in another thread."""
-    _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine.closed)
-
-
 def turn_on(
     cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False, nodes: Nodes = ONE_NODE
-) -> _Session:
+) -> Session:
     """On, or, where that fails, nothing changed."""
     global _session
-    session = _session = _Session(cards, visible, as_real, nodes)
+    session = _session = Session(cards, visible, as_real, nodes)
     try:
         session.open()
     except BaseException:  # Ctrl-C among them
@@ -151,7 +44,8 @@ def turn_on(
     return session
 
 
-_session: _Session | None = None
+_session: Session | None = None
+_played: Session | None = None  # the runner's, which pass for real ones, while others of a notebook's own are on
 
 
 def _in_forked_child() -> None:
@@ -168,6 +62,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 def current() -> Machine | None:
     """The virtual GPUs that are on, whatever they pass for."""
     return _session and _session.machine
+
+
+def of_the_runner() -> bool:
+    """Are the virtual GPUs that are on those that the runner gave this process, and gives every process that it starts?"""
+    return _session is not None and _session.as_real
 
 
 def machine() -> Machine | None:
@@ -199,6 +98,7 @@ def gpus(
 
     Raises ValueError for an invalid number, name, size or network; RuntimeError if HELPERS_GPUS=real and there are too few.
     """
+    global _played
     check_number("gpus", n)
     cards, nodes = tuple(specs.find_all(n, like, memory)), Nodes.of(n, gpus_per_node, network)
     kind = _wanted_kind()
@@ -206,7 +106,7 @@ def gpus(
         new = (_session.cards, _session.nodes) != (cards, nodes)
         if new:
             dry = _session.machine.dry
-            reset()
+            _close()
             turn_on(cards, nodes=nodes).machine.dry = dry
         return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
@@ -216,11 +116,13 @@ def gpus(
             torch.cuda.set_per_process_memory_fraction(share, index)
         print(f"{n} real GPU{'s' * (n > 1)}: {', '.join(torch.cuda.get_device_name(i) for i in range(n))}.")
         return Devices(torch.device("cuda", index) for index in range(n))
-    if kind == "real" and _session is None:  # under the runner, which plays them, do as where too few are real
+    if kind == "real" and _session is None:
         raise RuntimeError(
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
         )
-    reset()
+    # under the runner, which plays real ones, do as where too few are real: reset() leaves those that were there before
+    before = _close()
+    _played = before if kind == "real" else None
     return _announce(turn_on(cards, nodes=nodes), True)
 
 
@@ -234,7 +136,9 @@ def activate(
 
     The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network: as in `gpus`.
     """
-    reset()
+    global _played
+    _played = None
+    _close()
 
     def choose() -> list[int]:
         return visible_gpus(len(cards), gpus_per_node=gpus_per_node)
@@ -249,8 +153,7 @@ def renew() -> None:
     """The same virtual GPUs, fresh: empty, at time zero. Tensors on the old ones are lost."""
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
-    old = _session
-    reset()
+    old = _close()
     new = turn_on(old.cards, old.machine.visible, old.as_real, old.nodes).machine
     new.dry, new.choose = old.machine.dry, old.machine.choose
     if old.machine.ledger is not None:
@@ -260,16 +163,14 @@ def renew() -> None:
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """The virtual GPUs that are on are off in this block; after it they are back, and what lies on them."""
-    global _session
-    kept = _session
-    reset()
+    global _played
+    kept, kept_played, _played = _close(), _played, None
     try:
         yield
     finally:
-        reset()
-        if kept is not None:
-            kept.machine.closed, _session = False, kept
-            kept.open()
+        _close()
+        _reopen(kept)
+        _played = kept_played
 
 
 def _wanted_kind() -> str:
@@ -284,7 +185,7 @@ def check_number(who: str, n: int) -> None:
         raise ValueError(f"{who}({n!r}): ask for 1 to {MAX_GPUS} GPUs")
 
 
-def _announce(session: _Session, new: bool) -> Devices:
+def _announce(session: Session, new: bool) -> Devices:
     def size(card: Spec) -> str:
         return f"{card.memory / 2**30:.4g} GiB" if card.memory >= 2**30 else f"{card.memory / 2**20:.4g} MiB"
 
@@ -300,8 +201,28 @@ def _announce(session: _Session, new: bool) -> Devices:
 
 
 def reset() -> None:
-    """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors."""
+    """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors. Under the runner,
+    after gpus() made others than those that the runner plays, these are there again.
+    """
+    global _played
+    _close()
+    played, _played = _played, None
+    _reopen(played)
+
+
+def _close() -> Session | None:
+    """What was on, and is off."""
     global _session
-    if _session is not None:
-        _session.close()
+    closed = _session
+    if closed is not None:
+        closed.close()
         _session = None
+    return closed
+
+
+def _reopen(session: Session | None) -> None:
+    """On again, with what lies on its GPUs."""
+    global _session
+    if session is not None:
+        session.machine.closed, _session = False, session
+        session.open()

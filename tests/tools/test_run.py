@@ -57,7 +57,8 @@ def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
     root = folder(nb_01_good=GOOD, nb_02_bad=BAD, nb_03_dead=DEAD)
     assert run.main([]) == 1
     printed = capsys.readouterr().out
-    assert re.search(r"\[ OK \] 01_good .*\[FAIL\] 02_bad .*\[FAIL\] 03_dead ", printed, re.S)
+    told = {"[ OK ] 01_good", "[FAIL] 02_bad", "[FAIL] 03_dead"}
+    assert set(re.findall(r"^\[.{4}\] \w+", printed, re.M)) == told, "each as soon as it ends"
     assert "02_bad: cell 2 of 2: ValueError: the cure is tea" in printed
     assert "03_dead: cell 1 of 1: the kernel died" in printed
     assert "1 of 3 notebooks ran" in printed
@@ -73,10 +74,10 @@ def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
 def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, monkeypatch):
     folder(nb_01_good=GOOD)
 
-    def broken(self, **options):
+    async def broken(self, **options):
         raise RuntimeError("Kernel died before replying to kernel_info")
 
-    monkeypatch.setattr(run.NotebookClient, "setup_kernel", broken)
+    monkeypatch.setattr(run.NotebookClient, "async_start_new_kernel", broken)
     assert run.main([]) == 1
     assert "01_good: the kernel did not start: Kernel died" in capsys.readouterr().out
 
@@ -162,26 +163,26 @@ def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(folder):
 
 
 def test_ctrl_c_leaves_no_process(folder):
-    """An interrupted `make run` ends its kernel too."""
-    slow = new_notebook(
-        cells=[
-            new_markdown_cell("# 01 · Wait"),
-            new_code_cell("import time\nopen('started', 'w').close()\ntime.sleep(600)"),
-        ]
-    )
-    root = folder(nb_01_slow=slow)
+    """An interrupted `make run` ends its kernels too: two run at a time, a third waits."""
+
+    def slow(number):
+        waits = f"import time\nopen('started{number}', 'w').close()\ntime.sleep(600)"
+        return new_notebook(cells=[new_markdown_cell(f"# {number} · Wait"), new_code_cell(waits)])
+
+    root = folder(nb_01_slow=slow(1), nb_02_slow=slow(2), nb_03_slow=slow(3))
     tools = Path(run.__file__).parent
     code = (
         f"import sys; sys.path.insert(0, {str(tools)!r}); import pathlib, series, run; series.ROOT = root = pathlib.Path({str(root)!r}); "
-        "series.NOTEBOOKS, series.BUILD = root / 'notebooks', root / 'build'; sys.exit(run.main([]))"
+        "series.NOTEBOOKS, series.BUILD = root / 'notebooks', root / 'build'; sys.exit(run.main(['--jobs', '2']))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (root / "notebooks" / "started").exists():
+    while not all((root / "notebooks" / f"started{number}").exists() for number in (1, 2)):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     family = psutil.Process(process.pid).children(recursive=True)
-    assert family, "the kernel"
+    assert len(family) >= 2, "the kernels"
+    assert not (root / "notebooks" / "started3").exists()
     process.send_signal(2)
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 130 and "Interrupted" in printed

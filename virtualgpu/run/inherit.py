@@ -1,4 +1,5 @@
-"""Ranks that `launch` starts work on the notebook's virtual GPUs: what they take over, and what comes back.
+"""Ranks that `launch` starts work on the notebook's virtual GPUs: what they take over, and what comes back. `variables` is for
+processes that somebody else starts, such as Ray.
 
 They have the same cards, and share their memory through one ledger, as processes on real GPUs do. Where the notebook records
 (a Timeline, recording()), what each rank's GPU did is put into its recording.
@@ -11,7 +12,9 @@ import shutil
 import tempfile
 from dataclasses import replace
 
+from virtualgpu.environment import Card, Settings
 from virtualgpu.memory.ledger import Ledger
+from virtualgpu.run import program
 
 
 def offer(dry: bool) -> bytes | None:
@@ -24,16 +27,33 @@ def offer(dry: bool) -> bytes | None:
         if dry:
             raise ValueError("launch(dry=True) runs on shapes alone, which virtual GPUs can: call gpus() first")
         return None
-    if machine.ledger is None:
-        folder = tempfile.mkdtemp(prefix="virtualgpu-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        machine.share(Ledger(folder, len(machine.specs)))
-        for gpu in machine.gpus:
-            machine._note_reserved(gpu, gpu.settled())
+    _open_ledger(machine)
     clock = machine.clock
     clock.wait()
     cards = (machine.specs, machine.visible, machine.gpus_per_node, machine.network)
     return pickle.dumps((cards, dry or machine.dry, machine.ledger.folder, clock.spans is not None, _of_nccl()))
+
+
+def variables() -> dict[str, str]:
+    """What to set in the environment of a program started now (Ray's, a script's) so that it, and whatever it starts, has this
+    process's virtual GPUs and shares their memory. Empty where there are none, and under the runner, which has set it.
+
+    Raises ValueError for a card that is in no table: a program looks its cards up by name.
+    """
+    from virtualgpu import session
+    from virtualgpu.hardware import specs
+
+    machine = _machine()
+    if machine is None or session.of_the_runner():
+        return {}
+    for spec in machine.specs:
+        if specs.find(spec.name, spec.memory) != spec:
+            raise ValueError(f"{spec.name} is a card of your own, which other programs cannot look up by its name")
+    _open_ledger(machine)
+    cards = tuple(Card(spec.name, spec.name, spec.memory, tuple(spec.capability)) for spec in machine.specs)
+    network = machine.network and machine.network.name
+    nodes = {"gpus_per_node": machine.gpus_per_node, "network": network}
+    return program.variables(Settings(cards, machine.dry, machine.ledger.folder, **nodes), dict(os.environ))
 
 
 def take(offered: bytes | None) -> None:
@@ -90,6 +110,16 @@ def bring_back(left: list[bytes | None]) -> None:
             end = max(end, begin + last)
             clock.spans.extend(replace(span, start=begin + span.start, end=begin + span.end) for span in spans)
     clock.wait_until(end)
+
+
+def _open_ledger(machine) -> None:
+    """From here on, what this process holds of its GPUs is written where others can read it."""
+    if machine.ledger is None:
+        folder = tempfile.mkdtemp(prefix="virtualgpu-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        machine.share(Ledger(folder, len(machine.specs)))
+        for gpu in machine.gpus:
+            machine._note_reserved(gpu, gpu.settled())
 
 
 def _of_nccl() -> dict[str, str]:

@@ -448,3 +448,21 @@ def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
         assert virtualgpu.machine() is None and (x + 1).device == torch.device("cuda:1") and x.sum() == 3
     finally:
         virtualgpu.reset()
+
+
+def test_more_gpus_than_pass_for_real_ones_are_virtual_and_reset_leaves_the_others(monkeypatch, capsys):
+    """As where a notebook asks for two on a machine with one: `reset` turns off its own, twice if need be."""
+    monkeypatch.setenv("HELPERS_GPUS", "real")
+    session.activate(find_all(1, "T4", None))
+    try:
+        x = torch.ones(3, device="cuda:0")
+        for _ in range(2):
+            assert len(virtualgpu.gpus(2)) == 2 and len(virtualgpu.gpus(4, like="A100")) == 4
+            assert torch.cuda.device_count() == 4 and torch.cuda.memory_allocated(0) == 0
+            virtualgpu.reset()
+            assert (torch.cuda.device_count(), torch.cuda.memory_allocated(0), virtualgpu.machine()) == (1, 512, None)
+            assert (x + 1).tolist() == [2, 2, 2]
+        assert virtualgpu.gpus(1) == [torch.device("cuda:0")] and "1 real GPU" in capsys.readouterr().out
+    finally:
+        virtualgpu.reset()
+    assert session.current() is None

@@ -1,0 +1,117 @@
+"""What stands in for PyTorch's GPUs while virtual ones are on: put in place and taken out again, as a whole."""
+
+from collections.abc import Sequence
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from virtualgpu import _compat
+from virtualgpu.distributed import patches as distributed
+from virtualgpu.distributed.nodes import Nodes
+from virtualgpu.engine import kernels, meta
+from virtualgpu.engine.dispatch import Dispatch
+from virtualgpu.engine.machine import Machine
+from virtualgpu.hardware.specs import Spec
+from virtualgpu.patches import (
+    autocast,
+    compiler,
+    cuda,
+    data_parallel,
+    devices,
+    dlpack,
+    foreach,
+    functions,
+    gputil,
+    legacy,
+    memory,
+    monitor,
+    nvml,
+    pools,
+    profiler,
+    random,
+    storage,
+    streams,
+    sync_debug,
+    tensor,
+    threads,
+)
+from virtualgpu.patches.registry import Patches
+
+# In this order: memory and random numbers before the driver that uses them
+FACES = (
+    memory,
+    pools,
+    random,
+    streams,
+    sync_debug,
+    cuda,
+    tensor,
+    functions,
+    devices,
+    storage,
+    dlpack,
+    legacy,
+    foreach,
+    data_parallel,
+    distributed,
+    autocast,
+    compiler,
+    profiler,
+    threads,
+    gputil,
+    monitor,
+    nvml,
+)
+
+
+class Session:
+    """Virtual GPUs: `open` turns them on, `close` off. Both may be cut short (Ctrl-C): close then finishes."""
+
+    def __init__(self, cards: Sequence[Spec], visible: list[int] | None, as_real: bool, nodes: Nodes):
+        self.cards, self.as_real, self.nodes = tuple(cards), as_real, nodes
+        self.machine = Machine(list(cards), visible)
+        self.machine.gpus_per_node, self.machine.network = nodes
+        self.machine.enter = self.enter
+        self.patches = Patches()
+        self.lifted = _compat.lifts_only_cpu_tensors()
+
+    def open(self) -> None:
+        _compat.lift_only_cpu_tensors(True)
+        _compat.guard_without_driver()
+        meta.install()
+        kernels.install()
+        for face in FACES:
+            face.install(self.machine, self.patches)
+        for register, kind in (
+            (register_optimizer_step_pre_hook, "optimizer"),
+            (register_optimizer_step_post_hook, "forward"),
+        ):
+            self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
+        self.enter()
+        threads.tell_main_thread(self._enter_late)
+
+    def enter(self) -> None:
+        """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
+        _leave()
+        self.machine.local.seen = self.machine
+        _compat.enter_below(Dispatch(self.machine))
+
+    def _enter_late(self) -> None:
+        if not self.machine.closed and self.machine.local.seen is not self.machine:
+            self.enter()
+
+    def close(self) -> None:
+        """Each function of PyTorch back in its place. Threads that still have the mode are not disturbed: it lets all pass."""
+        self.machine.closed = True
+        self.machine.local.seen = None
+        _leave()
+        threads.tell_main_thread(_leave)
+        _compat.lift_only_cpu_tensors(self.lifted)
+        self.patches.restore()
+
+    def _kind(self, kind: str) -> None:
+        self.machine.clock.local.kind = kind
+
+
+def _leave() -> None:
+    """This thread has no mode any more of a session that has ended, perhaps in another thread."""
+    _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine.closed)
