@@ -38,6 +38,10 @@ def dry_run(
     joined = None if network is None else networks.find(network)
     machine = current()
     own = machine is None
+    if machine is not None and session.machine() is None:  # they pass for real ones, beside which a dry run has its own
+        with session.aside(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network):
+            yield
+        return
     if own:
         n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
         cards = tuple(specs.find_all(n, like, memory))
@@ -46,10 +50,6 @@ def dry_run(
     else:
         cards = tuple(specs.find_all(n or len(machine.specs), like or machine.specs[0], memory))
         if cards != tuple(machine.specs):
-            if session.machine() is None:  # they pass for real ones, beside which a dry run has its own
-                with session.aside(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network):
-                    yield
-                return
             there = ", ".join(card.name for card in machine.specs)
             raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
     if where is not None:
