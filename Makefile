@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run site lab test bench everywhere accuracy judges matrix browser doctor store stamp clean setup
+.PHONY: run site lab test bench everywhere accuracy judges matrix browser doctor store stamp wheel clean setup
 
 run: setup         ## execute all notebooks, then write build/index.html
 	@$(PY) tools/run.py
@@ -48,6 +48,9 @@ doctor: setup      ## what is installed, which devices are there, and the cure o
 
 stamp: setup       ## badges, set-up cells and README pictures, from pyproject's repository name and the notebooks
 	@$(PY) tools/stamp.py --fix
+
+wheel: setup       ## virtualgpu alone, to install where PyTorch is: build/virtualgpu-*.whl
+	@$(PY) tools/wheel.py
 
 setup:
 	@$(PYTHON) tools/setup.py

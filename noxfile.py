@@ -11,6 +11,7 @@ import nox
 
 os.environ["UV_COMPILE_BYTECODE"] = "1"  # as pip does: the lessons start hundreds of processes that import PyTorch
 nox.options.default_venv_backend = "uv"
+nox.options.error_on_missing_interpreters = True  # a session that is skipped has tested nothing, and must not be green
 nox.options.sessions = [
     "test-3.11(oldest)",
     "test-3.12(pinned)",

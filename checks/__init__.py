@@ -6,7 +6,7 @@ from checks.notebook_01 import frozen, loads_what_fits, resumes
 from checks.notebook_02 import fastest_that_fits, most_even, skip_repaired
 from checks.notebook_03 import exchanged, micro_batches, slots
 from checks.notebook_04 import averages, talks_early
-from checks.notebook_05 import epochs_spent, reduction_factor, search_space
+from checks.notebook_05 import frugal, goes_on, search_space
 from checks.notebook_06 import causes, riddle, within_budget
 from checks.notebook_07 import fewest_words, shards_below, tensor_plan
 from checks.notebook_08 import shards, stays_together
@@ -14,15 +14,15 @@ from checks.notebook_08 import shards, stays_together
 __all__ = [
     "averages",
     "causes",
-    "epochs_spent",
     "exchanged",
     "fastest_that_fits",
     "fewest_words",
     "frozen",
+    "frugal",
+    "goes_on",
     "loads_what_fits",
     "micro_batches",
     "most_even",
-    "reduction_factor",
     "resumes",
     "riddle",
     "search_space",

@@ -54,3 +54,13 @@ def launched_on_gpus(worker: Callable, *args, **options) -> list | str:
             with contextlib.redirect_stdout(None):
                 stack.enter_context(virtualgpu.gpus(2))
         return launched(worker, *args, **options)
+
+
+def alone(worker: Callable, *args, timeout: float = 60) -> str | None:
+    """What worker(*args) says in a process of its own, so that an endless loop ends with it; or what went wrong there."""
+    try:
+        return launch(worker, *args, nprocs=1, timeout=timeout)[0]
+    except WorkerError as error:
+        if error.rank is None:
+            return f"after {timeout:g} seconds your code has not come to an end: is there a loop without one?"
+        return f"your code raised {str(error).splitlines()[-1]}"

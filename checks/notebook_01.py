@@ -1,4 +1,5 @@
-"""The graders of notebook 01: saving, loading and freezing."""
+"""The graders of notebook 01: saving, loading and freezing. Each runs the reader's code in a process of its own, so that an
+endless loop ends with it."""
 
 import copy
 from collections.abc import Callable
@@ -6,92 +7,147 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from checks.grader import grader
+from checks.grader import alone, grader
 
 
 @grader
-def resumes(pack: Callable, unpack: Callable) -> str | None:
+def resumes(pack: Callable, unpack: Callable, timeout: float = 60) -> str | None:
     """Does a training cut in half by pack(model, optimizer, averaged) and unpack(saved, model, optimizer, averaged)
     end exactly where the uninterrupted one ends? Names the first part that was not brought back."""
+    return alone(_resumes, pack, unpack, timeout=timeout)
 
-    def fresh(seed: int):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        averaged = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averaged
 
-    def train(model, optimizer, averaged):
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.randn(16, 8)).pow(2).mean().backward()
-            optimizer.step()
-            for name, tensor in model.state_dict().items():
-                averaged[name].mul_(0.9).add_(tensor, alpha=0.1)
-
-    whole = fresh(0)
-    train(*whole)
+def _resumes(pack: Callable, unpack: Callable) -> str | None:
+    whole = _training(0)
+    _five_steps(*whole)
     saved = copy.deepcopy(pack(*whole))
-    middle = copy.deepcopy([part if isinstance(part, dict) else part.state_dict() for part in whole])
+    middle = copy.deepcopy([_state(part) for part in whole])
     draw = torch.get_rng_state()
-    train(*whole)
+    _five_steps(*whole)
 
-    resumed = fresh(1)
+    resumed = _training(1)
     unpack(saved, *resumed)
     for name, part, then in zip(("model", "optimizer", "average"), resumed, middle, strict=True):
-        now = part if isinstance(part, dict) else part.state_dict()
-        if not _equal(now, then):
+        if not _equal(_state(part), then):
             return f"after unpack, the {name} is not what it was when pack was called"
     if not torch.equal(torch.get_rng_state(), draw):
         return "model, optimizer and average are back, but the next random number would be another one: dropout will drop other features"
-    train(*resumed)
+    _five_steps(*resumed)
     if not _equal(resumed[0].state_dict(), whole[0].state_dict()) or not _equal(resumed[2], whole[2]):
         return "all seemed to be back, yet five steps later the weights differ"
     return None
 
 
+def _training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    averaged = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averaged
+
+
+def _five_steps(model, optimizer, averaged) -> None:
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).pow(2).mean().backward()
+        optimizer.step()
+        for name, tensor in model.state_dict().items():
+            averaged[name].mul_(0.9).add_(tensor, alpha=0.1)
+
+
+def _state(part):
+    return part if isinstance(part, dict) else part.state_dict()
+
+
 @grader
-def loads_what_fits(load_what_fits: Callable, make: Callable[..., nn.Module]) -> str | None:
-    """load_what_fits(model, weights) with weights of a wrapped model whose head has 52 classes; make(classes) builds one."""
+def loads_what_fits(load_what_fits: Callable, make: Callable[..., nn.Module], timeout: float = 60) -> str | None:
+    """load_what_fits(model, weights) with weights of a wrapped model whose head has 52 classes, then with a file that fits still
+    less; make(classes) builds a model."""
+    return alone(_loads_two_files, load_what_fits, make, timeout=timeout)
+
+
+def _loads_two_files(load_what_fits: Callable, make: Callable) -> str | None:
     torch.manual_seed(0)
     # + 1: equal to no fresh model
     weights = {f"module.{name}": tensor + 1 for name, tensor in make(52).state_dict().items()}
-    model = make(10)
-    head = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("head.")}
+    complaint = _loads(load_what_fits, make(10), weights)
+    if complaint:
+        return complaint
+    other = next(name for name, tensor in weights.items() if tensor.dim() and "head." not in name)
+    weights |= {other: weights[other][:1], "module.scale": torch.ones(3)}
+    complaint = _loads(load_what_fits, make(10), weights)
+    return (
+        complaint
+        and f"the first file is right. In a second one, {other} has another shape, and module.scale is new: {complaint}"
+    )
+
+
+def _loads(load_what_fits: Callable, model: nn.Module, weights: dict[str, torch.Tensor]) -> str | None:
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    given = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    fits = [name for name, tensor in given.items() if name in own and tensor.shape == own[name].shape]
     left_out = load_what_fits(model, dict(weights))
-    own = model.state_dict()
-    body = [name for name in own if name not in head]
-    loaded = sum(torch.equal(own[name], weights[f"module.{name}"]) for name in body)
-    if loaded < len(body):
-        return f"{loaded} of the {len(body)} tensors that fit hold the file's values. Did the names lose their prefix?"
-    if any(not torch.equal(own[name], tensor) for name, tensor in head.items()):
-        return "the head was changed; its shape does not fit, so it should stay as it was"
-    if sorted(str(name).removeprefix("module.") for name in left_out) != sorted(head):
-        return f"all that fits is loaded; now return the names left out: {sorted(head)}, not {sorted(left_out)}"
+    now = model.state_dict()
+    loaded = sum(torch.equal(now[name], given[name]) for name in fits)
+    if loaded < len(fits):
+        return f"{loaded} of the {len(fits)} tensors that fit hold the file's values. Did the names lose their prefix?"
+    changed = [name for name in own.keys() - fits if not torch.equal(now[name], own[name])]
+    if changed:
+        return f"{min(changed)} was changed; its shape does not fit, so it should stay as it was"
+    wanted, said = sorted(given.keys() - fits), sorted(str(name).removeprefix("module.") for name in left_out)
+    if said != wanted:
+        return f"all that fits is loaded; now return the names left out: {wanted}, not {said}"
     return None
 
 
 @grader
-def frozen(model: nn.Module, frozen: str) -> str | None:
-    """One training step of `model`; `frozen` ("backbone[:8]") must not move, everything else must."""
-    name, end = frozen.removesuffix("]").split("[:")
-    still = [f"{name}.{i}." for i in range(int(end))]
-    device = next(model.parameters()).device
-    before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    nn.functional.cross_entropy(
-        model(torch.rand(16, 1, 8, 8, device=device)), torch.arange(16, device=device) % 10
-    ).backward()
-    optimizer.step()
+def frozen(make: Callable[[], nn.Module], whole: Callable[[], nn.Module], part: str, timeout: float = 60) -> str | None:
+    """Two epochs of training make()'s model, each begun by model.train(): `part` ("backbone[:8]") must stay as whole() has it, and
+    everything else must move."""
+    return alone(_frozen, make, whole, part, timeout=timeout)
+
+
+def _frozen(make: Callable, whole: Callable, part: str) -> str | None:
+    name, end = part.removesuffix("]").split("[:")
+    still = tuple(f"{name}.{i}." for i in range(int(end)))
+    torch.manual_seed(0)
+    model, start = make(), copy.deepcopy(whole().state_dict())
+    if not isinstance(model, nn.Module):
+        return f"your function returns {model!r}; a model is wanted"
+    first = model.state_dict()
+    changed = [key for key in start if key.startswith(still) and not torch.equal(first[key], start[key])]
+    if changed:
+        return f"{len(changed)} tensors of {part} are not the trained ones from the start, {changed[0]} first"
+    before = copy.deepcopy(first)
+    if complaint := _two_epochs(model):
+        return complaint
     moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
-    wrong = [key for key in before if key.startswith(tuple(still)) and key in moved]
-    learned = {key for key, _ in model.named_parameters()}
-    if any(key in learned for key in wrong):
-        return f"{len([key for key in wrong if key in learned])} frozen parameters moved, {next(k for k in wrong if k in learned)} first"
+    wrong = [key for key in before if key.startswith(still) and key in moved]
+    learned = [key for key in wrong if key in dict(model.named_parameters())]
+    if learned:
+        return f"{len(learned)} frozen parameters moved, {learned[0]} first"
     if wrong:
-        return f"no frozen parameter moved, but {len(wrong)} BatchNorm buffers did, {wrong[0]} first: which mode is that layer in?"
-    stuck = [key for key in before if not key.startswith(tuple(still)) and key not in moved]
+        return (
+            f"no frozen parameter moved, but {len(wrong)} BatchNorm buffers did, {wrong[0]} first: "
+            "in which mode is that layer after model.train()?"
+        )
+    stuck = [key for key in before if not key.startswith(still) and key not in moved]
     if stuck:
         return f"too much is frozen: {stuck[0]} should have moved and did not"
+    return None
+
+
+def _two_epochs(model: nn.Module) -> str | None:
+    """Each as a training loop begins it: with model.train()."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return "no parameter is left to train: requires_grad is False everywhere"
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    for _ in range(2):
+        model.train()
+        x = torch.rand(16, 1, 8, 8).to(trained[0].device)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), torch.arange(16, device=x.device) % 10).backward()
+        optimizer.step()
     return None
 
 

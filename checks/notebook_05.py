@@ -1,6 +1,11 @@
 """The graders of notebook 05: tuning."""
 
+import math
+import random
+import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from checks.grader import grader
 
@@ -26,30 +31,105 @@ def search_space(space: Mapping) -> str | None:
 
 
 @grader
-def epochs_spent(spent: Callable[[int, int, int], int]) -> str | None:
-    """spent(n, max_t, factor) as successive halving in step needs."""
-    for n, max_t, factor in ((8, 8, 2), (12, 16, 2), (27, 9, 3), (10, 12, 4), (1, 5, 2)):
-        if (got := spent(n, max_t, factor)) != (right := _halving(n, max_t, factor)):
-            return f"{n} trials, at most {max_t} epochs, factor {factor}: {got} epochs; it should be {right}"
+def frugal(search) -> str | None:
+    """search: a tune.TuneConfig that tries 20 learning rates, spends at most three quarters of their rounds, and stops not the best of them."""
+    centre = random.uniform(-4, -1)
+    space = {"lr": _tune().loguniform(1e-5, 1), "centre": centre}
+    results = _run(_training, space, replace(search, reuse_actors=True, time_budget_s=LIMIT))
+    if isinstance(results, str):
+        return results
+    spent = [trial.metrics.get("training_iteration", 0) for trial in results]
+    if len({trial.config["lr"] for trial in results}) < 20:
+        return f"it tried {len(results)} learning rates; try at least 20"
+    # by chance ASHA needs more than half now and then, where good ones come late; of 20 trials more than this in 1 of 500
+    if sum(spent) > (budget := int(0.75 * ROUNDS * len(spent))):
+        return f"{len(spent)} trials spent {sum(spent)} rounds, and the budget is {budget}"
+    best = min(range(len(spent)), key=lambda trial: abs(math.log10(results[trial].config["lr"]) - centre))
+    if spent[best] < ROUNDS:
+        return f"the best of {len(spent)} learning rates was stopped after {spent[best]} of {ROUNDS} rounds"
     return None
 
 
 @grader
-def reduction_factor(choose: Callable[[int, int, int], int]) -> str | None:
-    """choose(n, max_t, budget) is the smallest factor from 2 whose halving stays within the budget."""
-    for n, max_t, budget in ((12, 16, 40), (12, 16, 34), (27, 27, 75), (64, 16, 150)):
-        got = choose(n, max_t, budget)
-        if (needs := _halving(n, max_t, got)) > budget:
-            return f"{n} trials of at most {max_t} epochs: factor {got} needs {needs}, and the budget is {budget}"
-        if got > 2 and _halving(n, max_t, got - 1) <= budget:
-            return f"{n} trials of at most {max_t} epochs: factor {got - 1} stays within {budget} as well"
+def goes_on(trainable: Callable[[dict], None]) -> str | None:
+    """Crashed once and started again, it works each round once."""
+    numbers = {round: random.randint(1, 1000) for round in range(1, 7)}
+    with tempfile.TemporaryDirectory(prefix="work-") as folder:
+        work = _Work(folder, numbers, breaks=random.randint(3, 5))
+        results = _run(trainable, {"work": work}, _tune().TuneConfig(), max_failures=1)
+        if isinstance(results, str):
+            return results
+        worked = [int(line) for line in work.diary.read_text().split()] if work.diary.exists() else []
+    if results.num_errors:
+        return f"it ended with {str(results.errors[0]).strip().splitlines()[-1]}"
+    for round in numbers:
+        if (times := worked.count(round)) != 1:
+            return f"round {round} was worked {times} times; it crashed once, and should then go on where it was"
+    if (got := results[0].metrics.get("total")) != (right := sum(numbers.values())):
+        return f"the last report says {got} in total; it should be {right}"
     return None
 
 
-def _halving(n: int, max_t: int, factor: int) -> int:
-    spent, reached, rung = 0, 0, 1
-    while reached < max_t:
-        rung = min(rung, max_t)
-        spent += n * (rung - reached)
-        reached, rung, n = rung, rung * factor, max(1, n // factor)
-    return spent
+ROUNDS = 16
+LIMIT = 60  # seconds for a search, or for a round of it
+
+
+def _training(config: Mapping) -> None:
+    """Sixteen rounds; the nearer to the centre the learning rate, the lower the loss, from the first round on."""
+    from ray import tune
+
+    distance = abs(math.log10(config["lr"]) - config["centre"])
+    for round in range(1, ROUNDS + 1):
+        tune.report({"loss": distance + 1 / round})
+
+
+class _Work:
+    """What a round has to do: leaves its number in a file, breaks once, and ends a loop that does not end."""
+
+    def __init__(self, folder: str, numbers: dict[int, int], breaks: int):
+        self.diary, self.numbers, self.breaks = Path(folder, "diary"), numbers, breaks
+
+    def __call__(self, round: int) -> int:
+        broken = self.diary.with_name("broken")
+        if round == self.breaks and not broken.exists():
+            broken.touch()
+            raise RuntimeError("the grader's crash")
+        with open(self.diary, "a") as file:
+            file.write(f"{round}\n")
+        if self.diary.stat().st_size > 1000:
+            raise RuntimeError("hundreds of rounds: does the loop end?")
+        return self.numbers[round]
+
+
+def _run(trainable: Callable, space: Mapping, search, max_failures: int = 0):
+    """The results, or what is to be done first."""
+    import ray
+
+    if not ray.is_initialized():
+        return "Ray does not run: helpers.tuning.start_ray(cpus=2) starts it"
+    from helpers.trials import Watch
+
+    tune = _tune()
+    with tempfile.TemporaryDirectory(prefix="graded-") as folder:
+        run_config = tune.RunConfig(
+            storage_path=folder,
+            verbose=0,
+            callbacks=[Watch(silence=SILENCE)],
+            progress_reporter=tune.CLIReporter(),
+            failure_config=tune.FailureConfig(max_failures=max_failures),
+        )
+        cpus = min(
+            2, ray.cluster_resources().get("CPU", 1)
+        )  # one trial at a time, in one process: sooner than two processes
+        trainable = tune.with_resources(trainable, {"cpu": cpus})
+        return tune.Tuner(trainable, param_space=dict(space), tune_config=search, run_config=run_config).fit()
+
+
+SILENCE = 20.0  # seconds without a report, after which a trial is taken not to end
+
+
+def _tune():
+    """Ray's import takes seconds: only those who are graded here wait for it."""
+    from ray import tune
+
+    return tune

@@ -1,100 +1,182 @@
-"""The graders of notebook 06: out of memory."""
+"""The graders of notebook 06: out of memory. Both run the reader's code in processes of its own: an endless loop ends with them."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from checks.grader import grader
+from checks.grader import alone, grader
+
+ITERATIONS = 12
+Runs = list[tuple[str, list[float], float]]  # the cause, MiB in tensors after each iteration, MiB of one output
 
 
-def riddle(device: torch.device, iterations: int = 12) -> dict[str, list[float]]:
-    """Four short runs on the GPU: {name: MiB in tensors at the end of each iteration}. checks.causes knows the answers."""
-    runs = {"A": _keep_graphs, "B": _step_every_fourth, "C": _longer_inputs, "D": _keep_outputs}
-    curves = {}
-    for name, run in runs.items():
+def riddle(device: torch.device) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Four short runs on the GPU: {name: MiB in tensors at the end of each iteration}, and {name: MiB of the network's output of
+    one iteration}."""
+    runs = _runs(device, random.Random(3), 1)
+    names = "ABCD"[: len(runs)]
+    return (
+        {name: curve for name, (_, curve, _) in zip(names, runs, strict=True)},
+        {name: output for name, (_, _, output) in zip(names, runs, strict=True)},
+    )
+
+
+def _runs(device: torch.device, draw: random.Random, each: int) -> Runs:
+    """So many runs of each cause, shuffled, their sizes drawn: no cause has a size of its own."""
+    causes = [cause for cause in SITUATIONS for _ in range(each)]
+    draw.shuffle(causes)
+    found = []
+    for cause in causes:
         before = torch.cuda.memory_allocated(device)
-        curves[name] = [(torch.cuda.memory_allocated(device) - before) / 2**20 for _ in run(device, iterations)]
-    return curves
+        curve, output = [], 0.0
+        for output in SITUATIONS[cause](device, draw):  # noqa: B007 - the last one is as large as the others, or larger
+            curve.append((torch.cuda.memory_allocated(device) - before) / 2**20)
+        found.append((cause, curve, output))
+    return found
 
 
-def _keep_graphs(device, iterations) -> Iterator[None]:
-    net, total = nn.Linear(256, 256, device=device), 0
-    for _ in range(iterations):
-        total = total + net(torch.ones(2048, 256, device=device)).square().sum()
-        yield
+def _keep_graphs(device, draw) -> Iterator[float]:
+    rows, width = draw.choice([512, 1024, 2048]), draw.choice([128, 256])
+    net, total = nn.Linear(256, width, device=device), 0
+    for _ in range(ITERATIONS):
+        output = net(torch.ones(rows, 256, device=device))
+        total = total + output.square().sum()
+        yield _mib(output)
 
 
-def _step_every_fourth(device, iterations) -> Iterator[None]:
-    net = nn.Linear(1536, 1536, device=device)
+def _step_every_few(device, draw) -> Iterator[float]:
+    width, every = draw.choice([768, 1024, 1280, 1536]), draw.choice([2, 3, 4, 5])
+    net = nn.Linear(width, width, device=device)
     optimizer = torch.optim.Adam(net.parameters())
-    for iteration in range(1, iterations + 1):
-        net(torch.ones(1, 1536, device=device)).sum().backward()
-        if iteration % 4 == 0:
+    for iteration in range(1, ITERATIONS + 1):
+        output = net(torch.ones(1, width, device=device))
+        output.sum().backward()
+        if iteration % every == 0:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        yield
+        yield _mib(output)
 
 
-def _longer_inputs(device, iterations) -> Iterator[None]:
+def _longer_inputs(device, draw) -> Iterator[float]:
+    rows, period = draw.choice([1024, 2048]), draw.choice([3, 4, 6])
     net = nn.Linear(256, 256, device=device)
-    for iteration in range(iterations):
-        length = 1 + iteration % (iterations // 2)
-        hidden = net(torch.ones(2048 * length, 256, device=device))
-        hidden.sum().backward()
-        yield
+    for iteration in range(ITERATIONS):
+        output = net(torch.ones(rows * (1 + iteration % period), 256, device=device))
+        output.sum().backward()
+        yield _mib(output)
 
 
-def _keep_outputs(device, iterations) -> Iterator[None]:
-    net, kept = nn.Linear(256, 64, device=device), []
-    for _ in range(iterations):
-        kept.append(net(torch.ones(2048, 256, device=device)).detach())
-        yield
+def _keep_outputs(device, draw) -> Iterator[float]:
+    rows, width = draw.choice([1024, 2048, 4096]), draw.choice([64, 128, 256])
+    net, kept = nn.Linear(64, width, device=device), []
+    for _ in range(ITERATIONS):
+        kept.append(net(torch.ones(rows, 64, device=device)).detach())
+        yield _mib(kept[-1])
 
 
-@grader
-def causes(answer: Mapping[str, str], curves: Mapping[str, list[float]]) -> str | None:
-    """which cause each memory curve (MiB an iteration) has; says what to look at in the first that is wrong."""
-    right = {"A": "graph kept", "B": "optimizer state", "C": "longer inputs", "D": "outputs kept"}
-    for name, cause in right.items():
-        if answer.get(name) != cause:
-            curve = curves[name]
-            steps = [after - before for before, after in itertools.pairwise(curve)]
-            grown = sum(step > 0.01 for step in steps)
-            return (
-                f"{name} is not {answer.get(name)!r}. It starts at {curve[0]:.1f} MiB, grows in {grown} of {len(steps)} iterations, by "
-                f"{max(steps):.1f} MiB at most, and {'falls' if min(steps) < -0.01 else 'never falls'}"
-            )
-    return None
+SITUATIONS: dict[str, Callable[..., Iterator[float]]] = {
+    "graph kept": _keep_graphs,
+    "optimizer state": _step_every_few,
+    "longer inputs": _longer_inputs,
+    "outputs kept": _keep_outputs,
+}
+
+
+def _mib(tensor: torch.Tensor) -> float:
+    return tensor.nbytes / 2**20
 
 
 @grader
-def within_budget(step: Callable, make_net: Callable, x: torch.Tensor, y: torch.Tensor, budget: int) -> str | None:
+def causes(cause: Callable, device: torch.device, timeout: float = 20) -> str | None:
+    """cause(curve, output) names what each of 16 runs has, of all four causes and of sizes that are drawn; says how many are
+    right, and describes one that is not."""
+    runs = _runs(device, random.Random(60), 4)
+    said = alone(_named, cause, [(curve, output) for _, curve, output in runs], timeout=timeout)
+    if isinstance(said, str):
+        return said
+    wrong = [(name, *run) for name, run in zip(said, runs, strict=True) if name != run[0]]
+    if not wrong:
+        return None
+    if unknown := [name for name, *_ in wrong if name not in SITUATIONS]:
+        return f"it returns {unknown[0]!r}; the names are {sorted(SITUATIONS)}"
+    name, _, curve, output = wrong[0]
+    return f"it names {len(runs) - len(wrong)} of {len(runs)} runs. One that it takes for {name!r}: {_described(curve, output)}"
+
+
+def _described(curve: Sequence[float], output: float) -> str:
+    steps = [after - before for before, after in itertools.pairwise(curve)]
+    grown = sum(step > 0.01 for step in steps)
+    return (
+        f"it starts at {curve[0]:.1f} MiB, grows in {grown} of {len(steps)} iterations, by {max(steps):.2f} MiB at most, and "
+        f"{'falls' if min(steps) < -0.01 else 'never falls'}; one output has {output:.2f} MiB"
+    )
+
+
+def _named(cause: Callable, runs: Sequence[tuple[list[float], float]]) -> list[str] | str:
+    try:
+        return [cause(list(curve), output) for curve, output in runs]
+    except Exception as error:
+        return f"your code raised {type(error).__name__}: {error}"
+
+
+@grader
+def within_budget(
+    step: Callable, make_net: Callable, x: torch.Tensor, y: torch.Tensor, budget: int, timeout: float = 30
+) -> str | None:
     """step(net, x, y) leaves the gradients of the mean loss over the whole batch in net, returns that loss, and needs
-    at most `budget` bytes for network and step."""
+    at most `budget` bytes for network and step, on the GPU of the net."""
+    torch.cuda.empty_cache()  # the process that does it shares the GPU
+    return alone(_trained, step, make_net, x, y, budget, timeout=timeout)
+
+
+def _trained(step, make_net, x, y, budget) -> str | None:
     reference = make_net()
     device = next(reference.parameters()).device
     expected = nn.functional.cross_entropy(reference(x.to(device)), y.to(device))
     expected.backward()
     wanted, expected = [p.grad.cpu() for p in reference.parameters()], expected.item()
     del reference
-
-    before = torch.cuda.memory_allocated(device)
-    net, x, y = make_net(), x.to(device), y.to(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    loss = step(net, x, y)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    if any(p.grad is None for p in net.parameters()):
+    try:
+        got, loss, peak, places = _measured(step, make_net, x.to(device), y.to(device), device)
+        forged = _forged(step, make_net, x.to(device), y.to(device), device, budget)
+    except Exception as error:
+        return f"your code raised {type(error).__name__}: {str(error).split('. ')[0]}"
+    if any(gradient is None for gradient in got):
         return "some parameters have no gradient: call backward() on every part, and leave zero_grad() to the caller"
-    got = [p.grad.cpu() for p in net.parameters()]
     for found, want in zip(got, wanted, strict=True):
         if not torch.allclose(found, want, rtol=1e-3, atol=1e-5):
             ratio = float(found.norm() / want.norm())
             return f"the gradients are not those of the whole batch: {ratio:.2f} times as long. The mean is over {len(x)} images"
     if loss is None or not math.isclose(float(loss), expected, rel_tol=1e-3):
         return f"gradients are right; the loss should be {expected:.4f}, and it returned {loss!r}"
+    if elsewhere := places - {str(device)}:
+        return f"right gradients, computed on {', '.join(sorted(elsewhere))}: the task is to stay on {device}"
+    if forged:
+        return "right gradients, but the peak was reset within the step: leave the statistics to the grader"
     if peak > budget:
         return f"right gradients, and a peak of {peak / 2**20:.1f} MiB: the budget is {budget / 2**20:.1f}"
     return None
+
+
+def _measured(step, make_net, x, y, device) -> tuple[list, float | None, int, set[str]]:
+    """Gradients, the loss returned, bytes of the peak, and where the net's inputs were."""
+    before = torch.cuda.memory_allocated(device)
+    net, places = make_net(), set()
+    net.register_forward_pre_hook(lambda module, inputs: places.add(str(inputs[0].device)))
+    torch.cuda.reset_peak_memory_stats(device)
+    loss = step(net, x, y)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return [None if p.grad is None else p.grad.cpu() for p in net.parameters()], loss, peak, places
+
+
+def _forged(step, make_net, x, y, device, budget) -> bool:
+    """Does the step reset the peak? It starts from one that is twice the budget, and which only a reset lowers."""
+    net = make_net()
+    torch.empty(2 * budget, dtype=torch.uint8, device=device)  # gone at once; its peak stays
+    peak = torch.cuda.max_memory_allocated(device)
+    step(net, x, y)
+    return torch.cuda.max_memory_allocated(device) < peak

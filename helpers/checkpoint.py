@@ -5,6 +5,7 @@ accepts tensors and plain values, never code.
 """
 
 import contextlib
+import glob
 import os
 import re
 import zipfile
@@ -22,9 +23,12 @@ class CheckpointError(RuntimeError):
 def save(state: Any, path: str | Path) -> None:
     """Write `state` (a state_dict, or a dict of them) to `path`, whole or not at all.
 
-    Raises CheckpointError where the folder cannot be written or the disk is full; an earlier file stays as it was.
+    Where `path` is a symbolic link, the file that it points to is written. Raises CheckpointError where the folder
+    cannot be written or the disk is full; an earlier file stays as it was.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # else the rename would put the file in the link's place
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path} is a folder: add the file's name to it.")
     part = path.with_name(f"{path.name}.{os.getpid()}.part")  # same folder: a rename across disks would copy
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,10 +52,12 @@ def save(state: Any, path: str | Path) -> None:
 def load(path: str | Path, map_location: Any = "cpu") -> Any:
     """Read what `save` (or `torch.save` of tensors and plain values) wrote; tensors land on `map_location`.
 
-    Raises FileNotFoundError where there is no such file, and CheckpointError where it is empty, truncated, no
-    checkpoint at all, or one that would run code.
+    Raises FileNotFoundError where there is no such file, and CheckpointError where it is empty, truncated, changed
+    since (by its checksums), no checkpoint at all, or one that would run code; also for a place that is not there.
     """
     path = Path(path)
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path} is a folder: name the file in it.")
     with open(path, "rb") as file:
         head = file.read(8)
     if not head:
@@ -59,11 +65,7 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
             f"{path.name} is empty: its writer was cut off, or the disk was full. Load an earlier checkpoint."
         )
     if head.startswith(b"PK"):  # torch.save writes a zip archive
-        if not zipfile.is_zipfile(path):
-            raise CheckpointError(
-                f"{path.name} is truncated ({path.stat().st_size:,} bytes): its writer was cut off, or the download "
-                "was. Load an earlier checkpoint, or fetch the file again."
-            )
+        _check(path)
     elif not head.startswith(b"\x80"):  # nor a pickle, as torch.save wrote before version 1.6
         raise CheckpointError(
             f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in "
@@ -71,22 +73,73 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
+    except (MemoryError, torch.OutOfMemoryError):  # says it better, and the file is whole
+        raise
     except Exception as error:
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        if code:
+        raise CheckpointError(f"{path.name} {_why(error, path, map_location)}") from error
+
+
+def _check(path: Path) -> None:
+    """Is the archive what its checksums say? torch.load compares none, and unpacks what torch.save never packs."""
+    size = path.stat().st_size
+    try:
+        if not zipfile.is_zipfile(path):
             raise CheckpointError(
-                f"{path.name} was refused: to load it, Python would have to run {code[1]}, which it names. "
-                "Ask its author for a state_dict; allow code only from someone you would let use your keyboard."
-            ) from error
-        why = str(error).strip().splitlines()[0].rstrip(".")
+                f"{path.name} is truncated ({size:,} bytes): its writer was cut off, or the download was. "
+                "Load an earlier checkpoint, or fetch the file again."
+            )
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+            if unpacked > size:
+                raise CheckpointError(
+                    f"{path.name} was refused: {size:,} bytes would unpack to {unpacked:,}, and torch.save packs "
+                    "nothing. If you trust where it is from, load it by torch.load and save it anew."
+                )
+            for member in archive.infolist():
+                if member.CRC:  # 0: saved without (torch.serialization.set_crc32_options)
+                    with archive.open(member) as content:
+                        while content.read(1 << 20):
+                            pass
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # zipfile has many words for it: BadZipFile, zlib.error, UnicodeDecodeError, ...
         raise CheckpointError(
-            f"{path.name} is damaged or was not written by torch.save: {why}. Load an earlier checkpoint."
+            f"{path.name} is damaged: it is not what was written, by its checksums. Load an earlier checkpoint."
         ) from error
+
+
+def _why(error: Exception, path: Path, map_location: Any) -> str:
+    """What torch.load's error means for the reader: the rest of a sentence that begins with the file's name."""
+    words = str(error)
+    code = re.search(r"GLOBAL (\S+)", words)
+    if code:
+        return (
+            f"was refused: to load it, Python would have to run {code[1]}, which it names. "
+            "Ask its author for a state_dict; allow code only from someone you would let use your keyboard."
+        )
+    unread = re.search(r"WeightsUnpickler error:\s*(.+)", words)  # around it PyTorch advises weights_only=False
+    if unread:
+        return (
+            f"was refused: it holds more than tensors and plain values, or is no checkpoint ({unread[1].rstrip('.')}). "
+            "Ask its author for a state_dict, saved by torch.save with its defaults."
+        )
+    why = words.strip().partition("\n")[0].rstrip(".")
+    if _is_whole(path):
+        return f'is whole, but cannot go to map_location={map_location!r}: {why}. Leave map_location out: "cpu" goes everywhere.'
+    return f"is damaged or was not written by torch.save: {why}. Load an earlier checkpoint."
+
+
+def _is_whole(path: Path) -> bool:
+    """Does it load where there is no choice of place?"""
+    with contextlib.suppress(Exception):
+        torch.load(path, map_location="cpu", weights_only=True)
+        return True
+    return False
 
 
 def _remove_parts_of_the_dead(path: Path) -> None:
     """Writers that were killed leave their unfinished file; nobody else will ever want it."""
-    for part in path.parent.glob(f"{path.name}.*.part"):
+    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         pid = part.suffixes[-2][1:]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             _remove(part)

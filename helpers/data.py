@@ -1,4 +1,4 @@
-"""The images the lessons train on: handwritten digits (shipped), printed digits (drawn here)."""
+"""The images the lessons train on: handwritten digits and photographs (shipped), printed digits (drawn here)."""
 
 from pathlib import Path
 
@@ -17,14 +17,28 @@ def digits(folder: Path = DATA) -> tuple[torch.Tensor, torch.Tensor]:
     Returns images, float32 [1797, 1, 8, 8] from 0 (paper) to 1 (ink), and labels, int64 [1797].
     Raises FileNotFoundError where the file is not beside the helpers.
     """
-    path = Path(folder) / "digits.npz"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing. It is part of the repository: clone it whole, or run data/make_digits.py."
-        )
-    with np.load(path) as stored:
+    with np.load(shipped("digits.npz", folder)) as stored:
         images = torch.from_numpy(stored["images"]).float().div(16).unsqueeze(1)
         return images, torch.from_numpy(stored["labels"]).long()
+
+
+def photos(folder: Path = DATA) -> tuple[torch.Tensor, list[str]]:
+    """Six photographs and their names (origin and licences: data/README.md).
+
+    Returns images, float32 [6, 1, 320, 320] from 0 (black) to 1 (white), and six names.
+    Raises FileNotFoundError where the file is not beside the helpers.
+    """
+    with np.load(shipped("photos.npz", folder)) as stored:
+        return torch.from_numpy(stored["images"]).float().div(255).unsqueeze(1), stored["names"].tolist()
+
+
+def shipped(name: str, folder: Path = DATA) -> Path:
+    """The path of a file that is part of the repository. Raises FileNotFoundError where it is missing."""
+    path = Path(folder) / name
+    if not path.exists():
+        made = f"make_{name.split('_')[0].split('.')[0]}.py"
+        raise FileNotFoundError(f"{path} is missing. It is part of the repository: clone it whole, or run data/{made}.")
+    return path
 
 
 def printed_digits(copies: int = 2000, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

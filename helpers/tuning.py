@@ -1,8 +1,10 @@
 """Ray, started quietly and ended without a trace: what notebook 05 needs beside Ray Tune itself."""
 
 import atexit
+import contextlib
 import logging
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from virtualgpu.run import inherit
+
 # No usage report, no token file in the home folder, GPUs left visible to trials that use none, the plain reporters
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -19,7 +23,9 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "1",  # a killed experiment loses no more; Ray's own choice is 10 s and more
+    "TUNE_FORCE_TRIAL_CLEANUP_S": "5",  # a trial that does not end is killed then; Ray's own choice is 600 s
 }
+LIMIT = 60  # seconds in which the first worker has to answer: starting one takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
@@ -42,15 +48,21 @@ for process in seen:
 """
 
 
-def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, float]:
+def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | None = None) -> dict[str, float]:
     """Start Ray here, or join the cluster at `address` ("10.0.0.1:6379"); what there is to use: {"CPU": 2.0, ...}.
 
+    gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
+    of virtual GPUs with each other and with the notebook, as processes do on real ones.
+
     Ray's files go to a folder that stop_ray() removes, or where a notebook was killed, the next start. Calling it again
-    starts afresh. Raises ConnectionError where no cluster answers at `address`.
+    starts afresh. Raises ConnectionError where no cluster answers at `address`; ValueError where the GPUs are not there;
+    RuntimeError where no worker process starts, with what it said.
     """
     global _folder, _watcher
     stop_ray()
     _remove_folders_of_the_dead()
+    if gpus:
+        _count(gpus)
     os.environ.update(QUIET)
     if address is not None:
         _knock(address)  # ray.init would end this whole process where nobody answers
@@ -60,20 +72,27 @@ def start_ray(address: str | None = None, cpus: int | None = None) -> dict[str, 
     if address is None:
         _folder = tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=SHORT)
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-        options |= {"num_cpus": cpus, "_temp_dir": _folder}
+        options |= {"num_cpus": cpus, "num_gpus": gpus, "_temp_dir": _folder}
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
         # in a session of its own: an interrupted cell must not interrupt it
         _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        ray.init(address=address, **options)
-    except Exception as error:  # Ray gives its processes 30 s: from a cold disk too little, and enough the second time
-        if "timed out during startup" not in str(error):
-            raise
-        ray.shutdown()
-        ray.init(address=address, **options)
+    quoted = shlex.quote(sys.executable)
+    if quoted != sys.executable and (address is None or address.rpartition(":")[0] in _own_addresses()):
+        # Ray puts the interpreter's path into a line for bash as it stands: a folder such as "my course" ends it
+        options["runtime_env"] = {"py_executable": quoted}
+    atexit.register(stop_ray)
+    with _in_environment(inherit.variables() if gpus else {}):  # Ray's processes, and all they start, have it from here
+        try:
+            ray.init(address=address, **options)
+        except Exception as error:  # 30 s: from a cold disk too little, and enough the second time
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            ray.init(address=address, **options)
+    ray._private.worker._worker_logs_enabled = False  # what Ray says of a node that died, which no option turns off
     # a trial's error is in its result; not its traceback here, too
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-    atexit.register(stop_ray)
+    _hear_a_worker(ray)
     return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
 
 
@@ -90,6 +109,58 @@ def stop_ray() -> None:
     if _folder is not None:
         shutil.rmtree(_folder, ignore_errors=True)
         _folder = None
+
+
+def last_words() -> str:
+    """What Ray's worker processes on this machine said last: the reason, where they do not start. Empty where they said nothing."""
+    folder = Path(_folder or "/nowhere") / "session_latest" / "logs"
+    for pattern in ("worker-*.err", "runtime_env_setup-*.log", "raylet.err", "raylet.out"):
+        for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True):
+            lines = path.read_text(errors="replace").strip().splitlines()
+            if lines:
+                return lines[-1]
+    return ""
+
+
+def _hear_a_worker(ray) -> None:
+    """Ray starts a process that failed again and again, and would have everybody wait for ever."""
+
+    @ray.remote(num_cpus=0)
+    def answer() -> bool:
+        return True
+
+    try:
+        ray.get(answer.remote(), timeout=LIMIT)
+    except ray.exceptions.GetTimeoutError:
+        words = last_words()
+        stop_ray()
+        said = f"; the last one said: {words}" if words else ""
+        raise RuntimeError(f"Ray runs, but no worker process of it answered within {LIMIT} seconds{said}") from None
+
+
+def _count(gpus: int) -> None:
+    import torch
+
+    if (there := torch.cuda.device_count()) < gpus:
+        raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
+
+
+@contextlib.contextmanager
+def _in_environment(variables: dict[str, str]):
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _own_addresses() -> set[str]:
+    return {address.address for addresses in psutil.net_if_addrs().values() for address in addresses} | {"localhost"}
 
 
 def _knock(address: str) -> None:

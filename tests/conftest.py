@@ -1,6 +1,7 @@
-"""A fake nvidia-smi for the tests."""
+"""A fake nvidia-smi for the tests, and which of them are slow."""
 
 import os
+import re
 import stat
 
 import pytest
@@ -16,9 +17,21 @@ settings.register_profile("ci", max_examples=60, derandomize=True, database=None
 settings.register_profile("deep", max_examples=1500, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# Where tests start processes or train. What is left, `pytest -m "not slow" tests`, answers in half a minute.
+SLOW = re.compile(
+    r"tests/(virtualgpu/(run|causes|distributed|test_(op_db|fuzz|clock|gpus|memory|programs))"
+    r"|notebooks/test_(checks|notebook|train|pipeline)|helpers/test_(faults|tuning|trials|launch|ranks|oom)|tools/test_(run|wheel))"
+)
+
 GOOD_LINES = "\n".join(
     f"GPU-{i}{i}, {10 * (i + 1)}, {1000 * (i + 1)}" for i in range(3)
 )  # what helpers.monitor asks for
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if SLOW.search(item.path.as_posix()):
+            item.add_marker("slow")
 
 
 @pytest.fixture

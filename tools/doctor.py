@@ -21,7 +21,7 @@ Line = tuple[bool, str, str]  # fine?, what, what was found or how to cure it
 
 def packages() -> Iterator[Line]:
     """Each line of requirements.txt: installed, new enough, and importable."""
-    for text in (ROOT / "requirements.txt").read_text().splitlines():
+    for text in (ROOT / "requirements.txt").read_text("utf-8").splitlines():
         if not text or text.startswith("#"):
             continue
         wanted = Requirement(text)

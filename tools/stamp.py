@@ -30,8 +30,14 @@ PICTURES = {
 
 # Import name -> what pip installs, for what Colab does not have. The helpers themselves need the first two.
 HELPERS_NEED = {"GPUtil": "GPUtil", "pynvml": "nvidia-ml-py"}
-LESSONS_NEED = {"torchsummary": "torchsummary", "torchinfo": "torchinfo", "ray": "ray[tune]", "optuna": "optuna"}
-LESSONS_NEED |= {"safetensors": "safetensors"}
+LESSONS_NEED = {
+    "torchsummary": "torchsummary",
+    "torchinfo": "torchinfo",
+    "safetensors": "safetensors",
+    "accelerate": "accelerate",
+    "ray": "ray[tune]",
+    "optuna": "optuna",
+}
 
 BOOTSTRAP = """# @title Set-up: fetches the helpers where they are missing, as on Colab and Kaggle {{ display-mode: "form" }}
 import importlib.util, pathlib, subprocess, sys

@@ -135,7 +135,8 @@ def add_kernel(name: str, key: str, kernel) -> None:
     if operation is None or (overload or "default") not in operation.overloads() or has_kernel(f"aten::{name}", key):
         return
     if _library is None:
-        _library = torch.library.Library("aten", "IMPL")
+        # It notes the file that calls it, and fails where the locale does not know that path's letters: so it is no file
+        _library = eval(compile('torch.library.Library("aten", "IMPL")', "virtualgpu", "eval"))
     _library.m.impl(name, key, kernel)  # Library.impl refuses what decomposes; on a GPU that is one kernel
 
 

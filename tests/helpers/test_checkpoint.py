@@ -4,6 +4,7 @@ import builtins
 import errno
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import virtualgpu
 from helpers import checkpoint
 from helpers.checkpoint import CheckpointError
 
@@ -65,6 +67,36 @@ def test_the_unfinished_file_of_a_living_writer_is_left_alone(tmp_path):
     (tmp_path / f"a.pt.{os.getppid()}.part").touch()
     checkpoint.save(STATE, tmp_path / "a.pt")
     assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_name_with_brackets_and_stars(tmp_path):
+    """It is no pattern: what a dead writer left goes, and nothing else."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name in (f"a[1]*.pt.{gone.pid}.part", f"a1b.pt.{gone.pid}.part"):
+        (tmp_path / name).touch()
+    checkpoint.save(STATE, tmp_path / "a[1]*.pt")
+    assert sorted(os.listdir(tmp_path)) == ["a1b.pt." + f"{gone.pid}.part", "a[1]*.pt"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_symbolic_link_stays_one(tmp_path, there):
+    """latest.pt -> runs/3.pt: the file behind it is written."""
+    (tmp_path / "runs").mkdir()
+    if there:
+        checkpoint.save({"epoch": 0}, tmp_path / "runs" / "3.pt")
+    (tmp_path / "latest.pt").symlink_to("runs/3.pt")
+    checkpoint.save(STATE, tmp_path / "latest.pt")
+    assert (tmp_path / "latest.pt").is_symlink()
+    assert same(checkpoint.load(tmp_path / "runs" / "3.pt"), STATE)
+    assert os.listdir(tmp_path / "runs") == ["3.pt"]
+
+
+def test_a_folder_is_no_file(tmp_path):
+    for call in (lambda: checkpoint.save(STATE, tmp_path), lambda: checkpoint.load(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"is a folder: .*name"):
+            call()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -140,6 +172,69 @@ def test_truncated(tmp_path, keep):
         checkpoint.load(path)
 
 
+@pytest.mark.parametrize("where", ["weight", "names"])
+def test_one_bit_that_flipped(tmp_path, where):
+    """torch.load gives another number in silence."""
+    path = tmp_path / "a.pt"
+    checkpoint.save(STATE, path)
+    content = bytearray(path.read_bytes())
+    at = content.index(STATE["model"]["weight"].numpy().tobytes() if where == "weight" else b"epoch")
+    content[at + 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a.pt is damaged: .*checksums.*earlier checkpoint"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("bit", [1, 128])
+def test_wherever_a_bit_flips(tmp_path, bit):
+    """The state that was saved, or a sentence: never another state, never Python's own error."""
+    path = tmp_path / "a.pt"
+    checkpoint.save(STATE, path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+        try:
+            assert same(checkpoint.load(path), STATE)
+        except CheckpointError:
+            refused += 1
+    assert refused > len(whole) // 7 // 4  # the rest is padding
+
+
+def test_saved_without_checksums(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        checkpoint.save(STATE, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert same(checkpoint.load(tmp_path / "a.pt"), STATE)
+
+
+def test_a_small_file_that_unpacks_to_a_large_one(tmp_path):
+    path = tmp_path / "a.pt"
+    checkpoint.save({"model": torch.zeros(1_000_000)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for member in whole.infolist():
+            packed.writestr(member.filename, whole.read(member))
+    with pytest.raises(CheckpointError, match=r"refused: .* bytes would unpack to 4,000,\d+"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("place", ["cuda:0", "cuda:9", "gpu", "cpu:x"])
+def test_a_place_that_is_not_there(tmp_path, place):
+    """The file is whole, and the message does not say otherwise."""
+    checkpoint.save(STATE, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"a.pt is whole, but cannot go to map_location='{place}'") as caught:
+        checkpoint.load(tmp_path / "a.pt", map_location=place)
+    assert "damaged" not in str(caught.value)
+
+
+def test_a_gpu_that_is_too_small_says_so(tmp_path):
+    checkpoint.save({"weight": torch.zeros(1 << 24)}, tmp_path / "a.pt")
+    with virtualgpu.gpus(1, memory="16 MB"), pytest.raises(torch.OutOfMemoryError):
+        checkpoint.load(tmp_path / "a.pt", map_location="cuda:0")
+
+
 def test_empty(tmp_path):
     (tmp_path / "a.pt").touch()
     with pytest.raises(CheckpointError, match=r"empty.*earlier checkpoint"):
@@ -171,6 +266,26 @@ def test_hostile(tmp_path, zipped):
     torch.save({"weight": Hostile()}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match=r"refused.*posix.mkdir"):
         checkpoint.load(tmp_path / "a.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("form", ["a pickle", "today's", "of protocol 4"])
+def test_hostile_in_todays_pickle(tmp_path, form):
+    """Python's own default protocol, which PyTorch does not read: refused, without PyTorch's advice to let it run."""
+
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    path = tmp_path / "a.pt"
+    if form == "a pickle":
+        path.write_bytes(pickle.dumps({"weight": Hostile()}))
+    else:
+        zipped = form == "today's"
+        torch.save({"weight": Hostile()}, path, pickle_protocol=4, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"a.pt was refused.*author") as caught:
+        checkpoint.load(path)
+    assert not re.search("damaged|weights_only|False", str(caught.value))
     assert not (tmp_path / "ran").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import virtualgpu
-from helpers import Monitor, forget_error, other_process
+from helpers import Monitor, forget_error, oom, other_process
 
 MIB = 1 << 20
 
@@ -57,6 +57,11 @@ def test_an_uncaught_error_keeps_its_tensors_until_it_is_forgotten():
         "helpers.forget_error(); import sys; print(before, torch.cuda.memory_allocated(), hasattr(sys, 'last_value'))",
     )
     assert int(before) > 40 * MIB and int(after) == 0 and sys_last == "False"
+
+
+def test_an_uncaught_error_is_forgotten_in_the_very_next_cell():
+    """IPython keeps it in the result of the last cell, too, until another cell has ended."""
+    assert in_a_shell(FAILS, "helpers.forget_error(); print(torch.cuda.memory_allocated())") == ["0"]
 
 
 def test_forgetting_in_the_cell_that_failed_works_too():
@@ -123,3 +128,52 @@ def test_two_other_processes_at_once(gpu):
             assert torch.cuda.mem_get_info()[0] == 20 * MIB
         assert torch.cuda.mem_get_info()[0] == 100 * MIB
     assert torch.cuda.mem_get_info()[0] == 206 * MIB
+
+
+class Trace:
+    """A snapshot's trace, written by hand: sizes in MiB."""
+
+    def __init__(self):
+        self.events = []
+
+    def alloc(self, address, size):
+        self.events.append({"action": "alloc", "addr": address, "size": size * MIB})
+
+    def free(self, address):
+        self.events += [{"action": f"free_{when}", "addr": address, "size": 0} for when in ("requested", "completed")]
+
+
+def test_what_a_step_held_is_told_by_phase_and_by_what_outlives_it():
+    trace, phases = Trace(), []
+    phases.append((0, "model"))
+    trace.alloc(1, 8)
+    phases.append((1, "forward"))
+    trace.alloc(2, 4)  # goes within forward
+    trace.alloc(3, 2)
+    trace.free(2)
+    phases.append((len(trace.events), "backward"))
+    trace.alloc(2, 8)  # the same place again
+    trace.free(3)
+    phases.append((len(trace.events), "optimizer"))
+    trace.alloc(4, 16)
+    trace.free(2)
+    trace.free(99)  # made before it was recorded
+    found = oom.kinds(trace.events, phases)
+    assert found == {
+        "parameters": [8.0] * 13,
+        "activations": [0, 0, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0],
+        "gradients": [0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 0, 0, 0],
+        "optimizer state": [0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16],
+        "temporary": [0, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    }
+
+
+def test_what_was_held_sums_up_to_what_the_allocator_says(gpu):
+    torch.cuda.memory._record_memory_history(max_entries=10_000, stacks="python")
+    layer = torch.nn.Linear(512, 512, device=gpu)
+    phases = [(0, "model"), (len(torch.cuda.memory._snapshot()["device_traces"][0]), "forward")]
+    loss = layer(torch.ones(256, 512, device=gpu)).square().sum()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(None)
+    last = sum(row[-1] for row in oom.kinds(trace, phases).values())
+    assert last == pytest.approx(torch.cuda.memory_allocated() / MIB, abs=0.01) and loss.item() > 0

@@ -168,3 +168,92 @@ def test_stopping_what_was_not_started_imports_nothing():
         "import sys; from helpers import tuning; tuning.stop_ray(); tuning.stop_ray(); print('ray' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT).stdout == "False\n"
+
+
+ODD = """
+import sys
+sys.path.insert(0, {root!r})
+from helpers import tuning
+if {broken}:
+    tuning.shlex.quote = lambda path: path
+    tuning.LIMIT = 12
+try:
+    there = tuning.start_ray(cpus=1)
+    import ray
+    print("done", there, ray.get(ray.remote(lambda: sys.executable).remote()) == sys.executable)
+except RuntimeError as error:
+    print("done", error)
+tuning.stop_ray()
+"""
+
+
+def in_an_odd_folder(folder, broken):
+    """The program's last line, with an interpreter in a folder whose name has a space and Korean letters."""
+    home = folder / "my 과정"
+    home.mkdir()
+    (home / "venv").symlink_to(sys.prefix)
+    code = ODD.format(root=str(ROOT), broken=broken)
+    environ = os.environ | {"TMPDIR": "/tmp", "HOME": str(folder)}
+    command = [str(home / "venv" / "bin" / "python"), "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=150, cwd=home)
+    return [line for line in ran.stdout.splitlines() if line.startswith("done")][-1] if "done" in ran.stdout else ran
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="of a virtual environment, which can be linked to")
+def test_in_a_folder_with_spaces_and_korean_letters(tmp_path):
+    assert in_an_odd_folder(tmp_path, broken=False) == "done {'CPU': 1.0} True"
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="of a virtual environment, which can be linked to")
+def test_workers_that_never_start_are_told_with_the_reason(tmp_path):
+    """As it was before: Ray's line for bash broke at the space, and the cell hung."""
+    said = in_an_odd_folder(tmp_path, broken=True)
+    assert said.startswith(
+        "done Ray runs, but no worker process of it answered within 12 seconds; the last one said: "
+    ), said
+    assert "No such file" in said or "not found" in said, said
+
+
+GPUS = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch, helpers
+from helpers import tuning
+
+def seen(held):
+    import torch
+    x = torch.empty(held << 20, dtype=torch.uint8, device="cuda")
+    visible = os.environ["CUDA_VISIBLE_DEVICES"]
+    return visible, torch.cuda.device_count(), torch.cuda.get_device_name(), torch.cuda.mem_get_info()
+
+if __name__ == "__main__":
+    try:
+        tuning.start_ray(cpus=2, gpus=2)
+    except ValueError as error:
+        print("without:", error)
+    helpers.gpus(2, memory="1 GB")
+    before = dict(os.environ)
+    print(tuning.start_ray(cpus=2, gpus=2))
+    import ray
+    assert before.items() <= os.environ.items() and "VIRTUALGPU" not in os.environ  # Ray's processes have it, not this one
+    ours = torch.empty(200 << 20, dtype=torch.uint8, device="cuda:0"), torch.empty(200 << 20, dtype=torch.uint8, device="cuda:1")
+    one = ray.remote(num_gpus=1)(seen)
+    for visible, count, name, (free, total) in sorted(ray.get([one.remote(100), one.remote(100)])):
+        print(visible, count, name, (total - free >> 20) >= 300)
+    tuning.stop_ray()
+"""
+
+
+def test_trials_have_the_notebooks_gpus_one_each_and_share_their_memory(tmp_path):
+    path = tmp_path / "gpus.py"
+    path.write_text(GPUS.format(root=str(ROOT)))
+    environ = os.environ | {"HELPERS_GPUS": "virtual", "TMPDIR": "/tmp", "HOME": str(tmp_path)}
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=environ, timeout=150)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "without: start_ray(gpus=2): PyTorch sees 0 here; call helpers.gpus(2) first",
+        "2 virtual GPUs, each like a Tesla T4 with 1 GiB: numbers and memory are real, time is simulated.",
+        "{'CPU': 2.0, 'GPU': 2.0}",
+        "0 1 Tesla T4 True",
+        "1 1 Tesla T4 True",
+    ]

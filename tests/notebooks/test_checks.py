@@ -1,4 +1,7 @@
-"""The graders: each names what is missing, one thing at a time, and never raises. (Stub and solution run under nbval.)"""
+"""The graders of notebook 01, and what all share: each names what is missing, one thing at a time, and never raises. (Stub and solution
+run under nbval.)"""
+
+import time
 
 import pytest
 import torch
@@ -6,11 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 import checks
-from checks.grader import launched
+from checks.grader import alone, launched
 
 
 def said(capsys):
     return capsys.readouterr().out.strip()
+
+
+def no_end(*args):
+    while True:
+        time.sleep(0.01)
 
 
 def pack(model, optimizer, averaged):
@@ -57,44 +65,115 @@ def test_the_readers_error_is_shown_and_the_random_state_is_kept(capsys):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def net(classes=10):
-    model = nn.Module()
-    model.backbone = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU())
-    model.head = nn.Linear(8, classes)
-    model.forward = lambda x: model.head(model.backbone(x))
-    return model
+class Net(nn.Module):
+    def __init__(self, classes=10):
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        )
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
 
 
 def fitting(model, weights):
     weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
     own = model.state_dict()
-    fits = {name: tensor for name, tensor in weights.items() if tensor.shape == own[name].shape}
+    fits = {name: tensor for name, tensor in weights.items() if name in own and tensor.shape == own[name].shape}
     model.load_state_dict(fits, strict=False)
     return sorted(weights.keys() - fits.keys())
 
 
+def all_but_the_head(model, weights):
+    """Right of the file that the exercise tells of, and by heart."""
+    weights = {name.removeprefix("module."): tensor for name, tensor in weights.items() if "head" not in name}
+    model.load_state_dict(weights, strict=False)
+    return ["head.weight", "head.bias"]
+
+
 @pytest.mark.parametrize("load, complaint", [
-    (lambda model, weights: list(weights), "0 of the 9 tensors"),
+    (lambda model, weights: list(weights), "0 of the 14 tensors"),
     (lambda model, weights: (fitting(model, weights), [])[1], "return the names left out: ['head.bias', 'head.weight']"),
-    (lambda model, weights: (fitting(model, weights), nn.init.zeros_(model.head.weight))[0], "the head was changed"),
+    (lambda model, weights: (fitting(model, weights), nn.init.zeros_(model.head.weight))[0], "head.weight was changed"),
+    (lambda model, weights: (fitting(model, weights), ["head.weight", "head.bias"])[1], "a second one, module.backbone.1.weight has"),
+    (all_but_the_head, "size mismatch for backbone.1.weight"),
     (fitting, "[passed]"),
 ])  # fmt: skip
 def test_loads_what_fits(capsys, load, complaint):
-    checks.loads_what_fits(load, net)
+    checks.loads_what_fits(load, Net)
     assert complaint in said(capsys)
 
 
-@pytest.mark.parametrize("freeze, complaint", [
-    (lambda m: m.train(), "frozen parameters moved, backbone.1.weight first"),
-    (lambda m: m.train().backbone[:3].requires_grad_(False), "3 BatchNorm buffers did, backbone.2.running_mean first"),
-    (lambda m: m.train().backbone.requires_grad_(False).eval(), "too much is frozen: backbone.3.weight"),
-    (lambda m: m.train().backbone[:3].requires_grad_(False).eval(), "[passed]"),
+def trained():
+    torch.manual_seed(7)
+    return Net()
+
+
+def frozen_by(freeze):
+    """What a reader's function gives that freezes a trained model by `freeze`."""
+
+    def make():
+        model = trained()
+        freeze(model)
+        return model
+
+    return make
+
+
+class HalfFrozen(Net):
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone[:3].eval()
+        return self
+
+
+def half_frozen(kind=HalfFrozen, until=3):
+    torch.manual_seed(7)
+    model = kind()
+    model.backbone[:until].requires_grad_(False)
+    return model
+
+
+def never_trains(model):
+    """Everything sleeps: nothing of the frozen part moves, and nothing of the rest's averages."""
+    model.eval().backbone[:3].requires_grad_(False)
+    model.train = lambda mode=True: model
+
+
+@pytest.mark.parametrize("make, complaint", [
+    (trained, "frozen parameters moved, backbone.1.weight first"),
+    (frozen_by(lambda m: m.backbone[:3].requires_grad_(False)), "3 BatchNorm buffers did, backbone.2.running_mean first"),
+    # once eval(): the first model.train() of a training undoes it
+    (frozen_by(lambda m: m.train().backbone[:3].requires_grad_(False).eval()), "after model.train()?"),
+    (frozen_by(never_trains), "too much is frozen: backbone.4.running_mean"),
+    (lambda: half_frozen(until=4), "too much is frozen: backbone.3.weight"),
+    (lambda: half_frozen(kind=Net), "3 BatchNorm buffers did"),
+    (frozen_by(lambda m: m.requires_grad_(False)), "no parameter is left to train"),
+    (frozen_by(lambda m: nn.init.zeros_(m.backbone[1].weight)), "1 tensors of backbone[:3] are not the trained ones"),
+    (lambda: None, "returns None; a model is wanted"),
+    (half_frozen, "[passed]"),
 ])  # fmt: skip
-def test_frozen(capsys, freeze, complaint):
-    model = net()
-    freeze(model)
-    checks.frozen(model, frozen="backbone[:3]")
+def test_frozen(capsys, make, complaint):
+    checks.frozen(make, trained, part="backbone[:3]")
     assert complaint in said(capsys)
+
+
+@pytest.mark.parametrize("grade", [
+    lambda: checks.resumes(no_end, no_end, timeout=5),
+    lambda: checks.resumes(pack, no_end, timeout=5),
+    lambda: checks.loads_what_fits(no_end, Net, timeout=5),
+    lambda: checks.frozen(no_end, trained, part="backbone[:3]", timeout=5),
+])  # fmt: skip
+def test_code_without_an_end_is_ended(capsys, grade):
+    grade()
+    assert said(capsys) == "[not yet] after 5 seconds your code has not come to an end: is there a loop without one?"
+
+
+def test_alone_says_what_the_worker_says():
+    assert alone(lambda x: x, "this is missing") == "this is missing"
+    assert alone(lambda: None) is None
+    assert alone(lambda: [].pop()) == "your code raised IndexError: pop from empty list"
 
 
 def test_launched_says_where_each_rank_stands():

@@ -1,13 +1,30 @@
-"""The graders of notebook 05, tuning: the search space, and successive halving."""
+"""The graders of notebook 05, tuning: the search space, a search within its budget, a trainable that goes on."""
+
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
 import checks
+from checks import notebook_05
+from helpers import tuning
 
 
-def right_space():
+@pytest.fixture(scope="module")
+def cluster():
+    yield tuning.start_ray(cpus=2)
+    tuning.stop_ray()
+
+
+@pytest.fixture(scope="module")
+def tune():
     from ray import tune
 
+    return tune
+
+
+def right_space(tune):
     return {"lr": tune.loguniform(1e-4, 0.1), "batch_size": tune.choice([16, 32, 64]), "dropout": tune.uniform(0, 0.5)}
 
 
@@ -22,35 +39,95 @@ def right_space():
         (lambda tune: {"momentum": tune.uniform(0, 1)}, "it has ['batch_size', 'dropout', 'lr', 'momentum']"),
     ],
 )
-def test_search_space(capsys, change, complaint):
-    from ray import tune
-
-    checks.search_space(right_space() | change(tune))
+def test_search_space(capsys, tune, change, complaint):
+    checks.search_space(right_space(tune) | change(tune))
     assert complaint in capsys.readouterr().out
 
 
-def halving(n, max_t, factor):
-    spent, reached, rung = 0, 0, 1
-    while reached < max_t:
-        rung = min(rung, max_t)
-        spent, reached, rung, n = spent + n * (rung - reached), rung, rung * factor, max(1, n // factor)
-    return spent
+def asha(factor=3, mode="min"):
+    from ray.tune.schedulers import ASHAScheduler
 
-
-def smallest(n, max_t, budget):
-    return next(factor for factor in range(2, 100) if halving(n, max_t, factor) <= budget)
+    return ASHAScheduler(max_t=16, grace_period=1, reduction_factor=factor)
 
 
 @pytest.mark.parametrize(
-    "grade, answer, complaint",
+    "trials, scheduler, mode, complaint",
     [
-        (checks.epochs_spent, lambda n, max_t, factor: n * max_t, "64 epochs; it should be 20"),
-        (checks.epochs_spent, halving, "[passed]"),
-        (checks.reduction_factor, lambda n, max_t, budget: 2, "factor 2 needs 36, and the budget is 34"),
-        (checks.reduction_factor, lambda n, max_t, budget: 9, "factor 8 stays within 40 as well"),
-        (checks.reduction_factor, smallest, "[passed]"),
+        (20, asha, "min", "[passed]"),
+        (20, lambda: None, "min", "20 trials spent 320 rounds, and the budget is 240"),
+        (3, asha, "min", "it tried 3 learning rates; try at least 20"),
+        (20, asha, "max", "the best of 20 learning rates was stopped after"),  # a cheat: stops, but the wrong ones
     ],
 )
-def test_halving(capsys, grade, answer, complaint):
-    grade(answer)
-    assert complaint in capsys.readouterr().out
+def test_frugal(capsys, cluster, tune, trials, scheduler, mode, complaint):
+    search = tune.TuneConfig(metric="loss", mode=mode, num_samples=trials, scheduler=scheduler())
+    checks.frugal(search)
+    out = capsys.readouterr().out
+    assert complaint in out, out
+
+
+def goes_on(config, forgets=()):
+    from ray import tune
+
+    checkpoint, done, total = tune.get_checkpoint(), 0, 0
+    if checkpoint is not None:
+        with checkpoint.as_directory() as saved:
+            done, total = map(int, Path(saved, "state").read_text().split())
+    if "total" in forgets:
+        total = 0
+    for round in range(done + 1, 7):
+        total += config["work"](round)
+        with tempfile.TemporaryDirectory() as saved:
+            Path(saved, "state").write_text(f"{round} {total}")
+            tune.report({"total": total}, checkpoint=tune.Checkpoint.from_directory(saved))
+
+
+def begins_anew(config):
+    from ray import tune
+
+    for round in range(1, 7):
+        tune.report({"total": config["work"](round)})
+
+
+def does_not_work(config):
+    """A cheat: reports, and works nothing."""
+    from ray import tune
+
+    for round in range(1, 7):
+        tune.report({"total": 1000 * round})
+
+
+def works_for_ever(config):
+    while True:
+        config["work"](1)
+
+
+def loops_for_ever(config):
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "trainable, complaint",
+    [
+        (goes_on, "[passed]"),
+        (lambda config: goes_on(config, forgets={"total"}), "in total; it should be"),
+        (begins_anew, "round 1 was worked 2 times"),
+        (does_not_work, "round 1 was worked 0 times"),
+        (works_for_ever, "does the loop end?"),
+        (loops_for_ever, "no trial has reported for 8 seconds: does one of them end?"),
+        (lambda config: undefined, "name 'undefined' is not defined"),  # noqa: F821
+    ],
+)
+def test_goes_on(capsys, cluster, monkeypatch, trainable, complaint):
+    monkeypatch.setattr(notebook_05, "SILENCE", 8.0)
+    checks.goes_on(trainable)
+    out = capsys.readouterr().out
+    assert complaint in out, out
+
+
+def test_without_ray_the_graders_say_how_to_start_it(capsys, tune):
+    tuning.stop_ray()
+    checks.frugal(tune.TuneConfig(metric="loss", mode="min", num_samples=20))
+    checks.goes_on(goes_on)
+    assert capsys.readouterr().out.count("helpers.tuning.start_ray(cpus=2) starts it") == 2

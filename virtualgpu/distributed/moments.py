@@ -51,6 +51,24 @@ class RankLate(RuntimeError):
         self.ranks, self.seconds = ranks, seconds
 
 
+def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
+    """A file of zeros, open. Its room is taken now: where a disk is full, a store into mapped memory would end the process (SIGBUS)."""
+    path = None
+    try:
+        number, path = tempfile.mkstemp(prefix="virtualgpu-", suffix=".moments", dir=folder)
+        with open(number, "wb", closefd=False) as file:
+            file.write(bytes(nbytes))
+    except OSError as error:
+        if path is not None:
+            os.close(number)
+            os.unlink(path)
+        raise RuntimeError(
+            f"ranks of virtual GPUs share a page of memory, and there is no room for it in {folder or tempfile.gettempdir()} "
+            f"({error}): free some space there, or set TMPDIR to another folder"
+        ) from error
+    return number, path
+
+
 class Page:
     """The moments of one group. Ranks count within the group. file: what the page is mapped from, None where it is one rank's alone;
     behind the page is room for what ranks write for each other (`tape`).
@@ -67,16 +85,16 @@ class Page:
 
     @classmethod
     def meet(cls, store, rank: int, size: int, folder: str | None = None) -> "Page":
-        """Rank 0 makes the page, as a file that is gone as soon as all have it. Raises RuntimeError on another machine."""
+        """Rank 0 makes the page, as a file that is gone as soon as all have it. Raises RuntimeError on another machine, and where
+        there is no room for it."""
         nbytes = 8 * size * (HEAD + SLOTS * SLOT)
         if size == 1:
             return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
         if rank == 0:
-            number, path = tempfile.mkstemp(prefix="virtualgpu-", suffix=".moments", dir=folder)
-            os.ftruncate(number, nbytes)
-            store.set("virtualgpu/page", path)
+            number, path = _new_file(folder, nbytes)
+            store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
         else:
-            path = store.get("virtualgpu/page").decode()
+            path = os.fsdecode(bytes.fromhex(store.get("virtualgpu/page").decode()))
             try:
                 number = os.open(path, os.O_RDWR)
             except FileNotFoundError:

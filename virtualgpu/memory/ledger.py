@@ -16,6 +16,7 @@ import contextlib
 import mmap
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -153,10 +154,18 @@ class Ledger:
     def _open(self):
         nbytes = 8 * (HEAD + EACH * self.gpus)
         try:
-            with open(os.path.join(self.folder, f"{os.getpid()}{SUFFIX}"), "w+b") as file:
-                file.truncate(nbytes)
+            with open(os.path.join(self.folder, f"{os.getpid()}{SUFFIX}"), "w+b", buffering=0) as file:
+                file.write(bytes(nbytes))  # not truncate: on a full disk the first store would end the process (SIGBUS)
                 memory = memoryview(mmap.mmap(file.fileno(), nbytes))
-        except OSError:  # the runner has ended, and its folder with it: nobody reads on
+        except (OSError, ValueError) as error:  # ValueError: written in part
+            if not isinstance(
+                error, FileNotFoundError
+            ):  # else the runner has ended, and its folder with it: nobody reads on
+                warnings.warn(
+                    f"virtual GPUs: there is no room in {self.folder} ({error}). What this process holds is in no table, and other "
+                    "processes do not see it: free some space there, or set TMPDIR to another folder",
+                    stacklevel=2,
+                )
             memory = memoryview(bytearray(nbytes))
         self._real, words = memory.cast("d"), memory.cast("q")
         words[STARTED], words[RANK], words[BORN] = started(os.getpid()), environment.rank(), time.time_ns()

@@ -1,8 +1,8 @@
 """What the runner does inside each process of the program: virtual GPUs on after `import torch`, figures left at the end."""
 
 import atexit
-import contextlib
 import os
+import sys
 from multiprocessing import util
 
 from virtualgpu import environment
@@ -46,22 +46,33 @@ class _Process:
         util.Finalize(None, self.finish, exitpriority=0)
 
     def finish(self) -> None:
-        """Last figures, the trace, the report. The runner, and its folder with them, may have gone: then nobody asks."""
+        """Last figures, the trace, the report."""
         from virtualgpu import session
 
-        with contextlib.suppress(OSError):
-            machine = session.current()
-            if machine is not None and machine.gpus and machine.initialized and not machine.forked:
-                _last_figures(machine, self.ledger)
-            if self.recorded:
-                from virtualgpu.run import traces
+        machine = session.current()
+        if machine is not None and machine.gpus and machine.initialized and not machine.forked:
+            _last_figures(machine, self.ledger)
+        if self.recorded:
+            from virtualgpu.run import traces
 
-                self.recorded.save(os.path.join(self.settings.folder, f"{os.getpid()}{traces.SUFFIX}"))
-            if self.settings.report:
-                from virtualgpu.run import report
+            path = os.path.join(self.settings.folder, f"{os.getpid()}{traces.SUFFIX}")
+            _left("trace", self.recorded.save, path)
+        if self.settings.report:
+            from virtualgpu.run import report
 
-                report.leave(self.settings.folder)
-            self.ledger.end()
+            _left("report", report.leave, self.settings.folder)
+        self.ledger.end()
+
+
+def _left(what: str, leave, where: str) -> None:
+    """What the runner is to find, or a word on why it will not."""
+    try:
+        leave(where)
+    except FileNotFoundError:
+        pass  # the runner, and its folder with it, has gone: nobody asks
+    except OSError as error:
+        if sys.stderr is not None:
+            print(f"virtualgpu: the {what} of process {os.getpid()} was not written: {error}", file=sys.stderr)
 
 
 _process: _Process | None = None

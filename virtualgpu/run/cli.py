@@ -1,6 +1,7 @@
 """The command line of `python -m virtualgpu`."""
 
 import os
+import signal
 import sys
 from typing import NamedTuple
 
@@ -55,29 +56,44 @@ class Options(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the command line says. The status is the program's; 2, after one sentence, where it says nothing useful."""
+    """Run what the command line says. The status is the program's; 2, after one sentence, where it says nothing useful, or nothing
+    could be started.
+    """
     try:
         options = parse(arguments)
         if options.help:
-            print(USAGE, end="")
-            return 0
+            return _print(USAGE)
         if options.cards:
-            print(cards.table())
-            return 0
+            return _print(cards.table() + "\n")
         if not options.program:
             raise ValueError("name a program to run: a script, or -m and a module (--help says more)")
         settings = _settings(options)
         from virtualgpu.run import program
 
         status = program.run(settings, list(options.program), options.trace, options.quiet)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before there was a program, or after its end
+        status = -signal.SIGINT
     if status < 0:
         from virtualgpu.run import warden
 
         return warden.end_as(status)
     return status
+
+
+def _print(text: str) -> int:
+    """Also where nobody reads to the end (`| head -1`). Raises OSError where there is no room for it."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at its end
+        if not isinstance(error, BrokenPipeError):
+            raise
+    return 0
 
 
 def parse(arguments: list[str]) -> Options:

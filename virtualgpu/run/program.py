@@ -27,8 +27,9 @@ def folder() -> Iterator[str]:
         if os.name == "posix":
             tool = os.path.join(path, "bin", "nvidia-smi")
             os.mkdir(os.path.dirname(tool))
-            with open(tool, "w") as file:  # without site and environment: it starts in a tenth of the time
-                file.write(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(smi.__file__)} "$@"\n')
+            script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(smi.__file__)} "$@"\n'
+            with open(tool, "wb") as file:  # without site and environment: it starts in a tenth of the time
+                file.write(os.fsencode(script))  # paths may have any letters, in any locale
             os.chmod(tool, 0o755)
         yield path
     finally:
@@ -50,7 +51,8 @@ def _first(path: str, others: str | None) -> str:
 def run(settings: environment.Settings, arguments: list[str], trace: str | None, quiet: bool) -> int:
     """The program's exit status, as Popen gives it (negative: the signal that ended it). `arguments`: what Python would get.
 
-    Raises ValueError where this Python was told to heed no environment, or no site: then virtual GPUs could not be there.
+    Raises ValueError where this Python was told to heed no environment, or no site: then virtual GPUs could not be there;
+    OSError where there is no room for its folder, or no process more.
     """
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
@@ -69,7 +71,7 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
         else:  # Windows knows neither groups nor these signals
             with subprocess.Popen(command, env=environ) as program:
                 status = _wait(program)
-        _tell(settings, trace, None if quiet else sys.stderr)
+        _tell(settings, trace, quiet, sys.stderr)
     return status
 
 
@@ -87,18 +89,19 @@ def _wait(program: subprocess.Popen) -> int:
             return program.wait()
 
 
-def _tell(settings: environment.Settings, trace: str | None, out: TextIO | None) -> None:
+def _tell(settings: environment.Settings, trace: str | None, quiet: bool, out: TextIO | None) -> None:
     found = entries(settings.folder)
-    lines = table.lines(found, settings)
+    lines = [] if quiet else table.lines(found, settings)
     if trace is not None:
         from virtualgpu.run import traces
 
-        lines.append(traces.merge(settings.folder, found, trace))
+        told = traces.merge(settings.folder, found, trace)
+        lines += [] if quiet and not told.startswith(traces.NOT_WRITTEN) else [told]
     if settings.report:
         from virtualgpu.run import report
 
         lines += report.collect(settings.folder)
-    if out is not None:
+    if out is not None and lines:
         with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
             out.write("\n".join(lines) + "\n")
             out.flush()

@@ -20,6 +20,7 @@ import multiprocessing
 import numbers
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -38,6 +40,7 @@ __all__ = ["WorkerError", "launch"]
 
 # DDP's constructor imports torch._dynamo
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "virtualgpu.session", __name__]
+LONG = 70  # bytes of a folder's path: multiprocessing adds 32
 _starting = threading.Lock()
 
 
@@ -105,6 +108,7 @@ class Rank:
         context = multiprocessing.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(PRELOAD)
+            _short_paths()
         self.pipe, theirs = context.Pipe()
         printed, their_stdout = context.Pipe(duplex=False)
         self.printed = output.Printed(printed)
@@ -147,6 +151,16 @@ class Rank:
             self.read()
         self.pipe.close()
         self.printed.pipe.close()
+
+
+def _short_paths() -> None:
+    """multiprocessing puts its sockets below TMPDIR, and a socket's path ends after some 100 bytes (unix(7)); a Korean letter is three
+    of them. Where TMPDIR is long, this process's are in /tmp, as later Pythons do by themselves.
+    """
+    config = multiprocessing.current_process()._config
+    if "tempdir" not in config and len(os.fsencode(tempfile.gettempdir())) > LONG and os.access("/tmp", os.W_OK):
+        config["tempdir"] = folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
 
 
 @contextlib.contextmanager

@@ -77,14 +77,17 @@ def own_frames(frames: tuple) -> tuple:
 
 def collect(folder: str) -> list[str]:
     """What the processes left, as lines of text: by rank or pid, then by GPU."""
-    found = []
+    found, lost = [], 0
     for name in os.listdir(folder):
         if name.endswith(SUFFIX):
-            with open(os.path.join(folder, name)) as file:
-                found += [_peak(record) for record in json.load(file)]
+            try:
+                with open(os.path.join(folder, name)) as file:
+                    found += [_peak(record) for record in json.load(file)]
+            except (OSError, ValueError):  # cut off: the process was killed, or the disk is full
+                lost += 1
     found.sort(key=lambda peak: (peak.rank, peak.pid, peak.gpu))
     several = len({peak.pid for peak in found}) > 1
-    told: list[str] = []
+    told = [f"Report: {lost} process{'es' * (lost > 1)} did not finish writing one."] if lost else []
     for peak in found:
         who = f"rank {peak.rank}, " if peak.rank >= 0 else f"process {peak.pid}, " if several else ""
         told += ["", *lines(peak, who)]

@@ -10,6 +10,7 @@ Utilization is the share of simulated time in which kernels ran since the same p
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 
@@ -119,8 +120,12 @@ def main(arguments: list[str]) -> int:
     except Refused as refused:
         sys.stdout.write(refused.words)
         return refused.status
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         return 130
+    except OSError as error:  # a full disk; a folder that is not there
+        print(f"nvidia-smi: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at its end
+        return 1
 
 
 def answer(options: Options, board: Board) -> str:
@@ -225,4 +230,7 @@ def table(gpus: list[GPU]) -> str:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head -1: it ends without a word, as a program in C does
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - nvidia-smi >&-
     sys.exit(main(sys.argv[1:]))

@@ -10,6 +10,7 @@ import os
 from virtualgpu.memory.ledger import Entry, by_rank
 
 SUFFIX = ".trace"
+NOT_WRITTEN = "The trace was not written"
 
 
 def merge(folder: str, entries: list[Entry], path: str) -> str:
@@ -32,7 +33,7 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
         with open(path, "w") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
     except OSError as error:
-        return f"The trace was not written: {error}."
+        return f"{NOT_WRITTEN}: {error}."
     lost = f" (ended without writing theirs: {', '.join(missing)})" if missing else ""
     return f"Trace of {written} process{'es' * (written != 1)} in {path}{lost}: ui.perfetto.dev opens it."
 

@@ -4,9 +4,12 @@ A terminal sends Ctrl-C to the whole process group, so the program has it alread
 `kill PID` sends a signal to the runner alone, which must pass it on. The two look alike to the receiver. So the runner keeps a
 second process in its group, the warden: what the warden hears as well was sent to the group.
 
-The warden also notices when the runner itself is killed (a pipe closes): then it kills the program and removes its folder.
+The warden also notices when the runner itself is killed (a pipe closes): then it kills the program, and what the program started
+(torchrun's ranks, and theirs), and removes its folder.
 """
 
+import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -14,6 +17,8 @@ import signal
 import struct
 import subprocess
 import time
+
+from virtualgpu.run.family import kill_family
 
 PASSED_ON = [
     getattr(signal, name)
@@ -29,35 +34,55 @@ class Warden:
     """Started before the program. What was ignored when the runner started stays ignored (nohup)."""
 
     def __init__(self, folder: str):
-        from_runner, self._to_warden = os.pipe()
-        self._heard, to_runner = os.pipe()
+        from_runner, self._to_warden = _pipe()
+        self._heard, to_runner = _pipe()
         self._program: subprocess.Popen | None = None
+        self._early: list[int] = []  # signals that came before there was a program
         self._words: list[tuple[int, float]] = []  # what the warden heard, and when
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until both of us are ready for them
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self._to_warden)
-                _keep_watch(from_runner, to_runner, folder)
+                os.close(self._heard)
+                _keep_watch(from_runner, to_runner, folder, before)
             finally:
                 os._exit(0)
         os.close(from_runner)
         os.close(to_runner)
+        self._before = {}
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)  # a handler of ours is the default again in the program
+                self._before[number] = signal.signal(
+                    number, self._pass_on
+                )  # a handler is the default again in the program
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, program: subprocess.Popen) -> int:
-        """The program's status, as Popen gives it, once it has ended."""
-        self._program = program
-        os.write(self._to_warden, b"%d" % program.pid)
-        return program.wait()
+        """The program's status, as Popen gives it, once it has ended. It does not outlive an error here."""
+        try:
+            self._program = program
+            with contextlib.suppress(BrokenPipeError):  # somebody killed the warden
+                os.write(self._to_warden, b"%d" % program.pid)
+            for number in self._early:  # sent to the group or to us: the program was not there to hear it
+                program.send_signal(number)
+            return program.wait()
+        except BaseException:
+            program.kill()
+            program.wait()
+            raise
 
     def dismiss(self) -> None:
+        """Signals are again what they were before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
     def _pass_on(self, number: int, frame) -> None:
-        if not self._sent_to_group(number) and self._program is not None:
+        if self._program is None:
+            self._early.append(number)
+        elif not self._sent_to_group(number):
             self._program.send_signal(number)
 
     def _sent_to_group(self, number: int) -> bool:
@@ -66,7 +91,10 @@ class Warden:
         until = now + WORD
         while True:
             while select.select([self._heard], [], [], 0)[0]:
-                self._words.append(_HEARD.unpack(os.read(self._heard, _HEARD.size)))
+                word = os.read(self._heard, _HEARD.size)
+                if not word:  # somebody killed the warden
+                    return False
+                self._words.append(_HEARD.unpack(word))
             for word in self._words:
                 if word[0] == number and now - word[1] < WORD:  # not one of another time
                     self._words.remove(word)
@@ -77,16 +105,29 @@ class Warden:
             select.select([self._heard], [], [], min(left, WORD / 10))
 
 
-def _keep_watch(from_runner: int, to_runner: int, folder: str) -> None:
+def _pipe() -> tuple[int, int]:
+    """Its ends are none of 0, 1, 2: these may be closed (`<&-`), and the warden puts nothing in their place."""
+    ends = os.pipe()
+    moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
+    for end in ends:
+        os.close(end)
+    return moved
+
+
+def _keep_watch(from_runner: int, to_runner: int, folder: str, mask: set[int]) -> None:
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: os.write(to_runner, _HEARD.pack(number, time.monotonic())))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # whoever reads the program's output must not wait for us
         os.dup2(nothing, stream)
     program = os.read(from_runner, 32)
     os.read(from_runner, 1)  # returns when the runner is gone
-    if program:
-        os.kill(int(program), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        if program:
+            os.kill(int(program), signal.SIGSTOP)  # it must not start more, as torchrun does for a rank that ended
+            kill_family(int(program))
+            os.kill(int(program), signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -9,7 +9,10 @@ import sys
 import termios
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.processes import family, wait_until
 
 # Waits for signals; after each, long enough that a second one of the same would have come.
 WAITS = """
@@ -108,3 +111,78 @@ def test_what_was_ignored_stays_ignored(start):
     code = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)"
     runner = start(code, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None)
     assert runner.stdout.readline() == "True\n"
+
+
+EARLY = """
+import os, signal, subprocess, sys
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        KILL
+        super().__init__(*arguments, **options)
+
+subprocess.Popen = Popen
+from virtualgpu.run import cli
+sys.exit(cli.main(["--quiet", "-c", "import signal; signal.alarm(10); signal.pause()"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kill", ["os.kill(os.getpid(), {})", "os.killpg(0, {})"], ids=["runner", "group"])
+def test_a_signal_before_there_is_a_program(clean_environ, tmp_path, number, kill):
+    """It reaches the program as soon as that is there."""
+    code = EARLY.replace("KILL", kill.format(int(number)))
+    options = {"start_new_session": True, "preexec_fn": lambda: signal.signal(number, signal.SIG_DFL) and None}
+    environ = {**clean_environ, "TMPDIR": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, **options)
+    assert (found.returncode, found.stdout) == (-number, "")
+    assert "virtualgpu" not in found.stderr  # a KeyboardInterrupt is the program's
+    wait_until(lambda: not os.listdir(tmp_path))
+
+
+def test_interrupted_before_anything_is_started(clean_environ):
+    code = """if True:
+        import os, signal, sys
+        from virtualgpu.run import cards, cli
+        def find(*arguments):
+            signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cards.find = find
+        sys.exit(cli.main(["-c", ""]))"""
+    found = subprocess.run([sys.executable, "-c", code], env=clean_environ, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (-signal.SIGINT, "")
+
+
+FAMILY = """
+import subprocess, sys, time
+LEAF = "import time; time.sleep(300)"
+RANK = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {LEAF!r}])"
+ranks = [subprocess.Popen([sys.executable, "-S", "-c", RANK], start_new_session=own) for own in (False, True)]
+print("ready", flush=True)
+while True:
+    for at, rank in enumerate(ranks):
+        if rank.poll() is not None:  # as torchrun does
+            ranks[at] = subprocess.Popen([sys.executable, "-S", "-c", RANK], start_new_session=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
+def test_a_killed_runner_takes_the_ranks_along(start, tmp_path):
+    """torchrun's ranks have sessions of their own, and their own children."""
+    runner = start(FAMILY)
+    mine = {"name": "TMPDIR", "value": str(tmp_path)}
+    assert runner.stdout.readline() == "ready\n"
+    wait_until(lambda: len(family(**mine)) == 7)  # runner, warden, program, two ranks, a leaf of each
+    runner.kill()
+    wait_until(lambda: not family(**mine))
+
+
+def test_a_killed_warden_is_not_missed(start):
+    runner = start(WAITS)
+    program = int(runner.stdout.readline().split()[1])
+    (warden,) = (child for child in psutil.Process(runner.pid).children() if child.pid != program)
+    warden.kill()
+    runner.send_signal(signal.SIGUSR1)
+    assert runner.stdout.readline() == "SIGUSR1\n"
+    os.kill(program, signal.SIGKILL)
+    assert runner.wait() == -signal.SIGKILL

@@ -83,6 +83,26 @@ def test_smi_refuses(ledger, arguments, status, words):
     assert smi(arguments, status).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("command", "out", "error"),
+    [
+        ("nvidia-smi -l 1 | head -1 | wc -l", "1\n", ""),
+        ("nvidia-smi >&-; echo $?", "0\n", ""),
+        ("nvidia-smi --nonsense >&-; echo $?", "2\n", ""),
+        ("nvidia-smi -L <&- | wc -l", "2\n", ""),
+        (
+            "nvidia-smi -f /nowhere/list; echo $?",
+            "1\n",
+            "nvidia-smi: [Errno 2] No such file or directory: '/nowhere/list'\n",
+        ),
+        ("nvidia-smi >/dev/full; echo $?", "1\n", "nvidia-smi: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_smi_where_nobody_reads(ledger, command, out, error):
+    found = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == (out, error)
+
+
 def test_smi_by_id(ledger):
     for name in ("1", environment.uuid(1), environment.bus_id(1)):
         assert smi(f"-i {name} --query-gpu=pci.bus_id --format=csv,noheader") == "00000000:02:00.0\n"

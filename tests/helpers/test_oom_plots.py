@@ -1,0 +1,79 @@
+"""The figures of notebook 06: a step stacked by kind, segments as strips of blocks, cures as numbered dots, two panels of a monitor."""
+
+import pytest
+
+from helpers import plots
+from helpers.monitor import Monitor, Reading, Source
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were drawn; nothing is displayed."""
+    found, canvas = [], plots.FigureCanvasAgg
+    monkeypatch.setattr(plots, "FigureCanvasAgg", lambda figure: found.append(figure) or canvas(figure))
+    monkeypatch.setattr(plots, "display", lambda *args, **kwargs: None)
+    return found
+
+
+def words(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_layers_lie_on_each_other_below_the_names_of_the_phases(figures):
+    layers = {"parameters": [2.0] * 40, "activations": [0.0] * 10 + [3.0] * 30}
+    plots.stacked(layers, "A step", "events", "MiB", "simulated", [(0, "model"), (1, "forward"), (20, "backward")])
+    (axes,) = figures[0].axes
+    tops = [collection.get_datalim(axes.transData).y1 for collection in axes.collections]
+    assert tops == [2.0, 5.0] and axes.get_ylim()[1] > 5
+    assert words(axes) == ["forward", "backward"], "a phase of one event has no room for its name"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["activations", "parameters"]
+
+
+def test_segments_of_a_row_follow_each_other_block_by_block(figures):
+    used, free = {"state": "active_allocated", "size": 2 * MIB}, {"state": "inactive", "size": 18 * MIB}
+    small, large = (
+        {"total_size": 20 * MIB, "blocks": [used, free]},
+        {"total_size": 64 * MIB, "blocks": [used | {"size": 64 * MIB}]},
+    )
+    plots.blocks({"one": [small], "two": [small, large]}, "Gaps", "simulated")
+    (axes,) = figures[0].axes
+    assert axes.get_xlim() == (0, 84)
+    assert words(axes) == ["18", "18", "64"], "a narrow block has no number"
+    widths = [[path.get_extents().width for path in bars.get_paths()] for bars in axes.collections]
+    assert widths == [[2], [18], [2], [18], [64]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["in use", "free"]
+
+
+def test_each_dot_has_its_number_and_the_legend_its_name(figures):
+    plots.scatter({"low": (3.0, 1.0), "high": (1.0, 9.0)}, "A trade", "ms", "MiB", "measured")
+    (axes,) = figures[0].axes
+    assert words(axes) == ["1", "2"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["1  high", "2  low"]
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+
+
+class One(Source):
+    devices, interval, origin = ["cuda:0"], 1.0, "measured"
+
+
+def watched():
+    monitor = Monitor(One())
+    monitor.samples = [(i, float(i), [Reading(50.0 + i, (10 + i) * MIB)]) for i in range(3)]
+    monitor.step_times = [0.0, 1.0, 2.0]
+    return monitor
+
+
+def test_utilization_stands_above_memory(figures):
+    plots.watched(watched(), "Both")
+    above, below = figures[0].axes
+    assert list(above.lines[0].get_ydata()) == [50, 51, 52] and list(below.lines[0].get_ydata()) == [10, 11, 12]
+    assert "%" in above.get_ylabel() and "MiB" in below.get_ylabel()
+
+
+def test_a_ceiling_is_drawn_and_named(figures):
+    plots.memory(watched(), "Full", ceiling=256)
+    (axes,) = figures[0].axes
+    assert words(axes) == ["the GPU's 256 MiB"] and axes.get_ylim()[1] > 256
+    assert list(axes.lines[-1].get_ydata()) == [256, 256]

@@ -1,0 +1,84 @@
+"""The callback that says why a search does not go on. No Ray runs here: trials and cluster are stand-ins."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from ray.tune.experiment import Trial
+
+from helpers import trials
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A time that tests set."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(trials.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(trials.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
+    return now
+
+
+@pytest.fixture
+def watch(clock):
+    watch = trials.Watch(limit=60, silence=100)
+    watch.setup(total_num_samples=2)
+    return watch
+
+
+def trial(status, **resources):
+    factory = SimpleNamespace(required_resources={"CPU": 1.0, **resources})
+    return SimpleNamespace(status=status, placement_group_factory=factory, is_finished=lambda: False)
+
+
+def test_more_than_there_is_is_told_at_once(watch):
+    with pytest.raises(ValueError, match="a trial asks for 8 GPU, and the cluster has 2: it would wait for ever"):
+        watch.on_step_begin(1, [trial(Trial.PENDING, GPU=8.0)])
+
+
+@pytest.mark.parametrize("status", [Trial.RUNNING, Trial.PENDING])
+def test_one_trial_too_large_beside_others_that_go_on(watch, status):
+    watch.on_step_begin(1, [trial(Trial.PENDING, GPU=8.0), trial(status)])
+
+
+def test_a_resource_that_nobody_has(watch):
+    with pytest.raises(ValueError, match="asks for 1 tpu, and the cluster has 0"):
+        watch.on_step_begin(1, [trial(Trial.PENDING, tpu=1.0)])
+
+
+def test_room_and_no_trial_begins(watch, clock, monkeypatch):
+    monkeypatch.setattr(trials.tuning, "last_words", lambda: "bash: /my: No such file or directory")
+    waiting = [trial(Trial.PENDING)]
+    watch.on_step_begin(1, waiting)
+    clock.seconds = 59
+    watch.on_step_begin(2, waiting)
+    clock.seconds = 61
+    with pytest.raises(RuntimeError, match=r"no trial has begun for 60 seconds.* last: bash: /my: No such file"):
+        watch.on_step_begin(3, waiting)
+
+
+def test_time_in_which_a_trial_runs_is_not_counted(watch, clock):
+    clock.seconds = 59
+    watch.on_step_begin(1, [trial(Trial.RUNNING)])
+    clock.seconds = 110
+    watch.on_step_begin(2, [trial(Trial.PENDING)])
+
+
+def test_a_trial_that_says_nothing(watch, clock):
+    running = trial(Trial.RUNNING)
+    watch.on_step_begin(1, [running])
+    clock.seconds = 90
+    watch.on_trial_result(2, [running], running, {})
+    clock.seconds = 180
+    watch.on_step_begin(3, [running])
+    clock.seconds = 191
+    with pytest.raises(RuntimeError, match="no trial has reported for 100 seconds"):
+        watch.on_step_begin(4, [running])
+
+
+def test_nothing_left_to_do_is_no_waiting(watch, clock):
+    clock.seconds = 1000
+    watch.on_step_begin(1, [trial(Trial.TERMINATED)])
+
+
+def test_a_tuner_can_write_it_to_a_file(watch):
+    assert pickle.loads(pickle.dumps(watch)).bar is None

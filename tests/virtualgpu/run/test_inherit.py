@@ -1,0 +1,68 @@
+"""Programs that this process starts: they have its virtual GPUs, and share their memory."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import virtualgpu
+from virtualgpu import environment
+from virtualgpu.run import inherit
+
+PROGRAM = """
+import torch
+held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:1")
+print(torch.cuda.device_count(), torch.cuda.get_device_name(1), torch.cuda.mem_get_info(1))
+"""
+
+
+@pytest.fixture
+def two_gpus():
+    virtualgpu.reset()
+    with virtualgpu.gpus(2, like="T4,H100", memory="1 GB"):
+        yield
+    virtualgpu.reset()
+
+
+def program() -> str:
+    environ = os.environ | inherit.variables()
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_a_program_has_the_same_gpus_and_sees_what_others_hold(two_gpus):
+    """Its own context and 2 MiB, and beside them what this process holds."""
+    alone = program()
+    assert alone.startswith("2 NVIDIA H100 80GB HBM3 ")
+    held = torch.empty(300 << 20, dtype=torch.uint8, device="cuda:1")
+    free, total = map(int, alone[alone.index("(") + 1 : -1].split(", "))
+    context = torch.cuda.mem_get_info(1)
+    beside = program()
+    less, _ = map(int, beside[beside.index("(") + 1 : -1].split(", "))
+    assert free - less == total - context[0] >= held.nbytes
+
+
+def test_the_environment_of_this_process_stays(two_gpus):
+    before = dict(os.environ)
+    inherit.variables()
+    assert dict(os.environ) == before
+
+
+def test_a_card_of_ones_own_is_refused():
+    virtualgpu.reset()
+    spec = dataclasses.replace(virtualgpu.SPECS["T4"], name="Tesla T5")
+    with virtualgpu.gpus(1, like=spec), pytest.raises(ValueError, match="Tesla T5"):
+        inherit.variables()
+
+
+def test_nothing_to_set_without_gpus_and_under_the_runner():
+    virtualgpu.reset()
+    assert inherit.variables() == {}
+    environ = os.environ | {environment.VARIABLE: '{"gpus": [{"like": "T4"}]}'}
+    code = "import virtualgpu.session as s, torch; from virtualgpu.run import child, inherit; child.start(); print(s.of_the_runner(), inherit.variables())"
+    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert ran.stdout.strip() == "True {}", ran.stderr
