@@ -115,7 +115,9 @@ def stamp_readme(fix: bool) -> list[str]:
     readme = series.ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
     new = re.sub(
-        r"\[!\[Open in Colab\]\S*?/notebooks/([\w.]+)\)( \[!\[Open in Kaggle\]\S*)?", lambda found: badges(found[1]), old
+        r"\[!\[Open in Colab\]\S*?/notebooks/([\w.]+)\)( \[!\[Open in Kaggle\]\S*)?",
+        lambda found: badges(found[1]),
+        old,
     )
     if new != old:
         changed.append("badges")

@@ -444,7 +444,7 @@ def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
         with virtualgpu.dry_run(3, like="A100"):
             torch.ones(3, device="cuda:2")
             assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (3, 0)
-        for same in ({"n": 2}, {"like": "T4"}, {}):  # also where it asks for just as many, of the same card, or for none
+        for same in ({"n": 2}, {"like": "T4"}, {}):  # just as many, of the same card
             with virtualgpu.dry_run(**same):
                 assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 0)
         assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 512)
