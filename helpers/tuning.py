@@ -114,7 +114,7 @@ def stop_ray() -> None:
 def last_words() -> str:
     """What Ray's worker processes on this machine said last: the reason, where they do not start. Empty where they said nothing."""
     folder = Path(_folder or "/nowhere") / "session_latest" / "logs"
-    for pattern in ("worker-*.err", "runtime_env_setup-*.log", "raylet.err", "raylet.out"):
+    for pattern in ("worker-*.err", "raylet.err", "runtime_env_setup-*.log", "raylet.out"):
         for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True):
             lines = path.read_text(errors="replace").strip().splitlines()
             if lines:

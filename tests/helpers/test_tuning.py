@@ -175,7 +175,7 @@ import sys
 sys.path.insert(0, {root!r})
 from helpers import tuning
 if {broken}:
-    tuning.shlex.quote = lambda path: path
+    tuning.shlex.quote = lambda path: "/nowhere/python"
     tuning.LIMIT = 12
 try:
     there = tuning.start_ray(cpus=1)
@@ -206,7 +206,7 @@ def test_in_a_folder_with_spaces_and_korean_letters(tmp_path):
 
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="of a virtual environment, which can be linked to")
 def test_workers_that_never_start_are_told_with_the_reason(tmp_path):
-    """As it was before: Ray's line for bash broke at the space, and the cell hung."""
+    """As where Ray's line for bash breaks at a space in the interpreter's path: the cell would hang."""
     said = in_an_odd_folder(tmp_path, broken=True)
     assert said.startswith(
         "done Ray runs, but no worker process of it answered within 12 seconds; the last one said: "
