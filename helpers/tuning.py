@@ -112,13 +112,15 @@ def stop_ray() -> None:
 
 
 def last_words() -> str:
-    """What Ray's worker processes on this machine said last: the reason, where they do not start. Empty where they said nothing."""
+    """What Ray's processes on this machine said last: the reason, where workers do not start. Empty where they said nothing."""
     folder = Path(_folder or "/nowhere") / "session_latest" / "logs"
-    for pattern in ("worker-*.err", "raylet.err", "runtime_env_setup-*.log", "raylet.out"):
-        for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True):
-            lines = path.read_text(errors="replace").strip().splitlines()
-            if lines:
-                return lines[-1]
+    for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = [
+            line for line in lines if line.strip() and not line.startswith(":")
+        ]  # :task_name:... is Ray's own mark
+        if lines:
+            return lines[-1]
     return ""
 
 

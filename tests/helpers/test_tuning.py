@@ -7,6 +7,7 @@ import sys
 import textwrap
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,12 +176,14 @@ import sys
 sys.path.insert(0, {root!r})
 from helpers import tuning
 if {broken}:
-    tuning.shlex.quote = lambda path: "/nowhere/python"
-    tuning.LIMIT = 12
+    tuning.shlex.quote = lambda path: path
 try:
-    there = tuning.start_ray(cpus=1)
-    import ray
-    print("done", there, ray.get(ray.remote(lambda: sys.executable).remote()) == sys.executable)
+    tuning.start_ray(cpus=1)
+    from ray import tune
+    from helpers.trials import Watch
+    run_config = tune.RunConfig(storage_path="results", verbose=0, callbacks=[Watch(limit=15)])
+    results = tune.Tuner(lambda config: tune.report({{"executable": sys.executable}}), run_config=run_config).fit()
+    print("done", results[0].metrics["executable"] == sys.executable)
 except RuntimeError as error:
     print("done", error)
 tuning.stop_ray()
@@ -188,30 +191,49 @@ tuning.stop_ray()
 
 
 def in_an_odd_folder(folder, broken):
-    """The program's last line, with an interpreter in a folder whose name has a space and Korean letters."""
+    """The last line of a program whose interpreter and results are in a folder with a space and Korean letters in its name."""
     home = folder / "my 과정"
     home.mkdir()
     (home / "venv").symlink_to(sys.prefix)
-    code = ODD.format(root=str(ROOT), broken=broken)
+    code = ODD.format(root=str(ROOT), broken=broken).replace('"results"', repr(str(home / "results")))
     environ = os.environ | {"TMPDIR": "/tmp", "HOME": str(folder)}
     command = [str(home / "venv" / "bin" / "python"), "-c", code]
     ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=150, cwd=home)
-    return [line for line in ran.stdout.splitlines() if line.startswith("done")][-1] if "done" in ran.stdout else ran
+    said = [line for line in ran.stdout.splitlines() if line.startswith("done")]
+    assert said, ran.stderr
+    return said[-1]
 
 
-@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="of a virtual environment, which can be linked to")
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment, which can be linked to")
 def test_in_a_folder_with_spaces_and_korean_letters(tmp_path):
-    assert in_an_odd_folder(tmp_path, broken=False) == "done {'CPU': 1.0} True"
+    assert in_an_odd_folder(tmp_path, broken=False) == "done True"
 
 
-@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="of a virtual environment, which can be linked to")
-def test_workers_that_never_start_are_told_with_the_reason(tmp_path):
-    """As where Ray's line for bash breaks at a space in the interpreter's path: the cell would hang."""
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment, which can be linked to")
+def test_trials_that_never_begin_are_told_with_the_reason(tmp_path):
+    """As it was before: Ray's line for bash broke at the space, and the cell hung."""
     said = in_an_odd_folder(tmp_path, broken=True)
-    assert said.startswith(
-        "done Ray runs, but no worker process of it answered within 12 seconds; the last one said: "
-    ), said
-    assert "No such file" in said or "not found" in said, said
+    assert said.startswith("done no trial has begun for 15 seconds"), said
+    assert "/my: No such file or directory" in said, said
+
+
+def test_a_worker_that_does_not_answer_is_told(monkeypatch, tmp_path):
+    logs = tmp_path / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("")
+    (logs / "worker-1.err").write_text("ImportError: no such thing\n:task_name:answer\n")
+    monkeypatch.setattr(tuning, "_folder", str(tmp_path))
+
+    def get(task, timeout):
+        raise TimeoutError
+
+    ray = SimpleNamespace(
+        get=get,
+        remote=lambda **options: lambda task: SimpleNamespace(remote=task),
+        exceptions=SimpleNamespace(GetTimeoutError=TimeoutError),
+    )
+    with pytest.raises(RuntimeError, match="answered within 60 seconds; the last one said: ImportError: no such thing"):
+        tuning._hear_a_worker(ray)
 
 
 GPUS = """
