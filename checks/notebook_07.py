@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
-from checks.grader import grader, launched
-from virtualgpu.run.ranks import WorkerError, launch
+from checks.grader import alone, grader, launched
 
 CARDS = (("T4", 0.8), ("A100", 0.9), ("H100-PCIe", 0.7), ("T4", 0.999))
 FEWEST, MOST = 64, 8192  # words
@@ -84,7 +83,7 @@ def fewest_words(
     answer: Callable[[Callable, float], int | None], busy: Callable[[str, int], float], timeout: float = TIMEOUT
 ) -> str | None:
     """answer(busy, wanted) is the smallest power of two from 64 to 8,192 with busy(words) >= wanted, or None, on several cards."""
-    return _alone(_words, answer, busy, timeout=timeout)
+    return alone(_without_group, _words, (answer, busy), timeout=timeout)
 
 
 def _words(answer: Callable, busy: Callable) -> str | None:
@@ -112,7 +111,7 @@ def shards_below(
     timeout: float = TIMEOUT,
 ) -> str | None:
     """After shard(model), a step of one rank of four stays below `budget` GiB; parameters are all there, float32 and sharded."""
-    return _alone(_sharded, shard, make, dict(sizes), budget, timeout=timeout)
+    return alone(_without_group, _sharded, (shard, make, dict(sizes), budget), timeout=timeout)
 
 
 def _sharded(shard: Callable, make: Callable, sizes: dict, budget: float) -> str | None:
@@ -144,17 +143,8 @@ def _sharded(shard: Callable, make: Callable, sizes: dict, budget: float) -> str
     return None
 
 
-def _alone(worker: Callable, *args, timeout: float) -> str | None:
-    """What worker(*args) says in a process of its own, which has no GPUs and no process group yet; or what went wrong there."""
-    try:
-        return launch(_without_group, worker, args, nprocs=1, timeout=timeout)[0]
-    except WorkerError as error:
-        if error.rank is None:
-            return f"after {timeout:g} seconds your code has not come to an end: is there a loop without one?"
-        return f"your code raised {str(error).splitlines()[-1]}"
-
-
 def _without_group(worker: Callable, args: tuple) -> str | None:
+    """What worker(*args) says where there are no GPUs and no process group yet."""
     dist.destroy_process_group()
     virtualgpu.reset()
     return worker(*args)

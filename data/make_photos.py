@@ -4,13 +4,12 @@ Each is made gray, cut to a square and brought to 320 x 320 pixels. The file is 
 gives the same bytes.
 """
 
-import io
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import skimage
 import sklearn
+from make_digits import write
 from PIL import Image
 
 SKIMAGE = Path(skimage.__file__).parent / "data"
@@ -36,11 +35,7 @@ def square(path: Path) -> np.ndarray:
 
 def main() -> None:
     arrays = {"images": np.stack([square(path) for path in PHOTOS.values()]), "names": np.array(list(PHOTOS))}
-    with zipfile.ZipFile(Path(__file__).with_name("photos.npz"), "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, array in arrays.items():
-            buffer = io.BytesIO()
-            np.save(buffer, array)
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue(), zipfile.ZIP_DEFLATED)
+    write(Path(__file__).with_name("photos.npz"), arrays)
 
 
 if __name__ == "__main__":
