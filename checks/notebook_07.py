@@ -1,11 +1,8 @@
 """The graders of notebook 07: models that do not fit on one GPU. Each runs the reader's code in processes of its own, so that an
 endless loop ends with them, and no GPU of the notebook is touched."""
 
-import contextlib
 import functools
-import os
 from collections.abc import Callable, Mapping
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
-from checks.grader import alone, grader, launched
+from checks.grader import alone, grader, launched_on_gpus
 
 CARDS = (("T4", 0.8), ("A100", 0.9), ("H100-PCIe", 0.7), ("T4", 0.999))
 FEWEST, MOST = 64, 8192  # words
@@ -26,13 +23,7 @@ def tensor_plan(plan: Mapping, make: Callable[[], nn.Module], timeout: float = 6
     names = [name for name, _ in make().named_children()]
     if unknown := set(plan) - set(names):
         return f"the plan names {sorted(unknown)}; the layers are {names}"
-    with contextlib.ExitStack() as stack:
-        machine = virtualgpu.machine()
-        if machine is None or len(machine.gpus) < 2:
-            stack.enter_context(mock.patch.dict(os.environ, HELPERS_GPUS="virtual"))
-            with contextlib.redirect_stdout(None):
-                stack.enter_context(virtualgpu.gpus(2))
-        found = launched(_by_plan, plan, make, timeout=timeout, ask="does forward come to an end?")
+    found = launched_on_gpus(_by_plan, plan, make, timeout=timeout, ask="does forward come to an end?")
     if isinstance(found, str):
         return found
     if isinstance(found[0], str):
