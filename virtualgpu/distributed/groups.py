@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat
+from virtualgpu.distributed import _compat, numbers
 from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
 from virtualgpu.distributed.moments import Alone, Page
@@ -77,6 +77,7 @@ class Communicators:
             self.known.pop(name, None)
         if group is None:
             self.backends.clear()
+            numbers.let_go()
 
     # -- collectives
 

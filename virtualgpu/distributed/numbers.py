@@ -6,11 +6,14 @@ keeps its part (as gloo itself does it), an all_to_all of lists one of a single 
 
 import contextlib
 import ctypes
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from virtualgpu.distributed import _compat
 from virtualgpu.distributed.calls import Call
@@ -23,6 +26,12 @@ class Transfer:
         self.works: list = []
         self.last: list[Callable[[], None]] = []  # what is left to do then
 
+    def carry(self, operation, *arguments) -> None:
+        """Begin an operation of gloo's group."""
+        HELD[:] = [tensor for tensor in HELD if tensor() is not None]
+        HELD.extend(weakref.ref(tensor) for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor))
+        self.works.append(operation(*arguments))
+
     def wait(self) -> None:
         works, self.works = self.works, []
         for work in works:
@@ -33,6 +42,18 @@ class Transfer:
 
 
 LOST: list[Call] = []  # gloo may still write into their tensors: its transfer failed
+HELD: list[weakref.ref] = []  # what gloo's threads were given, and may not have let go of
+
+
+def let_go(seconds: float = 2.0) -> None:
+    """Wait until gloo's threads hold no tensor; after a transfer that failed, for so long at most.
+
+    They do so a moment after a transfer is done, and need the interpreter for it: one that ends first takes the process with it
+    ("terminate called without an active exception").
+    """
+    until = time.monotonic() + seconds
+    while any(tensor() is not None for tensor in HELD) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def start(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfer:
@@ -100,14 +121,14 @@ def _all_reduce(gloo, call, rank, size, transfer, timeout):
         memory = reduction.view(outputs[0])
         reduction.before(memory)
         if memory.numel():
-            transfer.works.append(_reduced(gloo, memory, reduction.op(outputs[0]), timeout))
+            _carry_sum(gloo, memory, reduction.op(outputs[0]), transfer, timeout)
         transfer.last.append(lambda memory=memory: reduction.after(memory))
 
 
-def _reduced(gloo, memory, op, timeout):
+def _carry_sum(gloo, memory, op, transfer, timeout):
     options = _options(dist.AllreduceOptions, timeout)
     options.reduceOp = op
-    return gloo.allreduce([memory], options)
+    transfer.carry(gloo.allreduce, [memory], options)
 
 
 def _reduce_scatter(gloo, call, rank, size, transfer, timeout):
@@ -120,7 +141,7 @@ def _reduce_scatter(gloo, call, rank, size, transfer, timeout):
         part = memory[begin : begin + target.numel()]
         reduction.before(memory)
         if memory.numel():
-            transfer.works.append(_reduced(gloo, memory, reduction.op(outputs[0]), timeout))
+            _carry_sum(gloo, memory, reduction.op(outputs[0]), transfer, timeout)
         transfer.last.append(lambda part=part: reduction.after(part))
         transfer.last.append(lambda part=part, target=target: target.copy_(part))
 
@@ -135,7 +156,7 @@ def _reduce(gloo, call, rank, size, transfer, timeout):
         reduction.before(memory)
         options.reduceOp = reduction.op(outputs[0])
         if memory.numel():
-            transfer.works.append(gloo.reduce([memory], options))
+            transfer.carry(gloo.reduce, [memory], options)
         if rank == call.root:
             transfer.last.append(lambda memory=memory: reduction.after(memory))
             transfer.last.append(lambda memory=memory, target=target: target.copy_(memory))
@@ -146,7 +167,7 @@ def _broadcast(gloo, call, rank, size, transfer, timeout):
     options.rootRank, options.rootTensor = call.root, 0
     for outputs, _ in call.pairs:
         if outputs[0].numel():
-            transfer.works.append(gloo.broadcast([_bytes(outputs[0])], options))
+            transfer.carry(gloo.broadcast, [_bytes(outputs[0])], options)
 
 
 def _all_gather(gloo, call, rank, size, transfer, timeout):
@@ -160,7 +181,7 @@ def _all_gather(gloo, call, rank, size, transfer, timeout):
         given = _bytes(inputs[0]).clone() if len(outputs) == 1 else _bytes(inputs[0])  # it may be a part of the output
         whole = _bytes(outputs[0]) if len(outputs) == 1 else given.new_empty(given.numel() * size)
         if given.numel():
-            transfer.works.append(gloo._allgather_base(whole, given, _options(_compat.AllgatherOptions, timeout)))
+            transfer.carry(gloo._allgather_base, whole, given, _options(_compat.AllgatherOptions, timeout))
         if len(outputs) > 1:
             for output, part in zip(outputs, whole.chunk(size) if given.numel() else [], strict=False):
                 transfer.last.append(_put(output, part.view(output.dtype)))
@@ -179,7 +200,7 @@ def _gather(gloo, call, rank, size, transfer, timeout):
                 _put(output, part.view(output.dtype)) for output, part in zip(outputs, parts, strict=True)
             ]
         if given.numel():
-            transfer.works.append(gloo.gather([parts] if rank == call.root else [], [given], options))
+            transfer.carry(gloo.gather, [parts] if rank == call.root else [], [given], options)
 
 
 def _scatter(gloo, call, rank, size, transfer, timeout):
@@ -188,7 +209,7 @@ def _scatter(gloo, call, rank, size, transfer, timeout):
     for outputs, inputs in call.pairs:
         parts = [[_bytes(tensor) for tensor in inputs]] if rank == call.root else []
         if outputs[0].numel():
-            transfer.works.append(gloo.scatter([_bytes(outputs[0])], parts, options))
+            transfer.carry(gloo.scatter, [_bytes(outputs[0])], parts, options)
 
 
 def _all_to_all(gloo, call, rank, size, transfer, timeout):
@@ -202,7 +223,7 @@ def _all_to_all(gloo, call, rank, size, transfer, timeout):
         rows = [tensor.nbytes // tensor.shape[0] if tensor.numel() else 0 for tensor in (outputs[0], inputs[0])]
         splits = [[row * each for each in side] for row, side in zip(rows, call.splits, strict=True)]
     options = _options(dist.AllToAllOptions, timeout)
-    transfer.works.append(gloo.alltoall_base(whole, given, *splits, options))
+    transfer.carry(gloo.alltoall_base, whole, given, *splits, options)
     if call.splits is None:
         parts = whole.split(splits[0])
         transfer.last += [_put(output, part.view(output.dtype)) for output, part in zip(outputs, parts, strict=True)]
@@ -210,7 +231,7 @@ def _all_to_all(gloo, call, rank, size, transfer, timeout):
 
 def _barrier(gloo, call, rank, size, transfer, timeout):
     options = _options(dist.BarrierOptions, timeout)
-    transfer.works.append(gloo.barrier(options))
+    transfer.carry(gloo.barrier, options)
 
 
 def _options(kind, timeout: timedelta):

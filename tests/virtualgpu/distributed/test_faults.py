@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 import virtualgpu
 from tests.processes import ranks
+from virtualgpu import session
+from virtualgpu.distributed import numbers
+from virtualgpu.distributed.groups import Communicators
 from virtualgpu.run.ranks import WorkerError
 
 
@@ -138,3 +142,25 @@ def test_a_rank_that_never_comes_to_the_start(tmp_path):
             "nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=2, timeout=timedelta(seconds=1)
         )
     assert not dist.is_initialized()
+
+
+def test_the_end_waits_until_no_thread_of_gloo_holds_a_tensor():
+    """It needs the interpreter to let go: one that had ended took its rank with it, once in some thousand."""
+    virtualgpu.gpus(1)
+    holds = threading.Event()
+
+    def all_reduce(tensor):
+        threading.Thread(target=lambda held: (holds.set(), time.sleep(0.3)), args=[tensor]).start()
+
+    numbers.Transfer().carry(all_reduce, torch.ones(3))
+    holds.wait()
+    assert numbers.HELD[-1]() is not None
+    Communicators(session.current()).forget()
+    assert numbers.HELD[-1]() is None
+
+
+def test_what_gloo_never_lets_go_of_is_not_waited_for():
+    kept = []
+    numbers.Transfer().carry(kept.append, torch.ones(3))
+    numbers.let_go(seconds=0.1)
+    assert numbers.HELD[-1]() is kept[0]
