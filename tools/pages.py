@@ -1,15 +1,21 @@
-"""HTML under build/, a small site: a page for each executed notebook, with its contents and the way to the next one, and
-index.html with what each teaches, its time and one picture."""
+"""HTML under build/, a small site: a page for each executed notebook, with its contents and the way to the next one; one on
+the virtual GPUs, which is their README; and index.html with what each notebook teaches, its time and one picture."""
 
+import base64
 import html
+import posixpath
 import re
 from pathlib import Path
 from urllib.parse import quote
 
 import series
+import stamp
 from jupyter_core.paths import jupyter_path
 from nbconvert import HTMLExporter
 from nbconvert.filters import markdown2html
+from nbformat.v4 import new_markdown_cell, new_notebook
+
+ENGINE = "virtualgpu"
 
 INDEX = """<!DOCTYPE html>
 <html lang="en">
@@ -32,6 +38,7 @@ INDEX = """<!DOCTYPE html>
 <body>
 <h1>Beyond One GPU</h1>
 <p>Multi-GPU PyTorch, tuning and out-of-memory debugging, on a laptop or free Colab.</p>
+{engine}
 {articles}
 </body>
 </html>
@@ -44,36 +51,61 @@ def write(results: list[dict]) -> Path:
         template_name="page",
         extra_template_basedirs=[str(Path(__file__).parent / "templates")],
     )
+    colors = dark()
+
+    def page(notebook, around: list[tuple[str, str]]) -> str:
+        resources = {"page": {"around": around, "contents": contents(notebook), "dark": colors}}
+        return exporter.from_notebook_node(notebook, resources=resources)[0]
+
     notebooks = [series.read(result["path"]) for result in results]
     found = [series.summary(notebook) for notebook in notebooks]
     links = [
         (f"{result['path'].stem}.html", inline(summary.title)) for result, summary in zip(results, found, strict=True)
     ]
-    colors = dark()
     for at, (notebook, summary) in enumerate(zip(notebooks, found, strict=True)):
         notebook.metadata["title"] = plain(summary.title)
         opening = notebook.cells[0]
         # the badge is fetched from outside: its words do
         opening.source = re.sub(r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", opening.source)
         before, after = links[:at][-1:], links[at + 1 :][:1]
-        page = {
-            "around": [
-                *([(link, f"← {title}") for link, title in before] or [("", "")]),
-                ("index.html", "All notebooks"),
-                *((link, f"{title} →") for link, title in after),
-            ],
-            "contents": contents(notebook),
-            "dark": colors,
-        }
-        text = exporter.from_notebook_node(notebook, resources={"page": page})[0]
-        text = re.sub(
-            r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', text
-        )  # from notebook to notebook: from page to page
+        around = [
+            *([(link, f"← {title}") for link, title in before] or [("", "")]),
+            ("index.html", "All notebooks"),
+            *((link, f"{title} →") for link, title in after),
+        ]
+        text = page(notebook, around)
+        # from notebook to notebook: from page to page
+        text = re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', text)
         (series.BUILD / links[at][0]).write_text(text, encoding="utf-8")
+    engine = ""
+    if (readme := series.ROOT / ENGINE / "README.md").exists():
+        text = page(read_me(readme), [("", ""), ("index.html", "All notebooks")])
+        (series.BUILD / f"{ENGINE}.html").write_text(text, encoding="utf-8")
+        engine = f'<p>They run without a GPU, on <a href="{ENGINE}.html">virtual GPUs</a>, and so do your own scripts and tests.</p>'
     articles = [article(link, *pair) for (link, _), pair in zip(links, zip(found, results, strict=True), strict=True)]
     index = series.BUILD / "index.html"
-    index.write_text(INDEX.format(articles="\n".join(articles)), encoding="utf-8")
+    index.write_text(INDEX.format(engine=engine, articles="\n".join(articles)), encoding="utf-8")
     return index
+
+
+def read_me(path: Path):
+    """A README as a notebook of one cell: its pictures within, its links to other files leading to the repository."""
+    project = stamp.settings()
+
+    def within(match) -> str:
+        kind = match[2].rsplit(".", 1)[1]
+        return (
+            f"{match[1]}(data:image/{kind};base64,{base64.b64encode((path.parent / match[2]).read_bytes()).decode()})"
+        )
+
+    def outside(match) -> str:
+        target = posixpath.normpath(f"{path.parent.name}/{match[1]}")
+        return f"](https://github.com/{project['repository']}/blob/{project['branch']}/{target})"
+
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\])\(([^):]+\.(?:png|svg))\)", within, text)
+    text = re.sub(r"\]\((?!#)([^):]+)\)", outside, text)
+    return new_notebook(cells=[new_markdown_cell(text)], metadata={"title": path.parent.name})
 
 
 def contents(notebook) -> list[tuple[str, str]]:

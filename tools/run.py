@@ -180,7 +180,10 @@ def report(results: list[dict], index: Path | None = None) -> None:
             print(f"  {result['path'].stem}: {result['error'].splitlines()[0]}")
     total = sum(result["seconds"] or 0 for result in results)
     where = f" Pages: {index.relative_to(series.ROOT)}" if index else ""
-    print(f"\n{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s.{where}")
+    times = (
+        f"{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s." if total else "Nothing was run."
+    )
+    print(f"\n{times}{where}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """make run: one notebook that fails does not hide the others, and the pages show what was learned."""
 
+import base64
 import json
 import re
 import subprocess
@@ -128,6 +129,26 @@ def test_a_page_asks_nothing_of_the_outside(folder):
         assert not page.find_all(["script", "link", "iframe"])
         assert all(image["src"].startswith("data:") for image in page.find_all("img"))
         assert not re.search(r"url\((?!['\"]?data:)|@import", "".join(style.text for style in page.find_all("style")))
+
+
+def test_the_virtual_gpus_have_a_page(folder):
+    """Their README: its picture within, links to files leading to the repository, the table of contents of a notebook's page."""
+    root = folder(nb_01_good=GOOD)
+    (root / "virtualgpu").mkdir()
+    (root / "drawn.png").write_bytes(b"picture")
+    text = "# virtualgpu\n\n## Run\n\n![Bars](../drawn.png) [judges](../tests/README.md) [outside](https://a.b/c) [here](#Run)\n"
+    (root / "virtualgpu" / "README.md").write_text(text)
+    (root / "pyproject.toml").write_text('[tool.series]\nrepository = "me/series"\nbranch = "main"\n')
+    run.main(["--stored"])
+    page = BeautifulSoup((root / "build" / "virtualgpu.html").read_text(), "html.parser")
+    assert page.title.text == "virtualgpu"
+    assert base64.b64decode(page.img["src"].removeprefix("data:image/png;base64,")) == b"picture"
+    links = {link.text: link["href"] for link in page.main.find_all("a", class_=None)}
+    assert links["judges"] == "https://github.com/me/series/blob/main/tests/README.md"
+    assert (links["outside"], links["here"]) == ("https://a.b/c", "#Run")
+    assert [link.text for link in page.select("nav.toc li a")] == ["Run"]
+    index = BeautifulSoup((root / "build" / "index.html").read_text(), "html.parser")
+    assert index.find("a", string="virtual GPUs")["href"] == "virtualgpu.html"
 
 
 def test_store_keeps_the_outputs_of_what_ran_only(folder):
