@@ -44,6 +44,7 @@ def gpu_full() -> RuntimeError:
 
 
 def cudnn_not_initialized() -> RuntimeError:
+    """The error of PyTorch where cuDNN finds no room for its handle (CUDNN_HANDLE)."""
     return RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
 
 
@@ -61,6 +62,7 @@ def undefined(func, returns, args, kwargs):
 
 
 def on_meta(values):
+    """Arguments in which each tensor, however deep in lists and dicts, is an empty one on meta."""
     return tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), values)
 
 

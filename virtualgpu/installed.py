@@ -75,6 +75,7 @@ class Session:
         self.lifted = _compat.lifts_only_cpu_tensors()
 
     def open(self) -> None:
+        """Replace PyTorch's functions, face after face; this thread and the main one see the virtual GPUs."""
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
         meta.install()

@@ -21,6 +21,7 @@ MARKER = "virtual_gpus(n=2, like=None, memory=None): virtual GPUs for this test,
 
 
 def pytest_addoption(parser) -> None:
+    """The three options, as text; `_begin` reads them."""
     group = parser.getgroup("virtual GPUs")
     group.addoption("--virtual-gpus", metavar="N", help="run the tests on N virtual GPUs, fresh ones for each test")
     group.addoption("--virtual-gpus-like", metavar="CARD", help="their model, such as T4 (the default), A100, H100")
@@ -36,16 +37,19 @@ def pytest_load_initial_conftests(early_config) -> None:
 
 
 def pytest_configure(config) -> None:
+    """Declare the marker, and begin where the hook above came too late."""
     config.addinivalue_line("markers", MARKER)
     _begin(config, config.option)  # where the plugin came too late for the hook above (-p, or pytester)
 
 
 def pytest_unconfigure(config) -> None:
+    """Virtual GPUs off, environment variables as before, the folder of the run gone."""
     if (state := config.stash.get(STATE, None)) is not None:
         state.close()
 
 
 def pytest_report_header(config) -> str | None:
+    """The names of the cards; None without --virtual-gpus."""
     state = config.stash.get(STATE, None)
     if state is None or state.settings is None:
         return None

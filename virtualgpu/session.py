@@ -181,6 +181,7 @@ def _wanted_kind() -> str:
 
 
 def check_number(who: str, n: int) -> None:
+    """Raises ValueError unless `n` is a whole number from 1 to MAX_GPUS; `who` is the function that was called."""
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_GPUS:
         raise ValueError(f"{who}({n!r}): ask for 1 to {MAX_GPUS} GPUs")
 

@@ -23,6 +23,7 @@ def enter(machine, where: Place) -> Mapping[str, str | None]:
 
 
 def leave(machine, before: Mapping[str, str | None]) -> None:
+    """This process plays no rank any more: its process groups are destroyed, the environment is as it was `before`."""
     machine.alone = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -34,6 +35,7 @@ def leave(machine, before: Mapping[str, str | None]) -> None:
 
 
 def install(machine, patches: Patches) -> None:
+    """While a rank is played alone, groups are of PyTorch's fake backend, and get_backend says nccl."""
     from virtualgpu.distributed._compat import c10d
 
     init, new, backend_of = c10d.init_process_group, c10d.new_group, c10d.get_backend

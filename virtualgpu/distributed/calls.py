@@ -28,14 +28,17 @@ class Call:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        """All that take part, pair by pair, outputs first; one that works in place comes twice."""
         return [tensor for pair in self.pairs for side in pair for tensor in side]
 
     @property
     def outputs(self) -> list[torch.Tensor]:
+        """The tensors that are written to, in the order of `pairs`."""
         return [tensor for outputs, _ in self.pairs for tensor in outputs]
 
 
 def size_of(tensors) -> int:
+    """Bytes of all elements together, also of those that share memory (expand)."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -116,6 +116,7 @@ class Communicator:
             self.latest = None
 
     def forget(self, work: VirtualWork) -> None:
+        """Hold it no longer: its end is known, or it failed."""
         self.works.pop(work.number, None)
 
     def at_end_of_backward(self, work: VirtualWork) -> None:

@@ -11,6 +11,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace DeviceMesh's methods, and how tensors are wrapped and faked; the rest when somebody makes a mesh."""
     from torch.distributed import device_mesh
 
     _wrappers(machine, patches)

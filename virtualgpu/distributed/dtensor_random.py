@@ -15,6 +15,7 @@ SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spread
 
 
 def install(patches: Patches) -> None:
+    """Replace OffsetBasedRNGTracker and, in versions that have it, run_dtensor_rng_op."""
     from torch.distributed.tensor import _dispatch, _random
 
     class Tracker(_random._RNGStateTracker):

@@ -47,9 +47,11 @@ class ProcessGroupNCCL(_compat.Gloo):
 
     @property
     def options(self):
+        """Those that it was made with; gloo's where there were none."""
         return self.settings if self.settings is not None else super().options
 
     def name(self) -> str:
+        """Always "nccl", though gloo carries the numbers."""
         return "nccl"
 
 
@@ -64,9 +66,11 @@ class Communicators:
         machine.clock.collectives.settle = self.drain
 
     def keep(self, backend: ProcessGroupNCCL) -> None:
+        """Until all groups are destroyed: PyTorch finds the Python object again only while somebody holds it."""
         self.backends[id(backend)] = backend
 
     def drain(self) -> None:
+        """All collectives and messages that this rank has come to are over, their ends known. Waits for other ranks."""
         for communicator in list(self.known.values()):
             communicator.drain()
 
@@ -105,6 +109,7 @@ class Communicators:
         return (args[0], work) if returns_outputs else work
 
     def start(self, group, call: Call, asynchronous: bool, gpu: GPU | None = None) -> VirtualWork:
+        """This rank has come to a collective. gpu: by default that of the tensors. Those without a place get it."""
         gpu = gpu or self._gpu(group, call.tensors)
         for tensor in call.tensors:
             if gpu_of(tensor) is None:  # made by C++: a bucket of DDP

@@ -32,6 +32,7 @@ def bits_of(moment: float) -> int:
 
 
 def moment_of(bits: int) -> float:
+    """The moment that `bits_of` made this number of."""
     return struct.unpack("d", struct.pack("q", bits))[0]
 
 
@@ -179,13 +180,17 @@ class Alone(Page):
         self.rank, self.size, self._posted = rank, size, {}
 
     def post(self, number: int, moment: float, what: int, timeout: timedelta) -> None:
+        """Only noted, for `read`; never waits."""
         self._posted[number] = moment, what
 
     def read(self, number: int, timeout: timedelta) -> list[tuple[float, int]]:
+        """This rank's own moment and number, once for each rank. A collective can be read once."""
         return [self._posted.pop(number)] * self.size
 
     def ended(self) -> list[int]:
+        """Nobody: there are no other processes."""
         return []
 
     def behind(self, number: int) -> list[int]:
+        """Nobody: the others come when this rank does."""
         return []

@@ -61,6 +61,7 @@ class Where(NamedTuple):
 
     @classmethod
     def heard(cls, said: list) -> "Where":
+        """The reverse of `said`, also of what another process said."""
         node, gpus, card, *fabric = said
         return cls(node, gpus, card, nccl.Fabric(*fabric))
 

@@ -33,6 +33,7 @@ class Transfer:
         self.works.append(operation(*arguments))
 
     def wait(self) -> None:
+        """Blocks until gloo is done, then does what is left to do. Called again, it has nothing to do."""
         works, self.works = self.works, []
         for work in works:
             work.wait()

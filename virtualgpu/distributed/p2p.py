@@ -187,24 +187,30 @@ class Exchange(_compat.Work):
         self.messages = []
 
     def wait(self, timeout=None) -> bool:
+        """The current stream of its GPU waits for it; the host goes on. Always True; `timeout` is not heeded."""
         self.finish()
         self.of.of.clock.collectives.wait(self.gpu.index, self.end)
         return True
 
     def synchronize(self) -> None:
+        """As wait(): the host goes on."""
         self.wait()
 
     def is_completed(self) -> bool:
+        """Has the host's clock passed its end? Asking takes a moment of it."""
         self.finish()
         return self.of.of.clock.collectives.over(self.end)
 
     def is_success(self) -> bool:
+        """Always True: what fails raises at wait()."""
         return True
 
     def exception(self):
+        """Always None: what fails raises at wait()."""
         return None
 
     def source_rank(self) -> int:
+        """This rank, within the group, also where it receives."""
         return self.of.of.rank
 
 

@@ -11,6 +11,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
     from virtualgpu.distributed import _compat, alone, ddp, dtensor, groups, objects, pipelines

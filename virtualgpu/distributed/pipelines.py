@@ -19,6 +19,8 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Name the passes, and give the stages' vote numbers, once torch.distributed.pipelining is imported."""
+
     def then(module) -> None:
         _annotate(machine, patches, module)
         votes = _compat.pipeline_votes(module)

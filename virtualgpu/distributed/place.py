@@ -24,6 +24,7 @@ class Place(NamedTuple):
         }
 
     def node(self, rank: int) -> int:
+        """The node of a rank, from 0: ranks fill one node after the other."""
         return rank // self.gpus_per_node
 
 

@@ -60,9 +60,11 @@ class VirtualWork(_compat.Work):
         self._value_after_wait()
 
     def synchronize(self) -> None:
+        """As wait(): the host waits only after a barrier."""
         self.wait()
 
     def block_current_stream(self) -> None:
+        """As wait(), which after a barrier blocks the host, too."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -71,15 +73,19 @@ class VirtualWork(_compat.Work):
         return self.communicator.clock.collectives.over(self.end)
 
     def is_success(self) -> bool:
+        """False once it has failed; True also while nobody has asked for its end."""
         return self._failed is None
 
     def exception(self):
+        """What it failed with, as far as is known; or None."""
         return self._failed
 
     def result(self) -> list[torch.Tensor]:
+        """The outputs; [] after `release`."""
         return self._value
 
     def source_rank(self) -> int:
+        """The call's root, within the group; 0 where there is none."""
         return self.call.root
 
     def get_future(self) -> torch.futures.Future:
@@ -94,6 +100,7 @@ class VirtualWork(_compat.Work):
         return self._future
 
     def get_future_result(self) -> torch.futures.Future:
+        """As get_future(), with the outputs for its value; PyTorch's has a number, its WorkResult."""
         return self.get_future()
 
     def _value_after_wait(self) -> None:
@@ -114,14 +121,17 @@ class Together(_compat.Work):
         self.works = works
 
     def wait(self, timeout=None) -> bool:
+        """The current stream waits for all of them. Always True; `timeout` is not heeded."""
         for work in self.works:
             work.wait()
         return True
 
     def synchronize(self) -> None:
+        """As wait()."""
         self.wait()
 
     def is_completed(self) -> bool:
+        """Has the host's clock passed the ends of all?"""
         return all(work.is_completed() for work in self.works)
 
 

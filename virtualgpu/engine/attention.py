@@ -21,6 +21,7 @@ class Kernel:
 
 
 def backward_flops(query, key, value, *args, out_val=None) -> int:
+    """What `costs.attention_backward` counts, by flex_attention's own arguments: these have no gradient in front."""
     return costs.attention_backward(None, query, key, value)
 
 

@@ -36,6 +36,7 @@ class Dispatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """PyTorch turns this mode off while torch.compile compiles, and on again for what it made."""
         return True
 
     def __init__(self, machine: Machine):

@@ -68,6 +68,7 @@ class DryRun:
         return out if same is None or same >= len(args) else args[same]
 
     def no_value(self, op: Operation, tensors, gpu: GPU | None):
+        """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
         if gpu is not None and not self.machine.warned_about_nan:
             self.machine.warned_about_nan = True
             warnings.warn(

@@ -252,6 +252,7 @@ class Machine:
         return tensor
 
     def place_storage(self, storage, gpu: GPU | None):
+        """As `place`; returns the storage. None for `gpu`: the CPU; the bytes that it had on a GPU are given back."""
         setattr(storage, HOME, None if gpu is None else Home(gpu, storage.nbytes()))
         return storage
 

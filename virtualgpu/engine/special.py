@@ -15,6 +15,7 @@ aten = torch.ops.aten
 
 
 def record_stream(dispatch, func, args, kwargs):
+    """Tensor.record_stream; nothing for the CPU's. Raises RuntimeError for a tensor of GPUs that were replaced."""
     home = home_of(args[0])
     if home is not None and home.gpu is not None:
         dispatch.machine.own(home.gpu)
@@ -22,10 +23,12 @@ def record_stream(dispatch, func, args, kwargs):
 
 
 def is_pinned(dispatch, func, args, kwargs):
+    """Tensor.is_pinned: is its storage marked so? Whether C++ pinned it is not asked."""
     return getattr(storage_of(args[0]), "_virtual_pinned", False)
 
 
 def pin_memory(dispatch, func, args, kwargs):
+    """A copy whose storage is marked as pinned. Raises RuntimeError for a tensor on a GPU and a sparse one."""
     tensor = args[0]
     if gpu_of(tensor) is not None or tensor.layout is not torch.strided:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")

@@ -21,6 +21,7 @@ class Link:
     latency: float
 
     def seconds(self, nbytes: int) -> float:
+        """Of one transfer of that many bytes, one way."""
         return self.latency + nbytes / self.bandwidth
 
 
@@ -96,6 +97,7 @@ class Spec:
 
     @property
     def limits(self) -> Capability:
+        """What follows from the compute capability; memory in bytes."""
         return CAPABILITIES[self.capability]
 
     @property

@@ -95,6 +95,7 @@ def _parsed(path: Path) -> dict:
 
 
 def is_path(name: str) -> bool:
+    """Does it end in .toml or .json? Whether there is such a file is not asked."""
     return name.lower().endswith((".toml", ".json"))
 
 

@@ -37,6 +37,7 @@ class CachingAllocator(GeneralAllocator):
 
     @property
     def allocated(self) -> int:
+        """torch.cuda.memory_allocated: bytes of the blocks that somebody has, as rounded."""
         return self.statistics.now(1)
 
     @property
@@ -46,25 +47,31 @@ class CachingAllocator(GeneralAllocator):
 
     @property
     def peak_allocated(self) -> int:
+        """torch.cuda.max_memory_allocated, in bytes: since the start, or `reset_peaks`."""
         return self.statistics.peak_of(1)
 
     @property
     def peak_requested(self) -> int:
+        """The most of `requested`, in bytes, since the start or `reset_peaks`."""
         return self.statistics.peak_of(2)
 
     @property
     def peak_reserved(self) -> int:
+        """torch.cuda.max_memory_reserved, in bytes: since the start, or `reset_peaks`."""
         return self.statistics.reserved_bytes.peak
 
     @property
     def retries(self) -> int:
+        """num_alloc_retries of memory_stats(): how often the whole cache was given back to make room."""
         return self.statistics.retries
 
     @property
     def ooms(self) -> int:
+        """num_ooms of memory_stats(): how often there was no room even then."""
         return self.statistics.ooms
 
     def reset_peaks(self) -> None:
+        """torch.cuda.reset_peak_memory_stats: each peak is what there is now."""
         self.statistics.reset_peaks()
 
     # -- malloc and free

@@ -77,6 +77,7 @@ class FreeList:
         return bisect_left(self.keys, size << ADDRESS_BITS)
 
     def insert(self, block: Block) -> None:
+        """Sorted in, and marked with the pool's count of searches, by which garbage collection knows its age."""
         key = block.size << ADDRESS_BITS | block.address
         at = bisect_left(self.keys, key)
         self.keys.insert(at, key)
@@ -84,9 +85,11 @@ class FreeList:
         block.mark = self.pool.searches
 
     def remove(self, block: Block) -> None:
+        """Take out a block that is in the list; it is found by its size and address."""
         self.pop(bisect_left(self.keys, block.size << ADDRESS_BITS | block.address))
 
     def pop(self, at: int) -> Block:
+        """Take out the block at that place (see `at_least`), and return it."""
         del self.keys[at]
         return self.blocks.pop(at)
 

@@ -25,6 +25,7 @@ class Expandable:
         return bool(self.segments)
 
     def page(self, pool: Pool) -> int:
+        """Bytes of a page: 2 MiB in the small pool, large_segment_size in the large one."""
         return SMALL_SEGMENT if pool.small else self.allocator.config.large_segment
 
     # -- growing

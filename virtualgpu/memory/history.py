@@ -41,6 +41,8 @@ metadata = _Metadata()  # what torch.cuda.memory._set_memory_metadata said in th
 
 
 class Event(NamedTuple):
+    """One entry. size: in bytes. time_us: of the simulated clock. context: None where the level keeps no frames."""
+
     action: str
     address: int  # of an oom: what was free on the GPU
     size: int

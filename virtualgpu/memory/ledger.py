@@ -74,6 +74,7 @@ class Entry(NamedTuple):
     communication: Communication = Communication()
 
     def alive(self) -> bool:
+        """Is there a process of this pid that started at that moment, and has it not said that it ended?"""
         return not self.ended and started(self.pid) == self.started
 
 

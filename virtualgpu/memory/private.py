@@ -37,6 +37,7 @@ class PrivatePools:
         self._thread = _Thread()
 
     def hold(self, id: Id) -> PrivatePool:
+        """One more uses the pool, which is made if there is none of that id."""
         pool = self.known.get(id)
         if pool is None:
             pool = self.known[id] = PrivatePool(id, self.statistics)
@@ -44,6 +45,7 @@ class PrivatePools:
         return pool
 
     def let_go(self, id: Id) -> None:
+        """One fewer uses it; nothing where there is none of that id."""
         if id in self.known:
             self.known[id].uses -= 1
 
@@ -53,6 +55,7 @@ class PrivatePools:
         self._thread.inside.append(id)
 
     def end(self, id: Id) -> None:
+        """This thread leaves the pool, which stays held. Raises RuntimeError where it is not in it."""
         if id not in self._thread.inside:
             raise RuntimeError(f"this thread does not allocate in the pool {id}")
         self._thread.inside.remove(id)

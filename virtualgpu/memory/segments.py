@@ -44,12 +44,15 @@ class Untimed:
     """All is done at once."""
 
     def now(self) -> float:
+        """Always 0."""
         return 0.0
 
     def ready(self, stream: int) -> float:
+        """Always 0: every stream is done."""
         return 0.0
 
     def wait_until(self, moment: float) -> None:
+        """Returns at once."""
         pass
 
 
@@ -93,6 +96,7 @@ class Segments:
 
     @property
     def reserved(self) -> int:
+        """torch.cuda.memory_reserved: bytes of all segments; of expandable ones, what has memory behind it."""
         return self.statistics.reserved_bytes.current
 
     @property
@@ -109,6 +113,7 @@ class Segments:
 
     @property
     def limit(self) -> int:
+        """Bytes that may be reserved at most; setting it decides anew whether malloc may take its short way."""
         return self._limit
 
     @limit.setter
@@ -118,6 +123,7 @@ class Segments:
 
     @property
     def limited(self) -> bool:
+        """May less be reserved than the GPU has?"""
         return self._limit < self.capacity
 
     @property
@@ -151,6 +157,7 @@ class Segments:
     # -- taking
 
     def next_address(self, size: int) -> int:
+        """The first of `size` addresses, a multiple of 2 MiB. None is given out twice."""
         address = self._next_address
         self._next_address += -(-size // ROUND_LARGE) * ROUND_LARGE
         return address
@@ -160,6 +167,7 @@ class Segments:
         return nbytes <= self.free_on_gpu and self.within_limit(nbytes)
 
     def within_limit(self, nbytes: int) -> bool:
+        """May so many bytes more be reserved? Whether the GPU has them is not asked."""
         return not self.limited or self.reserved + nbytes <= self._limit
 
     def _grow(self, free: FreeList, size: int) -> Block:

@@ -33,22 +33,27 @@ class Stat:
         self.current = self.peak = self.allocated = self.freed = 0
 
     def increase(self, amount: int) -> None:
+        """So much came; a new peak is noted."""
         self.current += amount
         self.allocated += amount
         if self.current > self.peak:
             self.peak = self.current
 
     def decrease(self, amount: int) -> None:
+        """So much went."""
         self.current -= amount
         self.freed += amount
 
     def reset_peak(self) -> None:
+        """The peak is what there is now."""
         self.peak = self.current
 
     def reset_accumulated(self) -> None:
+        """What came and what went are counted from 0 again; present value and peak stay."""
         self.allocated = self.freed = 0
 
     def as_dict(self) -> dict[str, int]:
+        """By PyTorch's names: current, peak, allocated (all that came) and freed."""
         return {"current": self.current, "peak": self.peak, "allocated": self.allocated, "freed": self.freed}
 
 
@@ -64,9 +69,11 @@ class Counts:
         self.segment, self.reserved_bytes = Stat(), Stat()
 
     def now(self, i: int) -> int:
+        """The present value of figure `i` of the FIVE."""
         return self.up[i] - self.bar[i] + self.quiet[i]
 
     def gone(self, i: int) -> int:
+        """All that ever went of figure `i` of the FIVE; `reset_accumulated` changes nothing about it."""
         return self.bar[i] - self.quiet[i]
 
 
@@ -83,6 +90,7 @@ class Statistics:
         self.max_split_size = -1 if max_split_size is None else max_split_size  # SIZE_MAX, as a signed number
 
     def now(self, i: int) -> int:
+        """The present value of figure `i` of the FIVE, both pools together."""
         return self.small.now(i) + self.large.now(i)
 
     def note_peaks(self, which=FIVE) -> None:
@@ -122,6 +130,7 @@ class Statistics:
         self.active_peak = [max(pair) for pair in zip(self.active_peak, sums, strict=True)]
 
     def peak_of(self, i: int) -> int:
+        """The peak of figure `i` of the FIVE, both pools together; brought up to date first."""
         self.note_peaks((i,))
         return self.peak[i]
 
@@ -133,12 +142,14 @@ class Statistics:
             owner.reserved_bytes.increase(size)
 
     def segment_given_back(self, counts: Counts, size: int, segments: int = 1) -> None:
+        """`segments` 0: an expandable one shrank."""
         self.device_frees += 1
         for owner in (self, counts):
             owner.segment.decrease(segments)
             owner.reserved_bytes.decrease(size)
 
     def reset_peaks(self) -> None:
+        """Each peak is what there is now (torch.cuda.reset_peak_memory_stats)."""
         for counts in self.pools:
             counts.peak = [counts.now(i) for i in FIVE]
             counts.active_peak = [counts.now(i) + counts.waiting[i] for i in (ALLOCATION, ALLOCATED_BYTES)]
@@ -149,6 +160,7 @@ class Statistics:
         self.note_peaks()
 
     def reset_accumulated(self) -> None:
+        """What came and went, and the plain counters, start at 0 (torch.cuda.reset_accumulated_memory_stats)."""
         for counts in self.pools:
             counts.came = list(counts.up)
             counts.went = [counts.gone(i) for i in FIVE]

@@ -28,6 +28,7 @@ _lock = threading.RLock()
 
 
 def forget() -> None:
+    """Empty the weight cache, for all threads."""
     with _lock:
         cache.casts.clear()
 
@@ -36,6 +37,7 @@ def forget() -> None:
 
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:
+    """The tensors among the arguments, and in lists and tuples among them."""
     found = []
     for value in (*args, *kwargs.values()):
         found.extend(value if isinstance(value, (list, tuple)) else [value])

@@ -11,6 +11,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace torch.compile, whose first call warns, and what `flex` replaces."""
     original = torch.compile
     told = []
 

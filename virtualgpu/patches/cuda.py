@@ -27,6 +27,7 @@ CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "13.0", 91900, (2, 28, 9)
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Answer the driver's functions of torch._C and torch.cuda; refuse what is not modelled (NOT_MODELLED)."""
     driver = Driver(machine)
     for name, answer in driver.functions().items():
         patches.add(torch._C, name, answer)
@@ -116,6 +117,7 @@ class Driver:
         }
 
     def gpu(self, device=None) -> GPU:
+        """The GPU of a device. Raises ValueError for the CPU, and PyTorch's error for one that is not there."""
         gpu = self.machine.gpu(device)
         if gpu is None:
             raise ValueError(f"Expected a cuda device, but got: {device}")
@@ -143,9 +145,11 @@ class Driver:
         cuda._initialized = True
 
     def set_device(self, device: int) -> None:
+        """torch.cuda.set_device: the current GPU of this thread."""
         self.local.current = self.gpu(int(device)).index
 
     def exchange_device(self, device: int) -> int:
+        """Make it current; returns the index of the one before. A negative one changes nothing, and returns -1."""
         before = self.local.current
         if device < 0:
             return -1
@@ -154,10 +158,12 @@ class Driver:
         return before
 
     def can_access_peer(self, device: int, peer: int) -> bool:
+        """torch.cuda.can_device_access_peer: where both cards' `peer_access` allow it. False for a GPU and itself."""
         one, other = self.gpu(device), self.gpu(peer)
         return one is not other and getattr(one.spec, "peer_access", True) and getattr(other.spec, "peer_access", True)
 
     def arch_list(self) -> list[str]:
+        """torch.cuda.get_arch_list: here the capabilities of the GPUs there are ("sm_75"), not those of a wheel."""
         return sorted({"sm_{}{}".format(*gpu.spec.capability) for gpu in self.machine.gpus})
 
     def sleep(self, cycles: int) -> None:
@@ -166,12 +172,16 @@ class Driver:
         self.clock.spin(gpu.index, cycles / (getattr(gpu.spec, "clock", None) or 1.5e9), "sleep")
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """torch.cuda.is_bf16_supported: True, since cards emulate it; without that, from capability 8.0 on."""
         return including_emulation or self.gpu().spec.capability >= (8, 0)
 
     def capability(self, device: int) -> dict:
-        return {"supported_dtypes": set(self.gpu(device).spec.rates)}
+        """torch.accelerator.get_device_capability: all types, as PyTorch says of every card."""
+        self.gpu(device)
+        return {"supported_dtypes": {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}}
 
     def properties(self, device) -> "DeviceProperties":
+        """torch.cuda.get_device_properties. Raises ValueError for the CPU."""
         gpu = self.gpu(device)
         return DeviceProperties(gpu)
 
@@ -233,12 +243,14 @@ class Cudart:
         self.driver = driver
 
     def cudaMemGetInfo(self, device=None) -> tuple[int, int]:
+        """Bytes that are free, and all of the GPU's. Raises CUDA's error after a kernel's assert."""
         gpu = self.driver.gpu(device)
         self.driver.clock.check(gpu.index)
         memory = gpu.settled()
         return memory.free_on_gpu, memory.capacity
 
     def cudaGetErrorString(self, error: int) -> str:
+        """CUDA's words for 0, 2 and 100; for any other, its number."""
         return {0: "no error", 2: "out of memory", 100: "no CUDA-capable device is detected"}.get(
             error, f"error {error}"
         )
@@ -250,21 +262,26 @@ class Cudart:
         return 0
 
     def cudaStreamDestroy(self, handle: int) -> int:
+        """0, for success; the stream stays."""
         return 0
 
     def cudaDeviceSynchronize(self) -> int:
+        """The host waits for the current GPU. Returns 0, or raises CUDA's error after a kernel's assert."""
         self.driver.clock.wait(self.driver.local.current)
         return 0
 
     def cudaProfilerStart(self) -> int:
+        """0, for success: there is no profiler to start, nor to stop."""
         return 0
 
     cudaProfilerStop = cudaProfilerStart
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        """0, for success; the memory does not count as pinned."""
         return 0
 
     def cudaHostUnregister(self, pointer: int) -> int:
+        """0, for success."""
         return 0
 
 

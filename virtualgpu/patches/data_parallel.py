@@ -13,6 +13,8 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Add the C functions behind torch.cuda.comm; torch.cuda.nccl.is_available says no."""
+
     def device(index: int | None) -> torch.device:
         gpu = machine.gpu("cuda" if index is None else index)
         return torch.device("cpu") if gpu is None else gpu.device

@@ -26,6 +26,7 @@ METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace what asks C++ for the current GPU; on wheels without CUDA torch.device and what takes one, too."""
     known, cuda_wheel = _compat.device_constructors(), _compat.numbers_are_gpus()
 
     def spelled(device):

@@ -26,6 +26,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace torch's C functions for capsules; a capsule of a GPU that comes back is the same storage again."""
     given = weakref.WeakValueDictionary()  # storages under way, by the address of what describes their tensor
     take = torch._C._from_dlpack
 

@@ -13,6 +13,7 @@ AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace the tracing of score_mod; both operators get a kernel for autocast."""
     trace = _compat.flex.create_fw_bw_graph
 
     @functools.wraps(trace)

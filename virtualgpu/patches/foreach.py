@@ -7,6 +7,8 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace torch._C._group_tensors_by_device_and_dtype."""
+
     def group_by_device(lists, with_indices=False):
         """What torch.optim asks before it calls foreach operations: {(device, dtype): (lists, indices)}, by each first tensor."""
         groups: dict = {}

@@ -12,6 +12,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace torch.tensor, as_tensor, asarray, ctc_loss and one_hot."""
     _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
     makers = {"tensor": _tensor, "as_tensor": _as_tensor, "asarray": _asarray, "ctc_loss": _ctc_loss}
     for name, make in makers.items():

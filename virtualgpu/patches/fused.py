@@ -12,6 +12,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace scaled_dot_product_attention and dropout."""
     for owner in (nn.functional, torch._C._nn):
         ours = _attention(machine, owner.scaled_dot_product_attention)
         patches.replace(owner, "scaled_dot_product_attention", ours)

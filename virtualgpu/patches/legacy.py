@@ -9,6 +9,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Add the types of torch.cuda; replace those of torch, and set_default_tensor_type."""
     plain_types = {}
     for dtype, name in LEGACY.items():
         plain = plain_types[f"torch.{name}"] = getattr(torch, name)

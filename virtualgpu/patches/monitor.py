@@ -12,6 +12,8 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace utilization, memory_usage, clock_rate and power_draw; they raise ValueError for the CPU."""
+
     def gpu_of(device) -> GPU:
         gpu = machine.gpu(device)
         if gpu is None:

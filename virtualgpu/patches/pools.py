@@ -19,6 +19,8 @@ def new_id() -> tuple[int, int]:
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace MemPool and graph_pool_handle, and the C functions by which a thread enters and leaves a pool."""
+
     @contextlib.contextmanager
     def memory(gpu: GPU) -> Iterator[CachingAllocator]:
         with gpu.lock:

@@ -26,6 +26,7 @@ TOLD = (
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace methods of torch.profiler's profile, of the older one in torch.autograd, and of emit_nvtx."""
     told = []
 
     def cpu_only() -> None:

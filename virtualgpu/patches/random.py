@@ -8,6 +8,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace torch.Generator; each card gets a default generator, seeded with torch.initial_seed()."""
     original = torch.Generator
 
     class Kind(type(original)):

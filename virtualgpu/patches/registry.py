@@ -40,6 +40,7 @@ class Patches:
                 self.add(module, name, value)
 
     def add(self, owner: Any, name: str, value: Any) -> None:
+        """Whether there is something of that name or not; `restore` removes what was not there."""
         self.replaced.append((owner, name, vars(owner).get(name, MISSING), value))  # first: Ctrl-C may come between
         setattr(owner, name, value)
 

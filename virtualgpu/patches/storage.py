@@ -13,6 +13,7 @@ CPU = torch.device("cpu")
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace UntypedStorage's methods, and what torch.save and torch.load ask."""
     Storage, local = torch.UntypedStorage, machine.local
     real_device = Storage.device.__get__
     resize_, clone, share, real_data_ptr = Storage.resize_, Storage.clone, Storage._share_cuda_, Storage.data_ptr

@@ -15,6 +15,7 @@ HANDLES = 0x7F00_0000_0000  # a stream's handle is a number that says which it i
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace the classes of torch and torch.cuda, and the C functions that get and set the current stream."""
     any_stream, any_event = _generic("Stream", _Stream), _generic("Event", _Event)
     stream = any_stream.ours = stream_class(machine, any_stream)
     event = any_event.ours = event_class(machine, any_event)
@@ -109,6 +110,7 @@ class _Before(threading.local):
 
 
 def stream_class(machine: Machine, base: type) -> type:
+    """torch.cuda.Stream of this machine's GPUs, a subclass of `base`, which is torch.Stream."""
     clock, before = machine.clock, _Before()
 
     class Stream(base):
@@ -206,6 +208,7 @@ def stream_class(machine: Machine, base: type) -> type:
 
 
 def event_class(machine: Machine, base: type) -> type:
+    """torch.cuda.Event of this machine's GPUs, a subclass of `base`, which is torch.Event."""
     clock = machine.clock
 
     class Event(base):

@@ -17,6 +17,7 @@ PROTOTYPE = "Synchronization debug mode is a prototype feature and does not yet 
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Add the two C functions behind it; the clock's `wait_for` is another one only while a mode is on."""
     clock, mode, told = machine.clock, 0, False
 
     def wait_for(queue) -> None:

@@ -27,6 +27,7 @@ METHODS += ["pin_memory", "is_pinned", "is_shared", "share_memory_", "data_ptr",
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace Tensor's methods, and the kernels of `fused`."""
     TensorPatches(machine, patches).install()
     fused.install(machine, patches)
 
@@ -38,6 +39,7 @@ class TensorPatches:
         self.machine, self.patches, self.local = machine, patches, machine.local
 
     def install(self) -> None:
+        """Replace device, is_cuda, is_cpu, is_meta, get_device and METHODS."""
         replace, Tensor = self.patches.replace, torch.Tensor
         replace(Tensor, "device", property(self.device))
         replace(Tensor, "is_cuda", property(lambda tensor: self.device(tensor).type == "cuda"))
@@ -51,6 +53,7 @@ class TensorPatches:
     # -- where a tensor is
 
     def device(self, tensor: torch.Tensor) -> torch.device:
+        """Tensor.device. In a dry run what is on no GPU is on the CPU, also where it is really on meta."""
         if self.local.bypass:  # PyTorch's own meta kernels ask too, and should not be deceived
             return _compat.real_device(tensor)
         gpu = gpu_of(tensor)
@@ -60,6 +63,7 @@ class TensorPatches:
         return CPU if real.type == "meta" and self.machine.dry else real
 
     def is_meta(self, tensor: torch.Tensor) -> bool:
+        """Tensor.is_meta: False in a dry run, but inside `untracked`."""
         return _compat.is_really_meta(tensor) and (self.local.bypass or not self.machine.dry)
 
     # -- how it gets elsewhere
@@ -99,6 +103,7 @@ class TensorPatches:
         return copy
 
     def to(self, original, tensor, *args, **kwargs):
+        """Tensor.to, also to another tensor's place; what takes itself apart (DTensor) moves part by part."""
         apart = _takes_itself_apart(tensor)
         first = args[0] if args else kwargs.get("other")
         flags = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
@@ -135,15 +140,18 @@ class TensorPatches:
         return plain if gpu_of(plain) is target else self.move(plain, target, wait)
 
     def cuda(self, original, tensor, device=None, non_blocking=False, memory_format=torch.preserve_format):
+        """Tensor.cuda. Raises ValueError for the CPU."""
         target = self.machine.gpu("cuda" if device is None else device)
         if target is None:
             raise ValueError(f"Invalid device, must be cuda device: {device}")
         return tensor.to(target.device, non_blocking=non_blocking, memory_format=memory_format)
 
     def cpu(self, original, tensor, memory_format=torch.preserve_format):
+        """Tensor.cpu; from a GPU, the host waits for the copy."""
         return tensor.to(CPU, memory_format=memory_format)
 
     def type(self, original, tensor, dtype=None, non_blocking=False, **kwargs):
+        """Tensor.type; without dtype, the name ("torch.cuda.FloatTensor")."""
         if dtype is None:
             return type_name(tensor)
         if isinstance(dtype, type):  # torch.cuda.FloatTensor itself, as torchsummary has it
@@ -160,6 +168,7 @@ class TensorPatches:
     # -- reading it
 
     def numpy(self, original, tensor, *, force=False):
+        """Tensor.numpy. Raises PyTorch's TypeError on a GPU. In a dry run, nan or 0 for what has no numbers."""
         if force:
             tensor = tensor.detach().cpu()
         if (gpu := gpu_of(tensor)) is not None:
@@ -182,6 +191,7 @@ class TensorPatches:
         return home.block.address + tensor.storage_offset() * tensor.element_size()
 
     def tolist(self, original, tensor):
+        """Tensor.tolist: the host waits for the current stream. In a dry run, nan or 0 for what has no numbers."""
         if (gpu := gpu_of(tensor)) is not None:
             self.machine.clock.wait_for(self.machine.clock.current(gpu.index))
         with self.machine.untracked():
@@ -224,6 +234,7 @@ class TensorPatches:
         return original(tensor, memo)
 
     def pin_memory(self, original, tensor, device=None):
+        """Tensor.pin_memory: a copy, unless it is pinned. Raises RuntimeError for a tensor on a GPU."""
         if _takes_itself_apart(tensor):
             return original(tensor)
         if (gpu := gpu_of(tensor)) is not None:
@@ -235,6 +246,7 @@ class TensorPatches:
         return copy
 
     def is_pinned(self, original, tensor, device=None):
+        """Tensor.is_pinned: is its storage marked so? Whether C++ pinned it is not asked."""
         return getattr(storage_of(tensor), "_virtual_pinned", False)
 
     # -- making new ones, where C++ asks the real device
@@ -283,19 +295,23 @@ class ToCopy(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor, patches, target, wait):
+        """`TensorPatches.carry` it to `target`; None: the CPU."""
         return patches.carry(tensor, target, wait)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Remember where the tensor was (`source`), and where it goes (`target`)."""
         tensor, ctx.patches, ctx.target, _ = inputs
         ctx.source = gpu_of(tensor)
 
     @staticmethod
     def backward(ctx, gradient):
+        """The gradient goes to where the tensor was; the host waits, unless both places are GPUs."""
         return ctx.patches.move(gradient, ctx.source), None, None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):
+        """A tangent goes where the tensor went."""
         return ctx.patches.move(tangent, ctx.target)
 
 

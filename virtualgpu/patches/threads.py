@@ -14,6 +14,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
+    """Replace Thread.start and Thread.join, and what a worker of concurrent.futures runs."""
     Thread = threading.Thread
     start, join = Thread.start, Thread.join
     work = concurrent.futures.thread._WorkItem

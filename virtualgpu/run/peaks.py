@@ -34,6 +34,7 @@ class Peaks:
         return [watched.peak_of() for watched in self.watched if watched.peak_bytes]
 
     def close(self) -> None:
+        """The hooks of modules and optimizers are removed; what was seen so far stays readable."""
         for hook in self.hooks:
             hook.remove()
         for watched in self.watched:

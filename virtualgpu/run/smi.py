@@ -54,6 +54,7 @@ class App:
         self.gpu, self.pid, self.used = gpu, pid, used
 
     def name(self) -> str:
+        """The program that it runs, or [N/A] where the system does not tell."""
         return nvml.process_name(self.pid) or NONE
 
 

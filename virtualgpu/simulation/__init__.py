@@ -1,0 +1,6 @@
+"""Simulated time: the clock of a process, what an operation and a collective cost, and what is to be seen of it.
+
+`clock` is the host and the streams of its GPUs, made of `queues`, with `collectives` beside it. `costs` counts an
+operation's FLOPs and bytes, `nccl` is PyTorch's model of a collective. `usage` says how busy GPUs were; `timeline` and
+`trace` are for drawing.
+"""
