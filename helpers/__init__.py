@@ -15,7 +15,7 @@ _FROM = {
     "forget_error": "helpers.oom",
     "gpus": "virtualgpu",
     "other_process": "helpers.oom",
-    "progress": "helpers.plots",
+    "progress": "helpers.waiting",
 }
 _MODULES = ("checkpoint", "data", "oom", "plots", "tuning")
 

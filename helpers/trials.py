@@ -7,7 +7,7 @@ from ray import tune
 from ray.tune.experiment import Trial
 
 from helpers import tuning
-from helpers.plots import progress
+from helpers.waiting import progress
 
 
 class Watch(tune.Callback):

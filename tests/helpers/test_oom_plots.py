@@ -4,6 +4,7 @@ import pytest
 
 from helpers import plots
 from helpers.monitor import Monitor, Reading, Source
+from helpers.plots import figures as drawing
 
 MIB = 1 << 20
 
@@ -11,9 +12,9 @@ MIB = 1 << 20
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that were drawn; nothing is displayed."""
-    found, canvas = [], plots.FigureCanvasAgg
-    monkeypatch.setattr(plots, "FigureCanvasAgg", lambda figure: found.append(figure) or canvas(figure))
-    monkeypatch.setattr(plots, "display", lambda *args, **kwargs: None)
+    found, canvas = [], drawing.FigureCanvasAgg
+    monkeypatch.setattr(drawing, "FigureCanvasAgg", lambda figure: found.append(figure) or canvas(figure))
+    monkeypatch.setattr(drawing, "display", lambda *args, **kwargs: None)
     return found
 
 

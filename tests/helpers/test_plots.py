@@ -13,6 +13,7 @@ import helpers
 import virtualgpu
 from helpers import data, plots
 from helpers.monitor import Monitor, Reading, Source
+from helpers.plots import figures as drawing
 from helpers.timeline import Timeline
 from virtualgpu.simulation.clock import Span
 from virtualgpu.simulation.timeline import row
@@ -22,15 +23,15 @@ from virtualgpu.simulation.timeline import row
 def shown(monkeypatch):
     """What plots hands to the cell: a list of (bundle, metadata)."""
     found = []
-    monkeypatch.setattr(plots, "display", lambda bundle, raw, metadata: found.append((bundle, metadata)))
+    monkeypatch.setattr(drawing, "display", lambda bundle, raw, metadata: found.append((bundle, metadata)))
     return found
 
 
 @pytest.fixture
 def figures(monkeypatch, shown):
     """The figures that were drawn."""
-    found, canvas = [], plots.FigureCanvasAgg
-    monkeypatch.setattr(plots, "FigureCanvasAgg", lambda figure: found.append(figure) or canvas(figure))
+    found, canvas = [], drawing.FigureCanvasAgg
+    monkeypatch.setattr(drawing, "FigureCanvasAgg", lambda figure: found.append(figure) or canvas(figure))
     return found
 
 
@@ -64,7 +65,7 @@ def test_every_figure_says_where_its_numbers_come_from(shown):
     for bundle, metadata in shown:
         assert metadata["image/png"]["alt"] == bundle["text/plain"]
         picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))).convert("L"))
-        assert picture.shape[1] == plots.WIDTH * plots.DPI and (picture < 128).any(), "something is drawn"
+        assert picture.shape[1] == drawing.WIDTH * drawing.DPI and (picture < 128).any(), "something is drawn"
 
 
 def test_a_failed_reading_breaks_the_line(figures):

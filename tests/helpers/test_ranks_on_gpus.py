@@ -7,6 +7,7 @@ from torch import nn
 import helpers
 import virtualgpu
 from helpers import plots
+from helpers.plots import figures
 from virtualgpu.run.watch import WorkerError
 
 
@@ -34,7 +35,7 @@ def train(steps: int):
 
 def test_a_timeline_has_all_ranks(capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "display", lambda bundle, **_: drawn.append(bundle["text/plain"]))
+    monkeypatch.setattr(figures, "display", lambda bundle, **_: drawn.append(bundle["text/plain"]))
     with helpers.Timeline() as timeline:
         ranks = helpers.launch(train, 2)
     assert list(timeline.rows) == ["cuda:0", "cuda:1"] and timeline.origin == "simulated"

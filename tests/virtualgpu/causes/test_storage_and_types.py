@@ -229,7 +229,7 @@ def test_names_of_modules_that_programs_import(gpus):
     assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and torch.backends.cuda.is_built()
     assert torch.cuda.get_arch_list() == ["sm_75"] and not torch.cuda.is_bf16_supported(including_emulation=False)
     assert torch.cuda.can_device_access_peer(0, 1) and not torch.cuda.can_device_access_peer(1, 1)
-    assert torch.cuda.current_blas_handle() == 0 or isinstance(torch.cuda.current_blas_handle(), int)
+    assert torch.cuda.current_blas_handle() == 0
     with torch.cuda.device_of(torch.ones(1, device=ONE)):
         assert torch.cuda.current_device() == 1
     assert torch.accelerator.is_available() and torch.accelerator.device_count() == 2
@@ -247,3 +247,11 @@ def test_visible_devices_count():
         env={**__import__("os").environ, "CUDA_VISIBLE_DEVICES": "1,0"},
     )
     assert done.stdout.startswith("2 Tesla V100"), done.stdout + done.stderr[-800:]
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "get_device_capability"), reason="PyTorch lacks it")
+def test_the_types_of_a_card_are_dtypes(gpus):
+    types = torch.accelerator.get_device_capability("cuda:0")["supported_dtypes"]
+    assert {torch.float32, torch.bfloat16, torch.int64, torch.bool} <= types and not [
+        t for t in types if isinstance(t, str)
+    ]

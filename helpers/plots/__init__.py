@@ -1,0 +1,15 @@
+"""Every figure's style in one place. Each states its finding in the title, its units on the axes, and whether its
+numbers were *measured* or *simulated*. The same words become the picture's alternative text.
+
+    plots.utilization(monitor, "GPU 0 waits for GPU 1")
+"""
+
+from helpers.plots.allocation import blocks, stacked
+from helpers.plots.devices import memory, timeline, utilization, watched
+from helpers.plots.searches import rungs, search
+from helpers.plots.series import bars, curves, dots, images, scatter, sweep
+
+__all__ = [
+    "bars", "blocks", "curves", "dots", "images", "memory", "rungs", "scatter", "search", "stacked", "sweep", "timeline",
+    "utilization", "watched",
+]  # fmt: skip
