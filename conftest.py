@@ -1,4 +1,5 @@
-"""For notebooks and tests alike: the environment that the stored outputs were made in, and a closing count of what was compared."""
+"""For notebooks and tests alike: the environment that the stored outputs were made in, how much memory a lesson may take, and a
+closing count of what was compared."""
 
 import os
 import sys
@@ -12,10 +13,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import run
 import series
 
+from tests.processes import peak_memory
+
 os.environ.update(run.ENVIRONMENT)
 os.environ.setdefault(
     "HELPERS_GPUS", "virtual"
 )  # also where there are real GPUs: stored outputs are those of virtual ones
+
+
+HOST_MEMORY = 4 << 30  # bytes: a lesson's kernel takes no more, so that it runs on a small laptop
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """After each cell: the kernel's peak so far."""
+    result = yield
+    if hasattr(item, "cell") and sys.platform == "linux":
+        item.peak = peak_memory(item.parent.kernel.km.provisioner.pid)
+        assert item.peak <= HOST_MEMORY, f"the kernel took {item.peak / 2**30:.2f} GiB of this machine's memory"
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -27,7 +43,7 @@ def pytest_runtest_makereport(item, call):
         if item.cell.outputs and "nbval-ignore-output" in series.tags(item.cell):
             kind = "ignored"
         pictures = sum("image/png" in output.get("data", {}) for output in item.cell.outputs)
-        report.user_properties.append(("nbval", (kind, pictures)))
+        report.user_properties.append(("nbval", (kind, pictures, getattr(item, "peak", 0))))
     return report
 
 
@@ -37,11 +53,12 @@ def pytest_terminal_summary(terminalreporter, config):
     cells = [(report.nodeid.split("::")[0], *told["nbval"]) for report, told in passed if "nbval" in told]
     if not cells:
         return
-    kinds = Counter(kind for _, kind, _ in cells)
+    kinds = Counter(kind for _, kind, *_ in cells)
     terminalreporter.write_line(
         f"nbval: {len({name for name, *_ in cells})} notebook(s), {len(cells)} cells ran as stored: {kinds['compared']} outputs "
         f"compared, {kinds['ignored']} ignored by tag, {kinds['silent']} without output; "
-        f"{sum(pictures for *_, pictures in cells)} pictures compared by their words"
+        f"{sum(pictures for *_, pictures, _ in cells)} pictures compared by their words; at most "
+        f"{max(peak for *_, peak in cells) / 2**30:.1f} GiB of memory in a kernel"
     )
 
 

@@ -1,8 +1,11 @@
-"""Who is alive, and waiting for it: what tests ask when nobody may be left behind."""
+"""Who is alive, and waiting for it: what tests ask when nobody may be left behind. And where processes can meet."""
 
 import contextlib
+import re
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -42,3 +45,16 @@ def family(name: str, value: str) -> list[psutil.Process]:
             if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on; somebody else may take it before its user does."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def peak_memory(pid: int) -> int:
+    """Bytes that a process has held at most so far (Linux alone tells)."""
+    status = Path(f"/proc/{pid}/status").read_text("utf-8")
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024

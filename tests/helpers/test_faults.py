@@ -100,27 +100,23 @@ class Run:
         assert "Traceback" not in complaint
 
 
-def test_one_core_and_the_usual_port_taken(tmp_path):
-    """More processes than cores: slower, and right. The address where torchrun's processes would meet is somebody else's."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] if shutil.which("taskset") else []
-        Run(tmp_path / "one", *core, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1])).is_right()
+def test_two_at_once_each_on_a_machine_that_lacks_something(tmp_path):
+    """One has one core, fewer than its processes, and the address where torchrun's processes would meet is somebody else's.
 
-
-def test_64_mb_of_shared_memory_no_home_folder_and_a_long_tmpdir(tmp_path):
-    """As in a container that was given no more; not even root can write into /dev/null; macOS's TMPDIR is too long for Ray."""
+    The other is in a container that was given 64 MB of shared memory; not even root can write into its home folder, /dev/null;
+    its TMPDIR is as long as macOS's, too long for Ray.
+    """
+    core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] if shutil.which("taskset") else []
     little = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*little, "true"], capture_output=True).returncode:
         little = []  # this user may not mount
-    Run(tmp_path / "little", *little, HOME="/dev/null", TMPDIR=str(tmp_path)).is_right()
-
-
-def test_two_at_once(tmp_path):
-    runs = [Run(tmp_path / "one"), Run(tmp_path / "other")]
-    for run in runs:
-        run.is_right()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        one = Run(tmp_path / "one", *core, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
+        other = Run(tmp_path / "other", *little, HOME="/dev/null", TMPDIR=str(tmp_path))
+        one.is_right()
+        other.is_right()
 
 
 def test_interrupted_while_tuning(tmp_path):

@@ -1,16 +1,16 @@
-"""notebooks/scripts/train_ddp.py under torchrun, on virtual GPUs: on one node and two, killed and started again, always to the same weights."""
+"""notebooks/scripts/train_ddp.py under torchrun, on virtual GPUs: on one node and two, killed and started again, always to the same weights.
+
+That spawn_ddp.py gives one process's gradient is an output of notebook 08."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 from series import NOTEBOOKS
-from torch import nn
 
-from helpers.data import digits
+from tests.processes import free_port
 
 SCRIPT = NOTEBOOKS / "scripts" / "train_ddp.py"
 STANDALONE = ["--standalone", "--nproc-per-node=2"]
@@ -61,25 +61,7 @@ def test_without_a_restart_the_checkpoint_is_there_to_go_on_from(undisturbed, tm
 
 
 def test_two_nodes_give_the_same(undisturbed, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meet = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    meet = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     nodes = [start([*meet, "--rdzv-id=test"], "--checkpoint", tmp_path / "a.pt") for _ in range(2)]
     assert sorted(len(finished(node)) for node in nodes) == [0, 4]
     assert equal(weights(tmp_path / "a.pt"), undisturbed[1])
-
-
-def test_spawn_gives_the_gradient_of_all_images(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    script = NOTEBOOKS / "scripts" / "spawn_ddp.py"
-    command = [sys.executable, "-m", "virtualgpu", "--gpus", "2", str(script), str(tmp_path / "gradient.pt"), address]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    images, labels = digits()
-    torch.manual_seed(0)
-    model = nn.Linear(64, 10)
-    nn.functional.cross_entropy(model(images[:512].flatten(1)), labels[:512]).backward()
-    assert torch.allclose(torch.load(tmp_path / "gradient.pt"), model.weight.grad, atol=1e-6)

@@ -4,11 +4,8 @@ import pytest
 
 FIRST = [
     "import virtualgpu; assert virtualgpu.machine()",
-    "import virtualgpu.session",
-    "from virtualgpu.session import gpus",
-    "from virtualgpu.engine import machine",
+    "from virtualgpu.hardware import specs; import virtualgpu.session as s; assert s._session.cards[0] == specs.find('T4')",
     "from virtualgpu.patches import streams",
-    "import virtualgpu.hardware.specs",
     "import importlib.util; assert importlib.util.find_spec('virtualgpu.session'); import virtualgpu.session",
     "import virtualgpu.run.child",
     "import torch",
