@@ -40,7 +40,7 @@ LESSONS_NEED = {
 }
 
 BOOTSTRAP = """# @title Set-up: fetches the helpers where they are missing, as on Colab and Kaggle {{ display-mode: "form" }}
-import importlib.util, pathlib, subprocess, sys
+import importlib.util, os, pathlib, subprocess, sys
 
 if importlib.util.find_spec("helpers") is None:
     here = pathlib.Path.cwd()
@@ -54,6 +54,7 @@ if importlib.util.find_spec("helpers") is None:
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? On Kaggle: Settings, Internet on. Then run this cell again.") from None
     sys.path.insert(0, str(home))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))  # programs that cells start
     print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")"""
 
 

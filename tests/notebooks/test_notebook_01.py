@@ -150,11 +150,20 @@ def repository(tmp_path):
             "GIT_CONFIG_VALUE_0": f"https://github.com/{stamp.settings()['repository']}"}  # fmt: skip
 
 
+THERE = """
+import os, subprocess
+program = "import os, virtualgpu; print(os.path.relpath(os.path.dirname(virtualgpu.__file__)))"
+subprocess.run([sys.executable, "-S", "-c", program])
+"""
+
+
 def bootstrap(folder, environment=None):
-    """Run the set-up cell twice in `folder`, in a Python that has no helpers installed; what it printed."""
+    """Run the set-up cell twice in `folder`, in a Python that has no helpers installed; what it printed, and where a program that
+    the notebook then starts finds virtualgpu (without site: it has no helpers installed either).
+    """
     hide = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; sys.path = [p for p in sys.path if p != '']\n"
     source = stamp.bootstrap(series.read(PATH))
-    code = f"{hide}{source}\nprint('again')\n{source}\nfrom helpers import data\nprint(len(data.digits()[1]))"
+    code = f"{hide}{source}\nprint('again', flush=True)\n{source}\nfrom helpers import data\nprint(len(data.digits()[1]), flush=True)\n{THERE}"
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -172,6 +181,7 @@ def test_without_helpers_the_set_up_cell_clones_them(tmp_path, repository):
         "helpers from beyond-one-gpu/; installed: nothing, all was there",
         "again",
         "1797",
+        "beyond-one-gpu/virtualgpu",
     ], done.stderr
     assert os.listdir(folder) == ["beyond-one-gpu"]
 
@@ -181,7 +191,7 @@ def test_beside_the_helpers_it_finds_them(tmp_path):
         shutil.copytree(series.ROOT / folder, tmp_path / folder)
     (tmp_path / "notebooks").mkdir()
     done = bootstrap(tmp_path / "notebooks")
-    assert done.stdout.splitlines()[1:] == ["again", "1797"], done.stderr
+    assert done.stdout.splitlines()[1:] == ["again", "1797", "../virtualgpu"], done.stderr
 
 
 def test_without_helpers_and_network_it_names_the_cure(tmp_path, repository):
