@@ -36,7 +36,10 @@ def test(session: nox.Session, versions: str) -> None:
             "uv", "pip", "compile", "-q", "requirements.txt", "-o", constraints, "--resolution", which, *python
         )
     session.install("-e", ".[dev]", "-c", constraints)
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "--nbval", *(session.posargs or ["tests", "notebooks"]))
+    options = [] if versions == "pinned" else ["--nbval-sanitize-with=tests/sanitize_versions.cfg"]
+    session.run(
+        "pytest", "-n", "2", "--dist", "loadfile", "--nbval", *options, *(session.posargs or ["tests", "notebooks"])
+    )
 
 
 @nox.session(python="3.13")
