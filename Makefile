@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run site lab test bench everywhere accuracy judges matrix browser doctor store stamp wheel clean setup
+.PHONY: run site lab test bench everywhere accuracy judges gpu matrix browser doctor store stamp wheel clean setup
 
 run: setup         ## execute all notebooks, then write build/index.html
 	@$(PY) tools/run.py
@@ -33,6 +33,9 @@ judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMP
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges pytorch $(PYTORCH_TEST))
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges distributed $(PYTORCH_TEST))
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples $(PYTORCH_EXAMPLES))
+
+gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones (skipped without one)
+	@$(PY) -m pytest -rs tests/gpu
 
 matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, as in Colab, in a browser; ONLY=colab
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")
