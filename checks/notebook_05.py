@@ -59,7 +59,7 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
         results = _run(trainable, {"work": work}, _tune().TuneConfig(), max_failures=1)
         if isinstance(results, str):
             return results
-        worked = [int(line) for line in work.diary.read_text().split()] if work.diary.exists() else []
+        worked = [int(line) for line in work.diary.read_text("utf-8").split()] if work.diary.exists() else []
     if results.num_errors:
         return f"it ended with {str(results.errors[0]).strip().splitlines()[-1]}"
     for round in numbers:
@@ -94,7 +94,7 @@ class _Work:
         if round == self.breaks and not broken.exists():
             broken.touch()
             raise RuntimeError("the grader's crash")
-        with open(self.diary, "a") as file:
+        with open(self.diary, "a", encoding="utf-8") as file:
             file.write(f"{round}\n")
         if self.diary.stat().st_size > 1000:
             raise RuntimeError("hundreds of rounds: does the loop end?")

@@ -1,4 +1,4 @@
-"""Notebook utilities: what a reader should not have to read in a lesson. The names that notebooks use, no others.
+"""Utilities for the notebooks. The names that notebooks use, no others.
 
 They are imported when first used, so that `helpers.gpus` works without matplotlib and the rest. `launch` is bound here:
 importing its module later would bind that name to the module.

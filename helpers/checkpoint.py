@@ -7,6 +7,7 @@ accepts tensors and plain values, never code.
 import contextlib
 import glob
 import os
+import platform
 import re
 import zipfile
 from pathlib import Path
@@ -29,7 +30,7 @@ def save(state: Any, path: str | Path) -> None:
     path = Path(os.path.realpath(path))  # else the rename would put the file in the link's place
     if os.path.isdir(path):
         raise CheckpointError(f"{path} is a folder: add the file's name to it.")
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # same folder: a rename across disks would copy
+    part = path.with_name(f"{path.name}.{_host()}.{os.getpid()}.part")  # same folder: a rename across disks would copy
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_parts_of_the_dead(path)
@@ -138,11 +139,18 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove_parts_of_the_dead(path: Path) -> None:
-    """Writers that were killed leave their unfinished file; nobody else will ever want it."""
-    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+    """Writers that were killed leave their unfinished file; nobody else will ever want it.
+
+    Another host's stay: where a folder is shared, their writers may live.
+    """
+    for part in path.parent.glob(f"{glob.escape(path.name)}.{_host()}.*.part"):
         pid = part.suffixes[-2][1:]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             _remove(part)
+
+
+def _host() -> str:
+    return re.sub(r"[^\w-]", "_", platform.node())
 
 
 def _remove(part: Path) -> None:

@@ -1,9 +1,10 @@
-"""Ray, started quietly and ended without a trace: what notebook 05 needs beside Ray Tune itself."""
+"""Start Ray without messages and remove all of its files and processes: what notebook 05 needs beside Ray Tune."""
 
 import atexit
 import contextlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import socket
@@ -29,6 +30,8 @@ LIMIT = 60  # seconds in which the first worker has to answer: starting one take
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
+# A file in Ray's folder that names the host its pid is of; in the folder's own name it would lengthen sockets' paths
+HOST = "host"
 _folder: str | None = None
 _watcher: subprocess.Popen | None = None
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
@@ -65,12 +68,13 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
         _count(gpus)
     os.environ.update(QUIET)
     if address is not None:
-        _knock(address)  # ray.init would end this whole process where nobody answers
+        _require_listener(address)  # ray.init would end this whole process where nobody answers
     import ray
 
     options = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         _folder = tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=SHORT)
+        Path(_folder, HOST).write_text(platform.node(), "utf-8")
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
         options |= {"num_cpus": cpus, "num_gpus": gpus, "_temp_dir": _folder}
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
@@ -115,7 +119,7 @@ def last_words() -> str:
     """What Ray's processes on this machine said last: the reason, where workers do not start. Empty where they said nothing."""
     folder = Path(_folder or "/nowhere") / "session_latest" / "logs"
     for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
         lines = [
             line for line in lines if line.strip() and not line.startswith(":")
         ]  # :task_name:... is Ray's own mark
@@ -165,7 +169,7 @@ def _own_addresses() -> set[str]:
     return {address.address for addresses in psutil.net_if_addrs().values() for address in addresses} | {"localhost"}
 
 
-def _knock(address: str) -> None:
+def _require_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -175,7 +179,13 @@ def _knock(address: str) -> None:
 
 
 def _remove_folders_of_the_dead() -> None:
+    """Those of this host: a container may share the folder that they are in, and its pids are others.
+
+    A folder that names no host stays: the name is the first thing written there, so it is empty or somebody else's.
+    """
     for folder in Path(SHORT).glob("ray-*-*"):
         pid = folder.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            here = (folder / HOST).read_text("utf-8", "replace") == platform.node()
+            if here and pid.isdigit() and not psutil.pid_exists(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)

@@ -167,9 +167,9 @@ def tidy(notebook) -> None:
 def note_times(results: list[dict]) -> None:
     """For `make bench`, which shows them: seconds of each notebook that ran to its end, the latest."""
     path = series.BUILD / "times.json"
-    times = json.loads(path.read_text()) if path.exists() else {}
+    times = json.loads(path.read_text("utf-8")) if path.exists() else {}
     times |= {r["path"].stem: round(r["seconds"], 1) for r in results if r["seconds"] is not None and not r["error"]}
-    path.write_text(json.dumps(dict(sorted(times.items())), indent=1))
+    path.write_text(json.dumps(dict(sorted(times.items())), indent=1), encoding="utf-8")
 
 
 def report(results: list[dict], index: Path | None = None) -> None:

@@ -30,7 +30,7 @@ def main() -> int:
         return 1
     with open(ROOT / "pyproject.toml") as lock_file:
         wait_for_others(lock_file)
-        found = STAMP.read_text() if STAMP.exists() else ""
+        found = STAMP.read_text("utf-8") if STAMP.exists() else ""
         if found == wanted() and python_in_venv().exists():
             return 0
         try:
@@ -71,7 +71,7 @@ def install(fresh: bool) -> int:
         print("pip could not install the requirements; its own message is above. Is there a network? Then try again.")
         return 1
     half_written = STAMP.with_suffix(".part")
-    half_written.write_text(wanted())
+    half_written.write_text(wanted(), encoding="utf-8")
     os.replace(half_written, STAMP)
     return 0
 

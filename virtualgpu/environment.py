@@ -25,6 +25,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 VARIABLE = "VIRTUALGPU"
+MAX_GPUS = 64  # more than any one machine has: a slip, rather
 
 
 class Card(NamedTuple):

@@ -18,8 +18,8 @@ SEEN_BY_KERNEL = re.compile(
     r"|out of range: tried to access index|not in the valid range|all elements of (input|target) should be between"
     r"|probability tensor contains"
 )
-# Room that cuDNN needs for its handle, outside PyTorch's allocator. NVIDIA prints no figure, and it differs between versions;
-# this one is chosen small. Its bytes are counted with the CUDA context.
+# What has to be free on the GPU, beside all that PyTorch's allocator keeps, when cuDNN makes its handle. NVIDIA prints
+# no figure, and it differs between versions; this one is chosen small. It is asked for, and not counted as used.
 CUDNN_HANDLE = 8 * MIB
 
 

@@ -8,13 +8,11 @@ import torch
 
 from virtualgpu.distributed.nodes import ONE_NODE, Nodes
 from virtualgpu.engine.machine import Machine
-from virtualgpu.environment import visible_gpus
+from virtualgpu.environment import MAX_GPUS, visible_gpus
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.installed import Session
-
-MAX_GPUS = 64  # more than any one machine has: a slip, rather
 
 
 class Devices(list):

@@ -1,6 +1,7 @@
 """What virtual GPUs cost: a dry run against PyTorch's own ways to run on shapes alone, and an operation with real numbers."""
 
 import statistics
+import tempfile
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torchvision.models import resnet50
 import virtualgpu
 from tests.bench.row import Row
 from tests.bench.tools import silent, timed, train
+from virtualgpu.memory.ledger import Ledger
 
 
 def rows() -> list[Row]:
@@ -26,6 +28,8 @@ def rows() -> list[Row]:
         for _ in range(3):
             tracked.append(with_mem_tracker())
         added, operations = with_numbers()
+    addition = small_addition()
+    note, moment = (cost / addition for cost in in_ledger())
     dry, fake, tracked, meta = (statistics.median(times) for times in (ours, fake, tracked, meta))
     return [
         Row("dry run: ResNet-50 step, batch 120", 1e3 * dry, "ms", "", True),
@@ -35,7 +39,9 @@ def rows() -> list[Row]:
         Row("real numbers: added to each operation", 1e6 * added, "us", "< 40 us", added < 40e-6),
         Row("real numbers: operations in that step", operations, "", "", True),
         Row("real numbers: of which an empty dispatch mode", 1e6 * empty_mode(), "us", "", True),
-        Row("PyTorch's own share of a launch (clock.LAUNCH has 2.2)", 1e6 * small_addition(), "us", "", True),
+        Row("PyTorch's own share of a launch (clock.LAUNCH has 2.2)", 1e6 * addition, "us", "", True),
+        Row("runner: what a process holds is noted, over a small addition", note, "x", "< 1 x", note < 1),
+        Row("runner: how busy a GPU was is noted, over a small addition", moment, "x", "< 1 x", moment < 1),
     ]
 
 
@@ -102,6 +108,16 @@ def small_cnn(device: str):
 def small_addition() -> float:
     x = torch.ones(8)
     return min(timed(lambda: torch.add(x, x), 10_000) for _ in range(5))
+
+
+def in_ledger() -> tuple[float, float]:
+    """Seconds of a note of bytes and of one of time."""
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(folder, 8)
+        calls = (lambda: ledger.note(7, 5, 6, 7)), (lambda: ledger.time(7, 5.0, 6.0))
+        note, moment = (min(timed(call, 10_000) for _ in range(5)) for call in calls)
+        ledger.end()
+    return note, moment
 
 
 class Counter(TorchDispatchMode):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import psutil
 import pytest
 import series
 
-from tests.processes import ranks
+from tests.processes import free_port, ranks
 
 SHOTS = series.BUILD / "browser"
 LIMIT = 400  # seconds for one notebook
@@ -34,9 +33,7 @@ def lab(tmp_path_factory):
         file = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"}
     environment |= {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "JUPYTER_PREFER_ENV_PATH": "1"}
     options = ["--no-browser", "--allow-root", "--expose-app-in-browser", f"--port={port}", "--IdentityProvider.token="]

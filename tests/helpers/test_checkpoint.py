@@ -4,6 +4,7 @@ import builtins
 import errno
 import os
 import pickle
+import platform
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import virtualgpu
 from helpers import checkpoint
 from helpers.checkpoint import CheckpointError
 
+HOST = re.sub(r"[^\w-]", "_", platform.node())
 STATE = {"epoch": 1, "model": {"weight": torch.arange(6.0).view(2, 3)}, "note": ["a", 2.5, None]}
 
 
@@ -64,19 +66,35 @@ checkpoint.save({{"epoch": 2, "model": {{"weight": torch.ones(1_000_000)}}}}, {s
 
 
 def test_the_unfinished_file_of_a_living_writer_is_left_alone(tmp_path):
-    (tmp_path / f"a.pt.{os.getppid()}.part").touch()
+    (tmp_path / f"a.pt.{HOST}.{os.getppid()}.part").touch()
     checkpoint.save(STATE, tmp_path / "a.pt")
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_name_with_brackets_and_stars(tmp_path):
+@pytest.fixture
+def gone():
+    """The pid of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_the_unfinished_file_of_another_host_is_left_alone(tmp_path, gone, monkeypatch):
+    """In a shared folder; that nobody here has its writer's pid says nothing."""
+    (tmp_path / f"a.pt.elsewhere.{gone}.part").touch()
+    checkpoint.save(STATE, tmp_path / "a.pt")
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", f"a.pt.elsewhere.{gone}.part"]
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    checkpoint.save(STATE, tmp_path / "a.pt")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_name_with_brackets_and_stars(tmp_path, gone):
     """It is no pattern: what a dead writer left goes, and nothing else."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for name in (f"a[1]*.pt.{gone.pid}.part", f"a1b.pt.{gone.pid}.part"):
+    for name in (f"a[1]*.pt.{HOST}.{gone}.part", f"a1b.pt.{HOST}.{gone}.part"):
         (tmp_path / name).touch()
     checkpoint.save(STATE, tmp_path / "a[1]*.pt")
-    assert sorted(os.listdir(tmp_path)) == ["a1b.pt." + f"{gone.pid}.part", "a[1]*.pt"]
+    assert sorted(os.listdir(tmp_path)) == [f"a1b.pt.{HOST}.{gone}.part", "a[1]*.pt"]
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -116,7 +116,7 @@ def test_the_first_is_blamed_whatever_the_clock():
     def worker():
         if dist.get_rank() == 0:
             time.time = lambda: 0.0
-            time.sleep(0.1)
+            time.sleep(1)
         raise ValueError
 
     with pytest.raises(WorkerError) as caught:
@@ -228,12 +228,14 @@ def test_without_cloudpickle(monkeypatch):
 # -- processes that ranks start
 
 
-def load_with_workers(fail=False):
+def load_with_workers(begun=None):
+    """begun: a file that is made after the first batch, and then no batch follows."""
     from torch.utils.data import DataLoader
 
     batches = iter(DataLoader(range(6), batch_size=2, num_workers=2))
     first = next(batches).tolist()
-    if fail:
+    if begun is not None:
+        begun.touch()
         time.sleep(60)
     return first + [n for batch in batches for n in batch.tolist()]
 
@@ -242,10 +244,10 @@ def test_a_rank_may_have_a_loader_with_workers():
     assert launch(load_with_workers) == [list(range(6))] * 2
 
 
-def test_a_loaders_workers_go_with_their_rank():
-    with pytest.raises(WorkerError, match="not done after 4 s"):
-        launch(load_with_workers, fail=True, timeout=4)
-    assert ranks() == []
+def test_a_loaders_workers_go_with_their_rank(tmp_path):
+    with pytest.raises(WorkerError, match="not done after 10 s"):
+        launch(load_with_workers, tmp_path / "begun", timeout=10)
+    assert (tmp_path / "begun").exists() and ranks() == []
 
 
 DAEMON = "import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); import time; time.sleep(300)"

@@ -115,7 +115,7 @@ def test_a_notebook_that_prints_ascii_alone(monkeypatch):
 # -- where each rank stands
 
 
-def places(worker, timeout=3):
+def places(worker, timeout=10):
     with pytest.raises(WorkerError) as caught:
         launch(worker, timeout=timeout)
     assert caught.value.rank is None
@@ -184,7 +184,7 @@ def test_installed_in_a_folder_beyond_ascii(tmp_path):
             dist.recv(torch.ones(1), src=0)
 
     try:
-        launch(worker, timeout=3)
+        launch(worker, timeout=10)
     except WorkerError as error:
         print(error.places[0])
     """

@@ -195,9 +195,7 @@ def test_what_nvidia_smi_leaves_behind_is_not_awaited(nvidia_smi, tmp_path):
 
 def test_an_nvidia_smi_that_floods_is_cut_off(nvidia_smi):
     nvidia_smi("exec yes 'GPU-00, 5, 1000'")
-    start = time.perf_counter()
     assert SMISource(limit=60).read() == [Reading(5, 1000 * 2**20)]
-    assert time.perf_counter() - start < 10
 
 
 def test_a_missing_nvidia_smi(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """Ray as notebook 05 uses it: started and ended without a trace, restored after a kill, on two nodes."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -107,6 +108,20 @@ def test_a_killed_experiment_goes_on(program, tmp_path):
     wait_until(lambda: nobody_is_left(again))
     assert not left.exists() and not list(Path("/tmp").glob(f"ray-{again.pid}-*"))
     assert not (tmp_path / ".ray").exists() and not (tmp_path / "ray_results").exists()  # in the home folder
+
+
+def test_a_folder_goes_only_where_its_notebook_ran_on_this_host(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "SHORT", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    folders = {f"ray-{gone.pid}-a": platform.node(), f"ray-{gone.pid}-b": "elsewhere", f"ray-{gone.pid}-c": None}
+    folders[f"ray-{os.getpid()}-d"] = platform.node()
+    for name, host in folders.items():
+        (tmp_path / name).mkdir()
+        if host is not None:
+            (tmp_path / name / tuning.HOST).write_text(host, "utf-8")
+    tuning._remove_folders_of_the_dead()
+    assert sorted(os.listdir(tmp_path)) == sorted(folders.keys() - {f"ray-{gone.pid}-a"})
 
 
 def test_two_nodes_by_address_alone(program, tmp_path):

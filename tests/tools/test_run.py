@@ -66,7 +66,7 @@ def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
     assert {path.name for path in (root / "build").glob("0*")} == {
         f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead") for e in ("html", "ipynb")
     }
-    assert list(json.loads((root / "build" / "times.json").read_text())) == ["01_good"]
+    assert list(json.loads((root / "build" / "times.json").read_text("utf-8"))) == ["01_good"]
     assert nbformat.read(root / "build" / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", (
         "the copy shows it"
     )
@@ -86,12 +86,12 @@ def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, m
 def test_the_pages(folder):
     root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
     run.main([])
-    index = (root / "build" / "index.html").read_text()
+    index = (root / "build" / "index.html").read_text("utf-8")
     assert '<a href="01_good.html">01 · Add <em>numbers</em></a> <small>' in index
     assert "<li>add with <code>+</code></li><li>see &lt;b&gt; escaped</li>" in index
     assert 'alt="Figure (measured): It &quot;rises&quot;"' in index
     assert "cell 2 of 2: ValueError: the cure is tea" in index
-    page = BeautifulSoup((root / "build" / "01_good.html").read_text(), "html.parser")
+    page = BeautifulSoup((root / "build" / "01_good.html").read_text("utf-8"), "html.parser")
     assert page.title.text == "01 · Add numbers"
     assert [image["alt"] for image in page.find_all("img")] == ['Figure (measured): It "rises"']
     assert page.find("a", string="Open in Colab")["href"] == "https://colab/01", "the badge became a link"
@@ -105,7 +105,8 @@ def test_the_pages_are_a_small_site(folder):
     root = folder(nb_01_good=first, nb_02_bad=BAD)
     run.main(["--stored"])
     one, two = (
-        BeautifulSoup((root / "build" / f"{name}.html").read_text(), "html.parser") for name in ("01_good", "02_bad")
+        BeautifulSoup((root / "build" / f"{name}.html").read_text("utf-8"), "html.parser")
+        for name in ("01_good", "02_bad")
     )
     around = [
         [(link["href"], link.text) for link in page.select_one("nav.series").find_all("a")] for page in (one, two)
@@ -125,7 +126,7 @@ def test_a_page_asks_nothing_of_the_outside(folder):
     root = folder(nb_01_good=GOOD)
     run.main(["--stored"])
     for path in (root / "build").glob("*.html"):
-        page = BeautifulSoup(path.read_text(), "html.parser")
+        page = BeautifulSoup(path.read_text("utf-8"), "html.parser")
         assert not page.find_all(["script", "link", "iframe"])
         assert all(image["src"].startswith("data:") for image in page.find_all("img"))
         assert not re.search(r"url\((?!['\"]?data:)|@import", "".join(style.text for style in page.find_all("style")))
@@ -137,17 +138,17 @@ def test_the_virtual_gpus_have_a_page(folder):
     (root / "virtualgpu").mkdir()
     (root / "drawn.png").write_bytes(b"picture")
     text = "# virtualgpu\n\n## Run\n\n![Bars](../drawn.png) [judges](../tests/README.md) [outside](https://a.b/c) [here](#Run)\n"
-    (root / "virtualgpu" / "README.md").write_text(text)
+    (root / "virtualgpu" / "README.md").write_text(text, "utf-8")
     (root / "pyproject.toml").write_text('[tool.series]\nrepository = "me/series"\nbranch = "main"\n')
     run.main(["--stored"])
-    page = BeautifulSoup((root / "build" / "virtualgpu.html").read_text(), "html.parser")
+    page = BeautifulSoup((root / "build" / "virtualgpu.html").read_text("utf-8"), "html.parser")
     assert page.title.text == "virtualgpu"
     assert base64.b64decode(page.img["src"].removeprefix("data:image/png;base64,")) == b"picture"
     links = {link.text: link["href"] for link in page.main.find_all("a", class_=None)}
     assert links["judges"] == "https://github.com/me/series/blob/main/tests/README.md"
     assert (links["outside"], links["here"]) == ("https://a.b/c", "#Run")
     assert [link.text for link in page.select("nav.toc li a")] == ["Run"]
-    index = BeautifulSoup((root / "build" / "index.html").read_text(), "html.parser")
+    index = BeautifulSoup((root / "build" / "index.html").read_text("utf-8"), "html.parser")
     assert index.find("a", string="virtual GPUs")["href"] == "virtualgpu.html"
 
 
@@ -163,7 +164,17 @@ def test_store_keeps_the_outputs_of_what_ran_only(folder):
 def test_stored_executes_nothing(folder):
     root = folder(nb_03_dead=DEAD)
     assert run.main(["--stored"]) == 0
-    assert "03 · Die" in (root / "build" / "index.html").read_text()
+    assert "03 · Die" in (root / "build" / "index.html").read_text("utf-8")
+
+
+def test_a_kernel_has_the_environment_that_outputs_are_compared_in(folder, monkeypatch):
+    for name in run.ENVIRONMENT:
+        monkeypatch.delenv(name)
+    cell = new_code_cell(f"import os\n[os.environ.get(name) for name in {list(run.ENVIRONMENT)}]")
+    root = folder(nb_01_environment=new_notebook(cells=[new_markdown_cell("# 01 · Environment"), cell]))
+    run.main([])
+    (output,) = nbformat.read(root / "build" / "01_environment.ipynb", 4).cells[1].outputs
+    assert output.data["text/plain"] == str(list(run.ENVIRONMENT.values()))
 
 
 def test_only_some(folder, capsys):

@@ -1,6 +1,7 @@
 """PyTorch's private names behave as the engine expects of them, in whichever version is installed."""
 
 import gc
+import importlib.util
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
 from virtualgpu import _compat
+from virtualgpu.simulation import costs
 
 aten = torch.ops.aten
 
@@ -262,6 +264,20 @@ def test_floating_point_operations():
     ):
         assert _compat.flop_formula(operator)(*args, out_val=torch.ones(2, 4)) == 2 * 2 * 3 * 4
     assert _compat.flop_formula(aten.add.Tensor) is None
+
+
+def test_costs_where_a_version_lacks_an_operation(monkeypatch):
+    class Lacking:
+        def __getattr__(self, name):
+            if name == "mkldnn_rnn_layer":
+                raise AttributeError(name)
+            return getattr(aten, name)
+
+    monkeypatch.setattr(torch.ops, "aten", Lacking())
+    spec = importlib.util.spec_from_file_location("costs_there", costs.__file__)
+    there = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(there)
+    assert costs.FORMULAS.keys() - there.FORMULAS.keys() == {aten.mkldnn_rnn_layer}
 
 
 def test_kernels_registered_for_keys():

@@ -13,6 +13,8 @@ from torch import nn
 
 import virtualgpu
 from virtualgpu import _compat, session
+from virtualgpu.engine.home import Home
+from virtualgpu.memory.blocks import Block
 
 MIB = 1 << 20
 
@@ -121,7 +123,7 @@ def test_memory_as_people_write_it(memory, nbytes):
 
 
 @pytest.mark.parametrize("memory", ["a lot", "", "16 XB", "-1 GB", "1..5 GB", 0, -5, "1 KB", True, [16], float("nan")])
-def test_memory_as_nobody_writes_it(memory):
+def test_invalid_memory_sizes(memory):
     with pytest.raises(ValueError, match=r"memory=.*give bytes, or text like"):
         virtualgpu.gpus(1, memory=memory)
 
@@ -416,7 +418,7 @@ def test_interrupted_step_leaves_the_books_right():
 
 
 def test_five_hundred_steps_leave_no_trace():
-    """The bookkeeping stays bounded: blocks, free lists, remembered operations, garbage."""
+    """The bookkeeping stays bounded: what is allocated, what is reserved, and the objects that say so."""
     virtualgpu.gpus(2)
     below, above = nn.Linear(4, 4).to("cuda:0"), nn.Linear(4, 1).to("cuda:1")
     optimizer = torch.optim.SGD([*below.parameters(), *above.parameters()], lr=1e-3)
@@ -434,7 +436,7 @@ def test_five_hundred_steps_leave_no_trace():
             [g.settled().allocated for g in machine.gpus],
             [g.settled().reserved for g in machine.gpus],
             [gpu.settled().statistics.retries for gpu in machine.gpus],
-            sum(type(o).__name__ in ("Home", "Block") for o in gc.get_objects()),
+            sum(type(o) in (Home, Block) for o in gc.get_objects()),
         )
 
     steps(20)

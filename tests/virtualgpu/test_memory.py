@@ -98,6 +98,7 @@ def judged(operations: set[str], model, x, y) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_live_bytes_are_those_of_the_profiler(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "_operations", {})  # those of this model alone
     with virtualgpu.gpus(1):
         torch.manual_seed(0)
         model, x, y = MODELS[name]()

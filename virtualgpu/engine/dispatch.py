@@ -124,7 +124,7 @@ class Dispatch(TorchDispatchMode):
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
             if waits:  # the host needs to know how large the result is
                 clock.wait_for(clock.current(gpu.index))
-        elif op.reads:
+        elif op.returns_value_to_host:
             clock.host_copy(gpu.index, gpu.spec.host.seconds(8), True, op.name, "out")
         elif op.foreach:
             self.timing.launch_foreach(op, args, tensors)

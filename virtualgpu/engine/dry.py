@@ -29,8 +29,8 @@ class DryRun:
 
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
-        if op.reads:
-            return self.no_value(op, tensors, gpu)
+        if op.returns_value_to_host:
+            return self.placeholder_value(op, tensors, gpu)
         key = [op, *[setting() for setting in SETTINGS]]
         try:
             _describe(args, key)
@@ -67,7 +67,7 @@ class DryRun:
         same = op.returns[0] if len(op.returns) == 1 else None
         return out if same is None or same >= len(args) else args[same]
 
-    def no_value(self, op: Operation, tensors, gpu: GPU | None):
+    def placeholder_value(self, op: Operation, tensors, gpu: GPU | None):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
         if gpu is not None and not self.machine.warned_about_nan:
             self.machine.warned_about_nan = True

@@ -148,7 +148,7 @@ def _numbers(args) -> int:
 def host_free() -> int:
     """Bytes that this machine can still give a program, by the kernel's own estimate."""
     try:
-        with open("/proc/meminfo") as file:
+        with open("/proc/meminfo", encoding="utf-8") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024
     except (OSError, StopIteration):  # not Linux
         pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0

@@ -148,8 +148,9 @@ class Machine:
         """Keep account together with other processes on the same GPUs: what each holds, and how busy it was."""
         self.ledger = ledger
         for gpu in self.gpus:
-            gpu.memory.others = functools.partial(ledger.others, gpu.physical)
-            gpu.memory.on_reserved = functools.partial(self._note_reserved, gpu)
+            with gpu.lock:  # another thread's malloc asks both, or none
+                gpu.memory.others = functools.partial(ledger.others, gpu.physical)
+                gpu.memory.on_reserved = functools.partial(self._note_reserved, gpu)
         self.clock.on_wait = self._note_time
 
     def _note_reserved(self, gpu: GPU, memory) -> None:
@@ -186,7 +187,7 @@ class Machine:
         return "meta" if self.dry else "cpu"
 
     def gpu(self, device) -> GPU | None:
-        """The GPU that a device, a name ("cuda:1"), an index or None (the current one) stands for; None for the CPU.
+        """The GPU for a device, a name ("cuda:1"), an index, or None (the current GPU); None for the CPU.
 
         Raises the error of PyTorch for a GPU that is not there.
         """

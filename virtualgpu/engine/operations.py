@@ -40,7 +40,7 @@ GROWING |= {
 GROWING |= {aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter, aten.contiguous}
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # which argument is the left factor
 SAME_DEVICE = "Expected all tensors to be on the same device"
-LEGACY = {
+LEGACY_TYPE_NAMES = {
     torch.float32: "FloatTensor",
     torch.float64: "DoubleTensor",
     torch.float16: "HalfTensor",
@@ -57,15 +57,18 @@ LEGACY = {
 class Operation:
     """What the schema tells about one operation, once.
 
-    cacheable: a dry run may remember its result's shape. composite: made of other operations, for all devices alike. converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no
-    other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result
-    that stays on the CPU. kernel: takes the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not
-    all its tensors need to be on one device. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants lengths on
-    the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random: draws from a generator, of which
-    `generator` says whether one can be given. reads: a value goes to the host. resizes: may change a storage's size. returns: which
-    argument each result is, None for a new tensor. shape_from_values: the host must wait to know the result's shape. special: how
-    dispatch handles it, where not like the others. strict: see STRICT. takes_device: has an argument `device`. write_only: reads none.
-    writes: position and name of each argument that it writes to.
+    cacheable: a dry run may remember its result's shape. composite: made of other operations, for all devices alike.
+    converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no other. foreach: works on lists, each entry by
+    itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
+    the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its
+    argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not all its tensors need to
+    be on one device. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants
+    lengths on the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random:
+    draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
+    returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
+    shape_from_values: the host must wait to know the result's shape. special: how dispatch handles it, where not like
+    the others. strict: see STRICT. takes_device: has an argument `device`. write_only: reads none. writes: position and
+    name of each argument that it writes to.
     """
 
     __slots__ = (
@@ -94,9 +97,9 @@ class Operation:
         "product",
         "python",
         "random",
-        "reads",
         "resizes",
         "returns",
+        "returns_value_to_host",
         "shape_from_values",
         "special",
         "strict",
@@ -123,8 +126,8 @@ class Operation:
         self.packs = packet is aten._pack_padded_sequence
         self.mixed = self.copies or self.indexes or packet in PACKING or packet in LENGTHS
         self.strict = packet in STRICT
-        self.reads = torch.Tag.data_dependent_output in func.tags
-        self.kernel = not (self.reads or self.foreach or self.copies or self.name in EMPTY)
+        self.returns_value_to_host = torch.Tag.data_dependent_output in func.tags
+        self.kernel = not (self.returns_value_to_host or self.foreach or self.copies or self.name in EMPTY)
         self.shape_from_values = torch.Tag.dynamic_output_shape in func.tags
         self.resizes = self.name in RESIZING or any(argument.is_out for argument in arguments)
         # which argument each result is, for operations in place; None: a new tensor
@@ -156,7 +159,10 @@ class Operation:
             or self.takes_device
         )
         self.cacheable = not (
-            self.resizes or self.reads or torch.Tag.inplace_view in func.tags or self.name.startswith("rand")
+            self.resizes
+            or self.returns_value_to_host
+            or torch.Tag.inplace_view in func.tags
+            or self.name.startswith("rand")
         )
 
 
@@ -223,7 +229,7 @@ def type_name(tensor: torch.Tensor) -> str:
     """What Tensor.type() answers, and some errors still say: torch.cuda.FloatTensor."""
     sparse = "sparse." if tensor.layout is torch.sparse_coo else ""
     where = "cuda." if gpu_of(tensor) else ""
-    return f"torch.{where}{sparse}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"
+    return f"torch.{where}{sparse}{LEGACY_TYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}"
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -51,7 +51,7 @@ class Spec:
     """One model of GPU. Rates in FLOP/s per dtype, bandwidth in bytes/s, memory in bytes, times in seconds, clocks in Hz.
 
     Of your own: Spec(name, memory, capability, processors, rates, bandwidth, peer, host), where `rates` has torch.float32 at
-    least; a dtype that is not there runs at that rate. Raises ValueError for a figure that cannot be.
+    least; a dtype that is not there runs at that rate. Raises ValueError for an invalid figure.
 
     The figures below `kernel` move no simulated time; programs read them. What is left None is not known: 0 to PyTorch.
     """

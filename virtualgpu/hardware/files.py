@@ -8,10 +8,11 @@
     host = "PCIe 4.0"                    # or "PCIe 4.0 x8", "25 GB/s", {bandwidth = "25 GB/s", latency = "10 us"}
     rates = {float32 = "48.7 TFLOPS", tf32 = "48.7 TFLOPS", float16 = "97.5 TFLOPS", bfloat16 = "97.5 TFLOPS"}   # dense
 
-These must be there, of the rates float32; or `base = "A100"` (a name in the table), and then only what is different. What may be there: peer (a link like host; without it copies between GPUs pass through the host), peer_access (true or
-false), kernel (time that any kernel takes, "2 us"), clock, memory_clock ("2505 MHz"), bus (bits), l2 ("64 MB"), power ("320 W"),
-nvlink ({links = 12, bandwidth = "25 GB/s", switch = true}, of one link one way; bridge = true where they join two cards alone). Rates may also name float64, float8 (both
-kinds), float8_e4m3fn, float8_e5m2.
+These must be there, of the rates float32; or `base = "A100"` (a name in the table), and then only what is different.
+What may be there: peer (a link like host; without it copies between GPUs pass through the host), peer_access (true or
+false), kernel (time that any kernel takes, "2 us"), clock, memory_clock ("2505 MHz"), bus (bits), l2 ("64 MB"), power
+("320 W"), nvlink ({links = 12, bandwidth = "25 GB/s", switch = true}, of one link one way; bridge = true where they
+join two cards alone). Rates may also name float64, float8 (both kinds), float8_e4m3fn, float8_e5m2.
 """
 
 import difflib

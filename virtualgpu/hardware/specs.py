@@ -37,9 +37,11 @@ def find(like: str | os.PathLike | Spec, memory: int | str | None = None) -> Spe
     """The card of that name, with another memory size where one is given (bytes, or "16 GB").
 
     like: a name in the table, as `torch.cuda.get_device_name` prints it or as people write it ("A100", "a100-80gb",
-    "A100 PCIe", "RTX4090", "4090"), with NVLink behind it for a card with its bridge ("TITAN RTX NVLink"); the path of a .toml or .json file (see `files`); or a Spec, which is kept.
+    "A100 PCIe", "RTX4090", "4090"), with NVLink behind it for a card with its bridge ("TITAN RTX NVLink"); the path of
+    a .toml or .json file (see `files`); or a Spec, which is kept.
 
-    Raises ValueError, naming what there is, for an unknown name, a file that does not say a card, or a size that cannot be read.
+    Raises ValueError, naming what there is, for an unknown name, a file that does not say a card, or a size that cannot
+    be read.
     """
     if isinstance(like, Spec):
         spec = like

@@ -4,7 +4,7 @@ import math
 import re
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-LEAST, MOST = 2 * MIB, 1 << 50  # PyTorch's smallest segment is 2 MiB; no GPU has a PiB
+MIN_BYTES, MAX_BYTES = 2 * MIB, 1 << 50  # PyTorch's smallest segment is 2 MiB; no GPU has a PiB
 
 _UNITS = {  # how each base unit may be spelled, after its prefix
     "B/s": r"b(?:ytes?)?/s(?:ec)?",
@@ -18,7 +18,7 @@ _LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}  # of seconds alone: nobody writes of milliwatts here
 
 
-def parse_size(size: int | float | str, what: str = "memory", least: int = LEAST) -> int:
+def parse_size(size: int | float | str, what: str = "memory", least: int = MIN_BYTES) -> int:
     """Bytes from 256_000_000, "256 MB", "16 GB", "1.5 GiB". As for GPUs, a kB here is 1,024 bytes, and so on.
 
     Raises ValueError, in a sentence that begins with `what`, for what is no size, below `least` bytes or above 1 PiB.
@@ -35,9 +35,11 @@ def parse_size(size: int | float | str, what: str = "memory", least: int = LEAST
     if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
         raise ValueError(f"{what}={size!r} is not a size: {cure}")
     if number < least:
-        why = "a GPU needs at least 2 MiB (PyTorch's smallest segment)" if least == LEAST else f"{least} is the least"
+        why = (
+            "a GPU needs at least 2 MiB (PyTorch's smallest segment)" if least == MIN_BYTES else f"{least} is the least"
+        )
         raise ValueError(f"{what}={size!r} is {number:,.0f} bytes, and {why}: {cure}")
-    if number > MOST:
+    if number > MAX_BYTES:
         raise ValueError(f"{what}={size!r} is more than any GPU has; at most 1 PiB (1,024 TB) goes: {cure}")
     return int(number)
 

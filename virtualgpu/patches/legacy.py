@@ -4,14 +4,14 @@ import torch
 
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.operations import LEGACY
+from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
 from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Add the types of torch.cuda; replace those of torch, and set_default_tensor_type."""
     plain_types = {}
-    for dtype, name in LEGACY.items():
+    for dtype, name in LEGACY_TYPE_NAMES.items():
         plain = plain_types[f"torch.{name}"] = getattr(torch, name)
         patches.add(torch.cuda, name, _legacy_type(machine, dtype, name, plain))
         patches.replace(torch, name, _cpu_type(dtype, name, plain))
@@ -24,7 +24,9 @@ def install(machine: Machine, patches: Patches) -> None:
             torch.set_default_device(None)
             original(plain_types.get(name, t))
             return
-        torch.set_default_dtype(next(dtype for dtype, kind in LEGACY.items() if kind == name.rpartition(".")[2]))
+        torch.set_default_dtype(
+            next(dtype for dtype, kind in LEGACY_TYPE_NAMES.items() if kind == name.rpartition(".")[2])
+        )
         torch.set_default_device("cuda")
 
     patches.replace(torch, "set_default_tensor_type", set_default_tensor_type)

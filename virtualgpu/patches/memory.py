@@ -208,7 +208,8 @@ class Memory:
     def _cuda_attach_out_of_memory_observer(self, observer) -> None:
         """observer(device, bytes asked of the GPU, bytes allowed, bytes free), before the error is raised."""
         for gpu in self.machine.gpus:
-            gpu.memory.oom_observers.append(observer)
+            with self._memory(gpu) as memory:
+                memory.oom_observers.append(observer)
 
     def _cuda_memoryMetadataSupported(self) -> bool:
         return True

@@ -16,7 +16,7 @@ from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.home import gpu_of, sparse_parts, storage_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import LEGACY, type_name
+from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, type_name
 from virtualgpu.errors import foreign, without_values
 from virtualgpu.patches import fused
 from virtualgpu.patches.registry import Patches
@@ -157,7 +157,7 @@ class TensorPatches:
         if isinstance(dtype, type):  # torch.cuda.FloatTensor itself, as torchsummary has it
             dtype = f"{dtype.__module__}.{dtype.__name__}"
         if isinstance(dtype, str) and dtype.startswith("torch."):
-            kinds = {name: kind for kind, name in LEGACY.items()}
+            kinds = {name: kind for kind, name in LEGACY_TYPE_NAMES.items()}
             kind = kinds.get(dtype.rpartition(".")[2])
             if kind is not None:
                 gpu = gpu_of(tensor)

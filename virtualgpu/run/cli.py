@@ -31,7 +31,6 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --quiet        no table at the end
   --cards        list the cards there are, and end
 """
-MOST = 64  # GPUs
 WITH_VALUE = ("--gpus", "--like", "--memory", "--trace", "--world-size", "--rank", "--gpus-per-node", "--network")
 WITHOUT = ("--dry", "--report", "--quiet", "--cards", "--help")
 
@@ -174,8 +173,8 @@ def _whole(name: str, text: str) -> int:
 
 def number(text: str) -> int:
     """How many GPUs. Raises ValueError."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST:
-        raise ValueError(f"{text!r} GPUs: ask for 1 to {MOST}")
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= environment.MAX_GPUS:
+        raise ValueError(f"{text!r} GPUs: ask for 1 to {environment.MAX_GPUS}")
     return int(text)
 
 

@@ -48,10 +48,11 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
     """[fn(*args, **kwargs) of rank 0, of rank 1, ...]; what they print comes as `[rank i]` lines, in rank order, at
     the end.
 
-    Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on
-    the CPU one thread. Where virtual GPUs are on here, they are on there (`inherit`); dry: ranks work on shapes alone. Raises WorkerError when a rank raises, exits, is killed, or has not ended after `timeout`
-    seconds; it names the rank that was first, and no process is left, nor one that a rank started. Raises ValueError
-    for an impossible nprocs or timeout, ImportError where cloudpickle is missing.
+    Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on the
+    CPU one thread. Where virtual GPUs are on here, they are on there (`inherit`); dry: ranks work on shapes alone.
+    Raises WorkerError when a rank raises, exits, is killed, or has not ended after `timeout` seconds; it names the rank
+    that was first, and no process is left, nor one that a rank started. Raises ValueError for an impossible nprocs or
+    timeout, ImportError where cloudpickle is missing.
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs={nprocs!r}: ask for one process or more")

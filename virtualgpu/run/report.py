@@ -14,7 +14,7 @@ from virtualgpu.run.table import size
 
 SUFFIX = ".report"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
-MOST = 10  # lines of a program that are told; the rest is one line
+MAX_LINES = 10  # lines of a program that are told; the rest is one line
 LIBRARIES = ("torch", "torchvision", "virtualgpu", "contextlib", "threading")  # a line in these is nobody's to change
 
 
@@ -59,7 +59,7 @@ def leave(folder: str) -> None:
         for block in peak["blocks"]:
             block["frames"] = own_frames(block["frames"])
     if peaks:
-        with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w") as file:
+        with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
             json.dump(peaks, file)
 
 
@@ -81,7 +81,7 @@ def collect(folder: str) -> list[str]:
     for name in os.listdir(folder):
         if name.endswith(SUFFIX):
             try:
-                with open(os.path.join(folder, name)) as file:
+                with open(os.path.join(folder, name), encoding="utf-8") as file:
                     found += [_peak(record) for record in json.load(file)]
             except (OSError, ValueError):  # cut off: the process was killed, or the disk is full
                 lost += 1
@@ -110,8 +110,8 @@ def lines(peak: Peak, who: str = "") -> list[str]:
     ranked = sorted(
         ((where, *_sum(blocks), blocks) for where, blocks in made.items()), key=lambda row: (-row[1], row[0])
     )
-    rows = [(where, nbytes, _what(count, blocks)) for where, nbytes, count, blocks in ranked[:MOST]]
-    rest = ranked[MOST:]
+    rows = [(where, nbytes, _what(count, blocks)) for where, nbytes, count, blocks in ranked[:MAX_LINES]]
+    rest = ranked[MAX_LINES:]
     if rest:
         rows.append((f"{len(rest)} more lines", sum(row[1] for row in rest), _what(sum(row[2] for row in rest), [])))
     return told + _table(rows, total) + ["  " + verdict(peak)]

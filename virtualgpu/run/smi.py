@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
         settings = environment.settings()
         if settings is None:
             raise Refused("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9)
-        with open(options.file, "w") if options.file else contextlib.nullcontext(sys.stdout) as out:
+        with open(options.file, "w", encoding="utf-8") if options.file else contextlib.nullcontext(sys.stdout) as out:
             while True:
                 out.write(answer(options, Board(settings)))
                 out.flush()
@@ -183,12 +183,12 @@ def _asked(board: Board, fields: list[str]) -> list[float]:
         return [0.0] * len(now)
     mark = os.path.join(board.folder, f"{os.getppid()}.asked")
     try:
-        with open(mark) as file:
+        with open(mark, encoding="utf-8") as file:
             before = [tuple(pair) for pair in json.load(file)]
     except (OSError, ValueError):
         before = [(0.0, 0.0)] * len(now)
     if not fields or any(field.startswith("utilization") for field in fields):
-        with contextlib.suppress(OSError), open(mark, "w") as file:
+        with contextlib.suppress(OSError), open(mark, "w", encoding="utf-8") as file:
             json.dump(now, file)
     return [share(*pair) for pair in zip(now, before, strict=True)]
 

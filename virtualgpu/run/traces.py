@@ -20,7 +20,7 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
     for number, entry in by_rank(entries):
         name = f"rank {entry.rank}" if entry.rank >= 0 else f"process {number}"
         try:
-            with open(os.path.join(folder, f"{entry.pid}{SUFFIX}")) as file:
+            with open(os.path.join(folder, f"{entry.pid}{SUFFIX}"), encoding="utf-8") as file:
                 own = json.load(file)
         except (OSError, json.JSONDecodeError):  # killed, or ended by os._exit
             missing.append(name)
@@ -30,7 +30,7 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
         events += renamed
         written += 1
     try:
-        with open(path, "w") as file:
+        with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
     except OSError as error:
         return f"{NOT_WRITTEN}: {error}."

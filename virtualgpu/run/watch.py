@@ -42,10 +42,10 @@ def until_done(ranks: "list[Rank]", timeout: float) -> None:
         for rank in ranks:
             rank.read()
         if any(rank.error or died(rank) for rank in ranks):
-            _blame(ranks)
+            _raise_first_failure(ranks)
 
 
-def _blame(ranks: "list[Rank]") -> None:
+def _raise_first_failure(ranks: "list[Rank]") -> None:
     """A process that died comes before those that miss it; among those that raised, the first."""
     time.sleep(GRACE)
     for rank in ranks:

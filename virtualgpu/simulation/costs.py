@@ -81,11 +81,12 @@ def _rnn_layer_backward(x, w_ih, w_hh, *args, out_val=None, **kwargs) -> int:
     return 2 * _rnn_layer(x, w_ih, w_hh)
 
 
-# operations that the CPU has and torch.utils.flop_counter does not know
-FORMULAS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-    aten.mkldnn_rnn_layer: _rnn_layer,
-    aten.mkldnn_rnn_layer_backward: _rnn_layer_backward,
+# operations that the CPU has and torch.utils.flop_counter does not know; a version of PyTorch may lack one
+OF_CPU = {
+    "_scaled_dot_product_flash_attention_for_cpu": attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
+    "mkldnn_rnn_layer": _rnn_layer,
+    "mkldnn_rnn_layer_backward": _rnn_layer_backward,
 }
+FORMULAS = {getattr(aten, name): counts for name, counts in OF_CPU.items() if hasattr(aten, name)}
 WRITE_ONLY = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default}

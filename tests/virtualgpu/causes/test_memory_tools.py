@@ -256,7 +256,7 @@ def test_a_snapshot_names_the_readers_line(gpus):
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     (event,) = [event for event in snapshot["device_traces"][1] if event["action"] == "alloc"]
-    assert event["size"] == 4096 or event["size"] == 4000
+    assert event["size"] == 4000  # as it was asked for, before rounding
     assert any(
         frame["filename"] == __file__ and frame["name"] == "test_a_snapshot_names_the_readers_line"
         for frame in event["frames"]

@@ -453,7 +453,7 @@ def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
         virtualgpu.reset()
 
 
-def test_more_gpus_than_pass_for_real_ones_are_virtual_and_reset_leaves_the_others(monkeypatch, capsys):
+def test_more_gpus_than_the_runner_plays(monkeypatch, capsys):
     """As where a notebook asks for two on a machine with one: `reset` turns off its own, twice if need be."""
     monkeypatch.setenv("HELPERS_GPUS", "real")
     session.activate(find_all(1, "T4", None))

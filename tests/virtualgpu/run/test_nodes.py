@@ -2,11 +2,11 @@
 
 import json
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.processes import free_port
 from virtualgpu.hardware import networks
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.simulation import nccl
@@ -50,12 +50,6 @@ def agent(node: int, port: int, program, *arguments: str) -> list[str]:
     where = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
     meet = ["--rdzv-backend", "static", "--master-addr", "localhost", "--master-port", str(port)]
     return ["-m", "torch.distributed.run", *where, *meet, str(program), *arguments]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def ranks(*printed: str) -> list[list]:

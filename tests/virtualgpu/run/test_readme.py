@@ -14,9 +14,9 @@ README = Path(virtualgpu.environment.__file__).with_name("README.md")
 def example(name, folder, environ):
     """Write the program called `name`, run the command below it; its output's lines, and those that the README shows."""
     program, command, shown = re.search(
-        rf"```python\n(# {name}\n.*?)```\n\n```console\n\$ (.*?)\n(.*?)```", README.read_text(), re.DOTALL
+        rf"```python\n(# {name}\n.*?)```\n\n```console\n\$ (.*?)\n(.*?)```", README.read_text("utf-8"), re.DOTALL
     ).groups()
-    (folder / name).write_text(program)
+    (folder / name).write_text(program, "utf-8")
     words = shlex.split(command)
     words = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
     found = subprocess.run(words, cwd=folder, env=environ, text=True, capture_output=True)
