@@ -65,7 +65,8 @@ def test_ranks_that_are_threads():
         total = functional.all_reduce(mine, "sum", dist.group.WORLD) + 0  # waits for it
         dist.broadcast(mine, 0)
         said[number] = total.device.index, total.tolist(), mine.device.index, mine.tolist()
-        dist.destroy_process_group()
+        if hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # PyTorch 2.11 itself raises without
+            dist.destroy_process_group()
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     try:
