@@ -15,9 +15,9 @@ site: setup        ## pages from the stored outputs, nothing executed
 lab: setup         ## JupyterLab on the notebooks
 	@$(PY) -m jupyter lab --notebook-dir=notebooks
 
-test: setup        ## lint, unit tests, guards, strict nbval; three processes, since many tests wait, a file or a notebook at a time each
+test: setup        ## lint, unit tests, guards, strict nbval; two processes, a file or a notebook at a time each
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check .
-	@$(PY) -m pytest -n 3 --dist loadfile --nbval tests notebooks
+	@$(PY) -m pytest -n 2 --dist loadfile --nbval tests notebooks
 
 bench: setup       ## timings, side by side in one run
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[bench]' -c constraints.txt && $(PY) -m tests.bench

@@ -38,7 +38,7 @@ def test(session: nox.Session, versions: str) -> None:
     session.install("-e", ".[dev]", "-c", constraints)
     options = [] if versions == "pinned" else ["--nbval-sanitize-with=tests/sanitize_versions.cfg"]
     session.run(
-        "pytest", "-n", "3", "--dist", "loadfile", "--nbval", *options, *(session.posargs or ["tests", "notebooks"])
+        "pytest", "-n", "2", "--dist", "loadfile", "--nbval", *options, *(session.posargs or ["tests", "notebooks"])
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -32,6 +33,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("locale", [{}, ASCII], ids=["utf-8", "ascii"])
 def test_the_runner_and_ranks(clean_environ, tmp_path, locale):
+    if locale and not torch.__file__.isascii():
+        pytest.skip("PyTorch that is itself in a folder with such a name cannot be imported in that locale")
     folder = tmp_path / "여러 GPU 폴더"
     (folder / "임시 파일").mkdir(parents=True)
     (folder / "virtualgpu").symlink_to(ROOT / "virtualgpu")
