@@ -6,6 +6,7 @@ Version, licence and Python are the series'; the wheel is built in a folder of i
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
         command += [*(["--no-build-isolation"] if offline else []), "-w", str(target), str(tree)]
         status = subprocess.run(command).returncode
     if status == 0:
-        print(*(f"pip install {wheel}" for wheel in sorted(target.glob("virtualgpu-*.whl"))), sep="\n")
+        print(*(f"pip install {shlex.quote(str(wheel))}" for wheel in sorted(target.glob("virtualgpu-*.whl"))), sep="\n")
     return status
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata as metadata
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -59,10 +60,11 @@ def wheel(tmp_path_factory):
     version = metadata.version("setuptools")
     if int(version.split(".")[0]) < 77:
         pytest.skip(f"setuptools {version} is older than the package asks for, and there may be no network")
-    folder = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("my wheel")
     command = [sys.executable, str(series.ROOT / "tools" / "wheel.py"), "--offline", str(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     (found,) = folder.glob("*.whl")
+    assert shlex.split(said) == ["pip", "install", str(found)], "a line to be copied"
     return found
 
 
