@@ -1,12 +1,13 @@
 """The experiment of PyTorch's model-parallel tutorial, in a dry run on two T4s: for the test that holds the clock to it, and the bench."""
 
+import pytest
 import torch
 from torch import nn
-from torchvision.models import resnet50
 
 import virtualgpu
 from tests.virtualgpu.programs import PipelinedResNet, SplitResNet
 
+resnet50 = pytest.importorskip("torchvision").models.resnet50
 PLACES = ("cuda:0", "cuda:1", (3, 4, 6, 3), 1000)
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)
 

@@ -6,14 +6,16 @@ GPUs, the same bytes.
 
 import io
 
+import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision.models.resnet import Bottleneck, ResNet
+
+torchvision = pytest.importorskip("torchvision")
+Bottleneck, ResNet = torchvision.models.resnet.Bottleneck, torchvision.models.resnet.ResNet
 
 
 class ToyModel(nn.Module):

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import virtualgpu
-from helpers import Monitor, Timeline, plots
 from tests import tutorial
 from tests.virtualgpu.programs import SplitResNet, train
 from tests.virtualgpu.test_memory import MODELS, steps
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.simulation.clock import LAUNCH, Clock
 
+helpers = pytest.importorskip("helpers")
 T4 = SPECS["T4"]
 
 
@@ -184,7 +184,7 @@ def test_monitor_reads_the_simulated_clock(gpus):
     model = SplitResNet("cuda:0", "cuda:1")
     torch.cuda.synchronize()
     busy = list(gpus.clock.busy)
-    with Monitor() as monitor:
+    with helpers.Monitor() as monitor:
         for _ in range(3):
             train(model, torch.randn(4, 3, 32, 32), torch.arange(4), "cuda:0", "cuda:1", steps=1)
             monitor.step()
@@ -199,7 +199,7 @@ def test_monitor_reads_the_simulated_clock(gpus):
 
 def test_timeline_tells_kinds_apart(gpus, capsys):
     model = SplitResNet("cuda:0", "cuda:1")
-    with Timeline() as timeline:
+    with helpers.Timeline() as timeline:
         train(model, torch.randn(4, 3, 32, 32), torch.arange(4), "cuda:0", "cuda:1", steps=1)
     assert list(timeline.rows) == ["cuda:0", "cuda:1"] and timeline.origin == "simulated"
     for spans in timeline.rows.values():
@@ -209,12 +209,12 @@ def test_timeline_tells_kinds_apart(gpus, capsys):
     last_forward = max(span.end for span in timeline.rows["cuda:0"] if span.kind == "forward")
     first_backward = min(span.start for span in timeline.rows["cuda:0"] if span.kind == "backward")
     assert last_forward < first_backward and gpus.clock.spans is None
-    plots.timeline(timeline, "Two stages take turns")
+    helpers.plots.timeline(timeline, "Two stages take turns")
     assert "Figure" in capsys.readouterr().out
 
 
 def test_timeline_without_gpus():
-    with pytest.raises(RuntimeError, match=r"call helpers.gpus\(2\) first"), Timeline():
+    with pytest.raises(RuntimeError, match=r"call helpers.gpus\(2\) first"), helpers.Timeline():
         pass
 
 

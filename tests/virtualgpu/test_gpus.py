@@ -314,6 +314,7 @@ def test_device_mismatch_in_pytorchs_words():
 
 
 def test_numpy_and_lists():
+    pytest.importorskip("numpy")
     virtualgpu.gpus(1)
     x = torch.ones(2, device="cuda")
     with pytest.raises(TypeError, match=r"^can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu"):
@@ -449,6 +450,7 @@ def test_five_hundred_steps_leave_no_trace():
 
 
 def test_dry_run_gives_shapes_places_and_bytes():
+    pytest.importorskip("numpy")
     virtualgpu.gpus(2, memory="1 GB")
     with virtualgpu.dry_run(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -512,7 +514,7 @@ def test_what_a_dry_run_cannot_do_says_so(attempt, said):
 
 
 def test_gputil_lists_them(capsys):
-    import GPUtil
+    GPUtil = pytest.importorskip("GPUtil")
 
     virtualgpu.gpus(2)
     x = torch.randn(2000, 2000, device="cuda:1")

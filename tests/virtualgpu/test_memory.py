@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-import torchvision
 from torch import _VF, nn
 from torch.profiler import ProfilerActivity, profile
 
 import virtualgpu
 from tests.virtualgpu.programs import Tagger, Translator
 from virtualgpu.engine import dispatch
+
+torchvision = pytest.importorskip("torchvision")
 
 
 def vision(name, **options):

@@ -5,12 +5,13 @@ import io
 import itertools
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import virtualgpu
+
+np = pytest.importorskip("numpy")
 
 ZERO, ONE = torch.device("cuda:0"), torch.device("cuda:1")
 

@@ -1,11 +1,12 @@
 """DLPack: a tensor on a virtual GPU stays on it, shares its memory, and is nobody's on the CPU."""
 
-import numpy as np
 import pytest
 import torch
 from torch.utils import dlpack
 
 import virtualgpu
+
+np = pytest.importorskip("numpy")
 
 
 @pytest.fixture(autouse=True)
