@@ -9,6 +9,8 @@ from torch.distributed.pipelining import SplitPoint, pipeline, stage
 
 import virtualgpu
 
+WITH_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="a wheel without CUDA: refused in a sentence")
+
 WIDTH, BATCH, MICRO_BATCHES = 16, 8, 4
 # Older ones ask gradients of whatever a stage receives
 ANY_TYPE = "is_floating_point" in inspect.getsource(stage)
@@ -62,7 +64,9 @@ def traced(where: str, schedule: str):
     return {name: p.grad.cpu() for name, p in part.named_parameters() if p.grad is not None}, [v.item() for v in losses]
 
 
-@pytest.mark.parametrize("where, schedule", [("cpu", "ScheduleGPipe"), ("cuda", "ScheduleGPipe")])
+@pytest.mark.parametrize(
+    "where, schedule", [("cpu", "ScheduleGPipe"), pytest.param("cuda", "ScheduleGPipe", marks=WITH_CUDA)]
+)
 def test_a_traced_pipeline_with_skip_connections(on_gpus, where, schedule):
     ranks = on_gpus(traced, where, schedule, n=3)
     torch.manual_seed(0)
@@ -80,6 +84,7 @@ def test_a_traced_pipeline_with_skip_connections(on_gpus, where, schedule):
         torch.testing.assert_close(found[name], gradient)
 
 
+@WITH_CUDA
 def test_tracing_takes_no_memory_and_no_time_of_a_gpu():
     gpu, _ = virtualgpu.gpus(2)
     model, tokens = Skips().to(gpu), data()[0][:BATCH].to(gpu)
@@ -123,6 +128,7 @@ class Numbers(nn.Module):
         return self.b(self.a(x) * torch.tensor(2.0, device=x.device) + shift)
 
 
+@WITH_CUDA
 def test_a_model_that_makes_numbers_on_its_gpu():
     _, gpu = virtualgpu.gpus(2)
     model, x = Numbers().to(gpu), torch.randn(3, 4, device=gpu)

@@ -109,6 +109,7 @@ def test_smi_by_id(ledger):
 
 
 def test_gputil_and_monitor_read_smi(ledger):
+    pytest.importorskip("GPUtil")
     code = """if True:
         import GPUtil
         from helpers.monitor import SMISource
