@@ -71,7 +71,9 @@ def main(arguments: list[str]) -> int:
         command += [*(["--no-build-isolation"] if offline else []), "-w", str(target), str(tree)]
         status = subprocess.run(command).returncode
     if status == 0:
-        print(*(f"pip install {shlex.quote(str(wheel))}" for wheel in sorted(target.glob("virtualgpu-*.whl"))), sep="\n")
+        print(
+            *(f"pip install {shlex.quote(str(wheel))}" for wheel in sorted(target.glob("virtualgpu-*.whl"))), sep="\n"
+        )
     return status
 
 
