@@ -12,8 +12,8 @@ run: setup         ## execute all notebooks, then write build/index.html
 site: setup        ## pages from the stored outputs, nothing executed
 	@$(PY) tools/run.py --stored
 
-lab: setup         ## JupyterLab on the notebooks
-	@$(PY) -m jupyter lab --notebook-dir=notebooks
+lab: setup         ## open them in JupyterLab; in a container, OPTIONS=--allow-root
+	@$(PY) -m jupyter lab --notebook-dir=notebooks $(OPTIONS)
 
 test: setup        ## lint, unit tests, guards, strict nbval; two processes, a file or a notebook at a time each
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check .
