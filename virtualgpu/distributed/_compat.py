@@ -83,5 +83,20 @@ def pipeline_stage(module) -> type:
 
 def pipeline_votes(module) -> tuple[type, str] | None:
     """The class and the method by which stages agree, before the first step, whether all know their shapes; None in older versions."""
-    name = "_initialize_pipeline_distributed_state"
-    return (module._PipelineSchedule, name) if hasattr(module._PipelineSchedule, name) else None
+    for name in ("_initialize_pipeline_distributed_state", PASSED_ALONG):
+        if hasattr(module._PipelineSchedule, name):
+            return module._PipelineSchedule, name
+    return None
+
+
+PASSED_ALONG = "_warmup_p2p"  # 2.13: each stage multiplies what the one before sends; later versions sum over all ranks
+
+
+def vote_for_all(module, stages, has_backward: bool) -> bool:
+    """Settle the vote that is passed along as if the other ranks' stages voted like these. False: these stages take no vote."""
+    if not all(isinstance(stage, module.PipelineStage) for stage in stages):
+        return False
+    modes = module.InferenceMode
+    for stage in stages:
+        stage._inference_mode = modes.DYNAMIC if modes.needs_dynamic(stage._user_meta, has_backward) else modes.STATIC
+    return True

@@ -25,9 +25,19 @@ def install(machine: Machine, patches: Patches) -> None:
         _annotate(machine, patches, module)
         votes = _compat.pipeline_votes(module)
         if votes is not None:
-            patches.replace(*votes, with_numbers(machine, getattr(*votes)))
+            patches.replace(*votes, _vote(machine, module, with_numbers(machine, getattr(*votes))))
 
     when_imported(_compat.PIPELINE_SCHEDULES, then, patches)
+
+
+def _vote(machine: Machine, module, original):
+    @functools.wraps(original)
+    def method(schedule, stages, has_backward, *args, **kwargs):
+        passed_along = machine.alone is not None and original.__name__ == _compat.PASSED_ALONG
+        if not (passed_along and _compat.vote_for_all(module, stages, has_backward)):  # else nobody would send it
+            original(schedule, stages, has_backward, *args, **kwargs)
+
+    return method
 
 
 def _annotate(machine: Machine, patches: Patches, module) -> None:
