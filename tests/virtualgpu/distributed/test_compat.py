@@ -287,6 +287,6 @@ def test_the_methods_of_a_pipeline_stage():
         assert list(inspect.signature(method).parameters)[1 : 1 + len(first)] == first
         assert all(name not in vars(kind) for kind in base.__subclasses__())
     assert len(base.__subclasses__()) == 2
-    if torch.__version__ >= "2.13":
+    if torch.__version__ >= "2.12":
         kind, name = _compat.pipeline_votes(module)
         assert callable(getattr(kind, name))
