@@ -89,7 +89,9 @@ def pipeline_votes(module) -> tuple[type, str] | None:
     return None
 
 
-PASSED_ALONG = "_warmup_p2p"  # 2.12 to 2.14: each stage multiplies what the one before sends; later versions sum over all ranks
+PASSED_ALONG = (
+    "_warmup_p2p"  # 2.12 to 2.14: each stage multiplies what the one before sends; later versions sum over all ranks
+)
 
 
 def vote_for_all(module, stages, has_backward: bool) -> bool:

@@ -18,6 +18,7 @@ import time
 from datetime import timedelta
 from typing import BinaryIO
 
+from virtualgpu import scratch
 from virtualgpu.memory.ledger import started
 
 SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
@@ -56,7 +57,8 @@ def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
     """A file of zeros, open. Its room is taken now: where a disk is full, a store into mapped memory would end the process (SIGBUS)."""
     path = None
     try:
-        number, path = tempfile.mkstemp(prefix="virtualgpu-", suffix=".moments", dir=folder)
+        number, path = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments", dir=folder)
+        scratch.hold(number)
         with open(number, "wb", closefd=False) as file:
             file.write(bytes(nbytes))
     except OSError as error:

@@ -8,10 +8,9 @@ They have the same cards, and share their memory through one ledger, as processe
 import atexit
 import os
 import pickle
-import shutil
-import tempfile
 from dataclasses import replace
 
+from virtualgpu import scratch
 from virtualgpu.environment import Card, Settings
 from virtualgpu.memory.ledger import Ledger
 from virtualgpu.run import program
@@ -115,8 +114,8 @@ def bring_back(left: list[bytes | None]) -> None:
 def _open_ledger(machine) -> None:
     """From here on, what this process holds of its GPUs is written where others can read it."""
     if machine.ledger is None:
-        folder = tempfile.mkdtemp(prefix="virtualgpu-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = scratch.folder()
+        atexit.register(scratch.remove, folder)
         machine.share(Ledger(folder, len(machine.specs)))
         for gpu in machine.gpus:
             machine._note_reserved(gpu, gpu.settled())

@@ -4,14 +4,12 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import TextIO
 
-from virtualgpu import environment
+from virtualgpu import environment, scratch
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import smi, table
 
@@ -22,7 +20,7 @@ SITE = os.path.join(HERE, "site")
 @contextlib.contextmanager
 def folder() -> Iterator[str]:
     """A place for what processes leave, and for their nvidia-smi; removed at the end."""
-    path = tempfile.mkdtemp(prefix="virtualgpu-")
+    path = scratch.folder()
     try:
         if os.name == "posix":
             tool = os.path.join(path, "bin", "nvidia-smi")
@@ -33,7 +31,7 @@ def folder() -> Iterator[str]:
             os.chmod(tool, 0o755)
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        scratch.remove(path)
 
 
 def variables(settings: environment.Settings, environ: dict[str, str]) -> dict[str, str]:

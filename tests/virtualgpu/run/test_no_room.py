@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.virtualgpu.run.test_environment import T4
+from virtualgpu import scratch
 from virtualgpu.environment import Settings
 from virtualgpu.run import program, report
 
@@ -58,7 +59,7 @@ def test_nowhere_to_put_a_folder(monkeypatch, capsys):
     def full(prefix):
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(program.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(scratch.tempfile, "mkdtemp", full)
     assert cli.main(["-c", "print('never')"]) == 2
     out, error = capsys.readouterr()
     assert not out and "No usable temporary directory" in error and error.count("\n") == 1

@@ -1,0 +1,103 @@
+"""What killed processes leave in the folder for temporary files goes with the next one that needs a folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from tests.judges.report import ROOT
+from virtualgpu import scratch
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no such locks")
+MAKER = """
+import os, signal, sys, tempfile
+from virtualgpu import scratch
+
+path = scratch.folder()
+open(os.path.join(path, "1.ledger"), "w").close()
+number, page = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments")
+scratch.hold(number)
+print(path, page, flush=True)
+if sys.argv[1] == "ends":
+    scratch.remove(path), os.unlink(page)
+else:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def maker(how: str) -> tuple[subprocess.Popen, list[str]]:
+    command = [sys.executable, "-c", MAKER, how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return process, process.stdout.readline().split()
+
+
+def make_old(*paths) -> None:
+    for path in paths:
+        os.utime(path, (0, 0))
+
+
+def test_what_a_killed_process_left_goes_with_the_next(temporary):
+    alive, kept = maker("waits")
+    killed, left = maker("waits")
+    killed.kill()
+    killed.communicate()
+    young = temporary / "virtualgpu-young"
+    others = temporary / "virtual-reality"
+    for folder in (young, others):
+        folder.mkdir()
+    make_old(*kept, *left, others)
+    try:
+        mine = scratch.folder()
+        assert not any(map(os.path.exists, left))
+        assert all(map(os.path.exists, [*kept, young, others, mine]))
+    finally:
+        alive.kill()
+        alive.communicate()
+    scratch.remove(mine)
+    assert not os.path.exists(mine)
+
+
+def test_who_ends_by_itself_leaves_nothing(temporary):
+    process, made = maker("ends")
+    assert process.wait() == 0 and len(made) == 2
+    assert os.listdir(temporary) == []
+
+
+def test_a_link_is_not_followed(temporary):
+    (temporary / "mine").mkdir()
+    (temporary / "mine" / "thesis.tex").write_text("all of it")
+    (temporary / "virtualgpu-link").symlink_to(temporary / "mine")
+    scratch.YOUNG, before = -1e9, scratch.YOUNG
+    try:
+        scratch.sweep()
+    finally:
+        scratch.YOUNG = before
+    assert (temporary / "mine" / "thesis.tex").read_text() == "all of it"
+
+
+def test_a_killed_runner(temporary, clean_environ):
+    """Its program ends with it, and what both left goes when the next one starts."""
+    command = [sys.executable, "-m", "virtualgpu", "--gpus", "1", "-c", "print('up', flush=True); input()"]
+    environ = {**clean_environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environ, text=True, **pipes) as runner:
+        assert runner.stdout.readline() == "up\n"
+        [left] = temporary.glob("virtualgpu-*")
+        os.kill(runner.pid, signal.SIGKILL)
+        runner.wait()
+        runner.stdout.read()  # until the program has ended, too
+    if left.exists():
+        make_old(left)
+    mine = scratch.folder()
+    assert [path for path in temporary.glob("virtualgpu-*")] == [temporary / os.path.basename(mine)]
+    scratch.remove(mine)

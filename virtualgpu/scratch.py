@@ -1,0 +1,74 @@
+"""What processes keep in the system's folder for temporary files, and who removes it: its maker, or after a kill the next one.
+
+A maker holds a lock on what it made. The system lets go of it when the process ends, however it ends; so what has our name and no
+lock is nobody's any more.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+PREFIX = "virtualgpu-"
+YOUNG = 60.0  # seconds in which it may have been made and not be locked yet
+
+_held: dict[str, int] = {}  # the open files behind the locks
+
+
+def folder() -> str:
+    """A new folder, ours until `remove` or the end of this process. Raises OSError where there is no room."""
+    sweep()
+    path = tempfile.mkdtemp(prefix=PREFIX)
+    if fcntl is not None:
+        _held[path] = os.open(path, os.O_RDONLY)
+        hold(_held[path])
+    return path
+
+
+def remove(path: str) -> None:
+    """The folder and all in it."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path in _held:
+        os.close(_held.pop(path))
+
+
+def hold(number: int) -> bool:
+    """Lock what is open under this number until it is closed. False: another process has it, or this disk knows no locks."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def sweep() -> None:
+    """Remove what this user's killed processes left."""
+    if fcntl is None:
+        return
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
+        for entry in found:
+            if entry.name.startswith(PREFIX):
+                with contextlib.suppress(OSError):  # another sweeps, too
+                    _remove_if_left(entry)
+
+
+def _remove_if_left(entry: os.DirEntry) -> None:
+    known = entry.stat(follow_symlinks=False)
+    if known.st_uid != os.geteuid() or time.time() - known.st_mtime < YOUNG:
+        return
+    number = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        if not hold(number):
+            return
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    finally:
+        os.close(number)
