@@ -118,7 +118,9 @@ def _open_ledger(machine) -> None:
         atexit.register(scratch.remove, folder)
         machine.share(Ledger(folder, len(machine.specs)))
         for gpu in machine.gpus:
-            machine._note_reserved(gpu, gpu.settled())
+            memory = gpu.settled()
+            if memory.peak_reserved:  # of a GPU that it never used a process has no context
+                machine._note_reserved(gpu, memory)
 
 
 def _of_nccl() -> dict[str, str]:
