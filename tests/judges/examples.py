@@ -4,7 +4,7 @@
 
 Each program runs under `python -m virtualgpu` (RUNNER names another) in a copy of its folder; its output goes to build/judges/<name>.log and the
 results to build/judges/examples.json. A program that trains for hours is stopped once it has printed what shows that it does.
-Exit status 0: all end well but those that need_not_pass.toml lists.
+Exit status 0: all end well but those that need_not_pass.toml lists. One whose package is not installed is skipped, and named.
 """
 
 import argparse
@@ -89,22 +89,20 @@ def main(arguments: list[str]) -> int:
     there = [name for name, case in CASES.items() if (options.checkout / case.folder).is_dir()]
     for name in options.names or there:
         results[name] = result = run(name, options.checkout.resolve())
-        good = "ends well" if result["good"] else "fails"
+        good = "ends well" if result["good"] else "skipped" if result["lacks"] else "fails"
         print(f"{name:24} {good:10} {result['seconds']:6.1f} s  {result['why']}", flush=True)
     (BUILD / "examples.json").write_text(json.dumps(results, indent=1))
-    excuses = {name: excused("examples", name) for name, result in results.items() if not result["good"]}
-    ends = sum(result["good"] for result in results.values())
-    excusable = sum(map(bool, excuses.values()))
+    ran = {name: result for name, result in results.items() if not result["lacks"]}
+    excuses = {name: excused("examples", name) for name, result in ran.items() if not result["good"]}
+    ends, excusable = sum(result["good"] for result in ran.values()), sum(map(bool, excuses.values()))
+    rows = [("examples", f"{ends} of {len(ran) - excusable}")]
+    if excusable:
+        rows.append(("need not pass", ", ".join(sorted(set(filter(None, excuses.values()))))))
+    if len(ran) < len(results):
+        lacks = {name: result["lacks"] for name, result in results.items() if result["lacks"]}
+        rows.append(("skipped", ", ".join(f"{name} needs {module}" for name, module in lacks.items())))
     print()
-    table(
-        [
-            (
-                "examples",
-                f"{ends} of {len(results) - excusable}",
-                f"{excusable} fail and need not pass: {sorted(set(filter(None, excuses.values())))}",
-            )
-        ]
-    )
+    table(rows)
     return int(not all(excuses.values()))
 
 
@@ -130,8 +128,21 @@ def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMI
     )
     good = ended in (0, "shown") and not refused
     errors = re.findall(r"^(?:\[rank\d+\]: ?|\s*)?([\w.]*(?:Error|Exception)\b: .*)$", text, re.M)
-    why = "" if good else "it sees no GPUs" if refused else errors[-1][:160] if errors else f"ended with {ended}"
-    return {**asdict(case), "good": good, "ended": ended, "seconds": round(time.monotonic() - start, 1), "why": why}
+    missing = re.findall(r"^(?:\[rank\d+\]: ?)?ModuleNotFoundError: No module named '(\w+)'", text, re.M)
+    lacks = missing[0] if missing and not good else ""
+    why = (
+        ""
+        if good
+        else f"it needs {lacks}"
+        if lacks
+        else "it sees no GPUs"
+        if refused
+        else errors[-1][:160]
+        if errors
+        else f"ended with {ended}"
+    )
+    seconds = round(time.monotonic() - start, 1)
+    return {**asdict(case), "good": good, "ended": ended, "seconds": seconds, "why": why, "lacks": lacks}
 
 
 def _program(page: Path) -> str:
