@@ -28,10 +28,18 @@ GOOD_LINES = "\n".join(
 )  # what helpers.monitor asks for
 
 
+def pytest_configure(config):
+    """pytest-xdist would begin with the files of many tests, which are the quick ones."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items):
+    """Mark the slow ones, and begin with them (the notebooks first), so that at the end no processor waits for a long one."""
     for item in items:
         if SLOW.search(item.path.as_posix()):
             item.add_marker("slow")
+    items.sort(key=lambda item: 0 if item.path.suffix == ".ipynb" else 1 if item.get_closest_marker("slow") else 2)
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(ENVIRONMENT)
     if options.store:
         os.environ["HELPERS_GPUS"] = "virtual"  # outputs that every machine can repeat
+    start = time.perf_counter()
     try:
         # what is kept is measured on a machine that does nothing else
         jobs = 1 if options.store else max(1, options.jobs)
@@ -66,11 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     for path, result in zip(chosen, results, strict=True):
         if options.store and not result["error"]:
             shutil.copyfile(result["path"], path)
+    seconds = time.perf_counter() - start
     if options.check:
-        report(results)
+        report(results, seconds)
     else:
         note_times(results)
-        report(results, pages.write(results))
+        report(results, seconds, pages.write(results))
     return int(any(result["error"] for result in results))
 
 
@@ -79,7 +81,10 @@ def stored(path: Path) -> dict:
 
 
 async def execute_all(paths: list[Path], jobs: int) -> list[dict]:
-    """Run them, at most `jobs` at a time; cancelled (Ctrl-C), each ends its kernel."""
+    """Run them, at most `jobs` at a time; cancelled (Ctrl-C), each ends its kernel. Results are in the order of `paths`.
+
+    Several at a time, the last is begun first: the first lessons are the shortest, and at the end no processor waits for a long one.
+    """
     room = asyncio.Semaphore(jobs)
 
     async def one(path: Path) -> dict:
@@ -87,8 +92,8 @@ async def execute_all(paths: list[Path], jobs: int) -> list[dict]:
             return await execute(path)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(path)) for path in paths]
-    return [task.result() for task in tasks]
+        tasks = {path: group.create_task(one(path)) for path in (paths if jobs == 1 else paths[::-1])}
+    return [tasks[path].result() for path in paths]
 
 
 async def execute(path: Path) -> dict:
@@ -172,18 +177,21 @@ def note_times(results: list[dict]) -> None:
     path.write_text(json.dumps(dict(sorted(times.items())), indent=1), encoding="utf-8")
 
 
-def report(results: list[dict], index: Path | None = None) -> None:
+def report(results: list[dict], seconds: float, index: Path | None = None) -> None:
+    """What failed and why; how long all took together, several at a time."""
     failed = [result for result in results if result["error"]]
     if failed:
         print("\nFailed:")
         for result in failed:
             print(f"  {result['path'].stem}: {result['error'].splitlines()[0]}")
-    total = sum(result["seconds"] or 0 for result in results)
+    ran = any(result["seconds"] is not None for result in results)
     where = f" Pages: {index.relative_to(series.ROOT)}" if index else ""
-    times = (
-        f"{len(results) - len(failed)} of {len(results)} notebooks ran, {total:.0f} s." if total else "Nothing was run."
+    done = (
+        f"{len(results) - len(failed)} of {len(results)} notebooks ran, in {seconds:.0f} s."
+        if ran
+        else "Nothing was run."
     )
-    print(f"\n{times}{where}")
+    print(f"\n{done}{where}")
 
 
 if __name__ == "__main__":
