@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import stat
 
 import pytest
@@ -28,10 +29,19 @@ GOOD_LINES = "\n".join(
 )  # what helpers.monitor asks for
 
 
+UNLESS_IGNORED = {signal.SIGINT: signal.default_int_handler}
+if os.name == "posix":
+    UNLESS_IGNORED |= {signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
+
+
 def pytest_configure(config):
-    """pytest-xdist would begin with the files of many tests, which are the quick ones."""
+    """Files in our order: pytest-xdist would begin with those of many tests, which are the quick ones. And signals as a terminal has them:
+    what a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    for number, handler in UNLESS_IGNORED.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items):
