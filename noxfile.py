@@ -35,7 +35,7 @@ def test(session: nox.Session, versions: str) -> None:
         session.run_install(
             "uv", "pip", "compile", "-q", "requirements.txt", "-o", constraints, "--resolution", which, *python
         )
-    session.install("-e", ".[dev]", "-c", constraints)
+    session.install("-e", ".[dev]", "pip", "-c", constraints)  # pip: tools/wheel.py builds with it
     options = [] if versions == "pinned" else ["--nbval-sanitize-with=tests/sanitize_versions.cfg"]
     session.run(
         "pytest", "-n", "2", "--dist", "loadfile", "--nbval", *options, *(session.posargs or ["tests", "notebooks"])
