@@ -13,6 +13,7 @@ from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
     autocast,
+    batch_norm,
     compiler,
     cuda,
     data_parallel,
@@ -53,6 +54,7 @@ FACES = (
     foreach,
     data_parallel,
     distributed,
+    batch_norm,
     autocast,
     compiler,
     profiler,

@@ -1,6 +1,7 @@
 """PyTorch's own multi-GPU examples, unmodified, on virtual GPUs.
 
-    python -m tests.judges examples CHECKOUT [name ...]      CHECKOUT: a copy of github.com/pytorch/examples, of PiPPy, or of tutorials
+    python -m tests.judges examples CHECKOUT [name ...]      CHECKOUT: a copy of github.com/pytorch/examples, of PiPPy, of
+                                                             tutorials; tests/judges for programs by other libraries
 
 Each program runs under `python -m virtualgpu` (RUNNER names another) in a copy of its folder; its output goes to build/judges/<name>.log and the
 results to build/judges/examples.json. A program that trains for hours is stopped once it has printed what shows that it does.
@@ -37,9 +38,9 @@ class Case:
     until: str = ""
 
 
-def _ranks(n: int, folder: str, *program: str, under: str = "distributed/") -> Case:
+def _ranks(n: int, folder: str, *program: str, under: str = "distributed/", dry: bool = False) -> Case:
     """`n` processes by torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    torchrun = [*(["--dry"] if dry else []), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     return Case(f"{under}{folder}", [*torchrun, *program], n)
 
 
@@ -76,6 +77,19 @@ CASES = {
     "pippy_bert": _ranks(4, "examples/huggingface", "pippy_bert.py", under=""),
     # tutorials: a pipeline of two stages that are cut by hand
     "pipelining_tutorial": _ranks(2, "intermediate_source", "pipelining_tutorial.rst", under=""),
+    # libraries: beside this file; small programs of ours by transformers, accelerate and lightning
+    "trainer_data_parallel": Case("libraries", ["transformers_trainer.py"], 2),
+    "trainer_data_parallel_dry": Case("libraries", ["--dry", "transformers_trainer.py"], 2),
+    "trainer_ddp": _ranks(2, "libraries", "transformers_trainer.py", under=""),
+    "device_map": Case("libraries", ["transformers_device_map.py"], 2),
+    "accelerate_ddp": _ranks(2, "libraries", "accelerate_loop.py", under=""),
+    "accelerate_fsdp2": _ranks(2, "libraries", "accelerate_loop.py", "fsdp2", under=""),
+    "accelerate_fsdp2_dry": _ranks(2, "libraries", "accelerate_loop.py", "fsdp2", "dry", under="", dry=True),
+    "lightning_ddp": Case("libraries", ["lightning_trainer.py", "ddp", "16-mixed"], 2),
+    "lightning_ddp_dry": Case("libraries", ["--dry", "lightning_trainer.py", "ddp", "16-mixed", "dry"], 2),
+    "lightning_spawn": Case("libraries", ["lightning_trainer.py", "ddp_spawn", "bf16-mixed"], 2),
+    "lightning_fork": Case("libraries", ["lightning_trainer.py", "ddp_fork", "32"], 2),
+    "lightning_fsdp": Case("libraries", ["lightning_trainer.py", "fsdp", "bf16-mixed"], 2),
 }
 
 

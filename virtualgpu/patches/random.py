@@ -2,6 +2,7 @@
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.eager import GENERATORS
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
@@ -29,6 +30,10 @@ def install(machine: Machine, patches: Patches) -> None:
         @property
         def device(self) -> torch.device:
             return self._gpu or torch.device("cpu")
+
+        def set_state(self, new_state):
+            """A state that came over a GPU has no values in a dry run, nor has what is drawn there: this one goes on."""
+            return self if _compat.is_really_meta(new_state) else super().set_state(new_state)
 
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     patches.replace(torch, "Generator", Generator)

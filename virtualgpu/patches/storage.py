@@ -107,7 +107,9 @@ def _saving(machine: Machine, patches: Patches) -> None:
     def tag(storage) -> str | None:
         home = getattr(storage, HOME, None)
         if _really_meta(storage) and (machine.dry or (home is not None and home.gpu is not None)):
-            raise RuntimeError("this tensor comes from a dry run and has no values to save: make it outside dry_run()")
+            raise RuntimeError(
+                "this tensor comes from a dry run and has no values to save: switch saving off there, or make it outside dry_run()"
+            )
         return None if home is None or home.gpu is None else f"cuda:{home.gpu.index}"
 
     def restore(storage, location: str):

@@ -114,3 +114,17 @@ def test_meta_tensors_of_the_programs_own_are_pytorchs_affair(gpus):
         torch.ones(2, device="meta").to("cuda")
     assert (torch.ones(2, device="meta") + 1).device.type == "meta"
     pickle.dumps(torch.ones(2, device="meta"))
+
+
+def test_a_generators_state_that_came_over_a_gpu():
+    """accelerate sends rank 0's to all ranks; in a dry run it has no values, and the generator goes on from its own."""
+    generator = torch.Generator().manual_seed(1)
+    first = generator.get_state()
+    with virtualgpu.dry_run(1):
+        generator = torch.Generator().manual_seed(2)
+        second = generator.get_state()
+        assert generator.set_state(second.cuda().cpu()) is generator
+        kept = generator.get_state()
+        generator.set_state(first)
+        set_anew = generator.get_state()
+    assert torch.equal(kept, second) and torch.equal(set_anew, first) and not torch.equal(first, second)

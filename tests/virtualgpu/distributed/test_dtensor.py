@@ -71,3 +71,18 @@ def test_synchronized_batch_norm_and_gloo(on_gpus):
     for rank, (difference, gradient, total, cpu, device) in enumerate(on_gpus(batch_norm_and_gloo)):
         assert difference < 1e-5 and gradient < 1e-4
         assert total == cpu == [3, 3, 3] and device == f"cuda:{rank}"
+
+
+def batch_norm_at_its_peak():
+    import torch.distributed as dist
+
+    device = torch.device("cuda", dist.get_rank())
+    norm = nn.SyncBatchNorm(64).to(device)
+    for _ in range(2):
+        norm(torch.randn(256, 64, device=device)).square().sum().backward()
+    return torch.cuda.max_memory_allocated(), torch.cuda.is_current_stream_capturing()
+
+
+def test_synchronized_batch_norm_in_a_dry_run(on_gpus):
+    """It has a mask of the ranks that have rows, whose values a dry run does not know."""
+    assert on_gpus(batch_norm_at_its_peak, dry=True) == on_gpus(batch_norm_at_its_peak)
