@@ -14,7 +14,18 @@ def no_gpus_before(monkeypatch):
     virtualgpu.reset()
 
 
+HURRY = 3  # seconds
+
+
 @pytest.fixture
-def hurried(monkeypatch):
+def started():
+    """What ranks are forked from has been started, which may take longer than a short time limit."""
+    ranks.launch(int, nprocs=1)
+
+
+@pytest.fixture
+def hurried(monkeypatch, started):
     """The time limit of graders, shortened: for code that does not end."""
-    monkeypatch.setattr("checks.grader.launch", lambda *args, timeout, **more: ranks.launch(*args, timeout=8, **more))
+    monkeypatch.setattr(
+        "checks.grader.launch", lambda *args, timeout, **more: ranks.launch(*args, timeout=HURRY, **more)
+    )

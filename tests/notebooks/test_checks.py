@@ -10,6 +10,7 @@ from torch import nn
 
 import checks
 from checks.grader import alone, launched
+from tests.notebooks.conftest import HURRY
 
 
 def said(capsys):
@@ -160,14 +161,17 @@ def test_frozen(capsys, make, complaint):
 
 
 @pytest.mark.parametrize("grade", [
-    lambda: checks.resumes(no_end, no_end, timeout=5),
-    lambda: checks.resumes(pack, no_end, timeout=5),
-    lambda: checks.loads_what_fits(no_end, Net, timeout=5),
-    lambda: checks.frozen(no_end, trained, part="backbone[:3]", timeout=5),
+    lambda: checks.resumes(no_end, no_end, timeout=HURRY),
+    lambda: checks.resumes(pack, no_end, timeout=HURRY),
+    lambda: checks.loads_what_fits(no_end, Net, timeout=HURRY),
+    lambda: checks.frozen(no_end, trained, part="backbone[:3]", timeout=HURRY),
 ])  # fmt: skip
-def test_code_without_an_end_is_ended(capsys, grade):
+def test_code_without_an_end_is_ended(capsys, started, grade):
     grade()
-    assert said(capsys) == "[not yet] after 5 seconds your code has not come to an end: is there a loop without one?"
+    assert (
+        said(capsys)
+        == f"[not yet] after {HURRY} seconds your code has not come to an end: is there a loop without one?"
+    )
 
 
 def test_alone_says_what_the_worker_says():
@@ -176,12 +180,12 @@ def test_alone_says_what_the_worker_says():
     assert alone(lambda: [].pop()) == "your code raised IndexError: pop from empty list"
 
 
-def test_launched_says_where_each_rank_stands():
+def test_launched_says_where_each_rank_stands(started):
     def worker():
         if dist.get_rank() == 0:
             dist.recv(torch.empty(2), src=1)
 
-    assert launched(worker, timeout=10) == (
-        "after 10 seconds rank 0 waits in recv and rank 1 is done, and waits for the others: "
+    assert launched(worker, timeout=5) == (
+        "after 5 seconds rank 0 waits in recv and rank 1 is done, and waits for the others: "
         "do both ranks call the same collectives?"
     )

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import checks
+from tests.notebooks.conftest import HURRY
 
 SIZES = {"dim": 256, "words": 20000, "length": 16}
 BUDGET = 0.1  # GiB, between one group for both of the large layers and a group for each
@@ -48,11 +49,11 @@ def plan(**styles):
         ({"up": "columns"}, Bottleneck, "forward raised RuntimeError: "),
         ({}, Bottleneck, "rank 0 holds 100% of up's weight"),
         ({"middle": "rows"}, Bottleneck, "the plan names ['middle']"),
-        ({"up": "columns", "down": "rows"}, Endless, "after 8 seconds"),
+        ({"up": "columns", "down": "rows"}, Endless, f"after {HURRY} seconds"),
     ],
 )
 def test_a_plan_for_tensor_parallel_is_graded(capsys, styles, layer, said):
-    checks.tensor_plan(plan(**styles), layer, timeout=8 if layer is Endless else 120)
+    checks.tensor_plan(plan(**styles), layer, timeout=HURRY if layer is Endless else 120)
     assert said in capsys.readouterr().out
 
 
@@ -82,11 +83,11 @@ def endless(busy, wanted):
             "a T4 that is to be busy for 80% of a step: with 256 words it is for 56%",
         ),
         (lambda busy, wanted: 1 / 0, "your code raised ZeroDivisionError"),
-        (endless, "after 8 seconds"),
+        (endless, f"after {HURRY} seconds"),
     ],
 )
 def test_the_fewest_words_are_graded(capsys, answer, said):
-    checks.fewest_words(answer, busy, timeout=8 if answer is endless else 120)
+    checks.fewest_words(answer, busy, timeout=HURRY if answer is endless else 120)
     assert said in capsys.readouterr().out
 
 
@@ -140,9 +141,9 @@ def no_end(model):
         (none_at_all, "words.weight is not sharded"),
         (smaller, "look at output.weight"),
         (half, "look at words.weight"),
-        (no_end, "after 8 seconds"),
+        (no_end, f"after {HURRY} seconds"),
     ],
 )
 def test_groups_of_parameters_are_graded(capsys, shard, said):
-    checks.shards_below(shard, Model, SIZES, BUDGET, timeout=8 if shard is no_end else 120)
+    checks.shards_below(shard, Model, SIZES, BUDGET, timeout=HURRY if shard is no_end else 120)
     assert said in capsys.readouterr().out
