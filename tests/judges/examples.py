@@ -90,6 +90,7 @@ CASES = {
     "lightning_spawn": Case("libraries", ["lightning_trainer.py", "ddp_spawn", "bf16-mixed"], 2),
     "lightning_fork": Case("libraries", ["lightning_trainer.py", "ddp_fork", "32"], 2),
     "lightning_fsdp": Case("libraries", ["lightning_trainer.py", "fsdp", "bf16-mixed"], 2),
+    "lightning_fsdp_dry": Case("libraries", ["--dry", "lightning_trainer.py", "fsdp", "bf16-mixed", "dry"], 2),
 }
 
 

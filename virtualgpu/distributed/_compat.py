@@ -102,3 +102,11 @@ def vote_for_all(module, stages, has_backward: bool) -> bool:
     for stage in stages:
         stage._inference_mode = modes.DYNAMIC if modes.needs_dynamic(stage._user_meta, has_backward) else modes.STATIC
     return True
+
+
+FSDP1 = "torch.distributed.fsdp._init_utils"
+
+
+def moves_states(module) -> tuple[object, str]:
+    """FSDP1's function that moves (parameters, buffers, device or None), and whose it is."""
+    return module, "_move_states_to_device"

@@ -14,7 +14,7 @@ def install(machine: Machine, patches: Patches) -> None:
     """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed import _compat, alone, ddp, dtensor, groups, objects, pipelines
+    from virtualgpu.distributed import _compat, alone, ddp, dtensor, fsdp1, groups, objects, pipelines
 
     communicators = machine.communicators = groups.Communicators(machine)
     _operations()
@@ -27,6 +27,7 @@ def install(machine: Machine, patches: Patches) -> None:
     alone.install(machine, patches)
     ddp.install(machine, patches)
     dtensor.install(machine, patches)
+    fsdp1.install(machine, patches)
     objects.install(machine, patches)
     pipelines.install(machine, patches)
 

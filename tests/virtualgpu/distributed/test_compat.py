@@ -290,3 +290,11 @@ def test_the_methods_of_a_pipeline_stage():
     if torch.__version__ >= "2.12":
         kind, name = _compat.pipeline_votes(module)
         assert callable(getattr(kind, name))
+
+
+def test_what_moves_the_states_of_fsdp1():
+    import importlib
+    import inspect
+
+    move = getattr(*_compat.moves_states(importlib.import_module(_compat.FSDP1)))
+    assert list(inspect.signature(inspect.unwrap(move)).parameters) == ["params", "buffers", "device_from_device_id"]
