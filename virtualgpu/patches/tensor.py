@@ -8,6 +8,7 @@ stand-in: with their `device=` they come to the dispatch mode.
 import functools
 import math
 import re
+import sys
 
 import torch
 
@@ -182,9 +183,14 @@ class TensorPatches:
         return tensor.numpy() if dtype is None else tensor.numpy().astype(dtype, copy=False)
 
     def data_ptr(self, original, tensor):
-        """On a GPU, an address of its memory; only code for that GPU could follow it."""
+        """On a GPU, an address of its memory; only code for that GPU could follow it. In a dry run, tensors on the CPU have none."""
         home = getattr(storage_of(tensor), "_virtual_home", None)
         if home is None or home.gpu is None:
+            if self.machine.dry and _compat.is_really_meta(tensor) and tensor.device == CPU and not _asked_by_pytorch():
+                raise RuntimeError(
+                    "data_ptr: a dry run gives tensors on the CPU no memory, so no address tells one from another: "
+                    'put them on a GPU before, model.to("cuda")'
+                )
             return original(tensor)
         if home.block is None or not tensor.numel():
             return 0
@@ -327,3 +333,11 @@ def _takes_itself_apart(tensor: torch.Tensor) -> bool:
 def _as_cuda_device(device):
     """A bare index means a GPU."""
     return torch.device("cuda", device) if type(device) is int else device
+
+
+def _asked_by_pytorch() -> bool:
+    """PyTorch itself knows that an address may be 0."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("virtualgpu."):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith("torch.")

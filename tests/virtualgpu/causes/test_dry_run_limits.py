@@ -128,3 +128,13 @@ def test_a_generators_state_that_came_over_a_gpu():
         generator.set_state(first)
         set_anew = generator.get_state()
     assert torch.equal(kept, second) and torch.equal(set_anew, first) and not torch.equal(first, second)
+
+
+def test_addresses_tell_tensors_apart(dry):
+    """accelerate's FSDP2 found an optimizer's parameters by their addresses: where all were 0, most went without a state."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(
+        RuntimeError, match=r"data_ptr: a dry run gives tensors on the CPU no memory.*put them on a GPU"
+    ):
+        model[0].weight.data_ptr()
+    assert len({parameter.data_ptr() for parameter in model.to("cuda").parameters()}) == 4
