@@ -53,6 +53,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also where Ray Tune has left its own handler in this process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
     """Put a fake nvidia-smi first on the PATH: nvidia_smi("shell commands"), or nothing for three healthy GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

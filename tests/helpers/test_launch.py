@@ -129,14 +129,10 @@ def interrupt_when(true):
     threading.Thread(target=lambda: (wait_until(true), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
 
 
-def test_an_interrupted_cell_leaves_no_process():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
+def test_an_interrupted_cell_leaves_no_process(ctrl_c):
     interrupt_when(lambda: len(ranks()) == 2)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            launch(lambda: time.sleep(60))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        launch(lambda: time.sleep(60))
     assert ranks() == []
 
 

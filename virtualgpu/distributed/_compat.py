@@ -89,9 +89,8 @@ def pipeline_votes(module) -> tuple[type, str] | None:
     return None
 
 
-PASSED_ALONG = (
-    "_warmup_p2p"  # 2.12 to 2.14: each stage multiplies what the one before sends; later versions sum over all ranks
-)
+# 2.12 to 2.14: each stage multiplies what the one before sends; later versions sum over all ranks
+PASSED_ALONG = "_warmup_p2p"
 
 
 def vote_for_all(module, stages, has_backward: bool) -> bool:
@@ -105,8 +104,4 @@ def vote_for_all(module, stages, has_backward: bool) -> bool:
 
 
 FSDP1 = "torch.distributed.fsdp._init_utils"
-
-
-def moves_states(module) -> tuple[object, str]:
-    """FSDP1's function that moves (parameters, buffers, device or None), and whose it is."""
-    return module, "_move_states_to_device"
+MOVES_STATES = "_move_states_to_device"  # in that module: of (parameters, buffers, device or None)

@@ -20,8 +20,7 @@ def install(machine: Machine, patches: Patches) -> None:
     """Replace what moves them, once torch.distributed.fsdp is imported."""
 
     def then(module) -> None:
-        owner, name = _compat.moves_states(module)
-        original = getattr(owner, name)
+        original = getattr(module, _compat.MOVES_STATES)
 
         @functools.wraps(original)
         def move(params, buffers, device):
@@ -30,7 +29,7 @@ def install(machine: Machine, patches: Patches) -> None:
                     _swap(state, device)
             original(params, buffers, device)
 
-        patches.replace(owner, name, move)
+        patches.replace(module, _compat.MOVES_STATES, move)
 
     when_imported(_compat.FSDP1, then, patches)
 

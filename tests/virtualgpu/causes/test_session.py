@@ -408,14 +408,6 @@ print((x + 1).tolist())
     )
 
 
-@pytest.fixture
-def ctrl_c():
-    """SIGINT raises KeyboardInterrupt, also where Ray Tune has left its own handler in this process."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_in_an_operation_leaves_the_gpus_usable(gpus, ctrl_c):
     def interrupt(gradient):
         signal.raise_signal(signal.SIGINT)

@@ -296,5 +296,5 @@ def test_what_moves_the_states_of_fsdp1():
     import importlib
     import inspect
 
-    move = getattr(*_compat.moves_states(importlib.import_module(_compat.FSDP1)))
+    move = getattr(importlib.import_module(_compat.FSDP1), _compat.MOVES_STATES)
     assert list(inspect.signature(inspect.unwrap(move)).parameters) == ["params", "buffers", "device_from_device_id"]
