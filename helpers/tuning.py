@@ -4,9 +4,7 @@ import atexit
 import contextlib
 import logging
 import os
-import platform
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from virtualgpu import scratch
 from virtualgpu.run import inherit
 
 # No usage report, no token file in the home folder, GPUs left visible to trials that use none, the plain reporters
@@ -30,8 +29,6 @@ LIMIT = 60  # seconds in which the first worker has to answer: starting one take
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
-# A file in Ray's folder that names the host its pid is of; in the folder's own name it would lengthen sockets' paths
-HOST = "host"
 _folder: str | None = None
 _watcher: subprocess.Popen | None = None
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
@@ -63,7 +60,6 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
     """
     global _folder, _watcher
     stop_ray()
-    _remove_folders_of_the_dead()
     if gpus:
         _count(gpus)
     os.environ.update(QUIET)
@@ -73,8 +69,7 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
 
     options = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
-        _folder = tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=SHORT)
-        Path(_folder, HOST).write_text(platform.node(), "utf-8")
+        _folder = scratch.folder(SHORT)
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
         options |= {"num_cpus": cpus, "num_gpus": gpus, "_temp_dir": _folder}
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
@@ -111,7 +106,7 @@ def stop_ray() -> None:
         _watcher.communicate()
         _watcher = None
     if _folder is not None:
-        shutil.rmtree(_folder, ignore_errors=True)
+        scratch.remove(_folder)
         _folder = None
 
 
@@ -176,16 +171,3 @@ def _require_listener(address: str) -> None:
     except (OSError, ValueError) as error:
         cure = "start one with `ray start --head --port=6379`, and give its address as host:port"
         raise ConnectionError(f"no Ray cluster answers at {address!r} ({error}): {cure}") from None
-
-
-def _remove_folders_of_the_dead() -> None:
-    """Those of this host: a container may share the folder that they are in, and its pids are others.
-
-    A folder that names no host stays: the name is the first thing written there, so it is empty or somebody else's.
-    """
-    for folder in Path(SHORT).glob("ray-*-*"):
-        pid = folder.name.split("-")[1]
-        with contextlib.suppress(OSError):
-            here = (folder / HOST).read_text("utf-8", "replace") == platform.node()
-            if here and pid.isdigit() and not psutil.pid_exists(int(pid)):
-                shutil.rmtree(folder, ignore_errors=True)

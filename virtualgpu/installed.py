@@ -84,6 +84,7 @@ class Session:
         kernels.install()
         for face in FACES:
             face.install(self.machine, self.patches)
+        self.patches.spread()
         for register, kind in (
             (register_optimizer_step_pre_hook, "optimizer"),
             (register_optimizer_step_post_hook, "forward"),

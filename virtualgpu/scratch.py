@@ -21,10 +21,14 @@ YOUNG = 60.0  # seconds in which it may have been made and not be locked yet
 _held: dict[str, int] = {}  # the open files behind the locks
 
 
-def folder() -> str:
-    """A new folder, ours until `remove` or the end of this process. Raises OSError where there is no room."""
-    sweep()
-    path = tempfile.mkdtemp(prefix=PREFIX)
+def folder(where: str | None = None) -> str:
+    """A new folder in `where` (the system's folder for temporary files), ours until `remove` or the end of this process.
+
+    Raises OSError where there is no room.
+    """
+    where = where or tempfile.gettempdir()
+    sweep(where)
+    path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
     if fcntl is not None:
         _held[path] = os.open(path, os.O_RDONLY)
         hold(_held[path])
@@ -47,11 +51,11 @@ def hold(number: int) -> bool:
     return True
 
 
-def sweep() -> None:
-    """Remove what this user's killed processes left."""
+def sweep(where: str) -> None:
+    """Remove what this user's killed processes left there."""
     if fcntl is None:
         return
-    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
+    with contextlib.suppress(OSError), os.scandir(where) as found:
         for entry in found:
             if entry.name.startswith(PREFIX):
                 with contextlib.suppress(OSError):  # another sweeps, too

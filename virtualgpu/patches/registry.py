@@ -17,9 +17,7 @@ class Patches:
     def __init__(self):
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         self.others: list[Callable[[], None]] = []
-        self.everywhere: list[
-            tuple[str, Any, Any]
-        ] = []  # (name, original, ours): others may import ours by name meanwhile
+        self.everywhere: list[tuple[str, Any, Any]] = []  # (name, original, ours)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Raises AttributeError, naming PyTorch's version, where there is nothing of that name."""
@@ -31,13 +29,13 @@ class Patches:
         self.add(owner, name, value)
 
     def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
-        """Also in modules that have imported it by name: those of torch, and a notebook."""
-        original = getattr(owner, name)
-        self.everywhere.append((name, original, value))
+        """Also, from `spread` on, in modules that have imported it by name: those of torch, and a notebook."""
+        self.everywhere.append((name, getattr(owner, name), value))
         self.replace(owner, name, value)
-        for module in list(sys.modules.values()):
-            if module is not owner and getattr(module, "__dict__", {}).get(name) is original:
-                self.add(module, name, value)
+
+    def spread(self) -> None:
+        """One walk through all modules for all of them: there are thousands."""
+        exchange(self.everywhere)
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Whether there is something of that name or not; `restore` removes what was not there."""
@@ -75,9 +73,17 @@ class Patches:
                 where = getattr(owner, "__name__", type(owner).__name__)
                 warnings.warn(f"{where}.{name} was replaced while virtual GPUs were on, and is left so", stacklevel=2)
             self.replaced.pop()
-        for module in list(sys.modules.values()) if self.everywhere else ():
-            names = getattr(module, "__dict__", {})
-            for name, original, ours in self.everywhere:
-                if names.get(name) is ours:
-                    setattr(module, name, original)
+        # modules that have imported ours by name meanwhile, too
+        exchange([(name, ours, original) for name, original, ours in reversed(self.everywhere)])
         self.everywhere.clear()
+
+
+def exchange(values: list[tuple[str, Any, Any]]) -> None:
+    """(name, old, new): in every module in which that name is the old value, it is the new one from now on."""
+    known = {name for name, _, _ in values}
+    for module in list(sys.modules.values()) if known else ():
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict) and (there := names.keys() & known):  # in this order: it walks through ours
+            for name, old, new in values:
+                if name in there and names[name] is old:
+                    setattr(module, name, new)

@@ -38,8 +38,6 @@ from virtualgpu.run.watch import WorkerError
 
 __all__ = ["WorkerError", "launch"]
 
-# DDP's constructor imports torch._dynamo
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "virtualgpu.session", __name__]
 LONG = 70  # bytes of a folder's path: multiprocessing adds 32
 _starting = threading.Lock()
 
@@ -108,7 +106,7 @@ class Rank:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(PRELOAD)
+            context.set_forkserver_preload(["virtualgpu.run.warm"])
             _short_paths()
         self.pipe, theirs = context.Pipe()
         printed, their_stdout = context.Pipe(duplex=False)

@@ -56,7 +56,7 @@ def test_words_on_a_full_disk(start):
 def test_nowhere_to_put_a_folder(monkeypatch, capsys):
     from virtualgpu.run import cli
 
-    def full(prefix):
+    def full(prefix, dir):
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr(scratch.tempfile, "mkdtemp", full)

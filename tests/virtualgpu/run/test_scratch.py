@@ -79,7 +79,7 @@ def test_a_link_is_not_followed(temporary):
     (temporary / "virtualgpu-link").symlink_to(temporary / "mine")
     scratch.YOUNG, before = -1e9, scratch.YOUNG
     try:
-        scratch.sweep()
+        scratch.sweep(str(temporary))
     finally:
         scratch.YOUNG = before
     assert (temporary / "mine" / "thesis.tex").read_text() == "all of it"
