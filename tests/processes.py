@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 
 
+HURRY = 3  # seconds, a time limit for what does not end, once what ranks are forked from is there
+
+
 def ranks(below: psutil.Process | None = None) -> list[psutil.Process]:
     """What a forkserver below this process (or another one) has started, and what those started in turn."""
     found = []

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers.launch import WorkerError, launch
+from tests.processes import HURRY
 from virtualgpu.run.watch import frames_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +116,7 @@ def test_a_notebook_that_prints_ascii_alone(monkeypatch):
 # -- where each rank stands
 
 
-def places(worker, timeout=10):
+def places(worker, timeout=HURRY):
     with pytest.raises(WorkerError) as caught:
         launch(worker, timeout=timeout)
     assert caught.value.rank is None
@@ -125,7 +126,7 @@ def places(worker, timeout=10):
     return caught.value.places
 
 
-def test_a_rank_that_hangs_ends_at_the_time_limit():
+def test_a_rank_that_hangs_ends_at_the_time_limit(started):
     def waits_for_nobody():
         if dist.get_rank() == 0:
             dist.recv(torch_ones(), src=1)
@@ -143,7 +144,7 @@ def torch_ones():
     return torch.ones(1)
 
 
-def test_lines_of_python_itself_are_not_the_readers():
+def test_lines_of_python_itself_are_not_the_readers(started):
     def worker():
         threading.Event().wait()
 
@@ -160,7 +161,7 @@ def one_leaves_early():
         dist.recv(torch_ones(), src=0)
 
 
-def test_a_rank_that_is_done_says_so():
+def test_a_rank_that_is_done_says_so(started):
     zero, one = places(one_leaves_early)
     assert zero == "rank 0 is done, and waits for the others"
     assert one.startswith("rank 1 stands in line") and one.endswith("in one_leaves_early, which waits in recv")
@@ -183,8 +184,9 @@ def test_installed_in_a_folder_beyond_ascii(tmp_path):
         if dist.get_rank() == 1:
             dist.recv(torch.ones(1), src=0)
 
+    launch(int)
     try:
-        launch(worker, timeout=10)
+        launch(worker, timeout=3)
     except WorkerError as error:
         print(error.places[0])
     """

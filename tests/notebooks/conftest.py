@@ -3,6 +3,7 @@
 import pytest
 
 import virtualgpu
+from tests.processes import HURRY
 from virtualgpu.run import ranks
 
 
@@ -12,15 +13,6 @@ def no_gpus_before(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     yield
     virtualgpu.reset()
-
-
-HURRY = 3  # seconds
-
-
-@pytest.fixture
-def started():
-    """What ranks are forked from has been started, which may take longer than a short time limit."""
-    ranks.launch(int, nprocs=1)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 
 import checks
 from checks.grader import alone, launched
-from tests.notebooks.conftest import HURRY
+from tests.processes import HURRY
 
 
 def said(capsys):

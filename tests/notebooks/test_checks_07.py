@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import checks
-from tests.notebooks.conftest import HURRY
+from tests.processes import HURRY
 
 SIZES = {"dim": 256, "words": 20000, "length": 16}
 BUDGET = 0.1  # GiB, between one group for both of the large layers and a group for each

@@ -227,7 +227,7 @@ def test_the_tutorials_table():
     It printed model parallel 7 % slower than one GPU; split sizes 1, 3, 5, 8, 10, 12, 20, 40, 60 with 12 the best; 20 was
     49 % faster than one GPU, 12 was 54 %. Data-sheet figures of the T4, none fitted to this table.
     """
-    slower, faster = tutorial.simulated()
+    slower, faster = tutorial.simulated(splits=(5, 8, 10, 12, 20, 40))  # `make bench` has them all
     assert slower == pytest.approx(0.07, abs=0.05)
     assert max(faster, key=faster.get) == 12
     assert faster[20] == pytest.approx(0.49, abs=0.10) and faster[12] == pytest.approx(0.54, abs=0.10)

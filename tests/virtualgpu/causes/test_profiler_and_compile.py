@@ -160,18 +160,22 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_transforms_first_used_with_gpus_on(transform):
-    """In a process of its own: PyTorch scripts their decompositions when they are first used."""
+def test_transforms_first_used_with_gpus_on():
+    """Each in a process of its own, as PyTorch scripts their decompositions when they are first used; forked once torch is there."""
     code = f"""
-import torch, virtualgpu
-virtualgpu.gpus(2)
-f, cpu = lambda a: (a**3).sum().exp(), torch.tensor([0.1, 0.2])
-found, expected = [{transform} for x in (cpu.to("cuda:1"), cpu)]
-print(found.device, torch.equal(found.cpu(), expected))
+import multiprocessing, torch, virtualgpu
+def first_used(name, transform):
+    virtualgpu.gpus(2)
+    f, cpu = lambda a: (a**3).sum().exp(), torch.tensor([0.1, 0.2])
+    found, expected = [eval(transform, globals() | dict(f=f, x=x)) for x in (cpu.to("cuda:1"), cpu)]
+    print(name, found.device, torch.equal(found.cpu(), expected), flush=True)
+for case in {list(TRANSFORMS.items())}:
+    process = multiprocessing.get_context("fork").Process(target=first_used, args=case)
+    process.start(), process.join()
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.stdout.splitlines()[-1:] == ["cuda:1 True"], done.stderr[-1500:]
+    found = [line for line in done.stdout.splitlines() if "virtual GPUs" not in line]
+    assert found == [f"{name} cuda:1 True" for name in TRANSFORMS], done.stderr[-1500:]
 
 
 EXPORTS = """
