@@ -115,12 +115,12 @@ def loops_for_ever(config):
         (begins_anew, "round 1 was worked 2 times"),
         (does_not_work, "round 1 was worked 0 times"),
         (works_for_ever, "does the loop end?"),
-        (loops_for_ever, "no trial has reported for 8 seconds: does one of them end?"),
+        (loops_for_ever, "no trial has reported for 5 seconds: does one of them end?"),
         (lambda config: undefined, "name 'undefined' is not defined"),  # noqa: F821
     ],
 )
 def test_goes_on(capsys, cluster, monkeypatch, trainable, complaint):
-    monkeypatch.setattr(notebook_05, "SILENCE", 8.0)
+    monkeypatch.setattr(notebook_05, "SILENCE", 5.0)
     checks.goes_on(trainable)
     out = capsys.readouterr().out
     assert complaint in out, out
