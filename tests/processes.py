@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 
-
 HURRY = 3  # seconds, a time limit for what does not end, once what ranks are forked from is there
 
 

@@ -9,8 +9,8 @@ import gc
 
 gc.disable()
 
-import torch  # noqa: E402, F401
-import torch._dynamo  # noqa: E402, F401 - DDP's constructor and optimizers import it
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 - DDP's constructor and optimizers import it
 import torch.distributed  # noqa: E402, F401
 
 import virtualgpu.run.ranks  # noqa: E402
