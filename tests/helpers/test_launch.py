@@ -1,5 +1,6 @@
 """Several processes from a notebook: results in rank order, the right rank blamed, nobody left behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -48,6 +50,20 @@ def crash(bad, how):
         os.kill(os.getpid(), how)
     dist.all_reduce(torch.ones(1))
     return "survived"
+
+
+def leave_a_cycle():
+    """[is it gone after a collection, how many objects that collection does not walk through]"""
+    cycle = torch.nn.Linear(1, 1)
+    cycle.itself, gone = cycle, weakref.ref(cycle)
+    del cycle
+    gc.collect()
+    return gone() is None, gc.get_freeze_count()
+
+
+def test_a_ranks_collections_leave_pytorchs_objects_alone():
+    [(gone, left_alone)] = launch(leave_a_cycle, nprocs=1)
+    assert gone and left_alone > 100_000
 
 
 def test_results_and_lines_in_rank_order(capsys):

@@ -8,14 +8,16 @@ import atexit
 import gc
 
 gc.disable()
+try:
+    import torch
+    import torch._dynamo  # DDP's constructor and optimizers import it
+    import torch.distributed  # noqa: F401
 
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402 - DDP's constructor and optimizers import it
-import torch.distributed  # noqa: E402, F401
-
-import virtualgpu.run.ranks  # noqa: E402
-import virtualgpu.session  # noqa: E402, F401
-
+    import virtualgpu.run.ranks
+    import virtualgpu.session  # noqa: F401
+finally:
+    gc.enable()
 gc.freeze()
-atexit.register(gc.unfreeze)  # what Python takes apart at its end, it takes apart whole: Triton's bindings print what was not
-gc.enable()
+atexit.register(
+    gc.unfreeze
+)  # what Python takes apart at its end, it takes apart whole: Triton's bindings print what was not
