@@ -10,10 +10,10 @@ import os
 import pickle
 from dataclasses import replace
 
-from virtualgpu import scratch
+from virtualgpu import environment, scratch
 from virtualgpu.environment import Card, Settings
 from virtualgpu.memory.ledger import Ledger
-from virtualgpu.run import program
+from virtualgpu.run import program, traces
 
 
 def offer(dry: bool) -> bytes | None:
@@ -93,6 +93,9 @@ def leave(offered: bytes | None) -> bytes | None:
     if machine is None or machine.clock.spans is None:
         return None
     machine.clock.wait()
+    settings = environment.settings()
+    if settings is not None and settings.trace:  # under the runner
+        traces.nothing(settings.folder)
     return pickle.dumps((machine.clock.latest(), machine.clock.spans))
 
 

@@ -38,6 +38,12 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
     return f"Trace of {written} process{'es' * (written != 1)} in {path}{lost}: ui.perfetto.dev opens it."
 
 
+def nothing(folder: str) -> None:
+    """The trace of a process whose work another one tells: a rank, whose spans the process that launched it has in its own."""
+    with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
+        json.dump([], file)
+
+
 def _renamed(events: list[dict], name: str, first: int) -> list[dict]:
     """One process's events under pids of their own, from `first` on, with its name on each."""
     own = sorted({event.get("pid", 0) for event in events}, key=str)

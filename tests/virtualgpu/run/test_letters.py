@@ -47,7 +47,13 @@ def test_the_runner_and_ranks(clean_environ, tmp_path, locale):
     said, told = found.stdout.decode("utf-8").splitlines(), found.stderr.decode("utf-8")
     assert found.returncode == 0, told
     assert said[2:] == ["2.0 2.0 True", "2"]
-    assert "3 processes" in told and "Report" not in told and "of 14.74 GiB" in told
+    assert (
+        "3 processes" in told
+        and "Trace of 3 processes in " in told
+        and "without" not in told
+        and "Report" not in told
+        and "of 14.74 GiB" in told
+    )
     trace = json.loads((folder / "추적.json").read_text("utf-8"))
     assert any(event.get("cat") == "communication" for event in trace["traceEvents"])
     if not locale:
