@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import subprocess
 import sys
 import threading
@@ -502,7 +503,7 @@ def test_dry_run_needs_no_room():
     [
         (lambda x: x[x > 0], "the shape of what index returns depends on values"),
         (lambda x: x.nonzero(), "the shape of what nonzero returns depends on values"),
-        (lambda x: torch.save(x, "/dev/null"), "no values to save"),
+        (lambda x: torch.save(x, io.BytesIO()), "no values to save"),
     ],
 )
 def test_what_a_dry_run_cannot_do_says_so(attempt, said):

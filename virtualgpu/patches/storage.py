@@ -1,10 +1,9 @@
-"""Storages on virtual GPUs: where they say they are, how they are made, resized, moved, saved and loaded."""
+"""Storages on virtual GPUs: where they say they are, how they are made, resized and moved."""
 
 import functools
 
 import torch
 
-from virtualgpu import _compat
 from virtualgpu.engine.home import HOME, Home
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.patches.registry import Patches
@@ -13,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace UntypedStorage's methods, and what torch.save and torch.load ask."""
+    """Replace UntypedStorage's methods."""
     Storage, local = torch.UntypedStorage, machine.local
     real_device = Storage.device.__get__
     resize_, clone, share, real_data_ptr = Storage.resize_, Storage.clone, Storage._share_cuda_, Storage.data_ptr
@@ -41,7 +40,7 @@ def install(machine: Machine, patches: Patches) -> None:
         if target is gpu_of(storage):
             return storage
         with machine.untracked():
-            made = clone(storage)
+            made = without_values(storage) if machine.dry and target else clone(storage)
         machine.place_storage(made, target)
         machine.charge_copy(gpu_of(storage), target, storage.nbytes(), wait=not non_blocking)
         return made
@@ -98,37 +97,8 @@ def install(machine: Machine, patches: Patches) -> None:
         "is_pinned": lambda storage, device=None: getattr(storage, "_virtual_pinned", False),
     }.items():
         patches.replace(Storage, name, function)
-    _saving(machine, patches)
 
 
-def _saving(machine: Machine, patches: Patches) -> None:
-    """torch.save and torch.load ask where a storage is, and where it goes."""
-
-    def tag(storage) -> str | None:
-        home = getattr(storage, HOME, None)
-        if _really_meta(storage) and (machine.dry or (home is not None and home.gpu is not None)):
-            raise RuntimeError(
-                "this tensor comes from a dry run and has no values to save: switch saving off there, or make it outside dry_run()"
-            )
-        return None if home is None or home.gpu is None else f"cuda:{home.gpu.index}"
-
-    def restore(storage, location: str):
-        if not location.startswith("cuda"):
-            return None
-        index = torch.device(location).index or 0
-        if index >= len(machine.gpus):
-            raise RuntimeError(
-                f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
-                f"{len(machine.gpus)}. Please use torch.load with map_location to map your storages to an existing device."
-            )
-        gpu = machine.gpu(index)
-        machine.charge_copy(None, gpu, storage.nbytes(), wait=True)
-        return machine.place_storage(storage, gpu)
-
-    package = (0, tag, restore)  # before PyTorch's own, which have 10 and more
-    patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
-    torch.serialization.register_package(*package)
-
-
-def _really_meta(storage) -> bool:
-    return _compat.real_storage_device(storage).type == "meta"
+def without_values(storage):
+    """As large, in a dry run: on a GPU nothing has values there."""
+    return torch.UntypedStorage(storage.nbytes(), device="meta")

@@ -1,0 +1,93 @@
+"""Files and loaders in a dry run: what they bring has its values, what is to be saved has none, and no file is lost for it."""
+
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import virtualgpu
+
+WHERE = {
+    "name": "cuda:1",
+    "device": torch.device("cuda", 1),
+    "dict": {"cpu": "cuda:1"},
+    "function": lambda storage, location: storage.cuda(1),
+}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    yield virtualgpu.gpus(2)
+    virtualgpu.reset()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"weight": torch.arange(6.0).view(2, 3), "bias": nn.Parameter(torch.ones(2))}, path)
+    return path
+
+
+def test_what_is_loaded_has_its_values(gpus, checkpoint):
+    with virtualgpu.dry_run():
+        found = torch.load(checkpoint)
+        assert found["weight"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["bias"].requires_grad
+        model = nn.Linear(3, 2).cuda()
+        model.load_state_dict(found)
+        assert model(torch.ones(4, 3, device="cuda")).shape == (4, 2)
+
+
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+def test_loaded_onto_a_gpu_it_takes_the_same_bytes(gpus, checkpoint, where, mmap):
+    taken = {}
+    for dry in (False, True):
+        with virtualgpu.dry_run() if dry else nullcontext():
+            before = torch.cuda.memory_allocated(1)
+            found = torch.load(checkpoint, map_location=where, mmap=mmap)
+            taken[dry] = torch.cuda.memory_allocated(1) - before
+            assert {t.device for t in found.values()} == {torch.device("cuda", 1)}
+            assert (found["weight"] @ found["weight"].T).shape == (2, 2)
+            del found
+    assert taken[True] == taken[False] == 1024
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("collate", [None, torch.stack], ids=["a batch of numbers", "a batch of tensors"])
+def test_loaders_with_workers(gpus, collate, pinned):
+    data = torch.arange(12).view(4, 3) if collate else range(4)
+    with virtualgpu.dry_run():
+        batches = list(DataLoader(data, batch_size=2, num_workers=1, collate_fn=collate, pin_memory=pinned))
+        assert sum(batch.sum() for batch in batches).shape == ()
+        assert [tuple(batch.cuda().shape) for batch in batches] == [(2, 3) if collate else (2,)] * 2
+
+
+def test_a_file_stays_as_it_is(gpus, checkpoint):
+    """torch.save empties a file before it looks at the tensors: a dry run of a training would lose the last one's weights."""
+    before = checkpoint.read_bytes()
+    with virtualgpu.dry_run():
+        model = nn.Linear(3, 2).cuda()
+        with pytest.warns(UserWarning, match=r"a dry run has no values to save: .*checkpoint\.pt is not written"):
+            torch.save({"epoch": 3, "model": model.state_dict()}, checkpoint)
+        with pytest.warns(UserWarning, match="is not written"):
+            torch.save(nn.Linear(3, 2), checkpoint.with_name("new.pt"))  # on the CPU, too
+    with pytest.raises(RuntimeError, match="no values to save"):
+        torch.save(nn.ModuleList([model]), checkpoint)
+    assert checkpoint.read_bytes() == before and os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+def test_what_has_values_is_saved_in_a_dry_run(gpus, checkpoint):
+    with virtualgpu.dry_run():
+        state = torch.get_rng_state()
+        torch.save({"epoch": 3, "random": state}, checkpoint)
+    found = torch.load(checkpoint)
+    assert found["epoch"] == 3 and torch.equal(found["random"], state)
+
+
+def test_pytorchs_own_meta_tensors_are_saved_as_ever(gpus, checkpoint):
+    torch.save(torch.ones(3, device="meta"), checkpoint)
+    assert torch.load(checkpoint).device.type == "meta"
