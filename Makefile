@@ -33,6 +33,7 @@ judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMP
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges pytorch $(PYTORCH_TEST))
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges distributed $(PYTORCH_TEST))
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples $(PYTORCH_EXAMPLES))
+	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples --dry $(PYTORCH_EXAMPLES))
 
 gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones (skipped without one)
 	@$(PY) -m pytest -rs tests/gpu

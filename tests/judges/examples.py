@@ -4,7 +4,7 @@
                                                              tutorials; tests/judges for programs by other libraries
 
 Each program runs under `python -m virtualgpu` (RUNNER names another) in a copy of its folder; its output goes to build/judges/<name>.log and the
-results to build/judges/examples.json. A program that trains for hours is stopped once it has printed what shows that it does.
+results to build/judges/examples.json. --dry: all of them in a dry run, on shapes alone. A program that trains for hours is stopped once it has printed what shows that it does.
 Exit status 0: all end well but those that need_not_pass.toml lists. One whose package is not installed is skipped, and named.
 """
 
@@ -98,19 +98,20 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.judges examples")
     parser.add_argument("checkout", type=Path)
     parser.add_argument("names", nargs="*", choices=[*CASES, []], default=[], metavar="name", help=", ".join(CASES))
+    parser.add_argument("--dry", action="store_true", help="each of them in a dry run")
     options = parser.parse_args(arguments)
     BUILD.mkdir(parents=True, exist_ok=True)
     results = {}
     there = [name for name, case in CASES.items() if (options.checkout / case.folder).is_dir()]
     for name in options.names or there:
-        results[name] = result = run(name, options.checkout.resolve())
+        results[name] = result = run(name, options.checkout.resolve(), dry=options.dry)
         good = "ends well" if result["good"] else "skipped" if result["lacks"] else "fails"
         print(f"{name:24} {good:10} {result['seconds']:6.1f} s  {result['why']}", flush=True)
-    (BUILD / "examples.json").write_text(json.dumps(results, indent=1))
+    (BUILD / f"examples{'_dry' * options.dry}.json").write_text(json.dumps(results, indent=1))
     ran = {name: result for name, result in results.items() if not result["lacks"]}
     excuses = {name: excused("examples", name) for name, result in ran.items() if not result["good"]}
     ends, excusable = sum(result["good"] for result in ran.values()), sum(map(bool, excuses.values()))
-    rows = [("examples", f"{ends} of {len(ran) - excusable}")]
+    rows = [("examples, dry" if options.dry else "examples", f"{ends} of {len(ran) - excusable}")]
     if excusable:
         rows.append(("need not pass", ", ".join(sorted(set(filter(None, excuses.values()))))))
     if len(ran) < len(results):
@@ -121,8 +122,8 @@ def main(arguments: list[str]) -> int:
     return int(not all(excuses.values()))
 
 
-def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMIT) -> dict:
-    """How one program ends: `case`, or that of this name."""
+def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMIT, dry: bool = False) -> dict:
+    """How one program ends: `case`, or that of this name; dry: on shapes alone."""
     case, log = case or CASES[name], BUILD / f"{name}.log"
     runner = os.environ.get("RUNNER", f"{sys.executable} -m virtualgpu").split()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -132,7 +133,7 @@ def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMI
         start = time.monotonic()
         with open(log, "w") as out:
             program = subprocess.Popen(
-                [*runner, "--gpus", str(case.gpus), *arguments],
+                [*runner, "--gpus", str(case.gpus), *(["--dry"] if dry else []), *arguments],
                 **dict(cwd=work, stdout=out, stderr=subprocess.STDOUT, start_new_session=True),
                 env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
             )

@@ -14,7 +14,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for dtype, name in LEGACY_TYPE_NAMES.items():
         plain = plain_types[f"torch.{name}"] = getattr(torch, name)
         patches.add(torch.cuda, name, _legacy_type(machine, dtype, name, plain))
-        patches.replace(torch, name, _cpu_type(dtype, name, plain))
+        patches.replace(torch, name, _cpu_type(machine, dtype, name, plain))
     original = torch.set_default_tensor_type
 
     def set_default_tensor_type(t) -> None:
@@ -32,11 +32,13 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(torch, "set_default_tensor_type", set_default_tensor_type)
 
 
-def _cpu_type(dtype: torch.dtype, name: str, plain: type) -> type:
-    """torch.FloatTensor itself takes every tensor here for its own."""
+def _cpu_type(machine: Machine, dtype: torch.dtype, name: str, plain: type) -> type:
+    """torch.FloatTensor itself takes every tensor here for its own, and none that has no values (torchvision's ToTensor asks it)."""
 
     class Kind(type):
         def __instancecheck__(cls, instance) -> bool:
+            if machine.dry and isinstance(instance, torch.Tensor):
+                return (instance.dtype, instance.device.type, instance.layout) == (dtype, "cpu", torch.strided)
             return isinstance(instance, plain) and gpu_of(instance) is None
 
         def __call__(cls, *args, **kwargs):

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import virtualgpu
+
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
 
@@ -179,6 +181,15 @@ def test_old_types_are_asked_for(gpus):
     assert x.type() == "torch.cuda.FloatTensor" and x.type(torch.cuda.HalfTensor).type() == "torch.cuda.HalfTensor"
     assert x.type("torch.FloatTensor").device == CPU and x.cpu().type(torch.cuda.LongTensor).device == ZERO
     assert x.type(torch.cuda.DoubleTensor).device == ONE
+
+
+def test_old_types_are_asked_for_in_a_dry_run(gpus):
+    """torchvision's ToTensor asks whether it has a ByteTensor before it divides by 255."""
+    with virtualgpu.dry_run():
+        x, image = torch.ones(2, device=ONE), torch.zeros(2, dtype=torch.uint8)
+        assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x, torch.FloatTensor)
+        assert isinstance(image, torch.ByteTensor) and isinstance(x.cpu(), torch.FloatTensor)
+        assert not isinstance(image, (torch.FloatTensor, torch.cuda.ByteTensor))
 
 
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
