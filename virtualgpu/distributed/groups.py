@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
+from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed import _compat, numbers
 from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
@@ -20,6 +21,7 @@ from virtualgpu.distributed.tape import RECV, SEND
 from virtualgpu.distributed.work import VirtualWork
 from virtualgpu.engine.home import gpu_of, home_of
 from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.values import forget
 
 
 class Options:
@@ -104,6 +106,7 @@ class Communicators:
         call = read(values, group.size())
         gpu = self._gpu_of_barrier(group, values) if name == "barrier" else self._gpu(group, call.tensors)
         if gpu is None:
+            forget(filter(is_really_meta, call.tensors))
             return func(*args, **kwargs)
         work = self.start(group, call, values.get("async_op", True), gpu).boxed()
         return (args[0], work) if returns_outputs else work

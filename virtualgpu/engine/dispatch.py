@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import attention, special
+from virtualgpu.engine import attention, special, values
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
@@ -77,7 +77,10 @@ class Dispatch(TorchDispatchMode):
             with self:
                 return _compat.decompose(func, args, kwargs)
         if op.is_view and (not isinstance(args[0], Tensor) or args[0].layout is STRIDED):
-            return func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
+            out = func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
+            if self.machine.dry:
+                values.follow_view(func, args, kwargs, out)
+            return out
         if op.special is not None and (out := op.special(self, func, args, kwargs)) is not NotImplemented:
             return out
         if op.python is not None:
@@ -100,10 +103,18 @@ class Dispatch(TorchDispatchMode):
         asserts = False
         if machine.dry:
             if waits:
+                if gpu is None and (found := values.computed(op, args, kwargs, tensors)) is not NotImplemented:
+                    return values.shaped(found)
                 raise NotImplementedError(
                     f"the shape of what {op.name} returns depends on values, and a dry run has none. Run this line outside dry_run()"
                 )
+            if gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
+                return out
             out = self.dry.run(op, args, kwargs, tensors, gpu)
+            if op.copies and gpu_of(args[0]) is None and gpu is not None:
+                values.forget(args[:1])
+            elif gpu is None and not op.returns_value_to_host:
+                values.follow(op, args, kwargs, tensors, out)
         elif gpu is None:
             out = op.func(*args, **kwargs)
         else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
+from virtualgpu.engine import values
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -30,7 +31,8 @@ class DryRun:
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.returns_value_to_host:
-            return self.placeholder_value(op, tensors, gpu)
+            found = values.computed(op, args, kwargs, tensors) if gpu is None else NotImplemented
+            return self.placeholder_value(op, tensors, gpu) if found is NotImplemented else found
         key = [op, *[setting() for setting in SETTINGS]]
         try:
             _describe(args, key)

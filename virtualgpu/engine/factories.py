@@ -5,6 +5,7 @@ import math
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine import values
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.home import Home, MadeByCpp, gpu_of, label
@@ -44,6 +45,8 @@ class Factories:
             self.eager.require_for_factory(args, kwargs, gpu)
         if machine.dry:
             out = self.dry.run(op, args, options, [], gpu)
+            if gpu is None and by_python:
+                values.follow_factory(op.func, args, {**options, "device": CPU}, out)
         elif gpu is None:
             out = op.func(*args, **options)
         else:
@@ -90,6 +93,8 @@ class Factories:
             del options["device"]
         if machine.dry:
             out = self.dry.run(op, args, options, tensors, target)
+            if target is None and source is None:
+                values.follow(op, args, options, tensors, out)
         elif target is None:
             out = op.func(*args, **options)
         else:

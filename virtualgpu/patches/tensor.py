@@ -13,6 +13,7 @@ import sys
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine import values
 from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.home import gpu_of, sparse_parts, storage_of
@@ -220,13 +221,15 @@ class TensorPatches:
         return text if end is None else f"{text[: end.start()]}, device='{gpu.device}'{text[end.start() :]}"
 
     def _with_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In a dry run there are none: nan, or zero. Raises RuntimeError for what was made in one, outside it."""
+        """In a dry run few have some; for the others nan, or zero. Raises RuntimeError for what was made in one, outside it."""
         if not _compat.is_really_meta(tensor):
             return tensor
         if not self.machine.dry:
             if gpu_of(tensor) is not None:
                 raise without_values()
             return tensor
+        if (known := values.values_of(tensor)) is not None:
+            return known
         nothing = math.nan if tensor.is_floating_point() else 0
         with self.machine.untracked():
             return torch.full(tuple(tensor.shape), nothing, dtype=tensor.dtype, device="cpu")

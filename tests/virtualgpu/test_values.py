@@ -1,0 +1,119 @@
+"""What a dry run knows: small tensors on the CPU have their values, until something without values is written to them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import virtualgpu
+
+
+@pytest.fixture(autouse=True)
+def dry(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    with virtualgpu.dry_run(1):
+        yield
+    virtualgpu.reset()
+
+
+def on_gpu(*shape):
+    return torch.ones(*shape, device="cuda")
+
+
+def unknown(*values) -> bool:
+    return all(map(math.isnan, values))
+
+
+def test_what_is_drawn_is_what_would_be_drawn():
+    def draw():
+        yield torch.rand(3).tolist()
+        yield torch.randint(5, 9, (4,)).tolist()
+        yield torch.randperm(6).tolist()
+        yield torch.empty(1).uniform_(2, 3).item()
+        yield [int(i) for i in torch.randperm(4)]
+        yield torch.normal(0.0, 1.0, (2,)).numpy().tolist()
+
+    torch.manual_seed(0)
+    found = list(draw())
+    virtualgpu.reset()  # this far it was dry
+    torch.manual_seed(0)
+    assert found == list(draw())
+
+
+def test_the_host_computes_with_them():
+    x = torch.zeros(3)
+    x[1] = 5
+    x += 1
+    assert x.tolist() == [1, 6, 1] and x.sum().item() == 8 and x.view(3, 1)[1].item() == 6
+    assert (x > 2).nonzero().tolist() == [[1]] and x[x > 2].item() == 6 and bool((x > 0).all())
+    assert torch.cat([x, torch.ones(2)]).mean().item() == 2 and torch.equal(x, torch.tensor([1.0, 6.0, 1.0]))
+    out = torch.empty(0)
+    torch.add(x, 1, out=out)
+    assert out.tolist() == [2, 7, 2]
+    assert torch.log(torch.tensor([1.0, math.e]))[1].item() == pytest.approx(1)
+
+
+def test_what_came_from_a_gpu_is_not_known():
+    assert unknown(*on_gpu(3).cpu().tolist(), on_gpu(1).cpu().item())
+    x, total, copy, part = torch.zeros(3), torch.tensor(0.0), torch.zeros(2), torch.zeros(2, 2)
+    x += on_gpu(3).cpu()
+    total += on_gpu(2).sum().cpu()
+    copy.copy_(on_gpu(2))
+    part[0] = on_gpu(2).cpu()
+    assert unknown(*x.tolist(), total.item(), *copy.tolist(), *part[0].tolist())
+    assert part[1].tolist() == [0, 0]
+    x.fill_(2)
+    assert x.tolist() == [2, 2, 2]
+
+
+def test_large_ones_are_shapes():
+    large = torch.zeros(10, 100)
+    assert unknown(large[0, 0].item(), large.sum().item())
+    large += 1
+    assert large.sum(1).shape == (10,) and unknown(*large.sum(1).tolist())
+
+
+def test_they_stay_shapes_and_parameters_themselves():
+    model = nn.Linear(3, 2)
+    optimizer, bias = torch.optim.Adam(model.parameters()), model.bias
+    model.cuda()
+    assert model.bias is bias and bias.device.type == "cuda"
+    for _ in range(2):
+        model(on_gpu(4, 3)).sum().backward()
+        optimizer.step()
+    assert optimizer.state[bias]["step"].item() == 2
+
+
+def test_numpys_arrays_change_as_the_program_says():
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(200.0)
+    x = torch.from_numpy(array)
+    x += 1
+    assert array[3] == 4 and x[3].item() == 4
+    x[3] = on_gpu(1).double().cpu()[0]
+    assert unknown(x[3].item()) and array[4] == 5
+
+
+def test_torchvisions_transforms():
+    """In this process: a loader's workers are no part of a dry run."""
+    transforms = pytest.importorskip("torchvision").transforms
+    data = pytest.importorskip("torchvision").datasets.FakeData(
+        8,
+        (3, 40, 40),
+        transform=transforms.Compose(
+            [
+                transforms.RandomResizedCrop(32),
+                transforms.RandomHorizontalFlip(),
+                transforms.ColorJitter(0.4, 0.4, 0.4, 0.1),
+                transforms.RandAugment(),
+                transforms.RandomRotation(10),
+                transforms.ToTensor(),
+                transforms.RandomErasing(1.0),
+                transforms.Normalize([0.5] * 3, [0.5] * 3),
+            ]
+        ),
+    )
+    with pytest.warns(RuntimeWarning, match="invalid value"):  # images are larger than what is kept
+        (images, labels), _ = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    assert images.shape == (4, 3, 32, 32) and images.cuda().device.type == "cuda" and len(labels.tolist()) == 4

@@ -1,0 +1,125 @@
+"""Small tensors on the CPU keep their values in a dry run, so that what a program draws or counts on the host (where to crop an
+image, in which order, which step this is) is a number and not nan.
+
+The tensor itself stays a shape, as all that is made in a dry run. Its values stand beside it, in an attribute; they are nan, or 0,
+from when something without values is written to it.
+"""
+
+import torch
+from torch import Tensor
+
+from virtualgpu import _compat
+
+VALUES = "_virtual_values"
+LIMIT = 100  # numbers in a tensor
+
+
+def values_of(tensor: Tensor) -> Tensor | None:
+    """A small tensor with the numbers of this one, which is on the CPU: those beside it, or itself where it came with them (from NumPy,
+    from a file). None: they are not known."""
+    if _compat.is_really_meta(tensor):
+        return getattr(tensor, VALUES, None)
+    return tensor if tensor.numel() <= LIMIT else None
+
+
+def written(op, args, kwargs, tensors):
+    """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in has some. Otherwise they are
+    forgotten. NotImplemented for what is a shape."""
+    targets = _written(op, args, kwargs)
+    if op.returns not in ([], [0]) or any(map(_compat.is_really_meta, targets)):
+        return NotImplemented
+    values = [values_of(tensor) if _compat.is_really_meta(tensor) else tensor for tensor in tensors]
+    if any(value is None for value in values):
+        forget(targets)
+    else:
+        _with(values, tensors, op.func, args, kwargs)
+    return args[0] if op.returns else None
+
+
+def forget(tensors) -> None:
+    """Something without values was written to them: nan, or 0, is what their views see as well. Whole numbers that are really there stay:
+    DDP's C++ reads its buckets from such a tensor, which came back from a broadcast."""
+    for tensor in tensors:
+        beside = _compat.is_really_meta(tensor)
+        values = getattr(tensor, VALUES, None) if beside else tensor
+        if values is not None and (values.is_floating_point() or values.is_complex()):
+            values.fill_(float("nan"))
+        elif values is not None and beside:
+            values.zero_()
+
+
+def follow(op, args, kwargs, tensors, out) -> None:
+    """After an operation on the CPU has given shapes: the same with values, where all have some and are small."""
+    results = _tensors([out])
+    values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
+    if values is None or any(value is None for value in values):
+        forget(_written(op, args, kwargs))
+    elif any(map(_compat.is_really_meta, results)):
+        _attach(results, _tensors([_with(values, tensors, op.func, args, kwargs)]))
+
+
+def follow_view(func, args, kwargs, out) -> None:
+    """A view of what has values beside it has a view of these."""
+    values = getattr(args[0], VALUES, None) if args else None
+    if values is not None:
+        _attach(_tensors([out]), _tensors([func(values, *args[1:], **kwargs)]))
+
+
+def follow_factory(func, args, options, out) -> None:
+    """options: with the CPU as device."""
+    if out.numel() <= LIMIT:
+        _attach([out], [func(*args, **options)])
+
+
+def computed(op, args, kwargs, tensors):
+    """What an operation on the CPU gives, computed with values; NotImplemented where one is not known."""
+    values = list(map(values_of, tensors))
+    if any(value is None for value in values):
+        return NotImplemented
+    return _with(values, tensors, op.func, args, kwargs)
+
+
+def shaped(found):
+    """A result with values as a dry run has it: a shape, and its values beside it."""
+    if not isinstance(found, Tensor):
+        return type(found)(map(shaped, found))
+    out = _compat.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
+    _attach([out], [found])
+    return out
+
+
+def _attach(results, found) -> None:
+    for result, value in zip(results, found, strict=True):
+        if _compat.is_really_meta(result):
+            setattr(result, VALUES, value)
+
+
+def _with(values, tensors, func, args, kwargs):
+    """func(*args, **kwargs) with `values` in the places of `tensors`."""
+    instead = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
+
+    def replaced(given):
+        if isinstance(given, Tensor):
+            return instead[id(given)]
+        if isinstance(given, (list, tuple)):
+            return type(given)(map(replaced, given))
+        return given
+
+    kwargs = {name: replaced(value) for name, value in kwargs.items()}
+    if isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "meta":
+        kwargs["device"] = torch.device("cpu")
+    return func(*map(replaced, args), **kwargs)
+
+
+def _written(op, args, kwargs) -> list[Tensor]:
+    return _tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in op.writes])
+
+
+def _tensors(given) -> list[Tensor]:
+    found = []
+    for value in given:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
