@@ -161,9 +161,8 @@ def numbers_are_gpus() -> bool:
 device_constructors = _device._device_constructors
 
 real_storage_device = torch.UntypedStorage.device.__get__
-pickling = (
-    torch._utils
-)  # its _rebuild_tensor(storage, offset, size, stride): of files, and of what another process sends
+# its _rebuild_tensor(storage, offset, size, stride): of files, and of what another process sends
+pickling = torch._utils
 saving = torch.serialization._package_registry  # [(priority, tag, restore)] of torch.save and torch.load
 
 

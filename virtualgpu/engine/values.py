@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
+from virtualgpu.engine.operations import tensors_of
 
 VALUES = "_virtual_values"
 LIMIT = 100  # numbers in a tensor
@@ -50,19 +51,19 @@ def forget(tensors) -> None:
 
 def follow(op, args, kwargs, tensors, out) -> None:
     """After an operation on the CPU has given shapes: the same with values, where all have some and are small."""
-    results = _tensors([out])
+    results = tensors_of([out], {})
     values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
     if values is None or any(value is None for value in values):
         forget(_written(op, args, kwargs))
     elif any(map(_compat.is_really_meta, results)):
-        _attach(results, _tensors([_with(values, tensors, op.func, args, kwargs)]))
+        _attach(results, tensors_of([_with(values, tensors, op.func, args, kwargs)], {}))
 
 
 def follow_view(func, args, kwargs, out) -> None:
     """A view of what has values beside it has a view of these."""
     values = getattr(args[0], VALUES, None) if args else None
     if values is not None:
-        _attach(_tensors([out]), _tensors([func(values, *args[1:], **kwargs)]))
+        _attach(tensors_of([out], {}), tensors_of([func(values, *args[1:], **kwargs)], {}))
 
 
 def follow_factory(func, args, options, out) -> None:
@@ -112,14 +113,4 @@ def _with(values, tensors, func, args, kwargs):
 
 
 def _written(op, args, kwargs) -> list[Tensor]:
-    return _tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in op.writes])
-
-
-def _tensors(given) -> list[Tensor]:
-    found = []
-    for value in given:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+    return tensors_of([args[at] if at < len(args) else kwargs.get(name) for at, name in op.writes], {})

@@ -18,6 +18,5 @@ try:
 finally:
     gc.enable()
 gc.freeze()
-atexit.register(
-    gc.unfreeze
-)  # what Python takes apart at its end, it takes apart whole: Triton's bindings print what was not
+# what Python takes apart at its end, it takes apart whole: Triton's bindings print what was not
+atexit.register(gc.unfreeze)
