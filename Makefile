@@ -3,6 +3,8 @@
 #                                                           make accuracy  published figures against simulated
 PYTHON ?= python3
 PY := .venv/bin/python
+# Containers often set it; then each of a hundred processes would compile our modules again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run site lab test bench everywhere accuracy judges gpu matrix browser doctor store stamp wheel clean setup
 
@@ -17,7 +19,7 @@ lab: setup         ## open them in JupyterLab; in a container, OPTIONS=--allow-r
 
 test: setup        ## lint, unit tests, guards, strict nbval; two processes, a file or a notebook at a time each
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check .
-	@$(PY) -m pytest -n 2 --dist loadfile --nbval tests notebooks
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not judge" --nbval tests notebooks
 
 bench: setup       ## timings, side by side in one run
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[bench]' -c constraints.txt && $(PY) -m tests.bench
@@ -30,6 +32,7 @@ everywhere: setup  ## each notebook to its end as on machines with 0, 1, 2 and 4
 
 judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout (tests/judges/README.md)
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[judges]' -c constraints.txt && $(PY) -m tests.judges op_db --dry
+	@$(PY) -m pytest -n 2 -m judge tests
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges pytorch $(PYTORCH_TEST))
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges distributed $(PYTORCH_TEST))
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples $(PYTORCH_EXAMPLES))

@@ -34,8 +34,8 @@ def search_space(space: Mapping) -> str | None:
 def frugal(search) -> str | None:
     """search: a tune.TuneConfig that tries 20 learning rates, spends at most three quarters of their rounds, and stops not the best of them."""
     centre = random.uniform(-4, -1)
-    space = {"lr": _tune().loguniform(1e-5, 1), "centre": centre}
-    results = _run(_training, space, replace(search, reuse_actors=True, time_budget_s=LIMIT))
+    space = {"lr": _tune().loguniform(1e-5, 1)}
+    results = _run(_training(centre), space, replace(search, reuse_actors=True, time_budget_s=LIMIT))
     if isinstance(results, str):
         return results
     spent = [trial.metrics.get("training_iteration", 0) for trial in results]
@@ -55,11 +55,12 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
     """Crashed once and started again, it works each round once."""
     numbers = {round: random.randint(1, 1000) for round in range(1, 7)}
     with tempfile.TemporaryDirectory(prefix="work-") as folder:
-        work = _Work(folder, numbers, breaks=random.randint(3, 5))
+        diary = Path(folder, "diary")
+        work = _work(diary, numbers, breaks=random.randint(3, 5))
         results = _run(trainable, {"work": work}, _tune().TuneConfig(), max_failures=1)
         if isinstance(results, str):
             return results
-        worked = [int(line) for line in work.diary.read_text("utf-8").split()] if work.diary.exists() else []
+        worked = [int(line) for line in diary.read_text("utf-8").split()] if diary.exists() else []
     if results.num_errors:
         return f"it ended with {str(results.errors[0]).strip().splitlines()[-1]}"
     for round in numbers:
@@ -74,31 +75,37 @@ ROUNDS = 16
 LIMIT = 60  # seconds for a search, or for a round of it
 
 
-def _training(config: Mapping) -> None:
-    """Sixteen rounds; the nearer to the centre the learning rate, the lower the loss, from the first round on."""
-    from ray import tune
-
-    distance = abs(math.log10(config["lr"]) - config["centre"])
-    for round in range(1, ROUNDS + 1):
-        tune.report({"loss": distance + 1 / round})
+# What goes to a trial's process is a function in a function: it travels whole, and nothing of ours, which brings PyTorch, is imported.
 
 
-class _Work:
-    """What a round has to do: leaves its number in a file, breaks once, and ends a loop that does not end."""
+def _training(centre: float) -> Callable[[Mapping], None]:
+    """Sixteen rounds; the nearer to the centre the learning rate's logarithm, the lower the loss, from the first round on."""
 
-    def __init__(self, folder: str, numbers: dict[int, int], breaks: int):
-        self.diary, self.numbers, self.breaks = Path(folder, "diary"), numbers, breaks
+    def training(config: Mapping) -> None:
+        from ray import tune
 
-    def __call__(self, round: int) -> int:
-        broken = self.diary.with_name("broken")
-        if round == self.breaks and not broken.exists():
+        distance = abs(math.log10(config["lr"]) - centre)
+        for round in range(1, ROUNDS + 1):
+            tune.report({"loss": distance + 1 / round})
+
+    return training
+
+
+def _work(diary: Path, numbers: dict[int, int], breaks: int) -> Callable[[int], int]:
+    """What a round has to do: leaves its number in the diary, breaks once, and ends a loop that does not end."""
+
+    def work(round: int) -> int:
+        broken = diary.with_name("broken")
+        if round == breaks and not broken.exists():
             broken.touch()
             raise RuntimeError("the grader's crash")
-        with open(self.diary, "a", encoding="utf-8") as file:
+        with open(diary, "a", encoding="utf-8") as file:
             file.write(f"{round}\n")
-        if self.diary.stat().st_size > 1000:
+        if diary.stat().st_size > 1000:
             raise RuntimeError("hundreds of rounds: does the loop end?")
-        return self.numbers[round]
+        return numbers[round]
+
+    return work
 
 
 def _run(trainable: Callable, space: Mapping, search, max_failures: int = 0):

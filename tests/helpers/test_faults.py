@@ -37,8 +37,7 @@ def trial(config):
         time.sleep(config["slow"])
         tune.report({"loss": config["n"] + epoch})
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def before_tuning(folder):
     gpu = helpers.gpus(1)[0]
     with helpers.Monitor() as monitor:
         model = torch.nn.Linear(8, 1).to(gpu)
@@ -47,11 +46,15 @@ if __name__ == "__main__":
     checkpoint.save(model.state_dict(), folder / "model.pt")
     virtualgpu.reset()
     print([float(x.sum()) for x in helpers.launch(rank_sum, 5_000_000)])  # 20 MB each
+
+if __name__ == "__main__":
+    folder, slow = Path(sys.argv[1]), float((sys.argv[2:] or [0])[0])
+    if not slow:
+        before_tuning(folder)
     there = tuning.start_ray(cpus=2)
     from ray import tune
     import ray
     large = ray.get(ray.put(torch.ones(5_000_000).numpy()))
-    slow = float(sys.argv[2]) if len(sys.argv) > 2 else 0
     run = tune.RunConfig(name="run", storage_path=str(folder), verbose=0)
     space = {"n": tune.grid_search([1, 2]), "slow": slow, "folder": str(folder)}
     found = tune.Tuner(trial, param_space=space, run_config=run).fit()

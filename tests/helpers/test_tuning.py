@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import virtualgpu
 from helpers import tuning
 from tests.processes import family, wait_until
+from virtualgpu.run import inherit
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TUNING"  # a variable by which a program's processes are known
@@ -243,46 +245,24 @@ def test_a_worker_that_does_not_answer_is_told(monkeypatch, tmp_path):
         tuning._hear_a_worker(ray)
 
 
-GPUS = """
-import os, sys
-sys.path.insert(0, {root!r})
-import torch, helpers
-from helpers import tuning
-
-def seen(held):
-    import torch
-    x = torch.empty(held << 20, dtype=torch.uint8, device="cuda")
-    visible = os.environ["CUDA_VISIBLE_DEVICES"]
-    return visible, torch.cuda.device_count(), torch.cuda.get_device_name(), torch.cuda.mem_get_info()
-
-if __name__ == "__main__":
-    try:
-        tuning.start_ray(cpus=2, gpus=2)
-    except ValueError as error:
-        print("without:", error)
-    helpers.gpus(2, memory="1 GB")
-    before = dict(os.environ)
-    print(tuning.start_ray(cpus=2, gpus=2))
+def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(monkeypatch):
+    """What a program with these variables has is test_inherit's; that trials share a GPU's memory is an output of notebook 05."""
     import ray
-    assert before.items() <= os.environ.items() and "VIRTUALGPU" not in os.environ  # Ray's processes have it, not this one
-    ours = torch.empty(200 << 20, dtype=torch.uint8, device="cuda:0"), torch.empty(200 << 20, dtype=torch.uint8, device="cuda:1")
-    one = ray.remote(num_gpus=1)(seen)
-    for visible, count, name, (free, total) in sorted(ray.get([one.remote(100), one.remote(100)])):
-        print(visible, count, name, (total - free >> 20) >= 300)
+
+    seen = {}
+
+    def init(**options):
+        seen.update(os.environ)
+        raise RuntimeError("seen")
+
+    virtualgpu.reset()
+    with pytest.raises(ValueError, match=r"PyTorch sees 0 here; call helpers.gpus\(2\) first"):
+        tuning.start_ray(cpus=2, gpus=2)
+    monkeypatch.setattr(ray, "init", init)
+    with virtualgpu.gpus(2, memory="1 GB"):
+        given, before = inherit.variables(), dict(os.environ)
+        with pytest.raises(RuntimeError, match="seen"):
+            tuning.start_ray(cpus=2, gpus=2)
     tuning.stop_ray()
-"""
-
-
-def test_trials_have_the_notebooks_gpus_one_each_and_share_their_memory(tmp_path):
-    path = tmp_path / "gpus.py"
-    path.write_text(GPUS.format(root=str(ROOT)))
-    environ = os.environ | {"HELPERS_GPUS": "virtual", "TMPDIR": "/tmp", "HOME": str(tmp_path)}
-    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=environ, timeout=150)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
-        "without: start_ray(gpus=2): PyTorch sees 0 here; call helpers.gpus(2) first",
-        "2 virtual GPUs, each like a Tesla T4 with 1 GiB: numbers and memory are real, time is simulated.",
-        "{'CPU': 2.0, 'GPU': 2.0}",
-        "0 1 Tesla T4 True",
-        "1 1 Tesla T4 True",
-    ]
+    assert "VIRTUALGPU" in given and given.items() <= seen.items()
+    assert dict(os.environ) == before | tuning.QUIET and "VIRTUALGPU" not in before

@@ -185,7 +185,7 @@ def test_launched_says_where_each_rank_stands(started):
         if dist.get_rank() == 0:
             dist.recv(torch.empty(2), src=1)
 
-    assert launched(worker, timeout=5) == (
-        "after 5 seconds rank 0 waits in recv and rank 1 is done, and waits for the others: "
+    assert launched(worker, timeout=HURRY) == (
+        f"after {HURRY} seconds rank 0 waits in recv and rank 1 is done, and waits for the others: "
         "do both ranks call the same collectives?"
     )

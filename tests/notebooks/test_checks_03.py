@@ -104,7 +104,7 @@ def test_exchanged(capsys, worker, complaint):
 @pytest.mark.parametrize(
     "worker, place", [(lambda mine: exchange(mine, lambda rank: False), "waits in recv"), (for_ever, "in for_ever")]
 )
-def test_an_exchange_that_waits_for_ever_is_told(capsys, worker, place):
+def test_an_exchange_that_waits_for_ever_is_told(capsys, hurried, worker, place):
     """And where: the call of torch.distributed, not the virtual GPUs' part of it."""
     checks.exchanged(worker)
     out = capsys.readouterr().out

@@ -1,5 +1,9 @@
-"""The graders of notebook 05, tuning: the search space, a search within its budget, a trainable that goes on."""
+"""The graders of notebook 05, tuning: the search space, a search within its budget, a trainable that goes on.
 
+What the notebook itself shows, the first try and the solution of each, is not tried again: a trial takes seconds to start.
+"""
+
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,8 +17,13 @@ from helpers import tuning
 
 @pytest.fixture(scope="module")
 def cluster():
+    ray = pytest.importorskip("ray")
+    ray.cloudpickle.register_pickle_by_value(
+        sys.modules[__name__]
+    )  # as a notebook's functions: trials do not import this
     yield tuning.start_ray(cpus=2)
     tuning.stop_ray()
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +62,6 @@ def asha(factor=3, mode="min"):
 @pytest.mark.parametrize(
     "trials, scheduler, mode, complaint",
     [
-        (20, asha, "min", "[passed]"),
-        (20, lambda: None, "min", "20 trials spent 320 rounds, and the budget is 240"),
         (3, asha, "min", "it tried 3 learning rates; try at least 20"),
         (20, asha, "max", "the best of 20 learning rates was stopped after"),  # a cheat: stops, but the wrong ones
     ],
@@ -82,13 +89,6 @@ def goes_on(config, forgets=()):
             tune.report({"total": total}, checkpoint=tune.Checkpoint.from_directory(saved))
 
 
-def begins_anew(config):
-    from ray import tune
-
-    for round in range(1, 7):
-        tune.report({"total": config["work"](round)})
-
-
 def does_not_work(config):
     """A cheat: reports, and works nothing."""
     from ray import tune
@@ -110,9 +110,7 @@ def loops_for_ever(config):
 @pytest.mark.parametrize(
     "trainable, complaint",
     [
-        (goes_on, "[passed]"),
         (lambda config: goes_on(config, forgets={"total"}), "in total; it should be"),
-        (begins_anew, "round 1 was worked 2 times"),
         (does_not_work, "round 1 was worked 0 times"),
         (works_for_ever, "does the loop end?"),
         (loops_for_ever, "no trial has reported for 5 seconds: does one of them end?"),

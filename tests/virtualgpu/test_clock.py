@@ -221,6 +221,7 @@ def test_timeline_without_gpus():
 # -- the tutorial's figures
 
 
+@pytest.mark.judge
 def test_the_tutorials_table():
     """Single Machine Model Parallel Best Practices, PyTorch 1.0 to 2.4: two unnamed GPUs, ResNet-50, batch 120 of 128 x 128.
 

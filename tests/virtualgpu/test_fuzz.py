@@ -201,6 +201,7 @@ STEPS = [*(("make", how) for how in MAKE), *(("view", how) for how in VIEW), *((
 NUMBERS = st.integers(1, 300)
 
 
+@pytest.mark.judge
 @settings(max_examples=settings.default.max_examples // 2)  # each has some thirty steps
 @given(st.lists(st.tuples(st.sampled_from(STEPS), NUMBERS, NUMBERS, PLACES), min_size=10, max_size=40))
 def test_a_random_program(steps):

@@ -13,13 +13,14 @@ from tests.judges.report import ROOT
 pytest.importorskip("expecttest", reason="PyTorch's database of operations imports it")
 
 
+@pytest.mark.judge
 def test_a_sixteenth_of_all_operations_is_right(tmp_path):
     out = tmp_path / "op_db.jsonl"
     command = [sys.executable, "-m", "tests.judges", "op_db", "--dry", "--part", "1/16", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = [json.loads(line)["outcome"] for line in out.read_text().splitlines()]
-    assert len(outcomes) > 37 and outcomes.count("unjudged") < 4
+    assert len(outcomes) > 37 and outcomes.count("unjudged") < 2
 
 
 class Fake:

@@ -39,6 +39,7 @@ def zero_recipe(zero: bool) -> list[float]:
     return said
 
 
+@pytest.mark.judge
 def test_the_zero_recipe(on_gpus):
     """Published: 335, 656, 992 MB; 1361 after the step with ZeRO, 1697 without."""
     with_zero, without = on_gpus(zero_recipe, True)[0], on_gpus(zero_recipe, False)[0]
