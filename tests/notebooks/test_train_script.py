@@ -9,6 +9,8 @@ import sys
 import torch
 from series import NOTEBOOKS
 
+from tests.processes import family
+
 SCRIPT = NOTEBOOKS / "scripts" / "train_ddp.py"
 
 
@@ -35,12 +37,15 @@ def equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_without_a_restart_the_checkpoint_is_there_to_go_on_from(tmp_path):
-    lines = finished(start("--checkpoint", tmp_path / "undisturbed.pt"))
-    assert [line.split(":")[0] for line in lines] == [f"epoch {i}" for i in range(4)]
-
+def test_without_a_restart_the_checkpoint_is_there_to_go_on_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARK", str(tmp_path))
+    undisturbed = start("--checkpoint", tmp_path / "undisturbed.pt")
     run = start("--checkpoint", tmp_path / "a.pt", "--die-in-epoch", 2)
+    lines = finished(undisturbed)
+    assert [line.split(":")[0] for line in lines] == [f"epoch {i}" for i in range(4)]
     said, errors = run.communicate(timeout=300)
     assert run.returncode != 0 and "SIGKILL" in errors and said.splitlines() == lines[:2]
+    assert not family("MARK", str(tmp_path))
+
     assert finished(start("--checkpoint", tmp_path / "a.pt")) == lines[2:]
     assert equal(weights(tmp_path / "a.pt"), weights(tmp_path / "undisturbed.pt"))

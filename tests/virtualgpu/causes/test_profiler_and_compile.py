@@ -149,13 +149,9 @@ def test_scripting_and_tracing_a_model_on_a_gpu(gpus):
 
 TRANSFORMS = {
     "hessian": "torch.func.hessian(f)(x)",
-    "jacfwd": "torch.func.jacfwd(f)(x)",
-    "jacrev": "torch.func.jacrev(f)(x)",
     "jvp": "torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]",
     "vjp": "torch.func.vjp(f, x)[1](torch.ones_like(f(x)))[0]",
     "vmap": "torch.func.vmap(torch.func.grad(lambda a: (a**3).sum()))(x.view(-1, 1))",
-    "linearize": "torch.func.linearize(f, x)[1](torch.ones_like(x))",
-    "functional hessian": "torch.autograd.functional.hessian(f, x)",
     "forward mode": "torch.autograd.functional.jacobian(f, x, vectorize=True, strategy='forward-mode')",
 }
 

@@ -7,8 +7,6 @@ FIRST = [
     "from virtualgpu.hardware import specs; import virtualgpu.session as s; assert s._session.cards[0] == specs.find('T4')",
     "from virtualgpu.patches import streams",
     "import importlib.util; assert importlib.util.find_spec('virtualgpu.session'); import virtualgpu.session",
-    "import virtualgpu.run.child",
-    "import torch",
 ]
 THEN = """
 import torch
