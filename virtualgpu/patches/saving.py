@@ -13,7 +13,7 @@ from virtualgpu import _compat
 from virtualgpu.engine.home import HOME
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
-from virtualgpu.patches.storage import without_values
+from virtualgpu.patches.storage import meta_storage
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -37,7 +37,7 @@ def install(machine: Machine, patches: Patches) -> None:
             )
         gpu = machine.gpu(index)
         machine.charge_copy(None, gpu, storage.nbytes(), wait=True)
-        return machine.place_storage(without_values(storage) if machine.dry else storage, gpu)
+        return machine.place_storage(meta_storage(storage) if machine.dry else storage, gpu)
 
     rebuild = _compat.pickling._rebuild_tensor
 
@@ -88,7 +88,7 @@ class _Seeker(pickle.Pickler):
     """Walks through all that is to be saved, as torch.save does, and writes none of its tensors."""
 
     def __init__(self, machine: Machine):
-        super().__init__(io.BytesIO(), protocol=2)
+        super().__init__(io.BytesIO(), protocol=5, buffer_callback=lambda array: None)  # arrays are not copied
         self.machine, self.found = machine, False
 
     def persistent_id(self, thing):

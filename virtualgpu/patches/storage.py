@@ -40,7 +40,7 @@ def install(machine: Machine, patches: Patches) -> None:
         if target is gpu_of(storage):
             return storage
         with machine.untracked():
-            made = without_values(storage) if machine.dry and target else clone(storage)
+            made = meta_storage(storage) if machine.dry and target else clone(storage)
         machine.place_storage(made, target)
         machine.charge_copy(gpu_of(storage), target, storage.nbytes(), wait=not non_blocking)
         return made
@@ -99,6 +99,6 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.replace(Storage, name, function)
 
 
-def without_values(storage):
+def meta_storage(storage):
     """As large, in a dry run: on a GPU nothing has values there."""
     return torch.UntypedStorage(storage.nbytes(), device="meta")

@@ -1,14 +1,17 @@
 """Files and loaders in a dry run: what they bring has its values, what is to be saved has none, and no file is lost for it."""
 
 import os
+import tracemalloc
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import virtualgpu
+from virtualgpu.patches import saving
 
 WHERE = {
     "name": "cuda:1",
@@ -91,3 +94,12 @@ def test_what_has_values_is_saved_in_a_dry_run(gpus, checkpoint):
 def test_pytorchs_own_meta_tensors_are_saved_as_ever(gpus, checkpoint):
     torch.save(torch.ones(3, device="meta"), checkpoint)
     assert torch.load(checkpoint).device.type == "meta"
+
+
+def test_the_look_before_saving_copies_no_arrays(gpus):
+    held = {"array": np.zeros(4 << 20), "weight": torch.ones(3, device="cuda")}
+    tracemalloc.start()
+    assert not saving._has_made_dry(held, virtualgpu.machine())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20

@@ -99,3 +99,19 @@ def test_programs_without_torch_are_left_alone(run, tmp_path):
 def test_a_missing_script_is_pythons_to_report(run):
     found = run("--quiet", "nowhere.py")
     assert found.returncode == 2 and "can't open file" in found.stderr and found.stderr.count("\n") == 1
+
+
+def test_collections_leave_pytorchs_objects_alone(run):
+    """And with an optimizer, which imports Triton, nothing is printed at the end: Triton's bindings are taken apart."""
+    code = (
+        "import gc, weakref\n"
+        "class Thing: pass\n"
+        "thing = Thing(); thing.itself = thing; gone = weakref.ref(thing); del thing\n"
+        "import torch\n"
+        "print(gone() is None, gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+        "weight = torch.nn.Parameter(torch.ones(2, device='cuda'))\n"
+        "weight.sum().backward()\n"
+        "torch.optim.SGD([weight], 0.1).step()\n"
+    )
+    found = run("--quiet", "-c", code)
+    assert (found.stdout, found.stderr) == ("True True True\n", "")
