@@ -9,6 +9,7 @@ import tempfile
 import pytest
 
 from tests.judges.report import ROOT
+from tests.processes import wait_until
 from virtualgpu import scratch
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no such locks")
@@ -85,6 +86,14 @@ def test_a_link_is_not_followed(temporary):
     assert (temporary / "mine" / "thesis.tex").read_text() == "all of it"
 
 
+def nobody_holds(folder) -> bool:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        return scratch.hold(number)
+    finally:
+        os.close(number)
+
+
 def test_a_killed_runner(temporary, clean_environ):
     """Killed with all that it started, as a container's end does; what it left goes when the next one starts."""
     command = [sys.executable, "-m", "virtualgpu", "--gpus", "1", "-c", "print('up', flush=True); input()"]
@@ -94,7 +103,7 @@ def test_a_killed_runner(temporary, clean_environ):
         assert runner.stdout.readline() == "up\n"
         [left] = temporary.glob("virtualgpu-*")
         os.killpg(runner.pid, signal.SIGKILL)
-        runner.stdout.read()  # until the program has ended, too
+    wait_until(lambda: nobody_holds(left))  # the program and the warden end a moment after
     make_old(left)
     mine = scratch.folder()
     assert list(map(str, temporary.glob("virtualgpu-*"))) == [mine]
