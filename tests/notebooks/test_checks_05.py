@@ -53,34 +53,34 @@ def test_search_space(capsys, tune, change, complaint):
     assert complaint in capsys.readouterr().out
 
 
-def asha(factor=3, mode="min"):
+def asha():
     from ray.tune.schedulers import ASHAScheduler
 
-    return ASHAScheduler(max_t=16, grace_period=1, reduction_factor=factor)
+    return ASHAScheduler(max_t=16, grace_period=1, reduction_factor=3)
 
 
 @pytest.mark.parametrize(
-    "trials, scheduler, mode, complaint",
+    "trials, mode, complaint",
     [
-        (3, asha, "min", "it tried 3 learning rates; try at least 20"),
-        (20, asha, "max", "the best of 20 learning rates was stopped after"),  # a cheat: stops, but the wrong ones
+        (3, "min", "it tried 3 learning rates; try at least 20"),
+        (20, "max", "the best of 20 learning rates was stopped after"),  # a cheat: stops, but the wrong ones
     ],
 )
-def test_frugal(capsys, cluster, tune, trials, scheduler, mode, complaint):
-    search = tune.TuneConfig(metric="loss", mode=mode, num_samples=trials, scheduler=scheduler())
+def test_frugal(capsys, cluster, tune, trials, mode, complaint):
+    search = tune.TuneConfig(metric="loss", mode=mode, num_samples=trials, scheduler=asha())
     checks.frugal(search)
     out = capsys.readouterr().out
     assert complaint in out, out
 
 
-def goes_on(config, forgets=()):
+def goes_on(config, forgets_the_total=False):
     from ray import tune
 
     checkpoint, done, total = tune.get_checkpoint(), 0, 0
     if checkpoint is not None:
         with checkpoint.as_directory() as saved:
             done, total = map(int, Path(saved, "state").read_text().split())
-    if "total" in forgets:
+    if forgets_the_total:
         total = 0
     for round in range(done + 1, 7):
         total += config["work"](round)
@@ -110,7 +110,7 @@ def loops_for_ever(config):
 @pytest.mark.parametrize(
     "trainable, complaint",
     [
-        (lambda config: goes_on(config, forgets={"total"}), "in total; it should be"),
+        (lambda config: goes_on(config, forgets_the_total=True), "in total; it should be"),
         (does_not_work, "round 1 was worked 0 times"),
         (works_for_ever, "does the loop end?"),
         (loops_for_ever, "no trial has reported for 5 seconds: does one of them end?"),

@@ -45,9 +45,8 @@ class Factories:
             self.eager.require_for_factory(args, kwargs, gpu)
         if machine.dry:
             out = self.dry.run(op, args, options, [], gpu)
-            if gpu is None and (
-                by_python or op.name == "scalar_tensor"
-            ):  # x[1] = 5 makes one in C++, up to PyTorch 2.11
+            number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11
+            if gpu is None and (by_python or number):
                 values.follow_factory(op.func, args, {**options, "device": CPU}, out)
         elif gpu is None:
             out = op.func(*args, **options)

@@ -23,30 +23,26 @@ class _Finder:
             return spec_from_file_location(
                 name, os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
             )
-        then = _AFTER.get(name if name == "torch" else name.rpartition(".")[2])
-        if then is None or (then is _start and name != "torch"):
+        how = _EXECUTED.get(name if name == "torch" else name.rpartition(".")[2])
+        if how is None or (how is _start and name != "torch"):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec = None if find is None else find(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    _and_then(spec.loader, then)
+                    _change(spec.loader, how)
                 return spec
         return None
 
 
-def _and_then(loader, then):
-    """The loader stays what it is (others ask it for source and data); only its next execution has a sequel."""
+def _change(loader, how):
+    """The loader stays what it is (others ask it for source and data); only its next execution is `how(execute, module)`."""
     execute = loader.exec_module
 
     def exec_module(module):
         del loader.exec_module
-        if then is _start:
-            _set_aside(execute, module)
-        else:
-            execute(module)
-        then(module)
+        how(execute, module)
 
     loader.exec_module = exec_module
 
@@ -69,9 +65,10 @@ def _set_aside(execute, torch):
             gc.enable()
 
 
-def _start(torch):
+def _start(execute, torch):
     """Modules of ours whose import led to torch's are half imported now. They are imported anew here, as a whole; when Python comes
     to the end of the first attempt, it takes what it finds in sys.modules."""
+    _set_aside(execute, torch)
     unfinished = [
         name for name, module in list(sys.modules.items()) if name.startswith("virtualgpu.") and _begun(module)
     ]
@@ -89,8 +86,9 @@ def _begun(module):
     return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
-def _answer(nvml):
+def _answer(execute, nvml):
     """A copy of NVIDIA's Python library for NVML: whatever it asks the driver, it asks us."""
+    execute(nvml)
     if hasattr(nvml, "_nvmlGetFunctionPointer") and hasattr(nvml, "nvmlLib"):
         nvml.nvmlLib = _Later(nvml)
 
@@ -109,7 +107,7 @@ class _Later:
 
 
 # Ray and others bring copies of pynvml under names of their own; older ones keep the library in a module called nvml.
-_AFTER = {"torch": _start, "pynvml": _answer, "nvml": _answer, "py3nvml": _answer}
+_EXECUTED = {"torch": _start, "pynvml": _answer, "nvml": _answer, "py3nvml": _answer}
 
 
 def _next_sitecustomize():
