@@ -68,7 +68,7 @@ def answers(function: Callable, cases: Iterable[tuple]) -> list:
 def exchanged(exchange: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """In two ranks, each with a GPU: exchange(mine) returns the other's numbers (8 MiB, drawn here), and does not wait for ever."""
     found = launched_on_gpus(
-        _exchange_drawn, exchange, int.from_bytes(os.urandom(4), "little"), timeout=6, ask="who sends first?"
+        _exchange_drawn, exchange, int.from_bytes(os.urandom(4), "little"), timeout=3, ask="who sends first?"
     )
     if isinstance(found, str):  # whichever of the two was first to find that both wait
         return re.sub(r"^rank \d raised \S+DistBackendError: \w+ \w+ rank \d: ", "", found)

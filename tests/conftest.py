@@ -64,14 +64,6 @@ def pytest_unconfigure():
 
 
 @pytest.fixture
-def started():
-    """What ranks are forked from has been started, which may take longer than a short time limit."""
-    from virtualgpu.run import ranks
-
-    ranks.launch(int, nprocs=1)
-
-
-@pytest.fixture
 def ctrl_c():
     """SIGINT raises KeyboardInterrupt, also where Ray Tune has left its own handler in this process."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-HURRY = 3  # seconds, a time limit for what does not end, once what ranks are forked from is there
+HURRY = 2  # seconds, a time limit for what does not end; that of ranks begins when all of them have begun
 
 
 def ranks(below: psutil.Process | None = None) -> list[psutil.Process]:

@@ -256,7 +256,7 @@ def test_a_rank_may_have_a_loader_with_workers():
     assert launch(load_with_workers) == [list(range(6))] * 2
 
 
-def test_a_loaders_workers_go_with_their_rank(started, tmp_path):
+def test_a_loaders_workers_go_with_their_rank(tmp_path):
     with pytest.raises(WorkerError, match="not done after 5 s"):
         launch(load_with_workers, tmp_path / "begun", timeout=5)
     assert (tmp_path / "begun").exists() and ranks() == []

@@ -16,7 +16,7 @@ def no_gpus_before(monkeypatch):
 
 
 @pytest.fixture
-def hurried(monkeypatch, started):
+def hurried(monkeypatch):
     """The time limit of graders, shortened: for code that does not end."""
     monkeypatch.setattr(
         "checks.grader.launch", lambda *args, timeout, **more: ranks.launch(*args, timeout=HURRY, **more)

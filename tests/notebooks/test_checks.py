@@ -166,7 +166,7 @@ def test_frozen(capsys, make, complaint):
     lambda: checks.loads_what_fits(no_end, Net, timeout=HURRY),
     lambda: checks.frozen(no_end, trained, part="backbone[:3]", timeout=HURRY),
 ])  # fmt: skip
-def test_code_without_an_end_is_ended(capsys, started, grade):
+def test_code_without_an_end_is_ended(capsys, grade):
     grade()
     assert (
         said(capsys)
@@ -180,7 +180,7 @@ def test_alone_says_what_the_worker_says():
     assert alone(lambda: [].pop()) == "your code raised IndexError: pop from empty list"
 
 
-def test_launched_says_where_each_rank_stands(started):
+def test_launched_says_where_each_rank_stands():
     def worker():
         if dist.get_rank() == 0:
             dist.recv(torch.empty(2), src=1)

@@ -108,6 +108,6 @@ def test_an_exchange_that_waits_for_ever_is_told(capsys, hurried, worker, place)
     """And where: the call of torch.distributed, not the virtual GPUs' part of it."""
     checks.exchanged(worker)
     out = capsys.readouterr().out
-    assert out.startswith("[not yet] after 6 seconds rank 0") and out.count(place) == 2 and "who sends first?" in out, (
+    assert out.startswith("[not yet] after 3 seconds rank 0") and out.count(place) == 2 and "who sends first?" in out, (
         out
     )

@@ -1,6 +1,8 @@
 """make run: one notebook that fails does not hide the others, and the pages show what was learned."""
 
 import base64
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -36,40 +38,62 @@ BAD = new_notebook(
 DEAD = new_notebook(
     cells=[new_markdown_cell("# 03 · Die"), new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")]
 )
+WHERE = new_notebook(
+    cells=[
+        new_markdown_cell("# 04 · Where"),
+        new_code_cell(f"import os\n[os.environ.get(name) for name in {list(run.ENVIRONMENT)}]"),
+        new_code_cell(
+            "import pathlib, sys\nprint(pathlib.Path.home() / 'x', file=sys.stderr)",
+            metadata={"tags": ["nbval-ignore-output"]},
+        ),
+    ]
+)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A series of its own: notebooks/ and build/ in a temporary folder."""
-    monkeypatch.setattr(series, "ROOT", tmp_path)
-    monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
-    monkeypatch.setattr(series, "BUILD", tmp_path / "build")
-    (tmp_path / "notebooks").mkdir()
+def series_in(root, monkeypatch):
+    """A series of its own: notebooks/ and build/ in this folder. What it gives writes notebooks there."""
+    monkeypatch.setattr(series, "ROOT", root)
+    monkeypatch.setattr(series, "NOTEBOOKS", root / "notebooks")
+    monkeypatch.setattr(series, "BUILD", root / "build")
+    (root / "notebooks").mkdir()
 
     def write(**notebooks):
         for name, notebook in notebooks.items():
-            nbformat.write(notebook, tmp_path / "notebooks" / f"{name.removeprefix('nb_')}.ipynb")
-        return tmp_path
+            nbformat.write(notebook, root / "notebooks" / f"{name.removeprefix('nb_')}.ipynb")
+        return root
 
     return write
 
 
-def test_a_failing_notebook_does_not_hide_the_others(folder, capsys):
-    root = folder(nb_01_good=GOOD, nb_02_bad=BAD, nb_03_dead=DEAD)
-    assert run.main([]) == 1
-    printed = capsys.readouterr().out
-    told = {"[ OK ] 01_good", "[FAIL] 02_bad", "[FAIL] 03_dead"}
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    return series_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """build/ after a run of four notebooks, of which two fail; and what was printed."""
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name in run.ENVIRONMENT:
+            monkeypatch.delenv(name, raising=False)
+        write = series_in(tmp_path_factory.mktemp("series"), monkeypatch)
+        root = write(nb_01_good=GOOD, nb_02_bad=BAD, nb_03_dead=DEAD, nb_04_where=WHERE)
+        assert run.main([]) == 1
+        return root / "build", printed.getvalue()
+
+
+def test_a_failing_notebook_does_not_hide_the_others(ran):
+    build, printed = ran
+    told = {"[ OK ] 01_good", "[FAIL] 02_bad", "[FAIL] 03_dead", "[ OK ] 04_where"}
     assert set(re.findall(r"^\[.{4}\] \w+", printed, re.M)) == told, "each as soon as it ends"
     assert "02_bad: cell 2 of 2: ValueError: the cure is tea" in printed
     assert "03_dead: cell 1 of 1: the kernel died" in printed
-    assert "1 of 3 notebooks ran" in printed
-    assert {path.name for path in (root / "build").glob("0*")} == {
-        f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead") for e in ("html", "ipynb")
+    assert "2 of 4 notebooks ran" in printed
+    assert {path.name for path in build.glob("0*")} == {
+        f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead", "04_where") for e in ("html", "ipynb")
     }
-    assert list(json.loads((root / "build" / "times.json").read_text("utf-8"))) == ["01_good"]
-    assert nbformat.read(root / "build" / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", (
-        "the copy shows it"
-    )
+    assert list(json.loads((build / "times.json").read_text("utf-8"))) == ["01_good", "04_where"]
+    assert nbformat.read(build / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", "the copy shows it"
 
 
 def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, monkeypatch):
@@ -83,15 +107,14 @@ def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, m
     assert "01_good: the kernel did not start: Kernel died" in capsys.readouterr().out
 
 
-def test_the_pages(folder):
-    root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
-    run.main([])
-    index = (root / "build" / "index.html").read_text("utf-8")
+def test_the_pages(ran):
+    build, _ = ran
+    index = (build / "index.html").read_text("utf-8")
     assert '<a href="01_good.html">01 · Add <em>numbers</em></a> <small>' in index
     assert "<li>add with <code>+</code></li><li>see &lt;b&gt; escaped</li>" in index
     assert 'alt="Figure (measured): It &quot;rises&quot;"' in index
     assert "cell 2 of 2: ValueError: the cure is tea" in index
-    page = BeautifulSoup((root / "build" / "01_good.html").read_text("utf-8"), "html.parser")
+    page = BeautifulSoup((build / "01_good.html").read_text("utf-8"), "html.parser")
     assert page.title.text == "01 · Add numbers"
     assert [image["alt"] for image in page.find_all("img")] == ['Figure (measured): It "rises"']
     assert page.find("a", string="Open in Colab")["href"] == "https://colab/01", "the badge became a link"
@@ -153,7 +176,7 @@ def test_the_virtual_gpus_have_a_page(folder):
 
 
 def test_store_keeps_the_outputs_of_what_ran_only(folder):
-    root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
+    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]), nb_02_bad=BAD)
     before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
     run.main(["--store"])
     stored = nbformat.read(root / "notebooks" / "01_good.ipynb", 4)
@@ -167,31 +190,21 @@ def test_stored_executes_nothing(folder):
     assert "03 · Die" in (root / "build" / "index.html").read_text("utf-8")
 
 
-def test_a_kernel_has_the_environment_that_outputs_are_compared_in(folder, monkeypatch):
-    for name in run.ENVIRONMENT:
-        monkeypatch.delenv(name)
-    cell = new_code_cell(f"import os\n[os.environ.get(name) for name in {list(run.ENVIRONMENT)}]")
-    root = folder(nb_01_environment=new_notebook(cells=[new_markdown_cell("# 01 · Environment"), cell]))
-    run.main([])
-    (output,) = nbformat.read(root / "build" / "01_environment.ipynb", 4).cells[1].outputs
+def test_a_kernel_has_the_environment_that_outputs_are_compared_in(ran):
+    (output,) = nbformat.read(ran[0] / "04_where.ipynb", 4).cells[1].outputs
     assert output.data["text/plain"] == str(list(run.ENVIRONMENT.values()))
 
 
+def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(ran):
+    assert nbformat.read(ran[0] / "04_where.ipynb", 4).cells[2].outputs[0].text == "~/x\n"
+
+
 def test_only_some(folder, capsys):
-    folder(nb_01_good=GOOD, nb_02_bad=BAD)
-    assert run.main(["01"]) == 0
+    root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
+    assert run.main(["01", "--stored"]) == 0
+    assert [path.name for path in (root / "build").glob("0*")] == ["01_good.html"]
     assert run.main(["07"]) == 2
     assert "There are: 01_good, 02_bad" in capsys.readouterr().out
-
-
-def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(folder):
-    cell = new_code_cell(
-        "import pathlib, sys\nprint(pathlib.Path.home() / 'x', file=sys.stderr)",
-        metadata={"tags": ["nbval-ignore-output"]},
-    )
-    root = folder(nb_01_path=new_notebook(cells=[new_markdown_cell("# 01 · Path"), cell]))
-    run.main([])
-    assert nbformat.read(root / "build" / "01_path.ipynb", 4).cells[1].outputs[0].text == "~/x\n"
 
 
 def test_ctrl_c_leaves_no_process(folder):

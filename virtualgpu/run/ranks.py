@@ -48,7 +48,7 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
 
     Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on the
     CPU one thread. Where virtual GPUs are on here, they are on there (`inherit`); dry: ranks work on shapes alone.
-    Raises WorkerError when a rank raises, exits, is killed, or has not ended after `timeout` seconds; it names the rank
+    Raises WorkerError when a rank raises, exits, is killed, or has not ended `timeout` seconds after all had begun; it names the rank
     that was first, and no process is left, nor one that a rank started. Raises ValueError for an impossible nprocs or
     timeout, ImportError where cloudpickle is missing.
     """

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 GRACE = 0.3  # seconds in which a process that died may still be found before a survivor is blamed
 ASK = getattr(signal, "SIGUSR1", None)  # makes a rank write down its stack (faulthandler); there is none on Windows
 LONGEST = 3600.0  # seconds of one wait: the system's own limit is some weeks
+START = 120.0  # seconds in which ranks must have begun: from a cold disk PyTorch alone may take a minute
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(HERE)), "")
 LIBRARIES = (os.path.join(os.path.dirname(os.path.abspath(os.__file__)), ""), "<frozen ")
@@ -30,14 +31,17 @@ class WorkerError(RuntimeError):
 
 
 def until_done(ranks: "list[Rank]", timeout: float) -> None:
-    """Wait for every rank. Raises WorkerError for the first that fails, or after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
+    """Wait for every rank. Raises WorkerError for the first that fails, or `timeout` seconds after the last of them began."""
+    begun, since = False, time.monotonic()
     while not all(rank.done for rank in ranks):
-        left = deadline - time.monotonic()
+        if not begun and all(rank.state != "starting" for rank in ranks):
+            begun, since = True, time.monotonic()
+        limit = timeout if begun else max(START, timeout)
+        left = since + limit - time.monotonic()
         if left <= 0:
+            late = f"not done after {limit:g} s (the timeout)" if begun else f"not begun after {limit:g} s"
             places = where(ranks)
-            lines = "\n  ".join([f"not done after {timeout:g} s (the timeout). Where each rank stood:", *places])
-            raise WorkerError(None, lines, places)
+            raise WorkerError(None, "\n  ".join([f"{late}. Where each rank stood:", *places]), places)
         wait([source for rank in ranks if not rank.done for source in rank.sources()], timeout=min(left, LONGEST))
         for rank in ranks:
             rank.read()

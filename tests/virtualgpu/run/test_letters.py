@@ -13,7 +13,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PROGRAM = """
 import os, subprocess, torch, virtualgpu
 import torch.distributed as dist
-from virtualgpu.run.ranks import launch
+from virtualgpu.run.ranks import WorkerError, launch
 
 
 def 일():
@@ -23,8 +23,17 @@ def 일():
     return x[0].item(), os.path.dirname(virtualgpu.__file__)
 
 
+def 기다림():
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(1), src=0)
+
+
 if __name__ == "__main__":
     (zero, folder), (one, _) = launch(일)
+    try:
+        launch(기다림, timeout=1)
+    except WorkerError as error:
+        print(error.places[0])
     print(zero, one, folder == os.environ["PYTHONPATH"].split(os.pathsep)[-1] + "/virtualgpu")
     torch.ones(1_000_000, device="cuda:1")
     print(len(subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.splitlines()))
@@ -46,7 +55,7 @@ def test_the_runner_and_ranks(clean_environ, tmp_path, locale):
     found = subprocess.run(command, env=environ | {"OMP_NUM_THREADS": "1"}, cwd=folder, capture_output=True)
     said, told = found.stdout.decode("utf-8").splitlines(), found.stderr.decode("utf-8")
     assert found.returncode == 0, told
-    assert said[2:] == ["2.0 2.0 True", "2"]
+    assert said[2:] == ["rank 0 is done, and waits for the others", "2.0 2.0 True", "2"]
     assert (
         "3 processes" in told
         and "Trace of 3 processes in " in told

@@ -1,4 +1,4 @@
-"""Nodes on one machine: two agents of torchrun, under one runner or one each; GPUs divided into nodes; networks."""
+"""Nodes on one machine: two agents of torchrun, under one runner whose GPUs are divided, or one each; networks."""
 
 import json
 import re
@@ -91,10 +91,3 @@ def test_two_agents_under_one_runner(run, program, tmp_path):
     assert done.returncode == 0, done.stderr
     check(ranks(done.stdout), expected("Ethernet 10"), [(0, 1), (1, 1)])  # each node has its own
     assert expected("Ethernet 10") > 5 * expected()
-
-
-def test_gpus_divided_into_nodes(run, program):
-    options = ("--gpus", 2, "--gpus-per-node", 1, "--network", "100 Gb/s per node")
-    done = run(*options, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program, environ=ALONE)
-    assert done.returncode == 0, done.stderr
-    check(ranks(done.stdout), expected("Ethernet 100"), [(0, 2), (1, 2)])
