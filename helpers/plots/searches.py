@@ -54,9 +54,10 @@ def rungs(
     for trial, values in enumerate(curves):
         color, end = colors.get(trial, "#b0b0b0"), given[trial]
         style = {"color": color, "zorder": 3 if trial in named else 1}
-        axes.plot(range(1, end + 1), values[:end], linewidth=1.8, label=named.get(trial), **style)
-        if trial in named and end < len(values):
-            axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", linewidth=1.8, **style)
+        beyond = trial in named and end < len(values)
+        axes.plot(range(1, end + 1), values[:end], linewidth=1.8, label=None if beyond else named.get(trial), **style)
+        if beyond:
+            axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", linewidth=1.8, label=named[trial], **style)
         if end < len(values):
             axes.plot(end, values[end - 1], "x", markersize=6, **style)
     for rung in at:

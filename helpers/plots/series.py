@@ -48,7 +48,10 @@ def sweep(
         figures.line(axes, x, values, name)
     for (name, found), color in zip((points or {}).items(), COLORS[len(series) :], strict=False):
         axes.plot(list(found), list(found.values()), "*", markersize=12, color=color, label=name)
-    axes.legend(loc="best", frameon=False)
+    # a legend of many names would hide what it names
+    crowded = len(series) + len(points or {}) > 4
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if crowded else {"loc": "best"}
+    axes.legend(**beside, frameon=False)
     axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log")
     axes.set_xticks(x, [f"{value:g}" for value in x])
     axes.minorticks_off()

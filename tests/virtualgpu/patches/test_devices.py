@@ -155,7 +155,7 @@ def test_fake_tensors_on_a_gpu_wake_no_driver():
     assert y.device == ONE and torch.func.linearize(torch.sin, x)[0].device == ONE
 
 
-@pytest.mark.parametrize(("dims", "transposed"), itertools.product((2, 3), (False, True)))
+@pytest.mark.parametrize(("dims", "transposed"), list(itertools.product((2, 3), (False, True))))
 def test_dry_convolutions_have_the_layouts_of_real_ones(dims, transposed):
     last = torch.channels_last if dims == 2 else torch.channels_last_3d
 
