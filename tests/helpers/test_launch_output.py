@@ -150,8 +150,7 @@ def test_lines_of_python_itself_are_not_the_readers():
 
 def test_the_limit_begins_when_all_ranks_have_begun():
     """A first launch imports PyTorch, for which a cold disk may take a minute."""
-    zero, one = places(lambda: time.sleep(60), 1e-3)
-    assert zero.startswith("rank 0 stands in line") and one.startswith("rank 1 stands in line")
+    assert not any("starting" in place for place in places(lambda: time.sleep(60), 1e-3))
 
 
 def test_ranks_that_do_not_begin(monkeypatch):

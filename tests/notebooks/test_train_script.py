@@ -26,10 +26,8 @@ def start(*options):
 def test_without_a_restart_the_checkpoint_is_there_to_go_on_from(tmp_path, monkeypatch):
     """What it prints then is what an undisturbed training does, whose output notebook 08 keeps."""
     monkeypatch.setenv("MARK", str(tmp_path))
-    (shown,) = [cell.outputs for cell in series.code_cells(series.read(NOTEBOOK)) if "undisturbed.pt" in cell.source][
-        :1
-    ]
-    lines = shown[0].text.splitlines()
+    shown = next(cell for cell in series.code_cells(series.read(NOTEBOOK)) if "undisturbed.pt" in cell.source)
+    lines = shown.outputs[0].text.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"epoch {i}" for i in range(4)]
     run = start("--checkpoint", tmp_path / "a.pt", "--die-in-epoch", 2)
     said, errors = run.communicate(timeout=300)
