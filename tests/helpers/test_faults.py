@@ -1,5 +1,5 @@
 """Machines as they come: one core, 64 MB of shared memory, no usable home folder, a port that is taken, two notebooks at once, and
-Ctrl-C. After each: the result is right, no process is left, nothing is written where it should not be.
+Ctrl-C. Afterwards: the result is right, no process is left, nothing is written where it should not be.
 
 The other rows of the README's table of faults are tested with the module that they concern.
 """
@@ -103,11 +103,12 @@ class Run:
         assert "Traceback" not in complaint
 
 
-def test_two_at_once_each_on_a_machine_that_lacks_something(tmp_path):
-    """One has one core, fewer than its processes, and the address where torchrun's processes would meet is somebody else's.
+def test_two_at_once_of_which_one_is_interrupted(tmp_path):
+    """The one has a core, fewer than its processes, and the address where torchrun's processes would meet is somebody else's. It is in a
+    container that was given 64 MB of shared memory; not even root can write into its home folder, /dev/null; its TMPDIR is as long as
+    macOS's, too long for Ray.
 
-    The other is in a container that was given 64 MB of shared memory; not even root can write into its home folder, /dev/null;
-    its TMPDIR is as long as macOS's, too long for Ray.
+    Ctrl-C reaches the other's whole group: its search ends early, the program goes on, the experiment can be restored.
     """
     core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] if shutil.which("taskset") else []
     little = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
@@ -116,17 +117,12 @@ def test_two_at_once_each_on_a_machine_that_lacks_something(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        one = Run(tmp_path / "one", *core, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
-        other = Run(tmp_path / "other", *little, HOME="/dev/null", TMPDIR=str(tmp_path))
+        lacks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "HOME": "/dev/null"}
+        one = Run(tmp_path / "one", *core, *little, **lacks, TMPDIR=str(tmp_path))
+        other = Run(tmp_path / "other", slow="600")
+        wait_until(lambda: (other.folder / "tuning").exists() or other.process.poll() is not None, 100)
+        os.killpg(other.process.pid, signal.SIGINT)
+        said, complaint = other.ends()
+        assert said[-2:] == ["{'CPU': 2.0} 5000000 [0, 0]", "done"], complaint
+        assert (other.folder / "run" / "tuner.pkl").exists()
         one.is_right()
-        other.is_right()
-
-
-def test_interrupted_while_tuning(tmp_path):
-    """Ctrl-C reaches the whole group: the search ends early, the program goes on, the experiment can be restored."""
-    run = Run(tmp_path / "cut", slow="600")
-    wait_until(lambda: (run.folder / "tuning").exists() or run.process.poll() is not None, 100)
-    os.killpg(run.process.pid, signal.SIGINT)
-    said, complaint = run.ends()
-    assert said[-2:] == ["{'CPU': 2.0} 5000000 [0, 0]", "done"], complaint
-    assert (run.folder / "run" / "tuner.pkl").exists()

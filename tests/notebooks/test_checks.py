@@ -161,7 +161,6 @@ def test_frozen(capsys, make, complaint):
 
 
 @pytest.mark.parametrize("grade", [
-    lambda: checks.resumes(no_end, no_end, timeout=HURRY),
     lambda: checks.resumes(pack, no_end, timeout=HURRY),
     lambda: checks.loads_what_fits(no_end, Net, timeout=HURRY),
     lambda: checks.frozen(no_end, trained, part="backbone[:3]", timeout=HURRY),
