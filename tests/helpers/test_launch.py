@@ -237,6 +237,23 @@ def test_without_cloudpickle(monkeypatch):
         launch(add_ranks, 1)
 
 
+def test_a_forkserver_that_dies_is_started_anew(monkeypatch):
+    """At the very moment when a rank is asked of it."""
+    from multiprocessing.forkserver import _forkserver
+
+    ensure_running, died = _forkserver.ensure_running, []
+
+    def runs_no_longer():
+        ensure_running()
+        if not died:
+            died.append(_forkserver._forkserver_pid)
+            os.kill(died[0], signal.SIGKILL)
+
+    monkeypatch.setattr(_forkserver, "ensure_running", runs_no_longer)
+    assert launch(add_ranks, 1) == [0, 1]
+    assert _forkserver._forkserver_pid not in died
+
+
 # -- processes that ranks start
 
 

@@ -114,7 +114,11 @@ class Rank:
         arguments = (theirs, their_stdout, self.index, world_size, port, str(self.stacks), str(self.words))
         self.process = context.Process(target=_work, args=arguments, name=f"rank {self.index}", daemon=True)
         with _starting, _no_main_module():
-            self.process.start()
+            try:
+                self.process.start()
+            except (EOFError, ConnectionError):  # what ranks are forked from has just died (out of memory, say)
+                time.sleep(0.2)  # until the system knows that, and a new one is started
+                self.process.start()
         theirs.close()
         their_stdout.close()
         with contextlib.suppress(BrokenPipeError):
