@@ -1,4 +1,4 @@
-"""What a dry run knows: small tensors on the CPU have their values, until something without values is written to them."""
+"""What a dry run knows: small tensors on the CPU, and whole numbers on a GPU, until something without values is written to them."""
 
 import math
 
@@ -67,8 +67,62 @@ def test_what_came_from_a_gpu_is_not_known():
     assert x.tolist() == [2, 2, 2]
 
 
+def test_a_generators_state_is_known():
+    """Megatron asks whether one has changed."""
+    before = torch.get_rng_state()
+    torch.rand(3, device="cuda")
+    assert torch.equal(before, torch.get_rng_state()) and bool(torch.all(before == torch.get_rng_state()))
+    torch.rand(3)
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def counts_on(device):
+    sizes = torch.tensor([3, 1, 2], device=device)
+    sizes += 1
+    sizes[1] = 7
+    yield sizes.tolist(), sizes.cpu().tolist(), sizes.to("cpu")[1].item(), [int(size) for size in sizes]
+    yield (
+        sizes.sum().item(),
+        sizes.max().item(),
+        sizes.cumsum(0).tolist(),
+        (sizes > 3).sum().item(),
+        sizes.argmax().item(),
+    )
+    copy, back = torch.zeros(3, dtype=torch.int64, device=device), torch.empty(3, dtype=torch.int64)
+    copy.copy_(torch.tensor([4, 5, 6]))
+    back.copy_(copy + torch.arange(3, device=device))
+    yield (
+        back.tolist(),
+        copy.view(3, 1)[2].item(),
+        torch.stack([copy, copy]).max(0).values.tolist(),
+        bool((copy > 4).any()),
+    )
+    norm = nn.BatchNorm1d(3).to(device)
+    norm(torch.ones(4, 3, device=device))
+    yield norm.num_batches_tracked.item(), torch.equal(copy, sizes), copy.new_tensor([8]).item()
+
+
+@pytest.mark.filterwarnings("error")  # of a value that is not known
+def test_on_a_gpu_whole_numbers_are_known():
+    assert list(counts_on("cuda")) == list(counts_on("cpu"))
+
+
+def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
+    with pytest.warns(UserWarning, match="a dry run computes shapes"):
+        drawn = torch.randint(5, 9, (3,), device="cuda")
+        assert drawn.tolist() == drawn.cpu().tolist() == [0, 0, 0] and drawn.sum().item() == 0
+    counts = torch.tensor([1, 2, 3], device="cuda")
+    assert unknown(*counts.float().tolist(), (counts / 2)[0].item()) and on_gpu(3).argmax().item() == 0
+    counts[0] = on_gpu(2).argmax()
+    assert counts.tolist() == [0, 2, 3]
+    more = torch.tensor([1, 2, 3], device="cuda")
+    more.random_()
+    torch._foreach_add_([counts], 1)
+    assert more.tolist() == counts.tolist() == [0, 0, 0]
+
+
 def test_large_ones_are_shapes():
-    large = torch.zeros(10, 100)
+    large = torch.zeros(10, 1000)
     assert unknown(large[0, 0].item(), large.sum().item())
     large += 1
     assert large.sum(1).shape == (10,) and unknown(*large.sum(1).tolist())
@@ -87,7 +141,7 @@ def test_they_stay_shapes_and_parameters_themselves():
 
 def test_numpys_arrays_change_as_the_program_says():
     numpy = pytest.importorskip("numpy")
-    array = numpy.arange(200.0)
+    array = numpy.arange(10_000.0)
     x = torch.from_numpy(array)
     x += 1
     assert array[3] == 4 and x[3].item() == 4
@@ -100,10 +154,10 @@ def test_torchvisions_transforms():
     transforms = pytest.importorskip("torchvision").transforms
     data = pytest.importorskip("torchvision").datasets.FakeData(
         8,
-        (3, 40, 40),
+        (3, 80, 80),
         transform=transforms.Compose(
             [
-                transforms.RandomResizedCrop(32),
+                transforms.RandomResizedCrop(64),
                 transforms.RandomHorizontalFlip(),
                 transforms.ColorJitter(0.4, 0.4, 0.4, 0.1),
                 transforms.RandAugment(),
@@ -116,4 +170,4 @@ def test_torchvisions_transforms():
     )
     with pytest.warns(RuntimeWarning, match="invalid value"):  # images are larger than what is kept
         (images, labels), _ = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-    assert images.shape == (4, 3, 32, 32) and images.cuda().device.type == "cuda" and len(labels.tolist()) == 4
+    assert images.shape == (4, 3, 64, 64) and images.cuda().device.type == "cuda" and len(labels.tolist()) == 4

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from virtualgpu.distributed import _compat, numbers
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check
+from virtualgpu.distributed.counts import counts
 from virtualgpu.distributed.moments import Page, RankEnded, RankLate
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
@@ -28,7 +29,9 @@ KEPT = 1024  # works that nobody waits for are remembered up to so many
 
 
 class Communicator:
-    """Of one process group in this process. ranks: the global rank of each member. gloo: carries the numbers; None in a dry run."""
+    """Of one process group in this process. ranks: the global rank of each member. gloo: carries the numbers, in a dry run counts
+    alone; None: they stay where they are.
+    """
 
     def __init__(
         self, machine: Machine, name: str, ranks: list[int], rank: int, gloo, page: Page, layout: Layout, gpu: GPU
@@ -67,9 +70,10 @@ class Communicator:
             self.forget(oldest)
         with self._errors(call.kind):
             self.page.post(self.number, issued, call.nbytes * len(KINDS) + KINDS.index(call.kind), self.timeout)
-            if self.gloo is not None and not self.machine.dry:
-                with self.machine.untracked():
-                    work.transfer = numbers.start(self.gloo, call, self.rank, self.size, self.timeout)
+            with self.machine.untracked():
+                carried = counts(call) if self.machine.dry else call
+                if self.gloo is not None and carried is not None:
+                    work.transfer = numbers.start(self.gloo, carried, self.rank, self.size, self.timeout)
         if self.together is not None:
             self.together.append(work)
         elif not asynchronous:

@@ -14,6 +14,7 @@ from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed import _compat, numbers
 from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
+from virtualgpu.distributed.counts import Alike
 from virtualgpu.distributed.moments import Alone, Page
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
 from virtualgpu.distributed.statistics import Statistics
@@ -133,7 +134,7 @@ class Communicators:
         if _compat.is_fake(group):
             alone = self.machine.alone
             found = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
-            page, backend = Alone(rank, size), None
+            page, backend = Alone(rank, size), Alike(rank, size) if self.machine.dry else None
         else:
             store = _compat.store_of(group)
             page = Page.meet(store, rank, size)

@@ -19,6 +19,7 @@ from virtualgpu.distributed import _compat
 from virtualgpu.distributed.moments import Alone
 from virtualgpu.distributed.numbers import flat
 from virtualgpu.distributed.tape import RECV, SEND, Message, Tape
+from virtualgpu.engine.values import forget
 from virtualgpu.simulation.queues import Queue
 
 BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
@@ -67,6 +68,8 @@ class Messages:
         if of.gloo is not None and not of.machine.dry:
             with of.machine.untracked():
                 self._carry(exchange)
+        elif of.machine.dry:
+            forget(tensor for way, _, tensor in exchange.messages if way == RECV)
         self.open.append(exchange)
 
     def _carry(self, exchange: "Exchange") -> None:

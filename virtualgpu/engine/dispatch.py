@@ -111,10 +111,9 @@ class Dispatch(TorchDispatchMode):
             if gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
                 return out
             out = self.dry.run(op, args, kwargs, tensors, gpu)
-            if op.copies and gpu_of(args[0]) is None and gpu is not None:
-                values.forget(args[:1])
-            elif gpu is None and not op.returns_value_to_host:
-                values.follow(op, args, kwargs, tensors, out)
+            if not op.returns_value_to_host:
+                on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
+                (values.follow if on_host else values.follow_on_gpu)(op, args, kwargs, tensors, out)
         elif gpu is None:
             out = op.func(*args, **kwargs)
         else:

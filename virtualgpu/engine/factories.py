@@ -46,8 +46,8 @@ class Factories:
         if machine.dry:
             out = self.dry.run(op, args, options, [], gpu)
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11
-            if gpu is None and (by_python or number):
-                values.follow_factory(op.func, args, {**options, "device": CPU}, out)
+            if (gpu is None and (by_python or number)) or (by_python and out.dtype in values.WHOLE and not op.random):
+                values.follow_factory(op, args, {**options, "device": CPU}, out)
         elif gpu is None:
             out = op.func(*args, **options)
         else:
@@ -94,8 +94,7 @@ class Factories:
             del options["device"]
         if machine.dry:
             out = self.dry.run(op, args, options, tensors, target)
-            if target is None and source is None:
-                values.follow(op, args, options, tensors, out)
+            (values.follow if target is None else values.follow_on_gpu)(op, args, options, tensors, out)
         elif target is None:
             out = op.func(*args, **options)
         else:

@@ -1,5 +1,6 @@
 """Small tensors on the CPU keep their values in a dry run, so that what a program draws or counts on the host (where to crop an
-image, in which order, which step this is) is a number and not nan.
+image, in which order, which step this is) is a number and not nan. On a GPU, whole numbers do: counts and sizes, which a program
+reads back, or which ranks tell each other.
 
 The tensor itself stays a shape, as all that is made in a dry run. Its values stand beside it, in an attribute; they are nan, or 0,
 from when something without values is written to it.
@@ -9,18 +10,33 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine.operations import tensors_of
+from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.operations import EMPTY, Operation, tensors_of
 
 VALUES = "_virtual_values"
-LIMIT = 100  # numbers in a tensor
+LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
+WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """A small tensor with the numbers of this one, which is on the CPU: those beside it, or itself where it came with them (from NumPy,
-    from a file). None: they are not known."""
+    """A small tensor on the CPU with the numbers of this one: those beside it, or itself where it came with them (from NumPy, from a
+    file). None: they are not known."""
     if _compat.is_really_meta(tensor):
         return getattr(tensor, VALUES, None)
-    return tensor if tensor.numel() <= LIMIT else None
+    return tensor if tensor.numel() <= LIMIT and gpu_of(tensor) is None else None
+
+
+def may_stand_beside(tensor: Tensor) -> bool:
+    """Is it a shape of whole numbers?"""
+    return tensor.dtype in WHOLE and _compat.is_really_meta(tensor)
+
+
+def beside(tensor: Tensor) -> Tensor:
+    """The values beside a shape; zeros from now on, where they are not known. Call it untracked."""
+    if values_of(tensor) is None:
+        zeros = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+        _attach([tensor], [zeros])
+    return values_of(tensor)
 
 
 def written(op, args, kwargs, tensors):
@@ -59,6 +75,17 @@ def follow(op, args, kwargs, tensors, out) -> None:
         _attach(results, tensors_of([_with(values, tensors, op.func, args, kwargs)], {}))
 
 
+def follow_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
+    """The same on a GPU, where all results are whole numbers, and not drawn."""
+    if type(out) is Tensor and out.dtype not in WHOLE and not op.writes:
+        return  # most operations: at no cost
+    results = tensors_of([out], {})
+    if results and not op.random and all(result.dtype in WHOLE for result in results):
+        follow(op, args, kwargs, tensors, out)
+    else:
+        forget(_written(op, args, kwargs))
+
+
 def follow_view(func, args, kwargs, out) -> None:
     """A view of what has values beside it has a view of these."""
     values = getattr(args[0], VALUES, None) if args else None
@@ -66,14 +93,21 @@ def follow_view(func, args, kwargs, out) -> None:
         _attach(tensors_of([out], {}), tensors_of([func(values, *args[1:], **kwargs)], {}))
 
 
-def follow_factory(func, args, options, out) -> None:
+def follow_copy(tensor: Tensor, copy: Tensor) -> None:
+    """A copy to or from a GPU, of whole numbers. Call it untracked."""
+    if copy.dtype in WHOLE and (known := values_of(tensor)) is not None:
+        _attach([copy], [known.clone()])
+
+
+def follow_factory(op: Operation, args, options, out) -> None:
     """options: with the CPU as device."""
     if out.numel() <= LIMIT:
-        _attach([out], [func(*args, **options)])
+        found = op.func(*args, **options)
+        _attach([out], [found.zero_() if op.name in EMPTY else found])
 
 
 def computed(op, args, kwargs, tensors):
-    """What an operation on the CPU gives, computed with values; NotImplemented where one is not known."""
+    """What an operation gives, computed with values; NotImplemented where one is not known."""
     values = list(map(values_of, tensors))
     if any(value is None for value in values):
         return NotImplemented

@@ -95,6 +95,8 @@ class TensorPatches:
                 copy = _compat.empty_like(tensor.detach(), device="meta")
             else:
                 copy = tensor.detach().clone()
+            if machine.dry:
+                values.follow_copy(tensor, copy)
         if storage_of(copy) is not None:
             for part in machine_parts(copy):
                 machine.place(part, target)
@@ -274,9 +276,11 @@ class TensorPatches:
     def new_tensor(self, original, tensor, data, *, dtype=None, device=None, requires_grad=False, **kwargs):
         """No operation of its own tells dispatch where x is."""
         where = self.device(tensor) if device is None else device
+        if not isinstance(data, torch.Tensor):
+            options = {"dtype": dtype or tensor.dtype, "requires_grad": requires_grad, **kwargs}
+            return torch.tensor(data, device=where, **options)
         with self.machine.untracked():
-            source = data.detach() if isinstance(data, torch.Tensor) else None
-            made = original(tensor, data, dtype=dtype, device=self.machine.base if source is None else None, **kwargs)
+            made = original(tensor, data, dtype=dtype, **kwargs)
         return made.to(where).requires_grad_(requires_grad)
 
     def _wrap_method(self, name: str):

@@ -1,0 +1,67 @@
+"""What ranks tell each other in a dry run: small tensors of whole numbers arrive as they would."""
+
+import os
+
+import pytest
+import torch
+
+import virtualgpu
+
+
+def told() -> list:
+    """How many, which, and how much: as libraries ask."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    length = torch.tensor(5 if rank == 0 else -1, device=where)
+    dist.broadcast(length, src=0)
+    sizes = [torch.empty(2, dtype=torch.int64, device=where) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([rank + 1, 10 * rank], device=where))
+    together = torch.zeros(2 * size, dtype=torch.int64, device=where)
+    dist.all_gather_into_tensor(together, torch.tensor([rank, rank], device=where))
+    found = [length.item(), [each.tolist() for each in sizes], together.tolist(), together.view(size, 2)[-1].tolist()]
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        count = torch.tensor([2 + rank], dtype=torch.int32, device=where)
+        dist.all_reduce(count, op=op, async_op=True).wait()
+        found.append(count.item())
+    ready = torch.tensor([rank == 0], device=where)
+    dist.all_reduce(ready, op=dist.ReduceOp.MIN)
+    return [*found, bool(ready)]
+
+
+def unknown() -> list:
+    """Messages and parts carry shapes alone; what is received is not what stood there."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    own = torch.tensor([7, 8], device=f"cuda:{rank}")
+    received = own.clone()
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)])
+    for work in works:
+        work.wait()
+    part = torch.tensor([7], device=own.device)
+    dist.reduce_scatter_tensor(part, own)
+    number = torch.ones(1, device=own.device)
+    dist.all_reduce(number)
+    return [own.tolist(), received.tolist(), part.tolist(), number.isnan().item(), str(number.item())]
+
+
+def test_counts_are_those_of_a_run_with_numbers(on_gpus):
+    assert on_gpus(told, dry=True) == on_gpus(told)
+
+
+def test_what_is_not_carried_is_not_known(on_gpus):
+    assert on_gpus(unknown, dry=True) == 2 * [[[7, 8], [0, 0], [0], False, "nan"]]
+
+
+@pytest.mark.parametrize("rank, length", [(0, 5), (1, 0)])  # another's broadcast is not known
+def test_a_rank_that_is_played_alone_takes_the_others_to_be_like_it(rank, length):
+    import torch.distributed as dist
+
+    with virtualgpu.dry_run(rank=rank, world_size=2):
+        dist.init_process_group("nccl")
+        found = told()
+    own = [rank + 1, 10 * rank]
+    reduced = [2 * (2 + rank), 2 + rank, 2 + rank, (2 + rank) ** 2]
+    assert found == [length, [own, own], 4 * [rank], 2 * [rank], *reduced, rank == 0]
