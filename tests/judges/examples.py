@@ -77,7 +77,7 @@ CASES = {
     "pippy_bert": _ranks(4, "examples/huggingface", "pippy_bert.py", under=""),
     # tutorials: a pipeline of two stages that are cut by hand
     "pipelining_tutorial": _ranks(2, "intermediate_source", "pipelining_tutorial.rst", under=""),
-    # libraries: beside this file; small programs of ours by transformers, accelerate and lightning
+    # libraries: beside this file; small programs of ours by transformers, accelerate, Lightning, DeepSpeed and Megatron
     "trainer_data_parallel": Case("libraries", ["transformers_trainer.py"], 2),
     "trainer_data_parallel_dry": Case("libraries", ["--dry", "transformers_trainer.py"], 2),
     "trainer_ddp": _ranks(2, "libraries", "transformers_trainer.py", under=""),
@@ -91,6 +91,14 @@ CASES = {
     "lightning_fork": Case("libraries", ["lightning_trainer.py", "ddp_fork", "32"], 2),
     "lightning_fsdp": Case("libraries", ["lightning_trainer.py", "fsdp", "bf16-mixed"], 2),
     "lightning_fsdp_dry": Case("libraries", ["--dry", "lightning_trainer.py", "fsdp", "bf16-mixed", "dry"], 2),
+    "deepspeed_zero2": _ranks(2, "libraries", "deepspeed_engine.py", "2", under=""),
+    "deepspeed_zero3": _ranks(2, "libraries", "deepspeed_engine.py", "3", under=""),
+    "deepspeed_zero3_dry": _ranks(2, "libraries", "deepspeed_engine.py", "3", "dry", under="", dry=True),
+    "deepspeed_pipeline": _ranks(2, "libraries", "deepspeed_engine.py", "pipeline", under=""),
+    "deepspeed_pipeline_dry": _ranks(2, "libraries", "deepspeed_engine.py", "pipeline", "dry", under="", dry=True),
+    "megatron_tp_pp": _ranks(4, "libraries", "megatron_gpt.py", "2", "2", under=""),
+    "megatron_zero": _ranks(2, "libraries", "megatron_gpt.py", "1", "1", "zero", under=""),
+    "megatron_tp_pp_dry": _ranks(4, "libraries", "megatron_gpt.py", "2", "2", "dry", under="", dry=True),
 }
 
 

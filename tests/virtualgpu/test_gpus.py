@@ -460,7 +460,7 @@ def test_dry_run_gives_shapes_places_and_bytes():
         assert repr(x) == "tensor(..., device='cuda:1', size=(1000, 1000), dtype=torch.float32)"
         assert x.device == torch.device("cuda:1") and not x.is_meta and torch.zeros(2).device.type == "cpu"
         assert loss.item() != loss.item() and (x > 0).any().item() is False and x.argmax().item() == 0
-        assert torch.zeros(200).tolist()[0] != 0 and torch.zeros(200).numpy().shape == (200,)  # nan
+        assert torch.zeros(10_000).tolist()[0] != 0 and torch.zeros(10_000).numpy().shape == (10_000,)  # nan
         with pytest.raises(torch.OutOfMemoryError):
             torch.zeros(1 << 29, device="cuda:0")
     assert [str(w.message) for w in caught] == [

@@ -121,6 +121,18 @@ def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
     assert more.tolist() == counts.tolist() == [0, 0, 0]
 
 
+def test_a_list_of_tensors_becomes_one():
+    """torch.tensor(losses)."""
+    count, loss = torch.tensor(3, device="cuda"), on_gpu(2).sum()
+    assert torch.tensor([count, 4]).tolist() == torch.as_tensor([count, torch.tensor([4])]).tolist() == [3, 4]
+    assert torch.tensor([count, count]).dtype is torch.int64 and torch.tensor(
+        [[count], [count]], device="cuda"
+    ).shape == (2, 1)
+    losses = torch.tensor([loss, loss.double()])
+    assert losses.dtype is torch.float64 and unknown(*losses.tolist(), losses.mean().item())
+    assert unknown(*loss.new_tensor([loss, 2.0])[:1].tolist())
+
+
 def test_large_ones_are_shapes():
     large = torch.zeros(10, 1000)
     assert unknown(large[0, 0].item(), large.sum().item())

@@ -6,6 +6,7 @@ from torch import distributed as dist
 from virtualgpu.distributed.calls import Call
 from virtualgpu.engine import values
 
+LARGEST = 8 * values.LIMIT  # bytes of a message that is carried
 CARRIED = ("all_reduce", "all_gather", "broadcast")  # where all ranks' outputs are alike: all of them carry, or none
 
 
@@ -20,6 +21,17 @@ def counts(call: Call) -> Call | None:
         return Call(call.kind, pairs, call.nbytes, call.op, call.root)
     values.forget(call.outputs)
     return None
+
+
+def message_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a message carries in this tensor's place: its values, or as many bytes that nobody reads, since sender and receiver need
+    to agree on a message's bytes alone. None: it is large, and carries nothing.
+    """
+    if tensor.nbytes > LARGEST:
+        return None
+    if values.may_stand_beside(tensor):
+        return values.beside(tensor)
+    return torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
 
 
 class Alike:

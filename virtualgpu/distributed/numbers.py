@@ -25,6 +25,7 @@ class Transfer:
     def __init__(self):
         self.works: list = []
         self.last: list[Callable[[], None]] = []  # what is left to do then
+        self.call: Call | None = None  # keeps its tensors
 
     def carry(self, operation, *arguments) -> None:
         """Begin an operation of gloo's group."""
@@ -60,6 +61,7 @@ def let_go(seconds: float = 2.0) -> None:
 def start(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfer:
     """Begin to carry the numbers. Tensors are taken as what they really are: call it untracked."""
     transfer = Transfer()
+    transfer.call = call
     CARRIERS[call.kind](gloo, call, rank, size, transfer, timeout)
     return transfer
 

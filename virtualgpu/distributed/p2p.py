@@ -16,6 +16,7 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu.distributed import _compat
+from virtualgpu.distributed.counts import message_of
 from virtualgpu.distributed.moments import Alone
 from virtualgpu.distributed.numbers import flat
 from virtualgpu.distributed.tape import RECV, SEND, Message, Tape
@@ -65,7 +66,7 @@ class Messages:
         exchange.stream = self.streams[key]
         messages = [(way, peer, tensor.nbytes) for way, peer, tensor in exchange.messages]
         exchange.number = self.last[key] = self.tape.write(issued, self.last.get(key, -1), messages)
-        if of.gloo is not None and not of.machine.dry:
+        if not self.alone and of.gloo is not None:
             with of.machine.untracked():
                 self._carry(exchange)
         elif of.machine.dry:
@@ -75,9 +76,11 @@ class Messages:
     def _carry(self, exchange: "Exchange") -> None:
         gloo, written = self.of.gloo, self.tape.batches[self.of.rank][exchange.number].messages
         for (way, peer, tensor), message in zip(exchange.messages, written, strict=True):
-            memory = flat(tensor).view(torch.uint8)[: _extent(tensor)]
-            if not memory.numel():
+            carried = message_of(tensor) if self.of.machine.dry else tensor
+            if carried is None or not carried.numel():
                 continue
+            exchange.held.append(carried)
+            memory = flat(carried).view(torch.uint8)[: _extent(tensor)]
             if peer == self.of.rank:  # gloo has no way to oneself
                 if way == SEND:
                     self.to_itself[message.nth] = memory.clone()
