@@ -484,6 +484,18 @@ def test_dry_run_of_what_was_made_outside():
     assert model(x.to("cuda:1")).isfinite().all()
 
 
+def test_dry_run_leaves_what_was_made_outside_as_it_was():
+    virtualgpu.gpus(1)
+    model, count = nn.Linear(3, 2).cuda(), torch.arange(3, device="cuda")
+    before = model.weight.tolist()
+    with virtualgpu.dry_run(), torch.no_grad():
+        model.weight.mul_(2)
+        model.weight.copy_(torch.ones(2, 3))
+        torch._foreach_add_([model.weight], 1)
+        count += 1
+    assert model.weight.tolist() == before and count.tolist() == [0, 1, 2]
+
+
 def test_dry_run_alone_and_gpus_inside():
     with virtualgpu.dry_run(3, like="H100"):
         assert torch.cuda.device_count() == 3 and torch.cuda.get_device_name() == "NVIDIA H100 80GB HBM3"

@@ -55,13 +55,15 @@ def written(op, args, kwargs, tensors):
 
 def forget(tensors) -> None:
     """Something without values was written to them: nan, or 0, is what their views see as well. Whole numbers that are really there stay:
-    DDP's C++ reads its buckets from such a tensor, which came back from a broadcast."""
+    DDP's C++ reads its buckets from such a tensor, which came back from a broadcast. So does what a GPU held before the dry run."""
     for tensor in tensors:
         beside = _compat.is_really_meta(tensor)
         values = getattr(tensor, VALUES, None) if beside else tensor
-        if values is not None and (values.is_floating_point() or values.is_complex()):
+        if values is None or not (beside or gpu_of(tensor) is None):
+            continue
+        if values.is_floating_point() or values.is_complex():
             values.fill_(float("nan"))
-        elif values is not None and beside:
+        elif beside:
             values.zero_()
 
 
