@@ -43,24 +43,10 @@ def install(machine: Machine, patches: Patches) -> None:
             return device
         return _compat.Device("cuda", machine.local.current)
 
-    def with_number(value):
-        """In a dry run C++ cannot look into a list of tensors: in place of each, one with the number that it reads there."""
-        if isinstance(value, (list, tuple)):
-            return [with_number(item) for item in value]
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not _compat.is_really_meta(value):
-            return value
-        number = value.item()
-        with machine.untracked():
-            return torch.full(value.shape, number, dtype=value.dtype, device="cpu")
-
     def spelling(original):
-        lists = original.__name__ in ASKING
-
         @functools.wraps(original)
         def function(*args, **kwargs):
             __tracebackhide__ = True
-            if lists and machine.dry and not machine.local.bypass and args and isinstance(args[0], (list, tuple)):
-                args = [with_number(args[0]), *args[1:]]
             if kwargs.get("device") is not None:
                 kwargs["device"] = spelled(kwargs["device"])
             try:

@@ -28,11 +28,27 @@ def _on_gpu(machine: Machine, data) -> bool:
     return isinstance(data, torch.Tensor) and not machine.local.bypass and gpu_of(data) is not None
 
 
+def _with_numbers(machine: Machine, data):
+    """In a dry run C++ cannot look into a list of tensors: in place of each, one with the number that it reads there."""
+    if not isinstance(data, (list, tuple)) or not machine.dry or machine.local.bypass:
+        return data
+    return [(_number if isinstance(item, torch.Tensor) else _with_numbers)(machine, item) for item in data]
+
+
+def _number(machine: Machine, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() != 1 or not _compat.is_really_meta(tensor):
+        return tensor
+    number = tensor.item()
+    with machine.untracked():
+        return torch.full(tensor.shape, number, dtype=tensor.dtype, device="cpu")
+
+
 def _as_tensor(machine: Machine, original):
     """Of a tensor: itself, where neither dtype nor device ask for another."""
 
     @functools.wraps(original)
     def as_tensor(data, dtype=None, device=None):
+        data = _with_numbers(machine, data)
         if not _on_gpu(machine, data):
             return original(data, dtype=dtype, device=device)
         device = device if device is not None else _compat.default_device()
@@ -55,6 +71,7 @@ def _asarray(machine: Machine, original):
                     )
                 obj, copy = obj.to(device), None
             device = None
+        obj = _with_numbers(machine, obj)
         return original(obj, dtype=dtype, device=device, copy=copy, requires_grad=requires_grad)
 
     return asarray
@@ -67,6 +84,7 @@ def _tensor(machine: Machine, original):
     def tensor(data, *args, device=None, pin_memory=False, **kwargs):
         if device is None and _on_gpu(machine, data) and _compat.default_device() is None:
             device = data.device
+        data = _with_numbers(machine, data)
         made = original(data, *args, device=device, **kwargs)
         return made.pin_memory() if pin_memory else made
 
