@@ -67,9 +67,8 @@ def asha():
 def test_frugal(capsys, cluster, tune, trials, mode, complaint):
     from ray.tune.search.basic_variant import BasicVariantGenerator
 
-    far = BasicVariantGenerator(
-        points_to_evaluate=[{"lr": 1.0}]
-    )  # the first trial is never stopped: not the best of them
+    # the trial that comes first is never stopped, and so must not be the best
+    far = BasicVariantGenerator(points_to_evaluate=[{"lr": 1.0}])
     search = tune.TuneConfig(metric="loss", mode=mode, num_samples=trials, scheduler=asha(), search_alg=far)
     checks.frugal(search)
     out = capsys.readouterr().out
