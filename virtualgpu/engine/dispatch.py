@@ -103,17 +103,14 @@ class Dispatch(TorchDispatchMode):
         asserts = False
         if machine.dry:
             if waits:
-                if gpu is None and (found := values.computed(op, args, kwargs, tensors)) is not NotImplemented:
-                    return values.shaped(found)
-                raise NotImplementedError(
-                    f"the shape of what {op.name} returns depends on values, and a dry run has none. Run this line outside dry_run()"
-                )
-            if gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
+                out = self.dry.sized(op, args, kwargs, tensors)
+            elif gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
                 return out
-            out = self.dry.run(op, args, kwargs, tensors, gpu)
-            if not op.returns_value_to_host:
-                on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
-                (values.follow if on_host else values.follow_on_gpu)(op, args, kwargs, tensors, out)
+            else:
+                out = self.dry.run(op, args, kwargs, tensors, gpu)
+                if not op.returns_value_to_host:
+                    on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
+                    (values.follow if on_host else values.follow_on_gpu)(op, args, kwargs, tensors, out)
         elif gpu is None:
             out = op.func(*args, **kwargs)
         else:

@@ -69,6 +69,17 @@ class DryRun:
         same = op.returns[0] if len(op.returns) == 1 else None
         return out if same is None or same >= len(args) else args[same]
 
+    def sized(self, op: Operation, args, kwargs, tensors):
+        """A result as large as values say."""
+        with self.machine.untracked():
+            out = values.sized(op, args, kwargs, tensors)
+        if out is NotImplemented:
+            raise NotImplementedError(
+                f"the shape of what {op.name} returns depends on values, which this dry run does not know. "
+                "Run this line outside dry_run()"
+            )
+        return out
+
     def placeholder_value(self, op: Operation, tensors, gpu: GPU | None):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
         if gpu is not None and not self.machine.warned_about_nan:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of
-from virtualgpu.engine.operations import EMPTY, Operation, tensors_of
+from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 
 VALUES = "_virtual_values"
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
@@ -114,6 +114,35 @@ def computed(op, args, kwargs, tensors):
     if any(value is None for value in values):
         return NotImplemented
     return _with(values, tensors, op.func, args, kwargs)
+
+
+def sized(op, args, kwargs, tensors):
+    """A result whose shape depends on values, as a dry run has it; NotImplemented where those are not known. Of x[mask] only the mask
+    has to be. Call it untracked."""
+    found = computed(op, args, kwargs, tensors)
+    if found is not NotImplemented:
+        return shaped(found)
+    if op.name == "masked_select":
+        x, mask = args
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        mask = values_of(mask)
+        return NotImplemented if mask is None else _picked(x.expand(shape), [mask.expand(shape)])
+    return _picked(*args) if op.indexes else NotImplemented
+
+
+def _picked(x: Tensor, indices: list):
+    """The shape of x[indices], masks among them."""
+    places = []
+    for index in indices:
+        if index is None or index.dtype not in MASKS:
+            places.append(index)
+        elif (known := values_of(index)) is None:
+            return NotImplemented
+        else:
+            places += known.nonzero().unbind(1)
+    if not _compat.is_really_meta(x):
+        x = _compat.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return torch.ops.aten.index(x, places)
 
 
 def shaped(found):

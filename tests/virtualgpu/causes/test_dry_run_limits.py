@@ -58,8 +58,8 @@ def test_sparse_tensors(dry, how):
         SPARSE[how]()
 
 
-def test_one_hot_wants_the_number_of_classes(dry):
-    classes = torch.zeros(3, dtype=torch.long, device="cuda")
+def test_one_hot_wants_the_number_of_classes_of_what_is_not_known(dry):
+    classes = torch.randn(3, 5, device="cuda").argmax(1)
     with pytest.raises(NotImplementedError, match="Give num_classes"):
         F.one_hot(classes)
     hot = F.one_hot(classes, 5)
@@ -74,6 +74,63 @@ def test_one_hot_with_numbers_is_that_of_the_cpu(gpus):
         F.one_hot(torch.tensor([2, 0]).cuda(), 0)
     with pytest.raises(RuntimeError, match="LongTensor"):
         F.one_hot(torch.ones(2).cuda())
+
+
+LABELS = [3, -100, 1, 3, -100, 0]
+# x: numbers that no dry run knows; labels: on a GPU what the host wrote
+SIZED = {
+    "x[mask]": lambda x, labels: x[labels != -100],
+    "x[mask] within": lambda x, labels: x.reshape(2, 3, 8)[:, labels[:3] >= 0],
+    "x[mask, where]": lambda x, labels: x[labels > 0, labels[labels > 0]],
+    "x[mask on the host]": lambda x, labels: x[labels.cpu() > 0],
+    "x[two dimensions of a mask]": lambda x, labels: x.view(2, 3, 8)[labels.view(2, 3) > 0],
+    "x[None, mask]": lambda x, labels: x.T[:, None, labels > 0],
+    "a gradient": lambda x, labels: torch.autograd.grad(x.requires_grad_()[labels > 0].sum(), x)[0],
+    "loss": lambda x, labels: F.cross_entropy(x[labels >= 0], labels[labels >= 0]),
+    "in place": lambda x, labels: x.index_put_((labels > 0,), x[labels > 0] * 2),
+    "masked_select": lambda x, labels: x.masked_select(labels[:, None] > 0),
+    "nonzero": lambda x, labels: x.index_select(0, (labels > 0).nonzero().squeeze(1)),
+    "where": lambda x, labels: torch.where(labels.view(2, 3) > 0)[1],
+    "argwhere": lambda x, labels: torch.argwhere(labels > 0),
+    "unique": lambda x, labels: torch.unique(labels, return_inverse=True, return_counts=True)[2],
+    "unique_consecutive": lambda x, labels: torch.unique_consecutive(labels),
+    "bincount": lambda x, labels: labels.clamp(0).bincount(),
+    "repeat_interleave": lambda x, labels: x.repeat_interleave(labels.clamp(0), 0),
+    "one_hot": lambda x, labels: F.one_hot(labels.clamp(0)),
+    "of none": lambda x, labels: x[labels > 100],
+}
+
+
+@pytest.mark.parametrize("how", SIZED)
+def test_a_shape_that_depends_on_known_values(gpus, how):
+    """As with numbers: the shape, the bytes, the seconds; and what comes of whole numbers is known as well."""
+
+    def run():
+        virtualgpu.gpus(1)
+        x, labels = torch.randn(6, 8, device="cuda"), torch.tensor(LABELS).cuda()
+        out = SIZED[how](x, labels).detach()
+        known = None if out.is_floating_point() else out.tolist()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        return out.shape, out.stride(), out.dtype, out.device, known, held, virtualgpu.machine().clock.host
+
+    wanted = run()
+    virtualgpu.reset()
+    with virtualgpu.dry_run(1):
+        assert run() == wanted
+
+
+def test_a_shape_that_depends_on_values_that_are_not_known(dry):
+    x = torch.randn(6, 8, device="cuda")
+    for refused in (
+        lambda: x[x > 0],
+        lambda: x.masked_select(x > 0),
+        lambda: x.argmax(1).unique(),
+        lambda: (x > 0).nonzero(),
+        lambda: x[torch.ones(6, dtype=torch.bool, device="cuda"), x[0] > 0],
+    ):
+        with pytest.raises(NotImplementedError, match="depends on values, which this dry run does not know"):
+            refused()
 
 
 LATER = {
