@@ -122,11 +122,9 @@ def sized(op, args, kwargs, tensors):
     found = computed(op, args, kwargs, tensors)
     if found is not NotImplemented:
         return shaped(found)
-    if op.name == "masked_select":
-        x, mask = args
-        shape = torch.broadcast_shapes(x.shape, mask.shape)
-        mask = values_of(mask)
-        return NotImplemented if mask is None else _picked(x.expand(shape), [mask.expand(shape)])
+    if op.name == "masked_select" and (mask := values_of(args[1])) is not None:
+        count = mask.expand(torch.broadcast_shapes(args[0].shape, mask.shape)).sum()
+        return _compat.empty_strided((int(count),), (1,), dtype=args[0].dtype, device="meta")
     return _picked(*args) if op.indexes else NotImplemented
 
 
@@ -136,7 +134,7 @@ def _picked(x: Tensor, indices: list):
     for index in indices:
         if index is None or index.dtype not in MASKS:
             places.append(index)
-        elif (known := values_of(index)) is None:
+        elif (known := values_of(index)) is None or not known.dim():
             return NotImplemented
         else:
             places += known.nonzero().unbind(1)

@@ -89,6 +89,8 @@ SIZED = {
     "loss": lambda x, labels: F.cross_entropy(x[labels >= 0], labels[labels >= 0]),
     "in place": lambda x, labels: x.index_put_((labels > 0,), x[labels > 0] * 2),
     "masked_select": lambda x, labels: x.masked_select(labels[:, None] > 0),
+    "masked_select of one number": lambda x, labels: x[0, 0].masked_select(labels[0] > 0),
+    "x[a mask of one number]": lambda x, labels: x[labels[0] > 0],
     "nonzero": lambda x, labels: x.index_select(0, (labels > 0).nonzero().squeeze(1)),
     "where": lambda x, labels: torch.where(labels.view(2, 3) > 0)[1],
     "argwhere": lambda x, labels: torch.argwhere(labels > 0),
