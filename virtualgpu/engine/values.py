@@ -120,6 +120,9 @@ def sized(op, args, kwargs, tensors):
     """A result whose shape depends on values, as a dry run has it; NotImplemented where those are not known. Of x[mask] only the mask
     has to be. Call it untracked."""
     found = computed(op, args, kwargs, tensors)
+    if op.writes:  # out=...: computed into what stands beside it
+        (out,) = _written(op, args, kwargs)
+        return found if found is NotImplemented else out.resize_(found.shape).as_strided_(found.shape, found.stride())
     if found is not NotImplemented:
         return shaped(found)
     if op.name == "masked_select" and (mask := values_of(args[1])) is not None:

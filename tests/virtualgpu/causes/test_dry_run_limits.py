@@ -99,6 +99,8 @@ SIZED = {
     "bincount": lambda x, labels: labels.clamp(0).bincount(),
     "repeat_interleave": lambda x, labels: x.repeat_interleave(labels.clamp(0), 0),
     "one_hot": lambda x, labels: F.one_hot(labels.clamp(0)),
+    "out": lambda x, labels: torch.nonzero(labels > 0, out=torch.empty(0, dtype=torch.long, device="cuda")),
+    "out is longer": lambda x, labels: torch.masked_select(labels, labels > 0, out=torch.zeros_like(labels)),
     "of none": lambda x, labels: x[labels > 100],
 }
 
