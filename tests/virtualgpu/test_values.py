@@ -121,6 +121,25 @@ def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
     assert more.tolist() == counts.tolist() == [0, 0, 0]
 
 
+def test_true_or_anything_is_true():
+    """As generate() asks, token by token: has each text come to its end, or is it long enough?"""
+    unknown, true, false = (
+        on_gpu(3) > 0,
+        torch.ones(3, device="cuda") > 0,
+        torch.zeros(3, dtype=torch.bool, device="cuda"),
+    )
+    true = torch.tensor([True] * 3, device="cuda")
+    for found in (unknown | true, true | unknown, unknown.logical_or(true), unknown | true[0], true[:, None] | unknown):
+        assert found.all().item() and not (~found).any().item()
+    for found in (unknown & false, ~true & unknown, unknown.logical_and(false), unknown.long() & false.long()):
+        assert found.dtype in (torch.bool, torch.int64) and (found == 0).all().item()
+    true |= unknown
+    assert true.tolist() == [True] * 3
+    some = torch.tensor([True, False, True], device="cuda")
+    for not_known in (unknown | some, unknown & true, unknown.long() | true.long(), false | unknown, unknown ^ true):
+        assert not (not_known == 1).any().item() and not (not_known == 0).any().item()
+
+
 def test_a_list_of_tensors_becomes_one():
     """torch.tensor(losses)."""
     count, loss = torch.tensor(3, device="cuda"), on_gpu(2).sum()

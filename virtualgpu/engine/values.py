@@ -14,6 +14,8 @@ from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 
 VALUES = "_virtual_values"
+# Each of these is known to be that as soon as one of its tensors is that everywhere
+DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
 WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
@@ -72,9 +74,25 @@ def follow(op, args, kwargs, tensors, out) -> None:
     results = tensors_of([out], {})
     values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
     if values is None or any(value is None for value in values):
+        decided = None if values is None else _decided(op, values, results)
         forget(_written(op, args, kwargs))
+        if decided is not None:
+            beside(results[0]).fill_(decided)
     elif any(map(_compat.is_really_meta, results)):
         _attach(results, tensors_of([_with(values, tensors, op.func, args, kwargs)], {}))
+
+
+def _decided(op: Operation, values, results) -> bool | None:
+    """True or False, where one of what goes in is enough to know: a loop ends that asks whether a text has come to its end or is long
+    enough."""
+    end = DECIDED.get(op.name.rstrip("_"))
+    if end is None or (end and results[0].dtype is not torch.bool):
+        return None
+    return (
+        end
+        if any(known is not None and known.numel() and bool((known.bool() == end).all()) for known in values)
+        else None
+    )
 
 
 def follow_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
