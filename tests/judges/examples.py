@@ -82,6 +82,8 @@ CASES = {
     "trainer_data_parallel_dry": Case("libraries", ["--dry", "transformers_trainer.py"], 2),
     "trainer_ddp": _ranks(2, "libraries", "transformers_trainer.py", under=""),
     "device_map": Case("libraries", ["transformers_device_map.py"], 2),
+    "padded": Case("libraries", ["transformers_padded.py"], 1),
+    "padded_dry": Case("libraries", ["--dry", "transformers_padded.py", "dry"], 1),
     "accelerate_ddp": _ranks(2, "libraries", "accelerate_loop.py", under=""),
     "accelerate_fsdp2": _ranks(2, "libraries", "accelerate_loop.py", "fsdp2", under=""),
     "accelerate_fsdp2_dry": _ranks(2, "libraries", "accelerate_loop.py", "fsdp2", "dry", under="", dry=True),
