@@ -14,6 +14,7 @@ from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 
 VALUES = "_virtual_values"
+FORGOTTEN = "_virtual_forgotten"  # of a storage of values: nan or 0 stands where one is not known
 # Each of these is known to be that as soon as one of its tensors is that everywhere
 DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
@@ -28,17 +29,35 @@ def values_of(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.numel() <= LIMIT and gpu_of(tensor) is None else None
 
 
+def known_of(tensor: Tensor) -> Tensor | None:
+    """The same, and None also where one of them was forgotten, or comes of one that was."""
+    values = values_of(tensor)
+    return None if values is None or _forgotten([values]) else values
+
+
+def _forgotten(values) -> bool:
+    return any(getattr(value.untyped_storage(), FORGOTTEN, False) for value in values)
+
+
+def _mark(values, forgotten: bool) -> None:
+    for value in values:
+        setattr(value.untyped_storage(), FORGOTTEN, forgotten)
+
+
 def may_stand_beside(tensor: Tensor) -> bool:
     """Is it a shape of whole numbers?"""
     return tensor.dtype in WHOLE and _compat.is_really_meta(tensor)
 
 
 def beside(tensor: Tensor) -> Tensor:
-    """The values beside a shape; zeros from now on, where they are not known. Call it untracked."""
+    """The values beside a shape, where they are not known zeros, for others to write (another rank): no shape will depend on them. Call
+    it untracked."""
     if values_of(tensor) is None:
         zeros = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
         _attach([tensor], [zeros])
-    return values_of(tensor)
+    values = values_of(tensor)
+    _mark([values], True)
+    return values
 
 
 def written(op, args, kwargs, tensors):
@@ -67,6 +86,9 @@ def forget(tensors) -> None:
             values.fill_(float("nan"))
         elif beside:
             values.zero_()
+        else:
+            continue
+        _mark([values], True)
 
 
 def follow(op, args, kwargs, tensors, out) -> None:
@@ -74,25 +96,33 @@ def follow(op, args, kwargs, tensors, out) -> None:
     results = tensors_of([out], {})
     values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
     if values is None or any(value is None for value in values):
-        decided = None if values is None else _decided(op, values, results)
+        decided = None if values is None else _decided(op, tensors, results)
         forget(_written(op, args, kwargs))
         if decided is not None:
-            beside(results[0]).fill_(decided)
+            _written_anew([beside(results[0]).fill_(decided)])
     elif any(map(_compat.is_really_meta, results)):
-        _attach(results, tensors_of([_with(values, tensors, op.func, args, kwargs)], {}))
+        found = tensors_of([_with(values, tensors, op.func, args, kwargs)], {})
+        _attach(results, found)
+        anew = op.write_only or op.copies
+        if _forgotten(values[1:] if anew else values):
+            _mark(found, True)
+        elif anew:
+            _written_anew(found)
 
 
-def _decided(op: Operation, values, results) -> bool | None:
+def _written_anew(values) -> None:
+    """Known again, unless only a part of them was written."""
+    _mark([value for value in values if value.nbytes == value.untyped_storage().nbytes()], False)
+
+
+def _decided(op: Operation, tensors, results) -> bool | None:
     """True or False, where one of what goes in is enough to know: a loop ends that asks whether a text has come to its end or is long
     enough."""
     end = DECIDED.get(op.name.rstrip("_"))
     if end is None or (end and results[0].dtype is not torch.bool):
         return None
-    return (
-        end
-        if any(known is not None and known.numel() and bool((known.bool() == end).all()) for known in values)
-        else None
-    )
+    known = [values for values in map(known_of, tensors) if values is not None and values.numel()]
+    return end if any(bool((values.bool() == end).all()) for values in known) else None
 
 
 def follow_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
@@ -117,6 +147,8 @@ def follow_copy(tensor: Tensor, copy: Tensor) -> None:
     """A copy to or from a GPU, of whole numbers. Call it untracked."""
     if copy.dtype in WHOLE and (known := values_of(tensor)) is not None:
         _attach([copy], [known.clone()])
+        if _forgotten([known]):
+            _mark([values_of(copy)], True)
 
 
 def follow_factory(op: Operation, args, options, out) -> None:
@@ -137,13 +169,14 @@ def computed(op, args, kwargs, tensors):
 def sized(op, args, kwargs, tensors):
     """A result whose shape depends on values, as a dry run has it; NotImplemented where those are not known. Of x[mask] only the mask
     has to be. Call it untracked."""
-    found = computed(op, args, kwargs, tensors)
+    sure = all(known_of(tensor) is not None for tensor in tensors)
+    found = computed(op, args, kwargs, tensors) if sure else NotImplemented
     if op.writes:  # out=...: computed into what stands beside it
         (out,) = _written(op, args, kwargs)
         return found if found is NotImplemented else out.resize_(found.shape).as_strided_(found.shape, found.stride())
     if found is not NotImplemented:
         return shaped(found)
-    if op.name == "masked_select" and (mask := values_of(args[1])) is not None:
+    if op.name == "masked_select" and (mask := known_of(args[1])) is not None:
         count = mask.expand(torch.broadcast_shapes(args[0].shape, mask.shape)).sum()
         return _compat.empty_strided((int(count),), (1,), dtype=args[0].dtype, device="meta")
     return _picked(*args) if op.indexes else NotImplemented
@@ -155,7 +188,7 @@ def _picked(x: Tensor, indices: list):
     for index in indices:
         if index is None or index.dtype not in MASKS:
             places.append(index)
-        elif (known := values_of(index)) is None or not known.dim():
+        elif (known := known_of(index)) is None or not known.dim():
             return NotImplemented
         else:
             places += known.nonzero().unbind(1)

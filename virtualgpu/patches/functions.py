@@ -8,7 +8,7 @@ from torch.nn import functional
 from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.values import values_of
+from virtualgpu.engine.values import known_of
 from virtualgpu.patches.registry import Patches
 
 
@@ -113,7 +113,7 @@ def _one_hot(machine: Machine, original):
         if not _on_gpu(machine, tensor) or tensor.dtype is not torch.int64 or (num_classes < 0 and not tensor.numel()):
             return original(tensor, num_classes)
         if num_classes == -1:
-            if _compat.is_really_meta(tensor) and values_of(tensor) is None:
+            if _compat.is_really_meta(tensor) and known_of(tensor) is None:
                 raise NotImplementedError(
                     "one_hot takes the number of classes from values, which this dry run does not know. Give num_classes"
                 )

@@ -125,15 +125,27 @@ def test_a_shape_that_depends_on_known_values(gpus, how):
 
 
 def test_a_shape_that_depends_on_values_that_are_not_known(dry):
-    x = torch.randn(6, 8, device="cuda")
+    x, on_host = torch.randn(6, 8, device="cuda"), torch.zeros(6)
+    written, anew = torch.zeros(6, dtype=torch.bool, device="cuda"), torch.tensor([1, 2], device="cuda")
+    written |= x[:, 0] > 0
+    on_host[2:4] = x[0, :2].cpu()
+    anew.random_()
+    anew.copy_(torch.tensor([0, 4]))
+    assert anew.nonzero().tolist() == [[1]]
     for refused in (
         lambda: x[x > 0],
         lambda: x.masked_select(x > 0),
         lambda: x.argmax(1).unique(),
         lambda: (x > 0).nonzero(),
         lambda: x[torch.ones(6, dtype=torch.bool, device="cuda"), x[0] > 0],
+        lambda: x[written],
+        lambda: x[~written[:6].clone()],
+        lambda: x[written.cpu()],
+        lambda: x.masked_select(written[:, None]),
+        lambda: on_host.nonzero(),
+        lambda: F.one_hot(written.long()),
     ):
-        with pytest.raises(NotImplementedError, match="depends on values, which this dry run does not know"):
+        with pytest.raises(NotImplementedError, match="values, which this dry run does not know"):
             refused()
 
 

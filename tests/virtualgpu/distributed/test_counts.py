@@ -68,6 +68,19 @@ def unknown() -> list:
     return [own.tolist(), part.tolist(), str(number.item())]
 
 
+def chosen_by_another() -> str:
+    """Whether the other rank knew what it sent, nobody knows here."""
+    import torch.distributed as dist
+
+    mask = torch.tensor([True, False], device=f"cuda:{dist.get_rank()}")
+    if dist.get_rank() == 0:
+        mask |= torch.ones(2, device=mask.device) > 0
+    dist.broadcast(mask, src=0)
+    with pytest.raises(NotImplementedError, match="depends on values") as caught:
+        mask.nonzero()
+    return str(caught.value)
+
+
 def test_counts_are_those_of_a_run_with_numbers(on_gpus):
     assert on_gpus(told, dry=True) == on_gpus(told)
     assert on_gpus(sent, dry=True) == on_gpus(sent)
@@ -75,6 +88,7 @@ def test_counts_are_those_of_a_run_with_numbers(on_gpus):
 
 def test_what_is_not_carried_is_not_known(on_gpus):
     assert on_gpus(unknown, dry=True) == 2 * [[[7, 8], [0], "nan"]]
+    assert len(on_gpus(chosen_by_another, dry=True)) == 2
 
 
 @pytest.mark.parametrize("rank, length", [(0, 5), (1, 0)])  # another's broadcast is not known
