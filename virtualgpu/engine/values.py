@@ -3,7 +3,7 @@ image, in which order, which step this is) is a number and not nan. On a GPU, wh
 reads back, or which ranks tell each other.
 
 The tensor itself stays a shape, as all that is made in a dry run. Its values stand beside it, in an attribute; they are nan, or 0,
-from when something without values is written to it.
+from when something without values is written to it. Who reads them gets that; no shape depends on them any more.
 """
 
 import torch
@@ -50,12 +50,12 @@ def may_stand_beside(tensor: Tensor) -> bool:
 
 
 def beside(tensor: Tensor) -> Tensor:
-    """The values beside a shape, where they are not known zeros, for others to write (another rank): no shape will depend on them. Call
-    it untracked."""
-    if values_of(tensor) is None:
-        zeros = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
-        _attach([tensor], [zeros])
+    """The values beside a shape, for others to write (another rank); zeros, where they are not known. They count as forgotten. Call it
+    untracked."""
     values = values_of(tensor)
+    if values is None:
+        values = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+        _attach([tensor], [values])
     _mark([values], True)
     return values
 
@@ -146,9 +146,9 @@ def follow_view(func, args, kwargs, out) -> None:
 def follow_copy(tensor: Tensor, copy: Tensor) -> None:
     """A copy to or from a GPU, of whole numbers. Call it untracked."""
     if copy.dtype in WHOLE and (known := values_of(tensor)) is not None:
-        _attach([copy], [known.clone()])
-        if _forgotten([known]):
-            _mark([values_of(copy)], True)
+        values = known.clone()
+        _mark([values], _forgotten([known]))
+        _attach([copy], [values])
 
 
 def follow_factory(op: Operation, args, options, out) -> None:
@@ -158,9 +158,9 @@ def follow_factory(op: Operation, args, options, out) -> None:
         _attach([out], [found.zero_() if op.name in EMPTY else found])
 
 
-def computed(op, args, kwargs, tensors):
-    """What an operation gives, computed with values; NotImplemented where one is not known."""
-    values = list(map(values_of, tensors))
+def computed(op, args, kwargs, tensors, look=values_of):
+    """What an operation gives, computed with values; NotImplemented where one is not known. look: values_of or known_of."""
+    values = list(map(look, tensors))
     if any(value is None for value in values):
         return NotImplemented
     return _with(values, tensors, op.func, args, kwargs)
@@ -169,8 +169,7 @@ def computed(op, args, kwargs, tensors):
 def sized(op, args, kwargs, tensors):
     """A result whose shape depends on values, as a dry run has it; NotImplemented where those are not known. Of x[mask] only the mask
     has to be. Call it untracked."""
-    sure = all(known_of(tensor) is not None for tensor in tensors)
-    found = computed(op, args, kwargs, tensors) if sure else NotImplemented
+    found = computed(op, args, kwargs, tensors, known_of)
     if op.writes:  # out=...: computed into what stands beside it
         (out,) = _written(op, args, kwargs)
         return found if found is NotImplemented else out.resize_(found.shape).as_strided_(found.shape, found.stride())

@@ -1,4 +1,4 @@
-"""Padded texts: a loss of the words that count alone, and texts written on to their end; as on the CPU, and dry as many bytes."""
+"""Padded texts: a loss of the words that count alone, and texts written on to their end: as on the CPU, or dry, where they end as well."""
 
 import sys
 
