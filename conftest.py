@@ -16,6 +16,7 @@ import series
 from tests.processes import peak_memory
 
 os.environ.update(run.ENVIRONMENT)
+run.share_cores(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 os.environ.setdefault(
     "HELPERS_GPUS", "virtual"
 )  # also where there are real GPUs: stored outputs are those of virtual ones

@@ -5,6 +5,7 @@ import base64
 import html
 import posixpath
 import re
+import threading
 from pathlib import Path
 from urllib.parse import quote
 
@@ -45,49 +46,55 @@ INDEX = """<!DOCTYPE html>
 """
 
 
-def write(results: list[dict]) -> Path:
-    """One page a result (keys: path of the executed notebook, seconds or None, error or None), then the index."""
-    exporter = HTMLExporter(
-        template_name="page",
-        extra_template_basedirs=[str(Path(__file__).parent / "templates")],
-    )
-    # all that stands in them is ours; to search it for scripts takes as long as all else
-    exporter.register_filter("clean_html", lambda text: text)
-    colors = dark()
+class Site:
+    """The pages of these notebooks, each written as soon as it was executed, and then the index."""
 
-    def page(notebook, around: list[tuple[str, str]]) -> str:
-        resources = {"page": {"around": around, "contents": contents(notebook), "dark": colors}}
-        return exporter.from_notebook_node(notebook, resources=resources)[0]
+    def __init__(self, paths: list[Path]):
+        self._exporter = HTMLExporter(
+            template_name="page",
+            extra_template_basedirs=[str(Path(__file__).parent / "templates")],
+        )
+        # all that stands in them is ours; to search it for scripts takes as long as all else
+        self._exporter.register_filter("clean_html", lambda text: text)
+        self._one_at_a_time = threading.Lock()  # the exporter is not made for two threads
+        self._colors = dark()
+        self._links = [(f"{path.stem}.html", inline(series.summary(series.read(path)).title)) for path in paths]
 
-    notebooks = [series.read(result["path"]) for result in results]
-    found = [series.summary(notebook) for notebook in notebooks]
-    links = [
-        (f"{result['path'].stem}.html", inline(summary.title)) for result, summary in zip(results, found, strict=True)
-    ]
-    for at, (notebook, summary) in enumerate(zip(notebooks, found, strict=True)):
-        notebook.metadata["title"] = plain(summary.title)
+    def page(self, path: Path) -> None:
+        """That of the executed notebook at `path`."""
+        notebook = series.read(path)
+        notebook.metadata["title"] = plain(series.summary(notebook).title)
         opening = notebook.cells[0]
         # the badge is fetched from outside: its words do
         opening.source = re.sub(r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", opening.source)
-        before, after = links[:at][-1:], links[at + 1 :][:1]
+        names = [link for link, _ in self._links]
+        at = names.index(f"{path.stem}.html")
+        before, after = self._links[:at][-1:], self._links[at + 1 :][:1]
         around = [
             *([(link, f"← {title}") for link, title in before] or [("", "")]),
             ("index.html", "All notebooks"),
             *((link, f"{title} →") for link, title in after),
         ]
-        text = page(notebook, around)
         # from notebook to notebook: from page to page
-        text = re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', text)
-        (series.BUILD / links[at][0]).write_text(text, encoding="utf-8")
-    engine = ""
-    if (readme := series.ROOT / ENGINE / "README.md").exists():
-        text = page(read_me(readme), [("", ""), ("index.html", "All notebooks")])
-        (series.BUILD / f"{ENGINE}.html").write_text(text, encoding="utf-8")
-        engine = f'<p>They run without a GPU, on <a href="{ENGINE}.html">virtual GPUs</a>, and so do your own scripts and tests.</p>'
-    articles = [article(link, *pair) for (link, _), pair in zip(links, zip(found, results, strict=True), strict=True)]
-    index = series.BUILD / "index.html"
-    index.write_text(INDEX.format(engine=engine, articles="\n".join(articles)), encoding="utf-8")
-    return index
+        text = re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', self._rendered(notebook, around))
+        (series.BUILD / names[at]).write_text(text, encoding="utf-8")
+
+    def index(self, results: list[dict]) -> Path:
+        """The first page, and the engine's; results: path of the executed notebook, seconds or None, error or None."""
+        engine = ""
+        if (readme := series.ROOT / ENGINE / "README.md").exists():
+            text = self._rendered(read_me(readme), [("", ""), ("index.html", "All notebooks")])
+            (series.BUILD / f"{ENGINE}.html").write_text(text, encoding="utf-8")
+            engine = f'<p>They run without a GPU, on <a href="{ENGINE}.html">virtual GPUs</a>, and so do your own scripts and tests.</p>'
+        articles = "\n".join(article(result) for result in results)
+        index = series.BUILD / "index.html"
+        index.write_text(INDEX.format(engine=engine, articles=articles), encoding="utf-8")
+        return index
+
+    def _rendered(self, notebook, around: list[tuple[str, str]]) -> str:
+        resources = {"page": {"around": around, "contents": contents(notebook), "dark": self._colors}}
+        with self._one_at_a_time:
+            return self._exporter.from_notebook_node(notebook, resources=resources)[0]
 
 
 def read_me(path: Path):
@@ -123,7 +130,9 @@ def dark() -> str:
     return next((file.read_text(encoding="utf-8") for file in places if file.exists()), "")
 
 
-def article(link: str, found: series.Summary, result: dict) -> str:
+def article(result: dict) -> str:
+    """What the index says of a notebook."""
+    link, found = f"{result['path'].stem}.html", series.summary(series.read(result["path"]))
     time = f" <small>{result['seconds']:.0f} s</small>" if result["seconds"] is not None else ""
     error = f'<p class="error">{html.escape(result["error"])}</p>' if result["error"] else ""
     picture = ""

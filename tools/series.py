@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
 READING = ("01", "02", "03", "04", "08", "07", "05", "06")  # in which order; a number stays what links say
+LONGEST = ("05", "08", "07", "06", "03", "04", "01", "02")  # which take longest, as build/times.json has it
 TAGS = {"bootstrap", "cover", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 
 
@@ -17,6 +18,11 @@ def notebooks() -> list[Path]:
     """In the order of reading; one that READING does not know yet comes last."""
     found = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
     return sorted(found, key=lambda path: READING.index(path.name[:2]) if path.name[:2] in READING else len(READING))
+
+
+def longest_first(paths: list[Path]) -> list[Path]:
+    """One that LONGEST does not know yet comes first."""
+    return sorted(paths, key=lambda path: LONGEST.index(path.name[:2]) if path.name[:2] in LONGEST else -1)
 
 
 def read(path: Path) -> nbformat.NotebookNode:
