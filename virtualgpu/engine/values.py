@@ -71,12 +71,14 @@ def written(op, args, kwargs, tensors):
         forget(targets)
     else:
         _with(values, tensors, op.func, args, kwargs)
+        _pass_on(op, values, targets)
     return args[0] if op.returns else None
 
 
 def forget(tensors) -> None:
-    """Something without values was written to them: nan, or 0, is what their views see as well. Whole numbers that are really there stay:
-    DDP's C++ reads its buckets from such a tensor, which came back from a broadcast. So does what a GPU held before the dry run."""
+    """Something without values was written to them: nan, or 0, is what their views see as well. Whole numbers that are really there stay to
+    be read (DDP's C++ reads its buckets from such a tensor, which came back from a broadcast), and no shape depends on them. What a GPU
+    held before the dry run stays as it is."""
     for tensor in tensors:
         beside = _compat.is_really_meta(tensor)
         values = getattr(tensor, VALUES, None) if beside else tensor
@@ -86,8 +88,6 @@ def forget(tensors) -> None:
             values.fill_(float("nan"))
         elif beside:
             values.zero_()
-        else:
-            continue
         _mark([values], True)
 
 
@@ -103,11 +103,16 @@ def follow(op, args, kwargs, tensors, out) -> None:
     elif any(map(_compat.is_really_meta, results)):
         found = tensors_of([_with(values, tensors, op.func, args, kwargs)], {})
         _attach(results, found)
-        anew = op.write_only or op.copies
-        if _forgotten(values[1:] if anew else values):
-            _mark(found, True)
-        elif anew:
-            _written_anew(found)
+        _pass_on(op, values, found)
+
+
+def _pass_on(op: Operation, values, found) -> None:
+    """What comes of forgotten values counts as forgotten, too; what is overwritten by known ones is known again."""
+    anew = op.write_only or op.copies
+    if _forgotten(values[1:] if anew else values):
+        _mark(found, True)
+    elif anew:
+        _written_anew(found)
 
 
 def _written_anew(values) -> None:

@@ -149,6 +149,20 @@ def test_a_shape_that_depends_on_values_that_are_not_known(dry):
             refused()
 
 
+def test_an_array_that_is_overwritten_by_what_is_not_known(dry):
+    """It comes with its numbers, which stay to be read; no shape depends on them, nor on what comes of them."""
+    numpy = pytest.importorskip("numpy")
+    counted, passed_on = (torch.from_numpy(numpy.array([0, 3, 0])) for _ in range(2))
+    counted[1:] = torch.randn(2, 8, device="cuda").argmax(1).cpu()
+    passed_on += counted
+    for forgotten in (counted, counted + 1, counted.view(3, 1), passed_on):
+        with pytest.raises(NotImplementedError, match="values, which this dry run does not know"):
+            forgotten.nonzero()
+    for known in (counted, passed_on):
+        known.copy_(torch.tensor([0, 4, 5]))
+        assert known.nonzero().tolist() == [[1], [2]]
+
+
 LATER = {
     "x + 1": lambda x, y: x + 1,
     "x + y": lambda x, y: x + y,
