@@ -33,6 +33,8 @@ class DryRun:
         if op.returns_value_to_host:
             found = values.computed(op, args, kwargs, tensors)
             return self.placeholder_value(op, tensors, gpu) if found is NotImplemented else found
+        if op.host_result is not None:
+            return self.packed(op, args)
         key = [op, *[setting() for setting in SETTINGS]]
         try:
             _describe(args, key)
@@ -72,13 +74,25 @@ class DryRun:
     def sized(self, op: Operation, args, kwargs, tensors):
         """A result as large as values say."""
         with self.machine.untracked():
-            out = values.sized(op, args, kwargs, tensors)
+            by_lists = op.func is torch.ops.aten._ctc_loss.default  # of lengths: they are no tensors
+            out = op.func(*_on_meta(args)) if by_lists else values.sized(op, args, kwargs, tensors)
         if out is NotImplemented:
             raise NotImplementedError(
                 f"the shape of what {op.name} returns depends on values, which this dry run does not know. "
                 "Run this line outside dry_run()"
             )
         return out
+
+    def packed(self, op: Operation, args):
+        """A packed sequence, or the padded one of it: as many rows as its lengths say. What C++ reads of them stays on the host with its
+        numbers, as if it came from NumPy."""
+        lengths = values.known_of(args[1])
+        if lengths is None:
+            raise NotImplementedError(
+                "a packed sequence is made by its lengths, which this dry run does not know. Give the module the padded tensor"
+            )
+        with self.machine.untracked():
+            return op.func(_on_meta(args[0]), lengths, *args[2:])
 
     def placeholder_value(self, op: Operation, tensors, gpu: GPU | None):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""

@@ -8,9 +8,9 @@ from virtualgpu import _compat
 from virtualgpu.engine import values
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
-from virtualgpu.engine.home import Home, MadeByCpp, gpu_of, label
+from virtualgpu.engine.home import Home, MadeByCpp, gpu_of, label, made_by_cpp
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import Operation
+from virtualgpu.engine.operations import EMPTY, Operation
 from virtualgpu.engine.results import settle
 from virtualgpu.engine.timing import Timing
 
@@ -34,6 +34,10 @@ class Factories:
             if device is None:
                 return op.func(*args, **kwargs)  # C++ computes with it on the host, in a dry run, too
             gpu = machine.local.made_on
+        if machine.dry and machine.local.counts and not by_python and op.name in EMPTY:
+            out = op.func(*args, **kwargs)
+            label(out, MadeByCpp())
+            return out
         if op.generator:
             self.eager.check_generator(args, kwargs, gpu)
         options = {**kwargs, "device": META if machine.dry else CPU}
@@ -79,7 +83,8 @@ class Factories:
     def make_like(self, op: Operation, args, kwargs, tensors, source: GPU | None):
         """A tensor from another one, with a `device` of its own: zeros_like(x, device=...), and copies that C++ asks for."""
         machine, device = self.machine, kwargs.get("device") or (CPU if source is None else source.device)
-        from_options = "layout" in kwargs if op.converts else "pin_memory" not in kwargs
+        own = op.converts and made_by_cpp(tensors[0])  # what C++ has made for the call, it moves
+        from_options = own or ("layout" in kwargs if op.converts else "pin_memory" not in kwargs)
         if self._is_elsewhere(device, not from_options):
             return op.func(*args, **kwargs)
         target = machine.gpu(device) if device.type == "cuda" else None
@@ -101,6 +106,8 @@ class Factories:
             out, _ = self.eager.run(op, args, options, tensors, target)
         if target is not None:
             settle(op, out, target)
+        elif own:
+            label(out, MadeByCpp())
         if op.converts and target is not source:
             machine.charge_copy(
                 source, target, math.prod(out.shape) * out.element_size(), wait=not kwargs.get("non_blocking")

@@ -181,6 +181,15 @@ class Machine:
         finally:
             self.local.made_on = before
 
+    @contextlib.contextmanager
+    def counted_by_cpp(self) -> Iterator[None]:
+        """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
+        before, self.local.counts = self.local.counts, True
+        try:
+            yield
+        finally:
+            self.local.counts = before
+
     @property
     def base(self) -> str:
         """The device that tensors are really on: "cpu" with numbers, "meta" in a dry run."""
@@ -262,5 +271,6 @@ class _PerThread(threading.local):
     current = 0  # torch.cuda.current_device()
     bypass = False  # see untracked()
     made_on: GPU | None = None  # see made_on()
+    counts = False  # see counted_by_cpp()
     last: GPU | None = None  # on which the latest operation ran
     seen = None  # the machine whose dispatch mode this thread has

@@ -25,5 +25,6 @@ KERNELS = {
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,
     "fractional_max_pool3d_backward": _like_second,
+    "_ctc_loss_backward": _like_second,
     "geqrf": _geqrf,
 }

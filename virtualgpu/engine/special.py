@@ -67,15 +67,6 @@ def fill(dispatch, func, args, kwargs):
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 
 
-def packed(dispatch, func, args, kwargs):
-    """How many rows each step of a packed sequence has stands in its lengths."""
-    if dispatch.machine.dry:
-        raise NotImplementedError(
-            "a packed sequence is made by its lengths, which are values, and a dry run has none. Give the module the padded tensor"
-        )
-    return NotImplemented
-
-
 def assert_metadata(dispatch, func, args, kwargs):
     """torch.export leaves it in what it traced: is a tensor still of that type, and there?"""
     options = dict(kwargs)
@@ -91,8 +82,6 @@ NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.d
 OPERATIONS = {
     **norms.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
-    aten._pack_padded_sequence.default: packed,
-    aten._pad_packed_sequence.default: packed,
     aten.fill_.Tensor: fill,
     aten.fill.Tensor: fill,
     aten.record_stream.default: record_stream,

@@ -11,9 +11,11 @@ from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import known_of
 from virtualgpu.patches.registry import Patches
 
+PAD = "_pad_packed_sequence"
+
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace torch.tensor, as_tensor, asarray, ctc_loss and one_hot."""
+    """Replace torch.tensor, as_tensor, asarray, ctc_loss, one_hot, and what is behind pad_packed_sequence."""
     _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
     makers = {"tensor": _tensor, "as_tensor": _as_tensor, "asarray": _asarray, "ctc_loss": _ctc_loss}
     for name, make in makers.items():
@@ -23,6 +25,7 @@ def install(machine: Machine, patches: Patches) -> None:
     ours = _one_hot(machine, functional.one_hot)
     for owner in (functional, torch._C._nn):
         patches.replace(owner, "one_hot", ours)
+    patches.replace(torch._VF, PAD, _pad_packed_sequence(machine, getattr(torch._VF, PAD)))
 
 
 def _on_gpu(machine: Machine, data) -> bool:
@@ -97,12 +100,22 @@ def _ctc_loss(machine: Machine, original):
 
     @functools.wraps(original)
     def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
-        if _on_gpu(machine, log_probs):
-            lengths = input_lengths, target_lengths
-            input_lengths, target_lengths = (n.tolist() if isinstance(n, torch.Tensor) else n for n in lengths)
-        return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+        if not _on_gpu(machine, log_probs):
+            return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+        with machine.counted_by_cpp():
+            return original(log_probs, targets, _read(input_lengths), _read(target_lengths), *args, **kwargs)
 
     return ctc_loss
+
+
+def _read(lengths):
+    if not isinstance(lengths, torch.Tensor):
+        return lengths
+    if _compat.is_really_meta(lengths) and known_of(lengths) is None:
+        raise NotImplementedError(
+            "ctc_loss needs as much memory as its lengths say, which this dry run does not know. Give them as numbers"
+        )
+    return lengths.tolist()
 
 
 def _one_hot(machine: Machine, original):
@@ -124,3 +137,14 @@ def _one_hot(machine: Machine, original):
         return made.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     return one_hot
+
+
+def _pad_packed_sequence(machine: Machine, original):
+    """It tells the lengths, too, which C++ counts."""
+
+    @functools.wraps(original)
+    def pad_packed_sequence(*args):
+        with machine.counted_by_cpp():
+            return original(*args)
+
+    return pad_packed_sequence

@@ -19,18 +19,42 @@ def dry(gpus):
         yield gpus
 
 
-PACKING = {
+LENGTHS = {
     "a list of lengths": lambda x: rnn.pack_padded_sequence(x, [5, 3, 2]),
     "a tensor": lambda x: rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2])),
     "not sorted": lambda x: rnn.pack_padded_sequence(x, [3, 5, 2], enforce_sorted=False),
     "pack_sequence": lambda x: rnn.pack_sequence([x[:3, 0], x[:2, 0]]),
+    "of masks on the GPU": lambda x: rnn.pack_padded_sequence(
+        x, torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 0]]).cuda().sum(1).cpu()
+    ),
 }
 
 
-@pytest.mark.parametrize("how", PACKING)
-def test_packed_sequences(dry, how):
-    with pytest.raises(NotImplementedError, match=r"made by its lengths.* Give the module the padded tensor"):
-        PACKING[how](torch.randn(5, 3, 8, device="cuda"))
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("how", LENGTHS)
+def test_packed_sequences(gpus, kind, how):
+    """As with numbers: shapes, lengths, and the bytes after a training step."""
+
+    def run():
+        virtualgpu.gpus(1)
+        model, x = kind(8, 4, num_layers=2, bidirectional=True).cuda(), torch.randn(5, 3, 8).cuda().requires_grad_()
+        packed = LENGTHS[how](x)
+        out, _ = model(packed)
+        padded, lengths = rnn.pad_packed_sequence(out, total_length=6)
+        padded.square().sum().backward()
+        made = [(tensor.shape, tensor.stride(), tensor.device) for tensor in (packed.data, padded, x.grad)]
+        return made, packed.batch_sizes.tolist(), lengths.tolist(), torch.cuda.memory_allocated()
+
+    wanted = run()
+    virtualgpu.reset()
+    with virtualgpu.dry_run(1):
+        assert run() == wanted
+
+
+def test_a_packed_sequence_of_lengths_that_are_not_known(dry):
+    lengths = torch.randn(3, 5, device="cuda").argmax(1).cpu()
+    with pytest.raises(NotImplementedError, match=r"lengths, which this dry run does not know\. Give the module the padded"):
+        rnn.pack_padded_sequence(torch.randn(5, 3, 8, device="cuda"), lengths, enforce_sorted=False)
 
 
 def test_a_padded_sequence_works(dry):
@@ -102,7 +126,17 @@ SIZED = {
     "out": lambda x, labels: torch.nonzero(labels > 0, out=torch.empty(0, dtype=torch.long, device="cuda")),
     "out is longer": lambda x, labels: torch.masked_select(labels, labels > 0, out=torch.zeros_like(labels)),
     "of none": lambda x, labels: x[labels > 100],
+    "ctc_loss": lambda x, labels: ctc(x, [6], [3]),
+    "ctc_loss, lengths on a GPU": lambda x, labels: ctc(x, torch.tensor([6]).cuda(), (labels > 0).sum()[None]),
 }
+
+
+def ctc(x, input_lengths, target_lengths):
+    """The gradient of the loss of six steps, of which a target of three digits is to be read."""
+    x.requires_grad_()
+    targets = torch.tensor([[1, 2, 3]]).cuda()
+    F.ctc_loss(x[:, None].log_softmax(2), targets, input_lengths, target_lengths).backward()
+    return x.grad
 
 
 @pytest.mark.parametrize("how", SIZED)
@@ -144,8 +178,9 @@ def test_a_shape_that_depends_on_values_that_are_not_known(dry):
         lambda: x.masked_select(written[:, None]),
         lambda: on_host.nonzero(),
         lambda: F.one_hot(written.long()),
+        lambda: F.ctc_loss(x[:, None].log_softmax(2), anew[None], [6], written[:1].long()),
     ):
-        with pytest.raises(NotImplementedError, match="values, which this dry run does not know"):
+        with pytest.raises(NotImplementedError, match="(values|lengths say), which this dry run does not know"):
             refused()
 
 
