@@ -53,7 +53,9 @@ def test_packed_sequences(gpus, kind, how):
 
 def test_a_packed_sequence_of_lengths_that_are_not_known(dry):
     lengths = torch.randn(3, 5, device="cuda").argmax(1).cpu()
-    with pytest.raises(NotImplementedError, match=r"lengths, which this dry run does not know\. Give the module the padded"):
+    with pytest.raises(
+        NotImplementedError, match=r"lengths, which this dry run does not know\. Give the module the padded"
+    ):
         rnn.pack_padded_sequence(torch.randn(5, 3, 8, device="cuda"), lengths, enforce_sorted=False)
 
 
@@ -180,7 +182,7 @@ def test_a_shape_that_depends_on_values_that_are_not_known(dry):
         lambda: F.one_hot(written.long()),
         lambda: F.ctc_loss(x[:, None].log_softmax(2), anew[None], [6], written[:1].long()),
     ):
-        with pytest.raises(NotImplementedError, match="(values|lengths say), which this dry run does not know"):
+        with pytest.raises(NotImplementedError, match=r"(values|lengths say), which this dry run does not know"):
             refused()
 
 
