@@ -74,8 +74,9 @@ class DryRun:
     def sized(self, op: Operation, args, kwargs, tensors):
         """A result as large as values say."""
         with self.machine.untracked():
-            by_lists = op.func is torch.ops.aten._ctc_loss.default  # of lengths: they are no tensors
-            out = op.func(*_on_meta(args)) if by_lists else values.sized(op, args, kwargs, tensors)
+            out = values.sized(op, args, kwargs, tensors)
+            if out is NotImplemented and op.func is torch.ops.aten._ctc_loss.default:
+                out = op.func(*_on_meta(args))  # its lengths are lists
         if out is NotImplemented:
             raise NotImplementedError(
                 f"the shape of what {op.name} returns depends on values, which this dry run does not know. "

@@ -100,10 +100,10 @@ def _ctc_loss(machine: Machine, original):
 
     @functools.wraps(original)
     def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
-        if not _on_gpu(machine, log_probs):
-            return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+        if machine.dry or _on_gpu(machine, log_probs):
+            input_lengths, target_lengths = map(_read, (input_lengths, target_lengths))
         with machine.counted_by_cpp():
-            return original(log_probs, targets, _read(input_lengths), _read(target_lengths), *args, **kwargs)
+            return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
     return ctc_loss
 

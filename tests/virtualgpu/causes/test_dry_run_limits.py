@@ -129,6 +129,7 @@ SIZED = {
     "out is longer": lambda x, labels: torch.masked_select(labels, labels > 0, out=torch.zeros_like(labels)),
     "of none": lambda x, labels: x[labels > 100],
     "ctc_loss": lambda x, labels: ctc(x, [6], [3]),
+    "ctc_loss on the host": lambda x, labels: ctc(x.cpu(), torch.tensor([6]), torch.tensor([3])),
     "ctc_loss, lengths on a GPU": lambda x, labels: ctc(x, torch.tensor([6]).cuda(), (labels > 0).sum()[None]),
 }
 
@@ -136,7 +137,7 @@ SIZED = {
 def ctc(x, input_lengths, target_lengths):
     """The gradient of the loss of six steps, of which a target of three digits is to be read."""
     x.requires_grad_()
-    targets = torch.tensor([[1, 2, 3]]).cuda()
+    targets = torch.tensor([[1, 2, 3]], device=x.device)
     F.ctc_loss(x[:, None].log_softmax(2), targets, input_lengths, target_lengths).backward()
     return x.grad
 
