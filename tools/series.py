@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
 READING = ("01", "02", "03", "04", "08", "07", "05", "06")  # in which order; a number stays what links say
-LONGEST = ("05", "08", "07", "06", "03", "04", "01", "02")  # which take longest, as build/times.json has it
+LONGEST = ("05", "08", "07", "03", "06", "04", "01", "02")  # by the time that their processes take together
 TAGS = {"bootstrap", "cover", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 
 

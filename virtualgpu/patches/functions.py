@@ -1,4 +1,5 @@
-"""Functions of torch that ask C++ where a tensor is before they come to the dispatch mode, and would be told: on the CPU."""
+"""Functions of torch that ask C++ where a tensor is before they come to the dispatch mode, and would be told: on the CPU; and those in
+which C++ writes numbers of its own, for which a dry run has no memory."""
 
 import functools
 
