@@ -45,7 +45,7 @@ matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versi
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")
 
 browser: setup     ## JupyterLab and the pages in chromium; screenshots under build/browser/
-	@$(PY) -m pip install -q --disable-pip-version-check -e '.[browser]' -c constraints.txt && $(PY) -m pytest -rs tests/browser
+	@$(PY) -m pip install -q --disable-pip-version-check -e '.[browser]' -c constraints.txt && $(PY) -m pytest tests/browser
 
 store: setup       ## execute and keep the outputs in notebooks/ (what nbval compares against)
 	@$(PY) tools/run.py --store && $(PY) tools/stamp.py --fix
