@@ -58,12 +58,14 @@ class Site:
         self._exporter.register_filter("clean_html", lambda text: text)
         self._one_at_a_time = threading.Lock()  # the exporter is not made for two threads
         self._colors = dark()
+        self._found: dict[str, series.Summary] = {}  # of each page that is written
         self._links = [(f"{path.stem}.html", inline(series.summary(series.read(path)).title)) for path in paths]
 
     def page(self, path: Path) -> None:
         """That of the executed notebook at `path`."""
         notebook = series.read(path)
-        notebook.metadata["title"] = plain(series.summary(notebook).title)
+        found = self._found[path.stem] = series.summary(notebook)
+        notebook.metadata["title"] = plain(found.title)
         opening = notebook.cells[0]
         # the badge is fetched from outside: its words do
         opening.source = re.sub(r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", opening.source)
@@ -80,13 +82,13 @@ class Site:
         (series.BUILD / names[at]).write_text(text, encoding="utf-8")
 
     def index(self, results: list[dict]) -> Path:
-        """The first page, and the engine's; results: path of the executed notebook, seconds or None, error or None."""
+        """The first page, and the engine's, when those of `results` are written: path of the notebook, seconds or None, error or None."""
         engine = ""
         if (readme := series.ROOT / ENGINE / "README.md").exists():
             text = self._rendered(read_me(readme), [("", ""), ("index.html", "All notebooks")])
             (series.BUILD / f"{ENGINE}.html").write_text(text, encoding="utf-8")
             engine = f'<p>They run without a GPU, on <a href="{ENGINE}.html">virtual GPUs</a>, and so do your own scripts and tests.</p>'
-        articles = "\n".join(article(result) for result in results)
+        articles = "\n".join(article(result, self._found[result["path"].stem]) for result in results)
         index = series.BUILD / "index.html"
         index.write_text(INDEX.format(engine=engine, articles=articles), encoding="utf-8")
         return index
@@ -130,9 +132,9 @@ def dark() -> str:
     return next((file.read_text(encoding="utf-8") for file in places if file.exists()), "")
 
 
-def article(result: dict) -> str:
+def article(result: dict, found: series.Summary) -> str:
     """What the index says of a notebook."""
-    link, found = f"{result['path'].stem}.html", series.summary(series.read(result["path"]))
+    link = f"{result['path'].stem}.html"
     time = f" <small>{result['seconds']:.0f} s</small>" if result["seconds"] is not None else ""
     error = f'<p class="error">{html.escape(result["error"])}</p>' if result["error"] else ""
     picture = ""

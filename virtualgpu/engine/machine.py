@@ -164,31 +164,25 @@ class Machine:
                 self.ledger.time(gpu.physical, self.clock.busy[gpu.index], now)
 
     @contextlib.contextmanager
-    def untracked(self) -> Iterator[None]:
+    def _in_this_thread(self, name: str, value) -> Iterator[None]:
+        before = getattr(self.local, name)
+        setattr(self.local, name, value)
+        try:
+            yield
+        finally:
+            setattr(self.local, name, before)
+
+    def untracked(self) -> contextlib.AbstractContextManager[None]:
         """Operations in here are the bookkeeper's own: no place, no memory, no time, and devices are what they really are."""
-        before, self.local.bypass = self.local.bypass, True
-        try:
-            yield
-        finally:
-            self.local.bypass = before
+        return self._in_this_thread("bypass", True)
 
-    @contextlib.contextmanager
-    def made_on(self, gpu: GPU | None) -> Iterator[None]:
+    def made_on(self, gpu: GPU | None) -> contextlib.AbstractContextManager[None]:
         """What C++ makes in here "on the CPU" is this GPU's: its options came from that GPU's tensors."""
-        before, self.local.made_on = self.local.made_on, gpu
-        try:
-            yield
-        finally:
-            self.local.made_on = before
+        return self._in_this_thread("made_on", gpu)
 
-    @contextlib.contextmanager
-    def counted_by_cpp(self) -> Iterator[None]:
+    def counted_by_cpp(self) -> contextlib.AbstractContextManager[None]:
         """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
-        before, self.local.counts = self.local.counts, True
-        try:
-            yield
-        finally:
-            self.local.counts = before
+        return self._in_this_thread("counts", True)
 
     @property
     def base(self) -> str:

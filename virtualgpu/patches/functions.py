@@ -12,8 +12,6 @@ from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import known_of
 from virtualgpu.patches.registry import Patches
 
-PAD = "_pad_packed_sequence"
-
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch.tensor, as_tensor, asarray, ctc_loss, one_hot, and what is behind pad_packed_sequence."""
@@ -26,7 +24,8 @@ def install(machine: Machine, patches: Patches) -> None:
     ours = _one_hot(machine, functional.one_hot)
     for owner in (functional, torch._C._nn):
         patches.replace(owner, "one_hot", ours)
-    patches.replace(torch._VF, PAD, _pad_packed_sequence(machine, getattr(torch._VF, PAD)))
+    ours = _pad_packed_sequence(machine, torch._VF._pad_packed_sequence)
+    patches.replace(torch._VF, "_pad_packed_sequence", ours)
 
 
 def _on_gpu(machine: Machine, data) -> bool:
