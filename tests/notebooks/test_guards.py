@@ -63,6 +63,13 @@ def test_a_cell_that_may_raise_has_its_error_compared(notebook):
             assert "nbval-ignore-output" not in series.tags(cell), cell.source
 
 
+def test_restored_trials_are_listed_in_an_order_of_ours(notebook):
+    """Tune lists them by their last result: which of two that ran at a time is first, the machine decides."""
+    source = "\n".join(cell.source for cell in series.code_cells(notebook))
+    for name in re.findall(r"(\w+) = tune\.Tuner\.restore\(", source):
+        assert not re.search(rf"\bin {name}\b(?!\.)", source), f"sort {name}, by the trials' paths for example"
+
+
 def test_no_error_and_no_warning_is_stored(notebook):
     for cell in series.code_cells(notebook):
         for output in cell.outputs:
