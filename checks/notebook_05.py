@@ -38,7 +38,9 @@ def frugal(search) -> str | None:
     results = _run(_training(centre), space, replace(search, reuse_actors=True, time_budget_s=LIMIT))
     if isinstance(results, str):
         return results
-    spent = [trial.metrics.get("training_iteration", 0) for trial in results]
+    if silent := sum("training_iteration" not in (trial.metrics or {}) for trial in results):
+        return f"{silent} of {len(results)} trials had not reported when {LIMIT} seconds were over"
+    spent = [trial.metrics["training_iteration"] for trial in results]
     if len({trial.config["lr"] for trial in results}) < 20:
         return f"it tried {len(results)} learning rates; try at least 20"
     # by chance ASHA needs more than half now and then, where good ones come late; of 20 trials more than this in 1 of 500
@@ -72,7 +74,7 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
 
 
 ROUNDS = 16
-LIMIT = 60  # seconds for a search, or for a round of it
+LIMIT = 120  # seconds for a search
 
 
 # What goes to a trial's process is a function in a function: it travels whole, and nothing of ours, which brings PyTorch, is imported.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import checks
+from checks import notebook_05
 from helpers import tuning
 
 
@@ -73,6 +74,13 @@ def test_frugal(capsys, cluster, tune, trials, mode, complaint):
     checks.frugal(search)
     out = capsys.readouterr().out
     assert complaint in out, out
+
+
+def test_a_search_that_is_too_slow(capsys, cluster, tune, monkeypatch):
+    """As on a busy machine: some trials have no result, and so no setting that could be looked at."""
+    monkeypatch.setattr(notebook_05, "LIMIT", 0.1)
+    checks.frugal(tune.TuneConfig(metric="loss", mode="min", num_samples=20))
+    assert "trials had not reported when 0.1 seconds were over" in capsys.readouterr().out
 
 
 def goes_on(config, forgets_the_total=False):
