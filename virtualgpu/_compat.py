@@ -58,6 +58,14 @@ lifts_only_cpu_tensors = _C._only_lift_cpu_tensors
 lift_only_cpu_tensors = _C._set_only_lift_cpu_tensors
 
 
+def with_autograd():
+    """with with_autograd(): autograd records, also below itself, where a dispatch mode works."""
+    hidden = (
+        _C._dispatch_tls_local_exclude_set() - KeySet(DispatchKey.AutogradCPU) - KeySet(DispatchKey.ADInplaceOrView)
+    )
+    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), hidden)
+
+
 def guard_without_driver() -> None:
     """C++ that asks for a CUDA device meets a guard that does nothing, where there is no driver: no process ends by that."""
     _C._ensureCUDADeviceGuardSet()

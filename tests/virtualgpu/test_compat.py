@@ -230,6 +230,25 @@ def test_the_guard_without_a_driver_may_be_set_twice():
     assert torch.ones(2).sum() == 2
 
 
+class Squares(TorchDispatchMode):
+    """Instead of a product, the gradient of its first factor's square, as autograd finds it below itself."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.mul.Tensor:
+            return func(*args, **(kwargs or {}))
+        with torch.enable_grad():
+            leaf = args[0].detach().requires_grad_()
+            with _compat.with_autograd():
+                squares = leaf.clone().square_().sum()
+            assert squares.requires_grad and not leaf.square().requires_grad
+            return torch.autograd.grad(squares, leaf)[0]
+
+
+def test_autograd_below_itself():
+    with Squares(), torch.no_grad():
+        assert torch.equal(torch.arange(3.0) * torch.ones(3), 2 * torch.arange(3.0))
+
+
 # -- operations, keys, TorchScript
 
 

@@ -8,16 +8,8 @@ mask). Called without torch.compile, a real GPU would hold the scores, too.
 from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.operations import tensors_of
+from virtualgpu.engine.timing import Kernel
 from virtualgpu.simulation import costs
-
-
-class Kernel:
-    """What `Timing.launch` asks of an operation."""
-
-    write_only = convolves = False
-
-    def __init__(self, func, formula):
-        self.func, self.name, self.formula = func, func.name(), formula
 
 
 def backward_flops(query, key, value, *args, out_val=None) -> int:

@@ -1,6 +1,5 @@
 """Operations with numbers: PyTorch's CPU kernels do the work, each GPU draws from its own random numbers, and room is asked for first."""
 
-import math
 import os
 import weakref
 
@@ -76,13 +75,14 @@ class Eager:
 
     # -- room
 
-    def require_for_factory(self, args, kwargs, gpu: GPU) -> None:
-        """A new tensor's size stands in its arguments."""
-        size = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else args[:1]
-        if not all(isinstance(n, int) for n in size):
-            return
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        require_room([math.prod(size) * dtype.itemsize], gpu)
+    def require_for_factory(self, op: Operation, args, kwargs, gpu: GPU) -> None:
+        """Room for a new tensor, where a number among its arguments, or their product, is large."""
+        bound = 1
+        for value in args:
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                bound *= max(1, abs(number)) if isinstance(number, (int, float)) else 1
+        if bound * 16 >= LARGE or any(type(value) is float for value in args):  # a step may be small
+            require_room(self._result_bytes(op, args, kwargs), gpu)
 
     def _require(self, op: Operation, args, kwargs, tensors, gpu: GPU) -> None:
         """Room for the result where it may be large: no larger than the product of the inputs, or told by numbers."""

@@ -46,7 +46,7 @@ class Factories:
             if gpu is not None:
                 raise RuntimeError("Only dense CPU tensors can be pinned")
         if gpu is not None and not machine.dry:
-            self.eager.require_for_factory(args, kwargs, gpu)
+            self.eager.require_for_factory(op, args, kwargs, gpu)
         if machine.dry:
             out = self.dry.run(op, args, options, [], gpu)
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11

@@ -12,6 +12,15 @@ KNOWN = 20_000  # FLOP counts remembered; beyond that, start again
 _flops: dict = {}  # for all threads
 
 
+class Kernel:
+    """What `Timing.launch` asks of an operation, for those that are carried out apart from the others."""
+
+    write_only = convolves = False
+
+    def __init__(self, func, formula):
+        self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
+
+
 class Timing:
     """Launches the kernels of one machine's operations."""
 

@@ -57,7 +57,7 @@ PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler ind
 BANNED = ("binary_cross_entropy",)
 
 # cuDNN's recurrent layers have a rule of their own (aten/src/ATen/cudnn/AutocastRNN.cpp): float16, whatever the dtype of
-# autocast. _cudnn_rnn itself never runs on virtual GPUs; these operations would have called it.
+# autocast. TorchScript calls these operations, which would have called _cudnn_rnn.
 CUDNN_RNN = ("_cudnn_rnn",)
 RNN = tuple(f"{name}.{kind}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for kind in ("input", "data"))
 

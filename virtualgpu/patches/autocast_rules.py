@@ -12,6 +12,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import gpu_of
+from virtualgpu.engine.recurrent import BFLOAT16
 from virtualgpu.patches import autocast_lists
 
 Rule = Callable[[tuple, dict], tuple[tuple, dict]]
@@ -19,8 +20,6 @@ Rule = Callable[[tuple, dict], tuple[tuple, dict]]
 # What autocast takes for a floating-point tensor; float64 it leaves alone
 CASTABLE = {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and kind.is_floating_point}
 CASTABLE.remove(torch.float64)
-# From this capability on, cuDNN's recurrent layers take bfloat16 (ATen asks its hooks, supportsBFloat16RNNWithCuDNNv8)
-CUDNN_BFLOAT16 = (8, 0)
 
 # The weight cache, shared by all threads as PyTorch's is: {identity of the weight: its cast}
 cache = SimpleNamespace(casts={})
@@ -143,7 +142,7 @@ def _recurrent(op) -> Rule:
         gpu = gpu_of(first)
         if gpu is None:
             return args, kwargs
-        cudnn = first.dtype is not torch.bfloat16 or gpu.spec.capability >= CUDNN_BFLOAT16
+        cudnn = first.dtype is not torch.bfloat16 or gpu.spec.capability >= BFLOAT16
         if cudnn and torch.backends.cudnn.enabled:
             dtype = torch.float16
         # no cache: PyTorch writes the cast weights into one flat buffer, anew each time
@@ -193,7 +192,7 @@ def rules() -> dict[str, tuple]:
     for name in registered("AutocastCUDA") - set(autocast_lists.CUDNN_RNN):
         target = operation(autocast_lists.FP32_APPEND_DTYPE.get(name, name))
         found[name] = (operation(name), target, rule_of.get(name, _unknown))
-    for name in autocast_lists.RNN:
+    for name in (*autocast_lists.CUDNN_RNN, *autocast_lists.RNN):
         found[name] = (operation(name), operation(name), _recurrent)
     for name in autocast_lists.FLASH_ON_CPU:
         found[name] = (operation(name), operation(name), _lower)

@@ -10,6 +10,7 @@ from virtualgpu.hardware.specs import TF32
 
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}
+OF_CUDNN = CONVOLUTIONS | {aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default}
 
 
 def formula(func) -> Callable | None:
@@ -54,7 +55,7 @@ def rate(func, flops: int, tensors: Iterable[torch.Tensor]):
         dtype = next((PARTS[tensor.dtype] for tensor in tensors if tensor.dtype in PARTS), torch.float32)
     if dtype != torch.float32:
         return dtype
-    allowed = _compat.convolutions_in_tf32 if func in CONVOLUTIONS else _compat.products_in_tf32
+    allowed = _compat.convolutions_in_tf32 if func in OF_CUDNN else _compat.products_in_tf32
     return TF32 if allowed() else dtype  # a card that has no such rate falls back to that of float32
 
 
@@ -81,12 +82,24 @@ def _rnn_layer_backward(x, w_ih, w_hh, *args, out_val=None, **kwargs) -> int:
     return 2 * _rnn_layer(x, w_ih, w_hh)
 
 
-# operations that the CPU has and torch.utils.flop_counter does not know; a version of PyTorch may lack one
-OF_CPU = {
+def recurrent(x, weights, *args, out_val=None, **kwargs) -> int:
+    """x [time, batch, features] or, of a packed sequence, [rows, features]: one product with each weight matrix a row."""
+    return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def recurrent_backward(x, weights, *args, out_val=None, **kwargs) -> int:
+    """Two products of that size instead of one: the gradients of what went in, and of the weights."""
+    return 2 * recurrent(x, weights)
+
+
+# operations that torch.utils.flop_counter does not know; a version of PyTorch may lack one
+MORE = {
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
     "mkldnn_rnn_layer": _rnn_layer,
     "mkldnn_rnn_layer_backward": _rnn_layer_backward,
+    "_cudnn_rnn": recurrent,
+    "_cudnn_rnn_backward": recurrent_backward,
 }
-FORMULAS = {getattr(aten, name): counts for name, counts in OF_CPU.items() if hasattr(aten, name)}
+FORMULAS = {getattr(aten, name): counts for name, counts in MORE.items() if hasattr(aten, name)}
 WRITE_ONLY = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default}

@@ -33,7 +33,7 @@ LENGTHS = {
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("how", LENGTHS)
 def test_packed_sequences(gpus, kind, how):
-    """As with numbers: shapes, lengths, and the bytes after a training step."""
+    """As with numbers: shapes, lengths, the bytes and seconds of a training step."""
 
     def run():
         virtualgpu.gpus(1)
@@ -43,7 +43,9 @@ def test_packed_sequences(gpus, kind, how):
         padded, lengths = rnn.pad_packed_sequence(out, total_length=6)
         padded.square().sum().backward()
         made = [(tensor.shape, tensor.stride(), tensor.device) for tensor in (packed.data, padded, x.grad)]
-        return made, packed.batch_sizes.tolist(), lengths.tolist(), torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
+        figures = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), virtualgpu.machine().clock.host
+        return made, packed.batch_sizes.tolist(), lengths.tolist(), figures
 
     wanted = run()
     virtualgpu.reset()

@@ -78,6 +78,7 @@ BEYOND = {
     "cuda": lambda: torch.ones(1).expand(1 << 40).cuda(),
     "to, copy": lambda: torch.ones(1, device="cuda").expand(1 << 40).to(copy=True, dtype=torch.float64),
     "Module.to": lambda: nn.Module.to(holder(), "cuda"),
+    "arange, a small step": lambda: torch.arange(0, 1, 1e-12, device="cuda"),
 }
 
 

@@ -29,6 +29,17 @@ DRAWS = {
 }
 
 
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_large_number_is_not_a_size(gpus, dry):
+    """A seed of 62 bits, an arange of few steps far out: eight bytes each, where there was an error of exabytes."""
+    with virtualgpu.dry_run() if dry else torch.enable_grad():
+        seeds = torch.randint(1 << 62, (2,), device="cuda"), torch.randint(1 << 61, 1 << 62, (2,), device="cuda")
+        assert all(seed.shape == (2,) and (dry or seed.min() >= 0) for seed in seeds)
+        assert len(torch.arange(10**15, 10**15 + 5, device="cuda")) == 5
+        assert torch.full((3,), 1e30, device="cuda").shape == (3,)
+        assert torch.cuda.memory_stats()["num_ooms"] == 0
+
+
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_drawing_on_a_gpu_leaves_the_others_alone(gpus, draw):
     torch.manual_seed(3)

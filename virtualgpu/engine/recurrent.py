@@ -1,0 +1,184 @@
+"""nn.LSTM, GRU and RNN as a GPU has them: all layers and steps are one kernel of cuDNN, in each direction.
+
+Numbers are those of the CPU's layers, whose scratch memory is no concern of a GPU. The backward pass computes the forward pass
+again, so that nothing of it has to be kept but what cuDNN keeps: its reserve, whose bytes count and whose contents do not.
+"""
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.eager import require_room
+from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
+from virtualgpu.engine.timing import Kernel
+from virtualgpu.simulation.costs import formula
+
+aten = torch.ops.aten
+RELU, TANH, LSTM, GRU = range(4)  # cuDNN's numbers of them, cudnnRNNMode_t
+LAYERS = {RELU: aten.rnn_relu, TANH: aten.rnn_tanh, LSTM: aten.lstm, GRU: aten.gru}
+# From this capability on, cuDNN's recurrent layers take bfloat16 (ATen asks its hooks, supportsBFloat16RNNWithCuDNNv8)
+BFLOAT16 = (8, 0)
+# How many numbers the reserve holds for each step and hidden unit of a layer, beside the outputs of all layers but the last. cuDNN has
+# no formula for it. LSTM: four gates and the cell; GRU: three gates, what its new gate is made of, and two more; with those, four
+# layers of 320 units have the 736,000,000 and 864,000,000 bytes that were measured on a P100 (github.com/pytorch/pytorch/issues/2895).
+# A plain RNN: its one gate.
+KEPT = {RELU: 1, TANH: 1, LSTM: 5, GRU: 6}
+
+
+class Layers:
+    """The arguments of `_cudnn_rnn`, but for its tensors: sizes and settings.
+
+    stride: tensors of weights a layer and direction. batch_sizes: of a packed sequence; else empty. seed: [1] int64 on the GPU, of what
+    is dropped between layers; None where nothing is.
+    """
+
+    def __init__(self, mode, hidden, projected, layers, batch_first, dropout, train, bidirectional, batch_sizes, seed):
+        self.mode, self.hidden, self.projected, self.layers = mode, hidden, projected, layers
+        self.batch_first, self.train, self.bidirectional = batch_first and not batch_sizes, train, bidirectional
+        self.batch_sizes, self.dropout, self.seed = batch_sizes, dropout, seed
+        self.directions = 1 + bidirectional
+        self.width = self.directions * (projected or hidden)  # of a layer's output
+
+    def reserve_bytes(self, input: torch.Tensor) -> int:
+        """For input [steps, batch, features] or, of a packed sequence, [rows, features]."""
+        rows = input.shape[:-1].numel()
+        kept = KEPT[self.mode] * self.layers * self.directions * self.hidden + (self.layers - 1) * self.width
+        return rows * kept * input.element_size()
+
+    def shapes(self, input: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None) -> list[torch.Tensor]:
+        """[output, hy, cy] without numbers."""
+        size = list(input.shape[:-1])
+        if self.batch_first:
+            size[:2] = size[1::-1]
+        output = input.new_empty([*size, self.width], device="meta")
+        cell = (0,) if cx is None else cx.shape
+        made = [output, input.new_empty(hx.shape, device="meta"), input.new_empty(cell, device="meta")]
+        return [output.transpose_(0, 1), *made[1:]] if self.batch_first else made
+
+    def run(self, input, weights, stride, hx, cx) -> list[torch.Tensor]:
+        """[output, hy, cy] with numbers, by the CPU's layers, one after the other.
+
+        Autograd records: where nothing learns, products take another way, and the last bit may differ.
+        """
+        biases = stride - bool(self.projected) == 4
+        settings = (biases, 1, 0.0, self.train, self.bidirectional)
+        draws = None if self.seed is None else torch.Generator().manual_seed(self.seed.item())
+        sizes = torch.tensor(self.batch_sizes) if self.batch_sizes else None
+        with _compat.with_autograd():
+            x, states = input.transpose(0, 1) if self.batch_first else input, []
+            for layer in range(self.layers):
+                if layer and draws is not None:
+                    kept = torch.rand(x.shape, generator=draws) >= self.dropout
+                    x = x * kept.to(x.dtype).div_(1 - self.dropout if self.dropout < 1 else 1)
+                here = slice(layer * self.directions, (layer + 1) * self.directions)
+                own = weights[here.start * stride : here.stop * stride]
+                hidden = hx[here] if cx is None else [hx[here], cx[here]]
+                if sizes is None:
+                    x, *state = LAYERS[self.mode].input(x, hidden, own, *settings, False)
+                else:
+                    x, *state = LAYERS[self.mode].data(x, sizes, hidden, own, *settings)
+                states.append(state)
+            hy, *cy = (torch.cat(parts) for parts in zip(*states, strict=True))
+            output = x.contiguous()
+            return [output.transpose(0, 1) if self.batch_first else output, hy, *(cy or [input.new_empty(0)])]
+
+
+def forward(dispatch, func, args, kwargs):
+    """`_cudnn_rnn`: (output, hy, cy, reserve, an empty tensor in place of the flat weights).
+
+    NotImplemented for tensors on the CPU. Raises RuntimeError for tensors on several devices or of several types.
+    """
+    input, weights, stride, _, hx, cx, *rest = args
+    gpu = gpu_of(input)
+    if gpu is None:
+        return NotImplemented
+    gpu = dispatch.machine.own(gpu)
+    _check(input, weights, [tensor for tensor in (hx, cx) if tensor is not None])
+    layers = Layers(*rest)
+    with dispatch.machine.untracked():
+        shapes = layers.shapes(input, hx, cx)
+        size = layers.reserve_bytes(input) if layers.train else 0
+        made = shapes
+        if not dispatch.machine.dry:
+            require_room([*(shape.nbytes for shape in shapes), size], gpu)
+            made = [tensor.detach() for tensor in layers.run(input, weights, stride, hx, cx)]
+        made += [made[0].new_empty(size, dtype=torch.uint8), made[0].new_empty(0)]
+    return tuple(_launch(dispatch, func, args, [input, *weights, hx, cx], made, gpu))
+
+
+def backward(dispatch, func, args, kwargs):
+    """`_cudnn_rnn_backward`: (gradients of input, hx, cx, [of each weight]), None for those that nobody asked for.
+
+    NotImplemented for tensors on the CPU. Raises RuntimeError, as PyTorch does, where the forward pass was one of evaluation.
+    """
+    input, weights, stride, _, hx, cx, output, *grads = args[:10]
+    layers, wanted = Layers(*args[10:20]), args[21]
+    gpu = gpu_of(input)
+    if gpu is None:
+        return NotImplemented
+    gpu = dispatch.machine.own(gpu)
+    if not layers.train:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+    of = [[input], [hx], [] if cx is None else [cx], weights]
+    leaves = [tensor for tensors, asked in zip(of, wanted, strict=True) if asked for tensor in tensors]
+    with dispatch.machine.untracked():
+        if dispatch.machine.dry:
+            made = [_compat.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+        else:
+            require_room([leaf.nbytes for leaf in leaves], gpu)
+            made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
+    made = iter(_launch(dispatch, func, args, [input, *weights, hx, cx, output, *grads, args[20]], made, gpu))
+    dx, dhx, dcx, dweights = ([next(made) for _ in of[at]] if wanted[at] else [] for at in range(4))
+    return *(found[0] if found else None for found in (dx, dhx, dcx)), dweights
+
+
+def _differentiate(layers: Layers, input, weights, stride, hx, cx, grads, leaves) -> list[torch.Tensor]:
+    """The gradients of `leaves`, from those of output, hy and cy; None among these is zero."""
+    with torch.enable_grad():
+        own = {id(leaf): leaf.detach().requires_grad_() for leaf in leaves}
+        own |= {
+            id(tensor): tensor.detach()
+            for tensor in (input, hx, cx, *weights)
+            if tensor is not None and id(tensor) not in own
+        }
+        args = own[id(input)], [own[id(weight)] for weight in weights], stride, own[id(hx)], own.get(id(cx))
+        pairs = [pair for pair in zip(layers.run(*args), grads, strict=True) if pair[1] is not None]
+        outs, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outs, [own[id(leaf)] for leaf in leaves], given, allow_unused=True)
+    return [
+        leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous()
+        for leaf, grad in zip(leaves, found, strict=True)
+    ]
+
+
+def _check(input, weights, hidden) -> None:
+    """In the words of aten/src/ATen/native/RNN.h."""
+    for name, tensors in (("parameter", weights), ("hidden", hidden)):
+        for tensor in tensors:
+            if gpu_of(tensor) is not gpu_of(input):
+                raise RuntimeError(
+                    f"Input and {name} tensors are not at the same device, found input tensor at {input.device} and {name} tensor at "
+                    f"{tensor.device}"
+                )
+            if tensor.dtype != input.dtype:
+                kinds = [LEGACY_TYPE_NAMES[kind.dtype].removesuffix("Tensor") for kind in (input, tensor)]
+                raise RuntimeError(
+                    f"Input and {name} tensors are not the same dtype, found input tensor with {kinds[0]} and {name} tensor with {kinds[1]}"
+                )
+
+
+def _launch(dispatch, func, args, read, made, gpu) -> list[torch.Tensor]:
+    """Book the results `made`, and the time of one kernel."""
+    if torch.backends.cudnn.enabled and not gpu.cudnn:
+        gpu.use_cudnn()
+    for tensor in made:
+        dispatch.machine.place(tensor, gpu)
+    tensors = [*(tensor for tensor in read if tensor is not None), *made]
+    if dispatch.clock.multi and _compat.graph_task() == -1:
+        dispatch.timing.note_streams(tensors, gpu)
+    dispatch.timing.launch(KERNELS[func], args, {}, tensors, made, gpu)
+    return made
+
+
+OPERATIONS = {aten._cudnn_rnn.default: forward, aten._cudnn_rnn_backward.default: backward}
+KERNELS = {func: Kernel(func, formula(func)) for func in OPERATIONS}
