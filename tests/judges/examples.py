@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -135,7 +136,7 @@ def main(arguments: list[str]) -> int:
 def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMIT, dry: bool = False) -> dict:
     """How one program ends: `case`, or that of this name; dry: on shapes alone."""
     case, log = case or CASES[name], BUILD / f"{name}.log"
-    runner = os.environ.get("RUNNER", f"{sys.executable} -m virtualgpu").split()
+    runner = shlex.split(os.environ["RUNNER"]) if "RUNNER" in os.environ else [sys.executable, "-m", "virtualgpu"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as scratch:
         work = shutil.copytree(checkout / case.folder, Path(scratch, "work"), ignore=shutil.ignore_patterns(".git"))

@@ -10,6 +10,7 @@ What need not pass, and why, is listed in need_not_pass.toml. Exit status 0: eve
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -125,8 +126,8 @@ def _run(path: Path, how: How, out: Path, options: list[str], test: str = "") ->
 
 def _runner(gpus: int) -> list[str]:
     """`python -m virtualgpu --gpus N`, which is on before the first line; RUNNER says another, "" none (the plugin makes the GPUs then)."""
-    default = f"{sys.executable} -m virtualgpu --gpus {gpus} --like T4 --quiet"
-    return os.environ.get("RUNNER", default).split() or [sys.executable]
+    default = [sys.executable, "-m", "virtualgpu", "--gpus", str(gpus), "--like", "T4", "--quiet"]
+    return shlex.split(os.environ["RUNNER"]) or [sys.executable] if "RUNNER" in os.environ else default
 
 
 def _said(results: list[dict], excuses: dict[str, str]) -> str:

@@ -4,6 +4,8 @@ Numbers are those of the CPU's layers, whose scratch memory is no concern of a G
 again, so that nothing of it has to be kept but what cuDNN keeps: its reserve, whose bytes count and whose contents do not.
 """
 
+import warnings
+
 import torch
 
 from virtualgpu import _compat
@@ -23,6 +25,12 @@ BFLOAT16 = (8, 0)
 # layers of 320 units have the 736,000,000 and 864,000,000 bytes that were measured on a P100 (github.com/pytorch/pytorch/issues/2895).
 # A plain RNN: its one gate.
 KEPT = {RELU: 1, TANH: 1, LSTM: 5, GRU: 6}
+
+
+NOT_FLAT = (
+    "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted at every call, possibly "
+    "greatly increasing memory usage. To compact weights again call flatten_parameters()."
+)
 
 
 class Layers:
@@ -84,11 +92,12 @@ class Layers:
 
 
 def forward(dispatch, func, args, kwargs):
-    """`_cudnn_rnn`: (output, hy, cy, reserve, an empty tensor in place of the flat weights).
+    """`_cudnn_rnn`: (output, hy, cy, reserve, the copy of weights that are not flat, or else an empty tensor).
 
-    NotImplemented for tensors on the CPU. Raises RuntimeError for tensors on several devices or of several types.
+    The fourth argument is None where weights do not follow each other in memory. NotImplemented for tensors on the CPU. Raises
+    RuntimeError for tensors on several devices or of several types, and for states that are not contiguous.
     """
-    input, weights, stride, _, hx, cx, *rest = args
+    input, weights, stride, flat, hx, cx, *rest = args
     gpu = gpu_of(input)
     if gpu is None:
         return NotImplemented
@@ -102,7 +111,10 @@ def forward(dispatch, func, args, kwargs):
         if not dispatch.machine.dry:
             require_room([*(shape.nbytes for shape in shapes), size], gpu)
             made = [tensor.detach() for tensor in layers.run(input, weights, stride, hx, cx)]
-        made += [made[0].new_empty(size, dtype=torch.uint8), made[0].new_empty(0)]
+        copied = 0 if flat is not None else sum(weight.numel() for weight in weights)
+        made += [made[0].new_empty(size, dtype=torch.uint8), made[0].new_empty(copied)]
+    if copied:
+        warnings.warn(NOT_FLAT, stacklevel=4)
     return tuple(_launch(dispatch, func, args, [input, *weights, hx, cx], made, gpu))
 
 
@@ -123,10 +135,12 @@ def backward(dispatch, func, args, kwargs):
     leaves = [tensor for tensors, asked in zip(of, wanted, strict=True) if asked for tensor in tensors]
     with dispatch.machine.untracked():
         if dispatch.machine.dry:
-            made = [_compat.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+            made = [leaf.new_empty(leaf.shape, device="meta") for leaf in leaves]
         else:
             require_room([leaf.nbytes for leaf in leaves], gpu)
             made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
+        if wanted[3]:
+            made[-len(weights) :] = _flatten(made[-len(weights) :])[1]
     made = iter(_launch(dispatch, func, args, [input, *weights, hx, cx, output, *grads, args[20]], made, gpu))
     dx, dhx, dcx, dweights = ([next(made) for _ in of[at]] if wanted[at] else [] for at in range(4))
     return *(found[0] if found else None for found in (dx, dhx, dcx)), dweights
@@ -151,8 +165,33 @@ def _differentiate(layers: Layers, input, weights, stride, hx, cx, grads, leaves
     ]
 
 
+def flatten(dispatch, func, args, kwargs):
+    """`_cudnn_rnn_flatten_weight`, behind flatten_parameters: the weights become parts of one new buffer, which is returned."""
+    weights = args[0]
+    gpu = gpu_of(weights[0])
+    if gpu is None:
+        return NotImplemented
+    with dispatch.machine.untracked():
+        buffer, parts = _flatten(weights)
+        dispatch.machine.place(buffer, gpu)
+        for weight, part in zip(weights, parts, strict=True):
+            weight.set_(part)
+    dispatch.timing.launch(KERNELS[func], args, {}, [buffer, buffer], [buffer], gpu)
+    return buffer
+
+
+def _flatten(tensors) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One buffer with all their numbers, and its parts in their shapes."""
+    buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    parts = buffer.split([tensor.numel() for tensor in tensors])
+    return buffer, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def _check(input, weights, hidden) -> None:
-    """In the words of aten/src/ATen/native/RNN.h."""
+    """In the words of aten/src/ATen/native/RNN.h and cudnn/RNN.cpp."""
+    for name, state in zip(("hx", "cx"), hidden, strict=False):
+        if not state.is_contiguous():
+            raise RuntimeError(f"rnn: {name} is not contiguous")
     for name, tensors in (("parameter", weights), ("hidden", hidden)):
         for tensor in tensors:
             if gpu_of(tensor) is not gpu_of(input):
@@ -180,5 +219,9 @@ def _launch(dispatch, func, args, read, made, gpu) -> list[torch.Tensor]:
     return made
 
 
-OPERATIONS = {aten._cudnn_rnn.default: forward, aten._cudnn_rnn_backward.default: backward}
+OPERATIONS = {
+    aten._cudnn_rnn.default: forward,
+    aten._cudnn_rnn_backward.default: backward,
+    aten._cudnn_rnn_flatten_weight.default: flatten,
+}
 KERNELS = {func: Kernel(func, formula(func)) for func in OPERATIONS}

@@ -47,7 +47,6 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(cuda, "get_arch_list", driver.arch_list)
     patches.replace(cuda, "_cudart", Cudart(driver))
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
-    patches.replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # the CPU's kernels do the work
     # PyTorch 2.11 would make a tensor on a real GPU in it
     patches.replace(_compat.fake_tensor, "init_gpu_context", lambda device: None)
     if torch.version.cuda is None:

@@ -102,12 +102,16 @@ def install(machine: Machine, patches: Patches) -> None:
 
     @functools.wraps(parse)
     def parse_to(*args, **kwargs):
-        """What nn.Module.to(1) is given."""
+        """What nn.Module.to(1) and nn.Module.to(tensor) are given."""
+        other = args[0] if args else kwargs.pop("tensor", None)
+        if isinstance(other, torch.Tensor):
+            args = (other.device, other.dtype, *args[1:])
         if kwargs.get("device") is not None:
             kwargs["device"] = numbered(kwargs["device"])
         return parse(*map(numbered, args[:1]), *args[1:], **kwargs)
 
     patches.replace(default, "__torch_function__", run_there)
+    patches.replace(torch._C._nn, "_parse_to", parse_to)
     if not cuda_wheel:
         fakes = _compat.fake_tensor.FakeTensorConverter
         patches.replace(fakes, "from_real_tensor", _without_gradients(fakes.from_real_tensor))
@@ -115,7 +119,6 @@ def install(machine: Machine, patches: Patches) -> None:
             patches.replace(torch.fft, name, spelling(getattr(torch.fft, name)))
         for name in METHODS:
             patches.replace(torch.Tensor, name, spelling(getattr(torch.Tensor, name)))
-        patches.replace(torch._C._nn, "_parse_to", parse_to)
         patches.replace(torch, "device", Device)
 
 

@@ -24,7 +24,20 @@ from virtualgpu.patches import fused
 from virtualgpu.patches.registry import Patches
 
 CPU = torch.device("cpu")
-METHODS = ["to", "cuda", "cpu", "type", "numpy", "tolist", "new", "new_tensor", "__array__", "__repr__", "__deepcopy__"]
+METHODS = [
+    "to",
+    "type_as",
+    "cuda",
+    "cpu",
+    "type",
+    "numpy",
+    "tolist",
+    "new",
+    "new_tensor",
+    "__array__",
+    "__repr__",
+    "__deepcopy__",
+]
 METHODS += ["pin_memory", "is_pinned", "is_shared", "share_memory_", "data_ptr", "__dlpack__"]
 
 
@@ -142,6 +155,10 @@ class TensorPatches:
         wait = not kwargs.get("non_blocking", flags[0] if flags else False)
         target = self.machine.gpu(where)
         return plain if gpu_of(plain) is target else self.move(plain, target, wait)
+
+    def type_as(self, original, tensor, other):
+        """Tensor.type_as: a CPU tensor goes to the other's GPU, too."""
+        return tensor.to(other)
 
     def cuda(self, original, tensor, device=None, non_blocking=False, memory_format=torch.preserve_format):
         """Tensor.cuda. Raises ValueError for the CPU."""

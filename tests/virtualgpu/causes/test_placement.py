@@ -6,12 +6,41 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import rnn
 
+import virtualgpu
+
 MIB = 1 << 20
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
 
 def allocated(gpu=0):
     return torch.cuda.memory_allocated(gpu)
+
+
+# -- to where another tensor is
+
+
+ELSEWHERE = {
+    "to": lambda tensor, other: tensor.to(other),
+    "type_as": lambda tensor, other: tensor.type_as(other),
+    "Module.to": lambda tensor, other: nn.ParameterList([tensor]).to(other)[0],
+    "Module.to, by name": lambda tensor, other: nn.ParameterList([tensor]).to(tensor=other)[0],
+}
+
+
+@pytest.mark.parametrize("how", ELSEWHERE)
+@pytest.mark.parametrize("places", [(CPU, ONE), (ONE, CPU), (ZERO, ONE), (ONE, ONE)], ids=str)
+@pytest.mark.parametrize("dry", [False, True])
+def test_to_the_place_and_type_of_another_tensor(gpus, how, places, dry):
+    source, target = places
+    with virtualgpu.dry_run() if dry else torch.enable_grad():
+        for dtype in (torch.float32, torch.float64):
+            tensor = torch.ones(3, device=source, requires_grad=True)
+            moved = ELSEWHERE[how](tensor, torch.zeros(1, device=target, dtype=dtype))
+            assert (moved.device, moved.dtype) == (target, dtype)
+            if "Module" not in how:  # those move in place
+                assert (moved is tensor) is (source == target and dtype == tensor.dtype)
+                moved.sum().backward()
+                assert tensor.grad.device == source
 
 
 # -- results that C++ makes by itself

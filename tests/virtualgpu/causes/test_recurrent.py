@@ -1,5 +1,7 @@
 """nn.LSTM, GRU and RNN are one kernel of cuDNN a GPU: the CPU's numbers, cuDNN's memory, and what cuDNN refuses."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -70,7 +72,7 @@ def test_one_kernel_each_way(gpus):
     with virtualgpu.recording() as spans:
         step(nn.GRU, SETTINGS["both directions, batch first"], "cuda")
     names = [span.name for span in spans if "rnn" in span.name]
-    assert names == ["_cudnn_rnn", "_cudnn_rnn_backward"]
+    assert names == ["_cudnn_rnn_flatten_weight", "_cudnn_rnn", "_cudnn_rnn_backward"]
 
 
 @pytest.mark.parametrize(("kind", "reserve"), [(nn.LSTM, 736_000_000), (nn.GRU, 864_000_000)])
@@ -107,6 +109,8 @@ def test_what_cudnn_refuses(gpus):
         gradient.sum().backward()
     with torch.backends.cudnn.flags(enabled=False):  # PyTorch's own cells can
         (gradient,) = torch.autograd.grad(layer.eval()(x)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="rnn: cx is not contiguous"):
+        layer(x, (torch.zeros(1, 3, 4, device="cuda"), torch.zeros(1, 4, 3, device="cuda").transpose(1, 2)))
     with pytest.raises(
         RuntimeError, match="Input and hidden tensors are not at the same device, found input tensor at cuda:0 and"
     ):
@@ -116,6 +120,32 @@ def test_what_cudnn_refuses(gpus):
         RuntimeError, match="parameter tensors are not the same dtype, found input tensor with Half and parameter"
     ):
         torch.lstm(x.half(), states, layer._flat_weights, True, 1, 0.0, True, False, False)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_weights_are_one_buffer(dry, recwarn):
+    """On a GPU they become parts of one, as their gradients do. Who copies the module has several, and copies them at every call."""
+    with virtualgpu.dry_run(1) if dry else virtualgpu.gpus(1):
+        layer, x = nn.LSTM(8, 4, num_layers=2).cuda(), torch.randn(5, 3, 8, device="cuda")
+        numbers = sum(weight.numel() for weight in layer.parameters())
+        assert len({weight.untyped_storage()._cdata for weight in layer.parameters()}) == 1
+        assert torch.cuda.memory_allocated() == -(-4 * numbers // 512) * 512 + 512  # rounded up, and x
+        out, _ = layer(x)
+        assert out.grad_fn._saved_result4.nbytes == 0
+        out.sum().backward()
+        assert len({weight.grad.untyped_storage()._cdata for weight in layer.parameters()}) == 1
+        assert not recwarn
+        other = copy.deepcopy(layer)
+        with pytest.warns(UserWarning, match="RNN module weights are not part of single contiguous chunk of memory"):
+            again, _ = other(x)
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        weights = again.grad_fn._saved_result4
+        assert weights.nbytes == 4 * numbers
+        del again, weights
+        other.flatten_parameters()
+        again, _ = other(x)
+        assert torch.cuda.memory_stats()["requested_bytes.all.current"] == before - 4 * numbers
+        assert dry or torch.equal(again, out)
 
 
 def test_where_it_is_not_cudnns(gpus):
