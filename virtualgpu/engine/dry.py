@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
@@ -40,6 +41,9 @@ class DryRun:
             _describe(args, key)
             _describe(kwargs.items(), key)
         except RuntimeError:  # no strides
+            if any(isinstance(tensor, UninitializedTensorMixin) for tensor in tensors):  # a lazy module's: of no size
+                args = [arg.as_subclass(Tensor) if isinstance(arg, UninitializedTensorMixin) else arg for arg in args]
+                return self.run(op, args, kwargs, args[:1], gpu)
             raise _sparse(op) from None
         key = tuple(key)
         made = self.recipes.get(key)

@@ -103,7 +103,8 @@ def storage_of(tensor: torch.Tensor):
         for name in tensor.__tensor_flatten__()[0]:
             return storage_of(getattr(tensor, name))
     try:
-        return tensor.untyped_storage()
+        with _compat.without_function_subclasses():  # nobody's concern: a lazy module's parameter refuses it
+            return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         if _compat.is_functorch_wrapped(tensor):
             return storage_of(_compat.functorch_unwrap(tensor))

@@ -127,9 +127,12 @@ def place_of_mixed(op, args, kwargs, gpu):
 STORE = {opcode.opmap[name] for name in ("STORE_SUBSCR",)}
 
 
+FILLS = ("index_fill_", "masked_fill_")
+
+
 def may_stay_on_cpu(op, tensor: torch.Tensor, gpu, here) -> bool:
-    """x[[0, 1]] = 0 becomes index_fill_ with an index on the CPU, which is allowed in a subscript, and nowhere else."""
-    if op.name != "index_fill_" or here is not None or gpu is None:
+    """x[[0, 1]] = 0 and x[mask] = 0 become one of FILLS with an index on the CPU: allowed in a subscript, and nowhere else."""
+    if op.name not in FILLS or here is not None or gpu is None:
         return False
     frame = callers_frame()
     return frame is not None and frame.f_code.co_code[frame.f_lasti] in STORE

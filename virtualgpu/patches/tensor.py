@@ -11,12 +11,13 @@ import re
 import sys
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
 from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
-from virtualgpu.engine.home import gpu_of, sparse_parts, storage_of
+from virtualgpu.engine.home import PLAIN, gpu_of, sparse_parts, storage_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, type_name
 from virtualgpu.errors import foreign, without_values
@@ -24,6 +25,7 @@ from virtualgpu.patches import fused
 from virtualgpu.patches.registry import Patches
 
 CPU = torch.device("cpu")
+MOVES = ("to", "cuda", "cpu")
 METHODS = [
     "to",
     "type_as",
@@ -161,10 +163,10 @@ class TensorPatches:
         return tensor.to(other)
 
     def cuda(self, original, tensor, device=None, non_blocking=False, memory_format=torch.preserve_format):
-        """Tensor.cuda. Raises ValueError for the CPU."""
+        """Tensor.cuda. Raises RuntimeError for the CPU."""
         target = self.machine.gpu("cuda" if device is None else device)
         if target is None:
-            raise ValueError(f"Invalid device, must be cuda device: {device}")
+            raise RuntimeError("Invalid device, must be cuda device")
         return tensor.to(target.device, non_blocking=non_blocking, memory_format=memory_format)
 
     def cpu(self, original, tensor, memory_format=torch.preserve_format):
@@ -310,6 +312,10 @@ class TensorPatches:
             if self.local.bypass:
                 return original(tensor, *args, **kwargs)
             try:
+                if type(tensor) not in PLAIN and name in MOVES and isinstance(tensor, UninitializedTensorMixin):
+                    with _compat.without_function_subclasses():  # a lazy module's: it lets through what it knows alone
+                        made = ours(original, tensor.as_subclass(torch.Tensor), *args, **kwargs)
+                        return made.as_subclass(type(tensor))
                 return ours(original, tensor, *args, **kwargs)
             except RuntimeError as error:
                 frames = foreign(error.__traceback__)

@@ -1,5 +1,7 @@
 """Where tensors are, and which may meet: nothing is silently on the CPU, and nothing joins a GPU that PyTorch would refuse."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,48 @@ def test_to_the_place_and_type_of_another_tensor(gpus, how, places, dry):
                 assert (moved is tensor) is (source == target and dtype == tensor.dtype)
                 moved.sum().backward()
                 assert tensor.grad.device == source
+
+
+def test_cuda_is_no_way_to_the_cpu(gpus):
+    with pytest.raises(RuntimeError, match="Invalid device, must be cuda device"):
+        torch.ones(2).cuda("cpu")
+
+
+LAZY = {
+    "cuda": lambda: nn.LazyLinear(4).cuda(ONE),
+    "to": lambda: nn.LazyLinear(4).to(ONE),
+    "to, and a type": lambda: nn.LazyLinear(4).to(ONE, torch.float64),
+    "to, then a type": lambda: nn.LazyLinear(4).to(ONE).double(),
+    "there and back": lambda: nn.LazyLinear(4).to(ONE).cpu().to(ONE),
+    "a copy": lambda: copy.deepcopy(nn.LazyLinear(4).to(ONE)),
+    "made there": lambda: nn.LazyLinear(4, device=ONE),
+    "several": lambda: nn.Sequential(nn.LazyConv1d(4, 1), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(2)).to(ONE),
+}
+
+
+@pytest.mark.parametrize("how", LAZY)
+@pytest.mark.parametrize("dry", [False, True])
+def test_lazy_modules(gpus, how, dry):
+    """Their parameters have no size before the first batch, and refuse all but a few of Tensor's methods."""
+    with virtualgpu.dry_run() if dry else torch.enable_grad():
+        model = LAZY[how]()
+        first = next(model.parameters())
+        assert isinstance(first, nn.parameter.UninitializedParameter) and first.device == ONE
+        model(
+            torch.ones(2, 3, 1, device=ONE, dtype=first.dtype)[..., 0 if how != "several" else slice(None)]
+        ).sum().backward()
+        assert {parameter.device for parameter in model.parameters()} == {ONE}
+        assert type(next(model.parameters())) is nn.Parameter and next(model.parameters()).grad.device == ONE
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_mask_on_the_cpu_may_choose_what_is_written(gpus, dry):
+    with virtualgpu.dry_run() if dry else torch.enable_grad():
+        x, mask = torch.arange(3.0, device=ONE), torch.tensor([True, False, True])
+        x[mask] = 7
+        assert dry or x.tolist() == [7, 1, 7]
+        with pytest.raises(RuntimeError, match="mask is on cpu"):
+            x.masked_fill_(mask, 7)
 
 
 # -- results that C++ makes by itself
