@@ -9,6 +9,7 @@ from torch.nn import functional
 from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
 from virtualgpu.engine.values import known_of
 from virtualgpu.patches.registry import Patches
 
@@ -70,11 +71,15 @@ def _asarray(machine: Machine, original):
             device = device if device is not None else _compat.default_device()
             if device is not None and machine.gpu(device) is not gpu_of(obj):
                 if copy is False:
-                    raise ValueError(
-                        f"can't alias tensor with device '{obj.device}' in device '{torch.device(device)}'"
-                    )
+                    raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
                 obj, copy = obj.to(device), None
             device = None
+            if dtype is not None and dtype is not obj.dtype:
+                if copy is False:
+                    kinds = [LEGACY_TYPE_NAMES.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
+                    raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
+                obj, copy = obj.to(dtype), None
+            dtype = None
         obj = _with_numbers(machine, obj)
         return original(obj, dtype=dtype, device=device, copy=copy, requires_grad=requires_grad)
 

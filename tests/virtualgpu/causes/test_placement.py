@@ -45,6 +45,19 @@ def test_to_the_place_and_type_of_another_tensor(gpus, how, places, dry):
                 assert tensor.grad.device == source
 
 
+def test_asarray_stays_where_its_tensor_is(gpus):
+    x = torch.arange(3.0, device=ONE)
+    assert torch.asarray(x).data_ptr() == x.data_ptr()
+    for options in ({"dtype": torch.float64}, {"copy": True}, {"dtype": torch.int32, "copy": True}):
+        made = torch.asarray(x, **options)
+        assert made.device == ONE and made.dtype == options.get("dtype", x.dtype) and made.data_ptr() != x.data_ptr()
+    assert torch.asarray(x, device=ZERO, dtype=torch.float64).device == ZERO
+    with pytest.raises(ValueError, match="can't alias tensor from device 'cuda:1' to 'cuda:0'"):
+        torch.asarray(x, device=ZERO, copy=False)
+    with pytest.raises(ValueError, match="can't alias tensor with dtype 'Float' into dtype 'Double'"):
+        torch.asarray(x, dtype=torch.float64, copy=False)
+
+
 def test_cuda_is_no_way_to_the_cpu(gpus):
     with pytest.raises(RuntimeError, match="Invalid device, must be cuda device"):
         torch.ones(2).cuda("cpu")
