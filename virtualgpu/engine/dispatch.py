@@ -136,7 +136,8 @@ class Dispatch(TorchDispatchMode):
         elif op.foreach:
             self.timing.launch_foreach(op, args, tensors)
         elif op.copies:
-            target, source = gpu_of(args[0]), gpu_of(args[1])
+            target = gpu_of(args[0])
+            source = gpu_of(args[1]) if isinstance(args[1], Tensor) else target  # a number is no copy
             if target is source:
                 self.timing.launch(op, args, kwargs, tensors, out, gpu)
             else:

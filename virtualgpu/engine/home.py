@@ -99,10 +99,13 @@ def storage_of(tensor: torch.Tensor):
 
     None where there is none.
     """
-    if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
+    plain = type(tensor) in PLAIN
+    if not plain and hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             return storage_of(getattr(tensor, name))
     try:
+        if plain:
+            return tensor.untyped_storage()
         with _compat.without_function_subclasses():  # nobody's concern: a lazy module's parameter refuses it
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""nn.LSTM, GRU and RNN as a GPU has them: all layers and steps are one kernel of cuDNN, in each direction.
+"""nn.LSTM, GRU and RNN as a GPU has them: all layers and steps are one kernel of cuDNN, and another one backward.
 
 Numbers are those of the CPU's layers, whose scratch memory is no concern of a GPU. The backward pass computes the forward pass
 again, so that nothing of it has to be kept but what cuDNN keeps: its reserve, whose bytes count and whose contents do not.
@@ -20,13 +20,11 @@ RELU, TANH, LSTM, GRU = range(4)  # cuDNN's numbers of them, cudnnRNNMode_t
 LAYERS = {RELU: aten.rnn_relu, TANH: aten.rnn_tanh, LSTM: aten.lstm, GRU: aten.gru}
 # From this capability on, cuDNN's recurrent layers take bfloat16 (ATen asks its hooks, supportsBFloat16RNNWithCuDNNv8)
 BFLOAT16 = (8, 0)
-# How many numbers the reserve holds for each step and hidden unit of a layer, beside the outputs of all layers but the last. cuDNN has
-# no formula for it. LSTM: four gates and the cell; GRU: three gates, what its new gate is made of, and two more; with those, four
-# layers of 320 units have the 736,000,000 and 864,000,000 bytes that were measured on a P100 (github.com/pytorch/pytorch/issues/2895).
-# A plain RNN: its one gate.
+# How many numbers the reserve holds for each step and hidden unit of a layer, beside the outputs of all layers but the last. NVIDIA
+# publishes no formula. Measured on a P100 (github.com/pytorch/pytorch/issues/2895), four layers of 320 units: 736,000,000 bytes for an
+# LSTM, 864,000,000 for a GRU. That is 23 to 27, or three outputs in between and, a layer, five (four gates and the cell) and six.
+# A plain RNN has its one gate, by analogy.
 KEPT = {RELU: 1, TANH: 1, LSTM: 5, GRU: 6}
-
-
 NOT_FLAT = (
     "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted at every call, possibly "
     "greatly increasing memory usage. To compact weights again call flatten_parameters()."
@@ -180,11 +178,17 @@ def flatten(dispatch, func, args, kwargs):
     return buffer
 
 
-def _flatten(tensors) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer with all their numbers, and its parts in their shapes."""
-    buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    parts = buffer.split([tensor.numel() for tensor in tensors])
-    return buffer, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+def in_buffer(weights) -> list[int]:
+    """In which order cuDNN's buffer has them: all matrices, then all biases."""
+    return sorted(range(len(weights)), key=lambda at: weights[at].dim() == 1)
+
+
+def _flatten(weights) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One buffer with all their numbers, and its parts, which have their shapes."""
+    order = in_buffer(weights)
+    buffer = torch.cat([weights[at].reshape(-1) for at in order])
+    parts = dict(zip(order, buffer.split([weights[at].numel() for at in order]), strict=True))
+    return buffer, [parts[at].view(weight.shape) for at, weight in enumerate(weights)]
 
 
 def _check(input, weights, hidden) -> None:

@@ -76,7 +76,9 @@ def _asarray(machine: Machine, original):
             device = None
             if dtype is not None and dtype is not obj.dtype:
                 if copy is False:
-                    kinds = [LEGACY_TYPE_NAMES.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
+                    kinds = [
+                        LEGACY_TYPE_NAMES.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)
+                    ]
                     raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
                 obj, copy = obj.to(dtype), None
             dtype = None

@@ -75,7 +75,7 @@ def _is_acceptable(tensor: torch.Tensor) -> bool:
 def _are_flat(weights) -> bool:
     """Do they follow each other in one storage, as flatten_parameters leaves them?"""
     storage, at = weights[0].untyped_storage()._cdata, weights[0].storage_offset()
-    for weight in weights:
+    for weight in [weights[at] for at in recurrent.in_buffer(weights)]:
         if weight.untyped_storage()._cdata != storage or weight.storage_offset() != at or not weight.is_contiguous():
             return False
         at += weight.numel()

@@ -17,7 +17,7 @@ from virtualgpu import _compat
 from virtualgpu.engine import values
 from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
-from virtualgpu.engine.home import PLAIN, gpu_of, sparse_parts, storage_of
+from virtualgpu.engine.home import PLAIN, gpu_of, home_of, made_by_cpp, sparse_parts, storage_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, type_name
 from virtualgpu.errors import foreign, without_values
@@ -25,6 +25,7 @@ from virtualgpu.patches import fused
 from virtualgpu.patches.registry import Patches
 
 CPU = torch.device("cpu")
+GRAD = torch._C.TensorBase.grad
 MOVES = ("to", "cuda", "cpu")
 METHODS = [
     "to",
@@ -56,13 +57,14 @@ class TensorPatches:
         self.machine, self.patches, self.local = machine, patches, machine.local
 
     def install(self) -> None:
-        """Replace device, is_cuda, is_cpu, is_meta, get_device and METHODS."""
+        """Replace device, is_cuda, is_cpu, is_meta, get_device, grad and METHODS."""
         replace, Tensor = self.patches.replace, torch.Tensor
         replace(Tensor, "device", property(self.device))
         replace(Tensor, "is_cuda", property(lambda tensor: self.device(tensor).type == "cuda"))
         replace(Tensor, "is_cpu", property(lambda tensor: self.device(tensor).type == "cpu"))
         replace(Tensor, "is_meta", property(self.is_meta))
         replace(Tensor, "get_device", lambda tensor: -1 if (d := self.device(tensor)).index is None else d.index)
+        replace(Tensor, "grad", property(GRAD.__get__, self.set_grad, GRAD.__delete__))
         for name in METHODS:
             if hasattr(self, name):
                 replace(Tensor, name, self._wrap_method(name))
@@ -82,6 +84,14 @@ class TensorPatches:
     def is_meta(self, tensor: torch.Tensor) -> bool:
         """Tensor.is_meta: False in a dry run, but inside `untracked`."""
         return _compat.is_really_meta(tensor) and (self.local.bypass or not self.machine.dry)
+
+    def set_grad(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Tensor.grad = gradient. Raises PyTorch's RuntimeError where they are on different devices."""
+        if type(gradient) in PLAIN and type(tensor) in PLAIN and gpu_of(gradient) is not gpu_of(tensor):
+            home = home_of(gradient)
+            if not (self.local.bypass or made_by_cpp(gradient) or (home is not None and home.guessed)):
+                raise RuntimeError("assigned grad has data located on a different device")
+        GRAD.__set__(tensor, gradient)
 
     # -- how it gets elsewhere
 

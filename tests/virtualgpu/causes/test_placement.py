@@ -58,6 +58,29 @@ def test_asarray_stays_where_its_tensor_is(gpus):
         torch.asarray(x, dtype=torch.float64, copy=False)
 
 
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_number_is_copied(gpus, dry):
+    with virtualgpu.dry_run() if dry else torch.enable_grad():
+        x = torch.ones(3, dtype=torch.int64, device=ONE)
+        assert x.copy_(2.5) is x and x.device == ONE and (dry or x.tolist() == [2, 2, 2])
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_gradient_is_where_its_tensor_is(gpus, dry):
+    with virtualgpu.dry_run() if dry else torch.enable_grad():
+        for place, other in ((CPU, ONE), (ONE, CPU), (ZERO, ONE)):
+            weight = torch.ones(3, device=place, requires_grad=True)
+            with pytest.raises(RuntimeError, match="assigned grad has data located on a different device"):
+                weight.grad = torch.ones(3, device=other)
+            with pytest.raises(TypeError, match="expected to be a Tensor or None"):
+                weight.grad = 0
+            weight.grad = torch.ones(3, device=place)
+            weight.sum().backward()
+            assert weight.grad.device == place and (dry or weight.grad.tolist() == [2, 2, 2])
+            del weight.grad
+            assert weight.grad is None
+
+
 def test_cuda_is_no_way_to_the_cpu(gpus):
     with pytest.raises(RuntimeError, match="Invalid device, must be cuda device"):
         torch.ones(2).cuda("cpu")
@@ -413,7 +436,8 @@ def test_foreach_lists_must_lie_together(gpus):
 
 def test_an_optimizer_refuses_a_gradient_elsewhere(gpus):
     weight = nn.Parameter(torch.ones(3, device="cuda"))
-    weight.grad = torch.ones(3)  # on a real GPU PyTorch refuses it here already
+    weight.grad = torch.ones(3, device="cuda")
+    weight.grad.data = torch.ones(3)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.optim.SGD([weight], lr=0.1, foreach=True).step()
     assert weight.tolist() == [1, 1, 1]
