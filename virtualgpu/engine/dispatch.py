@@ -99,7 +99,8 @@ class Dispatch(TorchDispatchMode):
     def _work(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """Carry out an operation of tensors that are all on `gpu` (None: the CPU)."""
         machine, clock = self.machine, self.clock
-        waits = op.shape_from_values and (not op.indexes or any(t.dtype in MASKS for t in tensors[1:]))
+        waits = op.shape_from_values and kwargs.get("output_size") is None
+        waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
         asserts = False
         if machine.dry:
             if waits:
@@ -128,6 +129,10 @@ class Dispatch(TorchDispatchMode):
             settle_all(op, args, out, gpu)
             tensors.extend([tensor for tensor in out if isinstance(tensor, Tensor)])
         if op.kernel:
+            if op.indexes:
+                for index in args[1]:
+                    if index is not None and gpu_of(index) is None:  # copied at every call; the host waits
+                        machine.charge_copy(None, gpu, index.nbytes, wait=True)
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
             if waits:  # the host needs to know how large the result is
                 clock.wait_for(clock.current(gpu.index))

@@ -104,6 +104,14 @@ def test_one_hot_with_numbers_is_that_of_the_cpu(gpus):
         F.one_hot(torch.ones(2).cuda())
 
 
+def test_repeats_whose_sum_is_told(dry):
+    rows = torch.randn(3, 2, device="cuda")
+    repeats = (rows.sum(1) > 0).long()
+    assert rows.repeat_interleave(repeats, dim=0, output_size=5).shape == (5, 2)
+    with pytest.raises(NotImplementedError, match="depends on values"):
+        rows.repeat_interleave(repeats, dim=0)
+
+
 LABELS = [3, -100, 1, 3, -100, 0]
 # x: numbers that no dry run knows; labels: on a GPU what the host wrote
 SIZED = {

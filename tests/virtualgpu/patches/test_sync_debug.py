@@ -35,6 +35,7 @@ WAITING = {
     "unique": lambda x: x.unique(),
     "one_hot": lambda x: torch.nn.functional.one_hot(x.long()),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.long, device="cuda")),
+    "indices on the host": lambda x: x[torch.tensor([1, 0])],
     "Stream.synchronize": lambda x: torch.cuda.current_stream().synchronize(),
 }
 GOING_ON = {
@@ -46,6 +47,9 @@ GOING_ON = {
     "indices": lambda x: x[torch.zeros(2, dtype=torch.long, device="cuda")],
     "one_hot": lambda x: torch.nn.functional.one_hot(x.long(), num_classes=4),
     "randperm": lambda x: torch.randperm(20000, device="cuda"),
+    "repeat_interleave, its size told": lambda x: x.repeat_interleave(
+        torch.ones(4, dtype=torch.long, device="cuda"), output_size=4
+    ),
     "synchronize": lambda x: torch.cuda.synchronize(),
     "Event.synchronize": lambda x: torch.cuda.current_stream().record_event().synchronize(),
 }
