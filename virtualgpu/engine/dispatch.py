@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import attention, special, values
+from virtualgpu.engine import alerts, attention, special, values
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
@@ -99,6 +99,8 @@ class Dispatch(TorchDispatchMode):
     def _work(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """Carry out an operation of tensors that are all on `gpu` (None: the CPU)."""
         machine, clock = self.machine, self.clock
+        if op.alert is not None and gpu is not None and torch.are_deterministic_algorithms_enabled():
+            alerts.check(op, args, kwargs)
         waits = op.shape_from_values and kwargs.get("output_size") is None
         waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
         asserts = False

@@ -5,6 +5,7 @@ import sys
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine.alerts import ALERTS
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
 
@@ -57,7 +58,7 @@ LEGACY_TYPE_NAMES = {
 class Operation:
     """What the schema tells about one operation, once.
 
-    cacheable: a dry run may remember its result's shape. composite: made of other operations, for all devices alike.
+    alert: see alerts.ALERTS; None for most. cacheable: a dry run may remember its result's shape. composite: made of other operations, for all devices alike.
     converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no other. foreach: works on lists, each entry by
     itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
     the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its
@@ -72,6 +73,7 @@ class Operation:
     """
 
     __slots__ = (
+        "alert",
         "cacheable",
         "composite",
         "converts",
@@ -114,6 +116,7 @@ class Operation:
         arguments = schema.arguments
         self.func, self.name = func, packet.__name__
         self.special = special
+        self.alert = ALERTS.get(self.name) if func.namespace == "aten" else None
         self.composite = func.namespace == "aten" and _compat.is_composite(func)
         self.is_view = func.is_view or packet in VIEWS
         if torch.Tag.inplace_view in func.tags and self.name not in RESIZING:
