@@ -1,10 +1,9 @@
 """nn.LSTM, GRU and RNN as a GPU has them: all layers and steps are one kernel of cuDNN, and another one backward.
 
 Numbers are those of the CPU's layers, whose scratch memory is no concern of a GPU. The backward pass computes the forward pass
-again, so that nothing of it has to be kept but what cuDNN keeps: its reserve, whose bytes count and whose contents do not.
+again, so that nothing of it has to be kept but what cuDNN keeps: its reserve, whose bytes count and whose contents do not. Weights stay
+apart, and are taken as they lie; cuDNN has them in one buffer (flatten_parameters), which rounds their bytes up but once.
 """
-
-import warnings
 
 import torch
 
@@ -25,10 +24,6 @@ BFLOAT16 = (8, 0)
 # LSTM, 864,000,000 for a GRU. That is 23 to 27, or three outputs in between and, a layer, five (four gates and the cell) and six.
 # A plain RNN has its one gate, by analogy.
 KEPT = {RELU: 1, TANH: 1, LSTM: 5, GRU: 6}
-NOT_FLAT = (
-    "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted at every call, possibly "
-    "greatly increasing memory usage. To compact weights again call flatten_parameters()."
-)
 
 
 class Layers:
@@ -90,12 +85,12 @@ class Layers:
 
 
 def forward(dispatch, func, args, kwargs):
-    """`_cudnn_rnn`: (output, hy, cy, reserve, the copy of weights that are not flat, or else an empty tensor).
+    """`_cudnn_rnn`: (output, hy, cy, reserve, an empty tensor in place of the flat weights).
 
-    The fourth argument is None where weights do not follow each other in memory. NotImplemented for tensors on the CPU. Raises
-    RuntimeError for tensors on several devices or of several types, and for states that are not contiguous.
+    NotImplemented for tensors on the CPU. Raises RuntimeError for tensors on several devices or of several types, and for states that
+    are not contiguous.
     """
-    input, weights, stride, flat, hx, cx, *rest = args
+    input, weights, stride, _, hx, cx, *rest = args
     gpu = gpu_of(input)
     if gpu is None:
         return NotImplemented
@@ -109,10 +104,7 @@ def forward(dispatch, func, args, kwargs):
         if not dispatch.machine.dry:
             require_room([*(shape.nbytes for shape in shapes), size], gpu)
             made = [tensor.detach() for tensor in layers.run(input, weights, stride, hx, cx)]
-        copied = 0 if flat is not None else sum(weight.numel() for weight in weights)
-        made += [made[0].new_empty(size, dtype=torch.uint8), made[0].new_empty(copied)]
-    if copied:
-        warnings.warn(NOT_FLAT, stacklevel=4)
+        made += [made[0].new_empty(size, dtype=torch.uint8), made[0].new_empty(0)]
     return tuple(_launch(dispatch, func, args, [input, *weights, hx, cx], made, gpu))
 
 
@@ -137,8 +129,6 @@ def backward(dispatch, func, args, kwargs):
         else:
             require_room([leaf.nbytes for leaf in leaves], gpu)
             made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
-        if wanted[3]:
-            made[-len(weights) :] = _flatten(made[-len(weights) :])[1]
     made = iter(_launch(dispatch, func, args, [input, *weights, hx, cx, output, *grads, args[20]], made, gpu))
     dx, dhx, dcx, dweights = ([next(made) for _ in of[at]] if wanted[at] else [] for at in range(4))
     return *(found[0] if found else None for found in (dx, dhx, dcx)), dweights
@@ -161,34 +151,6 @@ def _differentiate(layers: Layers, input, weights, stride, hx, cx, grads, leaves
         leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous()
         for leaf, grad in zip(leaves, found, strict=True)
     ]
-
-
-def flatten(dispatch, func, args, kwargs):
-    """`_cudnn_rnn_flatten_weight`, behind flatten_parameters: the weights become parts of one new buffer, which is returned."""
-    weights = args[0]
-    gpu = gpu_of(weights[0])
-    if gpu is None:
-        return NotImplemented
-    with dispatch.machine.untracked():
-        buffer, parts = _flatten(weights)
-        dispatch.machine.place(buffer, gpu)
-        for weight, part in zip(weights, parts, strict=True):
-            weight.set_(part)
-    dispatch.timing.launch(KERNELS[func], args, {}, [buffer, buffer], [buffer], gpu)
-    return buffer
-
-
-def in_buffer(weights) -> list[int]:
-    """In which order cuDNN's buffer has them: all matrices, then all biases."""
-    return sorted(range(len(weights)), key=lambda at: weights[at].dim() == 1)
-
-
-def _flatten(weights) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer with all their numbers, and its parts, which have their shapes."""
-    order = in_buffer(weights)
-    buffer = torch.cat([weights[at].reshape(-1) for at in order])
-    parts = dict(zip(order, buffer.split([weights[at].numel() for at in order]), strict=True))
-    return buffer, [parts[at].view(weight.shape) for at, weight in enumerate(weights)]
 
 
 def _check(input, weights, hidden) -> None:
@@ -226,6 +188,5 @@ def _launch(dispatch, func, args, read, made, gpu) -> list[torch.Tensor]:
 OPERATIONS = {
     aten._cudnn_rnn.default: forward,
     aten._cudnn_rnn_backward.default: backward,
-    aten._cudnn_rnn_flatten_weight.default: flatten,
 }
 KERNELS = {func: Kernel(func, formula(func)) for func in OPERATIONS}

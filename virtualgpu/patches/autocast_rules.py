@@ -146,10 +146,7 @@ def _recurrent(op) -> Rule:
         if cudnn and torch.backends.cudnn.enabled:
             dtype = torch.float16
         # no cache: PyTorch writes the cast weights into one flat buffer, anew each time
-        args, kwargs = _cast_all(args, kwargs, dtype, cached=False)
-        if "weight_buf" in order:
-            args = (*args[:3], args[1][0].detach(), *args[4:])
-        return args, kwargs
+        return _cast_all(args, kwargs, dtype, cached=False)
 
     return rule
 

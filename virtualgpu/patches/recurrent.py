@@ -5,7 +5,6 @@ import functools
 import torch
 from torch import _VF
 from torch.backends import cudnn
-from torch.backends.cudnn import rnn
 
 from virtualgpu import _compat
 from virtualgpu.engine import recurrent
@@ -20,8 +19,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch.lstm, gru, rnn_tanh and rnn_relu, and what flatten_parameters asks."""
     patches.replace(cudnn, "is_acceptable", _is_acceptable)
-    patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
-    patches.replace(rnn.m, "get_cudnn_mode", lambda mode: MODES[mode.lower()])
+    patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)
     for name, mode in MODES.items():
         ours = _layers(machine, getattr(torch, name), mode)
         patches.undo(_compat.register_as_builtin(ours, f"aten::{name}"))
@@ -46,9 +44,8 @@ def _layers(machine: Machine, original, mode: int):
         seed = None
         if dropout and train and count > 1:
             seed = torch.randint(1 << 62, (1,), device=input.device)
-        buffer = weights[0].detach() if _are_flat(weights) else None
         settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
-        made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, buffer, hx, cx, *settings)
+        made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, None, hx, cx, *settings)
         return made[: 3 if cx is not None else 2]
 
     return layers
@@ -70,16 +67,6 @@ def _taken_by_cudnn(args) -> bool:
 def _is_acceptable(tensor: torch.Tensor) -> bool:
     """torch.backends.cudnn.is_acceptable."""
     return cudnn.enabled and tensor.is_cuda and tensor.dtype in cudnn.CUDNN_TENSOR_DTYPES
-
-
-def _are_flat(weights) -> bool:
-    """Do they follow each other in one storage, as flatten_parameters leaves them?"""
-    storage, at = weights[0].untyped_storage()._cdata, weights[0].storage_offset()
-    for weight in [weights[at] for at in recurrent.in_buffer(weights)]:
-        if weight.untyped_storage()._cdata != storage or weight.storage_offset() != at or not weight.is_contiguous():
-            return False
-        at += weight.numel()
-    return True
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

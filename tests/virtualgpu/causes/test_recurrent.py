@@ -1,7 +1,5 @@
 """nn.LSTM, GRU and RNN are one kernel of cuDNN a GPU: the CPU's numbers, cuDNN's memory, and what cuDNN refuses."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -72,7 +70,7 @@ def test_one_kernel_each_way(gpus):
     with virtualgpu.recording() as spans:
         step(nn.GRU, SETTINGS["both directions, batch first"], "cuda")
     names = [span.name for span in spans if "rnn" in span.name]
-    assert names == ["_cudnn_rnn_flatten_weight", "_cudnn_rnn", "_cudnn_rnn_backward"]
+    assert names == ["_cudnn_rnn", "_cudnn_rnn_backward"]
 
 
 @pytest.mark.parametrize(("kind", "reserve"), [(nn.LSTM, 736_000_000), (nn.GRU, 864_000_000)])
@@ -122,30 +120,16 @@ def test_what_cudnn_refuses(gpus):
         torch.lstm(x.half(), states, layer._flat_weights, True, 1, 0.0, True, False, False)
 
 
-@pytest.mark.parametrize("dry", [False, True])
-def test_weights_are_one_buffer(dry, recwarn):
-    """On a GPU they become parts of one, as their gradients do. Who copies the module has several, and copies them at every call."""
-    with virtualgpu.dry_run(1) if dry else virtualgpu.gpus(1):
-        layer, x = nn.LSTM(8, 4, num_layers=2).cuda(), torch.randn(5, 3, 8, device="cuda")
-        numbers = sum(weight.numel() for weight in layer.parameters())
-        assert len({weight.untyped_storage()._cdata for weight in layer.parameters()}) == 1
-        assert torch.cuda.memory_allocated() == -(-4 * numbers // 512) * 512 + 512  # rounded up, and x
-        out, _ = layer(x)
-        assert out.grad_fn._saved_result4.nbytes == 0
-        out.sum().backward()
-        assert len({weight.grad.untyped_storage()._cdata for weight in layer.parameters()}) == 1
-        assert not recwarn
-        other = copy.deepcopy(layer)
-        with pytest.warns(UserWarning, match="RNN module weights are not part of single contiguous chunk of memory"):
-            again, _ = other(x)
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        weights = again.grad_fn._saved_result4
-        assert weights.nbytes == 4 * numbers
-        del again, weights
-        other.flatten_parameters()
-        again, _ = other(x)
-        assert torch.cuda.memory_stats()["requested_bytes.all.current"] == before - 4 * numbers
-        assert dry or torch.equal(again, out)
+def test_weights_stay_where_they_are(gpus):
+    """Whoever shares their memory (FSDP's gathered parameters) writes to what the next call reads."""
+    layer, x = nn.GRU(8, 4).cuda(), torch.randn(5, 3, 8, device="cuda")
+    places = [weight.data_ptr() for weight in layer.parameters()]
+    before, _ = layer(x)
+    layer.flatten_parameters()
+    assert [weight.data_ptr() for weight in layer.parameters()] == places
+    with torch.no_grad():
+        layer.weight_ih_l0.mul_(2)
+    assert not torch.equal(layer(x)[0], before)
 
 
 def test_where_it_is_not_cudnns(gpus):
