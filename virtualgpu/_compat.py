@@ -26,6 +26,7 @@ next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that th
 no_dispatch = _C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of a subclass of Tensor that has none
 without_dispatch = _C._DisableTorchDispatch  # with without_dispatch(): no mode and no subclass sees what happens
 
+TensorBase = _C.TensorBase  # where Tensor has its attributes from
 real_device = _C.TensorBase.device.__get__  # (tensor) -> where its bytes really are
 is_really_meta = _C.TensorBase.is_meta.__get__
 

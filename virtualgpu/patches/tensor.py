@@ -25,7 +25,7 @@ from virtualgpu.patches import fused
 from virtualgpu.patches.registry import Patches
 
 CPU = torch.device("cpu")
-GRAD = torch._C.TensorBase.grad
+GRAD = _compat.TensorBase.grad
 MOVES = ("to", "cuda", "cpu")
 METHODS = [
     "to",
@@ -64,7 +64,11 @@ class TensorPatches:
         replace(Tensor, "is_cpu", property(lambda tensor: self.device(tensor).type == "cpu"))
         replace(Tensor, "is_meta", property(self.is_meta))
         replace(Tensor, "get_device", lambda tensor: -1 if (d := self.device(tensor)).index is None else d.index)
-        replace(Tensor, "grad", property(GRAD.__get__, self.set_grad, GRAD.__delete__))
+        unwrapped = torch.overrides.get_default_nowrap_functions()  # whose results stay plain tensors: kept by PyTorch
+        grad = Grad(GRAD.__get__, self.set_grad, GRAD.__delete__)
+        replace(Tensor, "grad", grad)
+        unwrapped.add(grad.__get__)
+        self.patches.undo(lambda: unwrapped.discard(grad.__get__))
         for name in METHODS:
             if hasattr(self, name):
                 replace(Tensor, name, self._wrap_method(name))
@@ -332,6 +336,12 @@ class TensorPatches:
                 raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
 
         return method
+
+
+class Grad(property):
+    """Tensor.grad. torch._dynamo asks such attributes of Tensor for their class and name."""
+
+    __objclass__, __name__ = _compat.TensorBase, "grad"
 
 
 class ToCopy(torch.autograd.Function):

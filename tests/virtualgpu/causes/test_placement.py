@@ -45,6 +45,22 @@ def test_to_the_place_and_type_of_another_tensor(gpus, how, places, dry):
                 assert tensor.grad.device == source
 
 
+class Tagged(torch.Tensor):
+    """A subclass, as torchvision has some."""
+
+
+def test_a_gradient_of_a_subclass_is_a_plain_tensor(gpus):
+    """As without virtual GPUs, and again after them."""
+    for again in range(2):
+        leaf = torch.ones(3, device="cpu" if again else ONE).as_subclass(Tagged).requires_grad_()
+        leaf.sum().backward()
+        assert type(leaf.grad) is torch.Tensor and type(leaf.data) is Tagged
+        leaf.grad = None
+        assert leaf.grad is None
+        virtualgpu.reset()
+    assert torch.Tensor.grad is torch._C.TensorBase.grad
+
+
 def test_asarray_stays_where_its_tensor_is(gpus):
     x = torch.arange(3.0, device=ONE)
     assert torch.asarray(x).data_ptr() == x.data_ptr()
