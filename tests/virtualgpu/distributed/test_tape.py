@@ -1,6 +1,5 @@
 """Messages whose sender has gone, or whose group is destroyed, before the receiver looks."""
 
-import os
 import tempfile
 import time
 from datetime import timedelta
@@ -57,11 +56,12 @@ def test_a_rank_that_ended_wrote_what_it_wrote(tmp_path):
         tape.batch_of(0, SEND, 1, 1, time.monotonic() + 20, timedelta(seconds=20))
 
 
-def late_receiver():
-    """Rank 0 sends and destroys its groups; rank 1 looks a second later."""
+def late_receiver(folder):
+    """Rank 0 sends and destroys its groups; rank 1 looks a second later. What they share is in this folder."""
     import torch
     import torch.distributed as dist
 
+    tempfile.tempdir = folder
     rank = dist.get_rank()
     group = dist.new_group(backend="nccl", timeout=timedelta(seconds=5))
     x = torch.full((4,), float(1 + rank), device=f"cuda:{rank}")
@@ -78,11 +78,8 @@ def late_receiver():
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_a_destroyed_group_keeps_what_was_sent(on_gpus, dry):
-    before = set(os.listdir(tempfile.gettempdir()))
-    _, (device, values) = on_gpus(late_receiver, dry=dry, timeout=30)
+def test_a_destroyed_group_keeps_what_was_sent(on_gpus, tmp_path, dry):
+    _, (device, values) = on_gpus(late_receiver, str(tmp_path), dry=dry, timeout=30)
     assert device == 1 and (dry or values == [1.0] * 4)
-    assert not [
-        name for name in set(os.listdir(tempfile.gettempdir())) - before if name.endswith((".tape", ".moments"))
-    ]
+    assert not list(tmp_path.iterdir())
     assert not ranks()
