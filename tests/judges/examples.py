@@ -13,18 +13,16 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.judges.report import BUILD, ROOT, excused, table
+from tests.judges.report import BUILD, ROOT, excused, runner, table
 
 LIMIT = 240  # seconds a program may take
 
@@ -136,7 +134,7 @@ def main(arguments: list[str]) -> int:
 def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMIT, dry: bool = False) -> dict:
     """How one program ends: `case`, or that of this name; dry: on shapes alone."""
     case, log = case or CASES[name], BUILD / f"{name}.log"
-    runner = shlex.split(os.environ["RUNNER"]) if "RUNNER" in os.environ else [sys.executable, "-m", "virtualgpu"]
+    command = runner()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as scratch:
         work = shutil.copytree(checkout / case.folder, Path(scratch, "work"), ignore=shutil.ignore_patterns(".git"))
@@ -144,7 +142,7 @@ def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMI
         start = time.monotonic()
         with open(log, "w") as out:
             program = subprocess.Popen(
-                [*runner, "--gpus", str(case.gpus), *(["--dry"] if dry else []), *arguments],
+                [*command, "--gpus", str(case.gpus), *(["--dry"] if dry else []), *arguments],
                 **dict(cwd=work, stdout=out, stderr=subprocess.STDOUT, start_new_session=True),
                 env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
             )

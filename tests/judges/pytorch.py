@@ -10,14 +10,13 @@ What need not pass, and why, is listed in need_not_pass.toml. Exit status 0: eve
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.judges.report import ANEW, BUILD, ROOT, excused, table
+from tests.judges.report import ANEW, BUILD, ROOT, excused, runner, table
 
 CRASHES = 40  # after so many dead processes a file is given up
 
@@ -126,8 +125,7 @@ def _run(path: Path, how: How, out: Path, options: list[str], test: str = "") ->
 
 def _runner(gpus: int) -> list[str]:
     """`python -m virtualgpu --gpus N`, which is on before the first line; RUNNER says another, "" none (the plugin makes the GPUs then)."""
-    default = [sys.executable, "-m", "virtualgpu", "--gpus", str(gpus), "--like", "T4", "--quiet"]
-    return shlex.split(os.environ["RUNNER"]) or [sys.executable] if "RUNNER" in os.environ else default
+    return runner("--gpus", str(gpus), "--like", "T4", "--quiet") or [sys.executable]
 
 
 def _said(results: list[dict], excuses: dict[str, str]) -> str:

@@ -2,12 +2,21 @@
 
 import fnmatch
 import functools
+import os
+import shlex
+import sys
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "judges"
 ANEW = 99  # exit status of a process that cannot go on with the next test, where another one can
+
+
+def runner(*options: str) -> list[str]:
+    """`python -m virtualgpu` with these options, which is on before a program's first line; the variable RUNNER names another, or none."""
+    default = [sys.executable, "-m", "virtualgpu", *options]
+    return shlex.split(os.environ["RUNNER"]) if "RUNNER" in os.environ else default
 
 
 @functools.cache

@@ -34,13 +34,7 @@ def run(dispatch, func, args, kwargs):
         if func is _compat.flex.flex_attention and not args[6].get("OUTPUT_MAX"):
             results = (*results[:2], results[2].new_empty(0))  # the kernel leaves out what nobody asked for
     made = tensors_of(_flat(results), {})
-    for tensor in made:
-        if gpu_of(tensor) is None:
-            machine.place(tensor, gpu)
-    tensors = [*args[:3], *made]
-    if dispatch.clock.multi and _compat.graph_task() == -1:
-        dispatch.timing.note_streams(tensors, gpu)
-    dispatch.timing.launch(KERNELS[func], args[:3], {}, tensors, made, gpu)
+    dispatch.timing.book(KERNELS[func], args[:3], args[:3], made, gpu)
     return results
 
 

@@ -76,12 +76,8 @@ class Eager:
     # -- room
 
     def require_for_factory(self, op: Operation, args, kwargs, gpu: GPU) -> None:
-        """Room for a new tensor, where a number among its arguments, or their product, is large."""
-        bound = 1
-        for value in args:
-            for number in value if isinstance(value, (list, tuple)) else [value]:
-                bound *= max(1, abs(number)) if isinstance(number, (int, float)) else 1
-        if bound * 16 >= LARGE or any(type(value) is float for value in args):  # a step may be small
+        """Room for a new tensor, where the product of its numbers is large."""
+        if _numbers(args) * 16 >= LARGE or any(type(value) is float for value in args):  # a step may be small
             require_room(self._result_bytes(op, args, kwargs), gpu)
 
     def _require(self, op: Operation, args, kwargs, tensors, gpu: GPU) -> None:

@@ -58,7 +58,8 @@ LEGACY_TYPE_NAMES = {
 class Operation:
     """What the schema tells about one operation, once.
 
-    alert: see alerts.ALERTS; None for most. cacheable: a dry run may remember its result's shape. composite: made of other operations, for all devices alike.
+    alert: see alerts.ALERTS; None for most. cacheable: a dry run may remember its result's shape. composite: made of other
+    operations, for all devices alike.
     converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no other. foreach: works on lists, each entry by
     itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
     the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its

@@ -10,7 +10,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.home import gpu_of
-from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
+from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, tensors_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.simulation.costs import formula
 
@@ -24,6 +24,11 @@ BFLOAT16 = (8, 0)
 # LSTM, 864,000,000 for a GRU. That is 23 to 27, or three outputs in between and, a layer, five (four gates and the cell) and six.
 # A plain RNN has its one gate, by analogy.
 KEPT = {RELU: 1, TANH: 1, LSTM: 5, GRU: 6}
+
+
+def on_cudnn(dtype: torch.dtype, gpu) -> bool:
+    """Is cuDNN on, and does it know this type on this card?"""
+    return torch.backends.cudnn.enabled and (dtype is not torch.bfloat16 or gpu.spec.capability >= BFLOAT16)
 
 
 class Layers:
@@ -105,7 +110,8 @@ def forward(dispatch, func, args, kwargs):
             require_room([*(shape.nbytes for shape in shapes), size], gpu)
             made = [tensor.detach() for tensor in layers.run(input, weights, stride, hx, cx)]
         made += [made[0].new_empty(size, dtype=torch.uint8), made[0].new_empty(0)]
-    return tuple(_launch(dispatch, func, args, [input, *weights, hx, cx], made, gpu))
+    dispatch.timing.book(KERNELS[func], args, tensors_of(args[:6], {}), made, gpu)
+    return tuple(made)
 
 
 def backward(dispatch, func, args, kwargs):
@@ -113,7 +119,7 @@ def backward(dispatch, func, args, kwargs):
 
     NotImplemented for tensors on the CPU. Raises RuntimeError, as PyTorch does, where the forward pass was one of evaluation.
     """
-    input, weights, stride, _, hx, cx, output, *grads = args[:10]
+    input, weights, stride, _, hx, cx, _, *grads = args[:10]
     layers, wanted = Layers(*args[10:20]), args[21]
     gpu = gpu_of(input)
     if gpu is None:
@@ -129,7 +135,8 @@ def backward(dispatch, func, args, kwargs):
         else:
             require_room([leaf.nbytes for leaf in leaves], gpu)
             made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
-    made = iter(_launch(dispatch, func, args, [input, *weights, hx, cx, output, *grads, args[20]], made, gpu))
+    dispatch.timing.book(KERNELS[func], args, tensors_of((*args[:10], args[20]), {}), made, gpu)
+    made = iter(made)
     dx, dhx, dcx, dweights = ([next(made) for _ in of[at]] if wanted[at] else [] for at in range(4))
     return *(found[0] if found else None for found in (dx, dhx, dcx)), dweights
 
@@ -170,19 +177,6 @@ def _check(input, weights, hidden) -> None:
                 raise RuntimeError(
                     f"Input and {name} tensors are not the same dtype, found input tensor with {kinds[0]} and {name} tensor with {kinds[1]}"
                 )
-
-
-def _launch(dispatch, func, args, read, made, gpu) -> list[torch.Tensor]:
-    """Book the results `made`, and the time of one kernel."""
-    if torch.backends.cudnn.enabled and not gpu.cudnn:
-        gpu.use_cudnn()
-    for tensor in made:
-        dispatch.machine.place(tensor, gpu)
-    tensors = [*(tensor for tensor in read if tensor is not None), *made]
-    if dispatch.clock.multi and _compat.graph_task() == -1:
-        dispatch.timing.note_streams(tensors, gpu)
-    dispatch.timing.launch(KERNELS[func], args, {}, tensors, made, gpu)
-    return made
 
 
 OPERATIONS = {

@@ -2,10 +2,11 @@
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of, home_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
-from virtualgpu.simulation.costs import moved, rate
+from virtualgpu.simulation.costs import OF_CUDNN, moved, rate
 
 FLOAT = torch.float32
 KNOWN = 20_000  # FLOP counts remembered; beyond that, start again
@@ -15,10 +16,11 @@ _flops: dict = {}  # for all threads
 class Kernel:
     """What `Timing.launch` asks of an operation, for those that are carried out apart from the others."""
 
-    write_only = convolves = False
+    write_only = False
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
+        self.convolves = func in OF_CUDNN  # asks for cuDNN's handle, too
 
 
 class Timing:
@@ -39,6 +41,16 @@ class Timing:
                     and home.gpu is not None
                 ):
                     home.used_on = home.used_on or self.clock.current(home.gpu.index)
+
+    def book(self, kernel: Kernel, args, read, made, gpu: GPU) -> None:
+        """One kernel that reads the tensors `read`, and whose results `made` are on that GPU from now on."""
+        for tensor in made:
+            if gpu_of(tensor) is None:
+                self.machine.place(tensor, gpu)
+        tensors = [*read, *made]
+        if self.clock.multi and _compat.graph_task() == -1:
+            self.note_streams(tensors, gpu)
+        self.launch(kernel, args, {}, tensors, made, gpu)
 
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU) -> None:
         """A kernel, by the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""

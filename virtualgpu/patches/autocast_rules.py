@@ -12,7 +12,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import gpu_of
-from virtualgpu.engine.recurrent import BFLOAT16
+from virtualgpu.engine.recurrent import on_cudnn
 from virtualgpu.patches import autocast_lists
 
 Rule = Callable[[tuple, dict], tuple[tuple, dict]]
@@ -142,8 +142,7 @@ def _recurrent(op) -> Rule:
         gpu = gpu_of(first)
         if gpu is None:
             return args, kwargs
-        cudnn = first.dtype is not torch.bfloat16 or gpu.spec.capability >= BFLOAT16
-        if cudnn and torch.backends.cudnn.enabled:
+        if on_cudnn(first.dtype, gpu):
             dtype = torch.float16
         # no cache: PyTorch writes the cast weights into one flat buffer, anew each time
         return _cast_all(args, kwargs, dtype, cached=False)

@@ -10,6 +10,7 @@ from virtualgpu import _compat
 from virtualgpu.engine import recurrent
 from virtualgpu.engine.home import PLAIN, gpu_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.operations import tensors_of
 from virtualgpu.patches.registry import Patches
 
 MODES = {"rnn_relu": recurrent.RELU, "rnn_tanh": recurrent.TANH, "lstm": recurrent.LSTM, "gru": recurrent.GRU}
@@ -54,14 +55,11 @@ def _layers(machine: Machine, original, mode: int):
 def _taken_by_cudnn(args) -> bool:
     """Is cuDNN on, and does it know this input (at::cudnn_is_acceptable)? Tracing and wrapped tensors are left to C++."""
     input = args[0]
-    if not torch.backends.cudnn.enabled or type(input) not in PLAIN or (gpu := gpu_of(input)) is None:
+    if type(input) not in PLAIN or (gpu := gpu_of(input)) is None or not recurrent.on_cudnn(input.dtype, gpu):
         return False
     if input.dtype not in TYPES or not input.numel() or torch.jit.is_tracing():
         return False
-    tensors = [tensor for value in args for tensor in (value if isinstance(value, (list, tuple)) else [value])]
-    if any(isinstance(tensor, torch.Tensor) and not _is_plain(tensor) for tensor in tensors):
-        return False
-    return input.dtype is not torch.bfloat16 or gpu.spec.capability >= recurrent.BFLOAT16
+    return all(map(_is_plain, tensors_of(args, {})))
 
 
 def _is_acceptable(tensor: torch.Tensor) -> bool:
