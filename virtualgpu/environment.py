@@ -13,6 +13,7 @@ CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
 GROUP_RANK and others what torchrun says of nodes: `node`, `has_several_nodes`, `local_world_size`.
+VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and compares (engine/crosscheck.py): `crosscheck`.
 NCCL_P2P_DISABLE      1, or NCCL_P2P_LEVEL=LOC: no GPU reaches another one's memory: `peer_to_peer`.
 
 HELPERS_GPUS (real or virtual GPUs for a notebook) is read by `session.gpus` alone. Only the standard library is imported here.
@@ -24,7 +25,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-VARIABLE = "VIRTUALGPU"
+VARIABLE, CROSSCHECK = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK"
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 
 
@@ -136,6 +137,11 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ, gpus_per_n
 def launch_blocking(environ: Mapping[str, str] = os.environ) -> bool:
     """Does the host wait for each kernel?"""
     return environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+
+
+def crosscheck(environ: Mapping[str, str] = os.environ) -> bool:
+    """Is what a dry run remembers of an operation compared with what it works out anew, at each call?"""
+    return environ.get(CROSSCHECK) == "1"
 
 
 def node(environ: Mapping[str, str] = os.environ) -> int:

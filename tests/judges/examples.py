@@ -24,6 +24,10 @@ from pathlib import Path
 
 from tests.judges.report import BUILD, ROOT, excused, runner, table
 
+ALWAYS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+CROSSCHECK = {
+    "VIRTUALGPU_CROSSCHECK": "1"
+}  # in a dry run: what it remembers of one operation is compared with the next
 LIMIT = 240  # seconds a program may take
 
 
@@ -144,7 +148,7 @@ def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMI
             program = subprocess.Popen(
                 [*command, "--gpus", str(case.gpus), *(["--dry"] if dry else []), *arguments],
                 **dict(cwd=work, stdout=out, stderr=subprocess.STDOUT, start_new_session=True),
-                env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
+                env={**os.environ, **ALWAYS, **(CROSSCHECK if dry else {}), "PYTHONPATH": path},
             )
         ended = _wait(program, case.until, log, limit)
     text = log.read_text(errors="replace")

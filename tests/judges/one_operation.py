@@ -9,9 +9,11 @@ in a dry run. Forward and, where there is one, backward. It looks at
                in whole blocks
     dry        shapes, dtypes, places, bytes (now and at the peak) and simulated seconds are those of the run with numbers;
                or a sentence says why a dry run cannot know them
+    history    the same again in the dry run, and with other numbers that Python takes for equal (True, 1, 1.0, 1+0j): what the dry run
+               remembers of one call is right for the next
     absent     an operation that CUDA has not raises, as it does there
 
-Judged is what PyTorch's public functions say; of virtualgpu only `gpus`, `reset` and `dry_run` are used.
+Judged is what PyTorch's public functions say; of virtualgpu only `gpus`, `reset`, `dry_run` and VIRTUALGPU_CROSSCHECK are used.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ import torch
 
 import virtualgpu
 from tests.judges.compare import different, storages, told
-from tests.judges.sample import Run, dtype_of, run, samples
+from tests.judges.sample import Run, dtype_of, run, samples, with_other_numbers
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -124,6 +126,7 @@ def _judge(op, sample, dry: bool, verdict: Verdict) -> None:
             if known is not None:
                 _check_dry(known, (found.shapes(), found.allocated, found.peak, found.seconds), verdict)
             del found
+            _check_history(op, sample, expected.cotangents, verdict)
     except Exception as error:
         if isinstance(error, NotImplementedError) and re.search(r"dry[ _]run", str(error)):
             if verdict.outcome == "right":
@@ -131,6 +134,16 @@ def _judge(op, sample, dry: bool, verdict: Verdict) -> None:
             verdict.note(f"refused in a dry run: {told(error)}")
         else:
             verdict.wrong("dry raises", error)
+
+
+def _check_history(op, sample, cotangents, verdict: Verdict) -> None:
+    """Many calls meet in one dry run, which compares what it remembers with what it finds (VIRTUALGPU_CROSSCHECK)."""
+    for other, backward in ((sample, True), *((alike, False) for alike in with_other_numbers(sample))):
+        try:
+            run(op, other, GPU, cotangents if backward else None, backward)
+        except Exception as error:  # most operations take only some of the numbers
+            if "a dry run remembered" in str(error):
+                verdict.wrong("history", error)
 
 
 def _check_absent(op, sample, verdict: Verdict) -> None:
@@ -201,7 +214,7 @@ def _check_dry(numbers: tuple, shapes: tuple, verdict: Verdict) -> None:
 def _gpus() -> None:
     """One virtual GPU, fresh."""
     virtualgpu.reset()
-    os.environ["HELPERS_GPUS"] = "virtual"
+    os.environ["HELPERS_GPUS"], os.environ["VIRTUALGPU_CROSSCHECK"] = "virtual", "1"
     with contextlib.redirect_stdout(io.StringIO()):
         virtualgpu.gpus(1)
 

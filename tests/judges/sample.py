@@ -1,5 +1,6 @@
 """One sample of an operation, run forward and backward on a device, and what came of it."""
 
+import copy
 import itertools
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch.utils._pytree import tree_flatten
 DTYPES = [torch.float32, torch.complex64, torch.int64, torch.bool, torch.float16, torch.float8_e4m3fn]
 # Their tensor arguments have to be on the CPU; with others PyTorch raises RuntimeError.
 HOST_ARGUMENTS = {"tensor_split"}
+# Equal to Python, and of different types to PyTorch
+ALIKE = (True, 1, 1.0, 1 + 0j)
 
 
 @dataclass
@@ -61,8 +64,24 @@ def samples(op, dtype: torch.dtype, everything: bool):
     yield from (larger or first)[:1]
 
 
-def run(op, sample, place: torch.device, cotangents: list | None = None) -> Run:
-    """The operation on `place`, forward and, where inputs want gradients, backward, from the same seed.
+def with_other_numbers(sample):
+    """Samples like this one, with each of ALIKE for one of its numbers, or for a tensor that may be a number as well: of its first
+    three arguments."""
+    places = [(sample.args, at) for at in range(len(sample.args))] + [(sample.kwargs, name) for name in sample.kwargs]
+    for owner, at in [place for place in places if isinstance(place[0][place[1]], (complex, float, int, torch.Tensor))][
+        :3
+    ]:
+        for number in ALIKE:
+            other = copy.copy(sample)
+            if owner is sample.args:
+                other.args = (*sample.args[:at], number, *sample.args[at + 1 :])
+            else:
+                other.kwargs = {**sample.kwargs, at: number}
+            yield other
+
+
+def run(op, sample, place: torch.device, cotangents: list | None = None, backward: bool = True) -> Run:
+    """The operation on `place`, forward and, where inputs want gradients and `backward`, backward, from the same seed.
 
     cotangents: those of an earlier run; unless given, random numbers are drawn. Raises what the operation raises.
     """
@@ -82,7 +101,7 @@ def run(op, sample, place: torch.device, cotangents: list | None = None) -> Run:
         out = op(given, *args, **kwargs)
     results, structure = tree_flatten(out)
     found = Run(str(structure), [], [], [], moved)
-    ends = _ends(sample.output_process_fn_grad(out)) if leaves else []
+    ends = _ends(sample.output_process_fn_grad(out)) if leaves and backward else []
     if ends:
         drawn = [_cotangent(tensor) for tensor in ends] if cotangents is None else cotangents
         found.cotangents = [_moved(cotangent, place, {}) for cotangent in drawn]

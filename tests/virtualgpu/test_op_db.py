@@ -43,6 +43,18 @@ class Fake:
         yield SampleInput(torch.arange(4.0, dtype=dtype, requires_grad=requires_grad))
 
 
+class Scaled(Fake):
+    """With a number as second argument."""
+
+    def __call__(self, tensor, number):
+        return self.function(tensor, number)
+
+    def sample_inputs(self, device, dtype, requires_grad):
+        from torch.testing._internal.opinfo.core import SampleInput
+
+        yield SampleInput(torch.arange(4.0, dtype=dtype, requires_grad=requires_grad), args=(1,))
+
+
 KEPT = []  # by an operation that leaves memory behind
 
 
@@ -64,6 +76,21 @@ def test_the_sweep_notices(found, function):
     KEPT.clear()
     assert sorted({why.split(":")[0] for why in verdict.why}) == sorted(found)
     assert verdict.outcome == ("wrong" if found else "right")
+
+
+def test_the_sweep_notices_what_two_calls_share(monkeypatch):
+    """A dry run in which True, 1 and 1.0 are one to the memory of results."""
+    from tests.judges.one_operation import judge
+    from virtualgpu.engine import dry
+
+    describe = dry._describe
+    monkeypatch.setattr(
+        dry,
+        "_describe",
+        lambda values, key: describe([v for v in values if not isinstance(v, (bool, int, complex))], key),
+    )
+    found = judge(Scaled(lambda x, number: x * number))
+    assert {why.split(":")[0] for why in found.why} == {"history"}
 
 
 def test_one_bit_is_a_difference():

@@ -115,7 +115,7 @@ class Dispatch(TorchDispatchMode):
                     on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
                     (values.follow if on_host else values.follow_on_gpu)(op, args, kwargs, tensors, out)
         elif gpu is None:
-            out = op.func(*args, **kwargs)
+            out = op.on_cpu(*args, **kwargs)
         else:
             out, asserts = self.eager.run(op, args, kwargs, tensors, gpu)
         if gpu is None:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
-from virtualgpu import _compat
-from virtualgpu.engine import values
+from virtualgpu import _compat, environment
+from virtualgpu.engine import crosscheck, values
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
 # They decide over results, too
 SETTINGS = torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled
 SETTINGS += (torch.are_deterministic_algorithms_enabled,)
+BY_TYPE = float, complex, torch.Generator  # their value decides over no shape, and a generator would be kept
 MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
 
@@ -28,6 +29,7 @@ class DryRun:
 
     def __init__(self, machine: Machine):
         self.machine = machine
+        self.crosscheck = environment.crosscheck()
 
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
@@ -48,23 +50,12 @@ class DryRun:
         key = tuple(key)
         made = self.recipes.get(key)
         if made is not None:
+            if self.crosscheck:
+                with self.machine.untracked():
+                    crosscheck.compare(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
             return made(args)
-        shapes, options = _on_meta(args), _on_meta(kwargs)
-        if "device" in options:
-            options["device"] = torch.device("meta")
         with self.machine.untracked():
-            try:
-                out = op.func(*shapes, **options)
-            except NotImplementedError as error:
-                raise NotImplementedError(
-                    f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
-                    "Run this line outside dry_run()"
-                ) from error
-            if op.convolves:
-                out = _as_convolved(op, shapes, out)
-            results = out if isinstance(out, (tuple, list)) else [out]
-            if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in (*tensors, *results)):
-                raise _sparse(op)
+            out = self._by_meta_kernel(op, args, kwargs, tensors)
             # numbers are not in the key: that of arange's steps, say, decides over a shape
             again = _recipe(op, out, tensors) if op.cacheable and (tensors or not op.kernel) else None
         if again is not None:
@@ -74,6 +65,25 @@ class DryRun:
             return again(args)
         same = op.returns[0] if len(op.returns) == 1 else None
         return out if same is None or same >= len(args) else args[same]
+
+    def _by_meta_kernel(self, op: Operation, args, kwargs, tensors):
+        """What PyTorch's meta kernel gives for these arguments. Call it untracked."""
+        shapes, options = _on_meta(args), _on_meta(kwargs)
+        if "device" in options:
+            options["device"] = torch.device("meta")
+        try:
+            out = op.func(*shapes, **options)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
+                "Run this line outside dry_run()"
+            ) from error
+        if op.convolves:
+            out = _as_convolved(op, shapes, out)
+        results = out if isinstance(out, (tuple, list)) else [out]
+        if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in (*tensors, *results)):
+            raise _sparse(op)
+        return out
 
     def sized(self, op: Operation, args, kwargs, tensors):
         """A result as large as values say."""
@@ -127,13 +137,13 @@ def _describe(values, key: list) -> None:
     for value in values:
         if isinstance(value, Tensor):
             key += (value.dtype, value.shape, value.stride(), _has_no_numbers(value))
-        elif type(value) is float:
-            key.append(float)
         elif isinstance(value, (list, tuple)):
             key.append(len(value))
             _describe(value, key)
+        elif isinstance(value, BY_TYPE):
+            key.append(type(value))
         else:
-            key.append(value)
+            key += (type(value), value)  # True, 1 and 1+0j are equal, and give three types
 
 
 def _as_convolved(op: Operation, args, out):
@@ -155,6 +165,8 @@ def _recipe(op: Operation, out, tensors):
     """A function that makes `out` again, from other arguments of the same shapes; None where it cannot."""
     if out is None:
         return lambda args: None
+    if not isinstance(out, (torch.Tensor, tuple, list)):
+        return None  # it answers a question (do these two have one size?)
     single = isinstance(out, torch.Tensor)
     known = {tensor.untyped_storage()._cdata for tensor in tensors}
     steps = []

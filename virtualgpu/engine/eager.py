@@ -1,18 +1,16 @@
 """Operations with numbers: PyTorch's CPU kernels do the work, each GPU draws from its own random numbers, and room is asked for first."""
 
 import os
-import weakref
 
 import torch
 
 from virtualgpu import _compat, errors
+from virtualgpu.engine.draws import GENERATORS, as_default
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
 # A result below this is made first and counted afterwards: the host can hold it in any case
 LARGE = 256 << 20
-# Generators of GPUs, by address: from C++ they come back as plain ones
-GENERATORS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 class Eager:
@@ -60,18 +58,9 @@ class Eager:
         own = generators[gpu.index] if gpu.index < len(generators) else None
         if own is None or own is torch.default_generator:
             return op.func(*args, **kwargs)
-        if op.generator:
-            return op.func(*args, **{**kwargs, "generator": own})
-        with self.machine.untracked():
-            default = torch.default_generator
-            before = default.get_state()
-            default.set_state(own.get_state())
-        try:
-            return op.func(*args, **kwargs)
-        finally:
-            with self.machine.untracked():
-                own.set_state(default.get_state())
-                default.set_state(before)
+        if op.drawn_with is not None:
+            return op.drawn_with(*args, **{**kwargs, "generator": own})
+        return as_default(self.machine, own, op.func, args, kwargs)
 
     # -- room
 

@@ -53,7 +53,7 @@ class Factories:
             if (gpu is None and (by_python or number)) or (by_python and out.dtype in values.WHOLE and not op.random):
                 values.follow_factory(op, args, {**options, "device": CPU}, out)
         elif gpu is None:
-            out = op.func(*args, **options)
+            out = op.on_cpu(*args, **options)
         else:
             out, _ = self.eager.run(op, args, options, [], gpu)
         if gpu is not None:
@@ -101,7 +101,7 @@ class Factories:
             out = self.dry.run(op, args, options, tensors, target)
             (values.follow if target is None else values.follow_on_gpu)(op, args, options, tensors, out)
         elif target is None:
-            out = op.func(*args, **options)
+            out = op.on_cpu(*args, **options)
         else:
             out, _ = self.eager.run(op, args, options, tensors, target)
         if target is not None:

@@ -6,6 +6,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.alerts import ALERTS
+from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
 
@@ -60,11 +61,11 @@ class Operation:
 
     alert: see alerts.ALERTS; None for most. cacheable: a dry run may remember its result's shape. composite: made of other
     operations, for all devices alike.
-    converts: `_to_copy`. copies: `copy_`. factory: makes a tensor from no other. foreach: works on lists, each entry by
+    converts: `_to_copy`. copies: `copy_`. drawn_with: draws from a generator that it is given by name. factory: makes a tensor from no other. foreach: works on lists, each entry by
     itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
     the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its
     argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not all its tensors need to
-    be on one device. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants
+    be on one device. on_cpu: what carries it out for CPU tensors. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants
     lengths on the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random:
     draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
@@ -80,6 +81,7 @@ class Operation:
         "converts",
         "convolves",
         "copies",
+        "drawn_with",
         "factory",
         "foreach",
         "formula",
@@ -94,6 +96,7 @@ class Operation:
         "mixed",
         "name",
         "new",
+        "on_cpu",
         "packs",
         "plain",
         "pointwise",
@@ -143,7 +146,9 @@ class Operation:
         self.write_only = func in WRITE_ONLY
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.random = draws(func)
+        self.drawn_with = with_generator(func) if self.random else None
+        self.on_cpu = from_default(func) if self.random else func
         self.generator = any(argument.name == "generator" for argument in arguments)
         self.takes_device = any(argument.name == "device" for argument in arguments)
         tensors = any("Tensor" in str(argument.type) for argument in arguments if not argument.is_out)

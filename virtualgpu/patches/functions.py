@@ -15,7 +15,7 @@ from virtualgpu.patches.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace torch.tensor, as_tensor, asarray, ctc_loss, one_hot, and what is behind pad_packed_sequence."""
+    """Replace torch.tensor, as_tensor, asarray, ctc_loss, one_hot, linearize, and what is behind pad_packed_sequence."""
     _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
     makers = {"tensor": _tensor, "as_tensor": _as_tensor, "asarray": _asarray, "ctc_loss": _ctc_loss}
     for name, make in makers.items():
@@ -27,6 +27,7 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.replace(owner, "one_hot", ours)
     ours = _pad_packed_sequence(machine, torch._VF._pad_packed_sequence)
     patches.replace(torch._VF, "_pad_packed_sequence", ours)
+    patches.replace_everywhere(torch.func, "linearize", _linearize(machine, torch.func.linearize))
 
 
 def _on_gpu(machine: Machine, data) -> bool:
@@ -155,3 +156,17 @@ def _pad_packed_sequence(machine: Machine, original):
             return original(*args)
 
     return pad_packed_sequence
+
+
+def _linearize(machine: Machine, original):
+    """It traces what it is given, and folds what does not depend on tangents: in a dry run that would be all."""
+
+    @functools.wraps(original)
+    def linearize(*args, **kwargs):
+        if machine.dry:
+            raise NotImplementedError(
+                "torch.func.linearize is not modelled in a dry run. Use torch.func.jvp, or run this line outside dry_run()"
+            )
+        return original(*args, **kwargs)
+
+    return linearize

@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.eager import GENERATORS
+from virtualgpu.engine.draws import GENERATORS
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
 

@@ -1,12 +1,23 @@
 """Each GPU has its own random numbers, which leave the CPU's alone."""
 
+import itertools
+import threading
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
 
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+LARGE = 50_000  # so many that a kernel lets other threads go on
+WITHOUT_GENERATOR = {  # PyTorch gives these none
+    "rand": lambda device: torch.rand(LARGE, device=device),
+    "randint": lambda device: torch.randint(0, 99, (LARGE,), device=device),
+    "rand_like": lambda device: torch.rand_like(torch.ones(LARGE, device=device)),
+    "dropout": lambda device: F.dropout(torch.ones(LARGE, device=device)),
+}
 
 DRAWS = {
     "rand": lambda device: torch.rand(8, device=device),
@@ -130,3 +141,67 @@ def test_checkpoint_draws_the_same_dropout_again(gpus):
     torch.rand(9, device=ONE)
     out.sum().backward()
     assert torch.equal(out.detach(), x.grad)
+
+
+def test_dropout_in_threads_is_the_same_in_each_run(gpus):
+    model = nn.DataParallel(nn.Sequential(*[nn.Dropout(0.05) for _ in range(30)]).cuda(), [0, 1])
+    x = torch.ones(1024, 256, device=ZERO)  # so large that a kernel lets other threads go on
+    found = []
+    for _ in range(4):
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        found.append(model(x).cpu())
+        assert torch.equal(torch.get_rng_state(), before)  # the CPU's own generator
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("draw", WITHOUT_GENERATOR.values(), ids=WITHOUT_GENERATOR)
+def test_two_threads_draw_on_a_gpu_and_on_the_cpu(gpus, draw):
+    """Each the numbers that it would draw alone."""
+    torch.manual_seed(2)
+    expected = [torch.rand(LARGE) for _ in range(100)]
+    torch.manual_seed(2)
+    on_gpu = [draw(ONE).cpu() for _ in range(100)]
+    torch.manual_seed(2)
+    drawn, barrier = [], threading.Barrier(2)
+    other = threading.Thread(target=lambda: drawn.extend(draw(ONE).cpu() for _ in range(100) if barrier.wait() >= 0))
+    other.start()
+    found = [torch.rand(LARGE) for _ in range(100) if barrier.wait() >= 0]
+    other.join()
+    assert all(map(torch.equal, found, expected)) and all(map(torch.equal, drawn, on_gpu))
+
+
+def test_an_operation_without_a_generator_keeps_other_threads_waiting(gpus):
+    """An extension's own: it knows the process's generator alone, which has the GPU's state meanwhile."""
+    library = torch.library.Library("virtualgpu_tests", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    begun, elsewhere = threading.Event(), []
+
+    def noise(x):
+        begun.set()
+        other.join(0.2)  # it cannot go on before this is over
+        return torch.empty_like(x).uniform_()
+
+    library.impl("noise", noise, "CPU")
+    other = threading.Thread(target=lambda: (begun.wait(), elsewhere.append(torch.rand(4))))
+    torch.manual_seed(3)
+    expected, after = torch.rand(4), torch.get_rng_state()
+    torch.manual_seed(3)
+    other.start()
+    found = torch.ops.virtualgpu_tests.noise(torch.ones(4, device=ONE))
+    other.join()
+    assert torch.equal(found.cpu(), expected) and torch.equal(elsewhere[0], expected)
+    assert torch.equal(torch.get_rng_state(), after) and torch.equal(torch.cuda.get_rng_state(1), after)
+    library._destroy()
+
+
+def test_native_dropout_is_the_cpus_to_the_last_bit(gpus):
+    """It is put together from operations that take a generator."""
+    for dtype, p, train in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.3, 1.0), (True, None, False)):
+        x = torch.linspace(-2, 2, 60, dtype=dtype).view(5, 12).t()
+        torch.manual_seed(4)
+        expected = torch.native_dropout(x, p, train)
+        torch.manual_seed(4)
+        found = torch.native_dropout(x.to(ONE), p, train)
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other.cpu()) and one.stride() == other.stride()
