@@ -108,6 +108,9 @@ class Communicators:
         gpu = self._gpu_of_barrier(group, values) if name == "barrier" else self._gpu(group, call.tensors)
         if gpu is None:
             forget(filter(is_really_meta, call.tensors))
+            if name == "barrier" and self.machine.dry:  # a shape as its first argument would keep nobody waiting
+                with self.machine.untracked():
+                    return func(torch.empty(1), *args[1:], **kwargs)
             return func(*args, **kwargs)
         work = self.start(group, call, values.get("async_op", True), gpu).boxed()
         return (args[0], work) if returns_outputs else work

@@ -149,6 +149,7 @@ class Machine:
         self.ledger = ledger
         for gpu in self.gpus:
             with gpu.lock:  # another thread's malloc asks both, or none
+                gpu.memory.exclusive = ledger.lock
                 gpu.memory.others = functools.partial(ledger.others, gpu.physical)
                 gpu.memory.on_reserved = functools.partial(self._note_reserved, gpu)
         self.clock.on_wait = self._note_time

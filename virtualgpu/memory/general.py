@@ -122,12 +122,13 @@ class GeneralAllocator(Segments):
             raise gpu_full()
 
     def _take_uncached(self, nbytes: int, stream: int) -> Block:
-        self.require_uncached([nbytes])
         size = self.config.round_size(nbytes)
-        block = Block(self.next_address(size), size, self._free_list(size, stream), None, None)
-        block.used, block.requested, block.uncached = True, nbytes, True
-        self._past_cache += size
-        self._hold(size)
+        with self.exclusive():
+            self.require_uncached([nbytes])
+            block = Block(self.next_address(size), size, self._free_list(size, stream), None, None)
+            block.used, block.requested, block.uncached = True, nbytes, True
+            self._past_cache += size
+            self._hold(size)
         return block
 
     def _free_uncached(self, block: Block) -> None:

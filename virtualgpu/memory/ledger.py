@@ -138,6 +138,8 @@ class Ledger:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
         finally:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing alone leaves it to a process that was forked meanwhile
             os.close(file)
 
     def end(self) -> None:

@@ -5,6 +5,7 @@ a segment from the GPU; giving back free segments that are too large to split, i
 blocks that streams still use, and giving back all free segments. Then it is out of memory.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -61,7 +62,8 @@ class Segments:
     `others_held`).
 
     limit: what this process may reserve (torch.cuda.set_per_process_memory_fraction). on_reserved: called with this
-    object whenever `reserved` has changed. history, listeners: see `tell`.
+    object whenever `reserved` has changed. exclusive: with exclusive(): no other process takes memory between asking for
+    it and `on_reserved`. history, listeners: see `tell`.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Segments:
         self.pools = Pool(True, self.statistics.small), Pool(False, self.statistics.large)
         self.private = PrivatePools(self.statistics)
         self.on_reserved: Callable[[Segments], None] | None = None
+        self.exclusive: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.history = None
         self.listeners: list[Callable] | None = None
         self.oom_observers: list[Callable] = []
@@ -188,6 +191,10 @@ class Segments:
         return block
 
     def _take_segment(self, free: FreeList, size: int) -> Block | None:
+        with self.exclusive():
+            return self._take_now(free, size)
+
+    def _take_now(self, free: FreeList, size: int) -> Block | None:
         segment = segment_size(size, self.config.large_segment)
         if self.config.expandable_segments:
             return self.expandable.grow(free, size) if self.within_limit(segment) else None
