@@ -172,7 +172,7 @@ def stream_class(machine: Machine, base: type) -> type:
 
         def query(self) -> bool:
             clock.check(self._queue.gpu)
-            return self._queue.ready <= clock.host
+            return clock.over(self._queue.ready)
 
         def is_capturing(self) -> bool:
             return False
@@ -255,7 +255,9 @@ def event_class(machine: Machine, base: type) -> type:
             queue.ready = max(queue.ready, self.time or 0.0)
 
         def query(self) -> bool:
-            return self.time is None or self.time <= clock.host
+            if self._gpu is not None:
+                clock.check(self._gpu)
+            return self.time is None or clock.over(self.time)
 
         def elapsed_time(self, end_event) -> float:
             """Milliseconds of simulated time from this event to the other."""
@@ -263,7 +265,7 @@ def event_class(machine: Machine, base: type) -> type:
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
             if self.time is None or end_event.time is None:
                 raise ValueError("Both events must be recorded before calculating elapsed time.")
-            if not (self.query() and end_event.query()):
+            if max(self.time, end_event.time) > clock.host:
                 raise RuntimeError("Both events must be completed before calculating elapsed time.")
             if self._gpu != end_event._gpu:
                 raise RuntimeError("CUDA error: invalid resource handle: the two events are of different GPUs")

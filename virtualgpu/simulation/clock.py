@@ -104,6 +104,12 @@ class Clock:
         """The host asks for something, which takes as long as a launch."""
         self.wait_until(self.host + LAUNCH)
 
+    def over(self, moment: float) -> bool:
+        """Has the host come to that moment? Where it has not, asking takes a moment, so that who asks again and again comes to it."""
+        if moment > self.host:
+            self.pass_time()
+        return moment <= self.host
+
     def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0) -> float:
         """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end."""
         local = self.local

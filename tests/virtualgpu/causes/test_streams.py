@@ -203,6 +203,45 @@ def test_waiting_across_gpus(dry):
     assert (after.gpu, after.stream) == (1, side.stream_id) and after.start == kernel.end
 
 
+POLLED = {
+    "event": lambda: torch.cuda.current_stream().record_event().query,
+    "stream": lambda: torch.cuda.current_stream().query,
+    "torch.Event": lambda: _recorded(torch.Event("cuda")).query,
+    "torch.accelerator": lambda: torch.accelerator.current_stream().query,
+    "timed": lambda: _recorded(torch.cuda.Event(enable_timing=True)).query,
+}
+
+
+def _recorded(event):
+    event.record()
+    return event
+
+
+@pytest.mark.parametrize("mode", ["default", "error"])
+@pytest.mark.parametrize("ask", POLLED.values(), ids=POLLED)
+def test_who_asks_again_and_again_comes_to_the_end(bench, ask, mode):
+    """Each time is a moment of the host, as it is on a GPU; to ask is not to wait."""
+    query = ask()
+    assert query()  # nothing is queued: at once, and at no time
+    bench.multiply()
+    before, query = bench.clock.host, ask()
+    torch.cuda.set_sync_debug_mode(mode)
+    polls = next((polls for polls in range(10_000) if query()), None)
+    torch.cuda.set_sync_debug_mode("default")
+    assert polls and bench.clock.host - before == pytest.approx(bench.K, rel=0.1)
+
+
+def test_to_take_the_time_between_two_events_takes_none(bench):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    bench.multiply()
+    end.record()
+    before = bench.clock.host
+    with pytest.raises(RuntimeError, match="must be completed"):
+        start.elapsed_time(end)
+    assert bench.clock.host == before
+
+
 def test_events_and_streams_are_asked_and_waited_for(bench):
     side = torch.cuda.Stream()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
