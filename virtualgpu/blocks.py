@@ -1,10 +1,12 @@
 """What virtual GPUs do differently, or keep, for as long as a block lasts: `dry_run` and `recording`."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from virtualgpu import session
 from virtualgpu.distributed import alone, place
+from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.hardware import bridges, networks, specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.session import check_number, current, reset, turn_on
@@ -21,7 +23,8 @@ def dry_run(
     rank: int = 0,
     network: str | Network | None = None,
 ) -> Iterator[None]:
-    """In this block, operations work on shapes alone: places, memory and time without the numbers.
+    """In this block, operations work on shapes alone: places, memory and time without the numbers. So they do in threads that are
+    started in it, and in what it submits to a pool; other threads compute with numbers, or have dry runs of their own.
 
     Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
     A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
@@ -30,7 +33,8 @@ def dry_run(
     it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`), on nodes of
     `gpus_per_node`. network: what joins nodes, as in `gpus`.
 
-    Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for.
+    Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for;
+    RuntimeError where another thread's dry run has said what the other ranks are.
     """
     if n is not None:
         check_number("dry_run", n)
@@ -54,19 +58,60 @@ def dry_run(
             raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    machine = turn_on(cards).machine if own else machine
-    before, machine.dry = (machine.dry, machine.network), True
-    machine.network = joined or machine.network
-    environ = None if where is None else alone.enter(machine, where)
+    with _gpus(cards if own else None), dry_here(True), _as_one_of_many(where, joined):
+        yield
+
+
+@contextlib.contextmanager
+def _gpus(cards) -> Iterator[None]:
+    """GPUs that are made for a dry run last as long as it does, and as those of other threads that use them, too."""
+    with _lock:
+        if cards is not None and current() is None:
+            turn_on(cards)
+            _dry_runs.made = True
+        _dry_runs.count += 1
+        session.meet()
     try:
         yield
     finally:
+        with _lock:
+            _dry_runs.count -= 1
+            if _dry_runs.made and not _dry_runs.count:
+                _dry_runs.made = False
+                reset()
+
+
+@contextlib.contextmanager
+def _as_one_of_many(where: place.Place | None, network: Network | None) -> Iterator[None]:
+    """What a dry run says of other ranks holds for the whole process."""
+    if where is None and network is None:
+        yield
+        return
+    if not _many.acquire(blocking=False):
+        raise RuntimeError(
+            "another thread has a dry run with world_size= or network=, which hold for the whole process: wait for its end"
+        )
+    machine = current()
+    before, machine.network = machine.network, network or machine.network
+    environ = None
+    try:
+        environ = None if where is None else alone.enter(machine, where)
+        yield
+    finally:
+        _many.release()
         if environ is not None:
             alone.leave(machine, environ)
-        if own:
-            reset()
-        elif current() is not None:
-            current().dry, current().network = before
+        if current() is not None:
+            current().network = before
+
+
+class _DryRuns:
+    """count: how many blocks are being run. made: the GPUs that are on were made for them."""
+
+    count, made = 0, False
+
+
+_dry_runs, _lock, _many = _DryRuns(), threading.RLock(), threading.RLock()
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ class Session:
         ):
             self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
         self.enter()
-        threads.tell_main_thread(self._enter_late)
+        threads.tell_main_thread(self.meet)
 
     def enter(self) -> None:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
@@ -103,7 +103,8 @@ class Session:
         self.machine.local.seen = self.machine
         _compat.enter_below(Dispatch(self.machine))
 
-    def _enter_late(self) -> None:
+    def meet(self) -> None:
+        """As `enter`, for a thread that may have done so."""
         if not self.machine.closed and self.machine.local.seen is not self.machine:
             self.enter()
 

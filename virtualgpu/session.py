@@ -1,12 +1,15 @@
 """Virtual GPUs on and off: `gpus` and `reset`; `activate` for the runner, `renew` for the pytest plugin. `blocks` has the rest."""
 
 import contextlib
+import functools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from virtualgpu.distributed.nodes import ONE_NODE, Nodes
+from virtualgpu.engine.in_thread import Anywhere
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import MAX_GPUS, visible_gpus
 from virtualgpu.hardware import specs
@@ -42,14 +45,29 @@ def turn_on(
     return session
 
 
+def _one_at_a_time(function):
+    """Two threads that turn GPUs on and off do so one after the other."""
+
+    @functools.wraps(function)
+    def alone(*args, **kwargs):
+        with _lock:
+            return function(*args, **kwargs)
+
+    return alone
+
+
+_lock = threading.RLock()
 _session: Session | None = None
 _played: Session | None = None  # the runner's, which pass for real ones, while others of a notebook's own are on
 
 
 def _in_forked_child() -> None:
     """A GPU that was used before a fork cannot be used after it, as where GPUs are real. Work on the CPU has numbers."""
+    global _lock
+    _lock = threading.RLock()
+    Anywhere.begin_anew()
     if _session is not None:
-        _session.machine.dry = False
+        _session.machine.be_dry(False)
         _session.machine.forked = _session.machine.initialized
 
 
@@ -76,6 +94,7 @@ def machine() -> Machine | None:
     return _session.machine
 
 
+@_one_at_a_time
 def gpus(
     n: int = 2,
     like="T4",
@@ -103,9 +122,10 @@ def gpus(
     if _session is not None and not _session.as_real:
         new = (_session.cards, _session.nodes) != (cards, nodes)
         if new:
-            dry = _session.machine.dry
+            dry = _session.machine.always_dry
             _close()
-            turn_on(cards, nodes=nodes).machine.dry = dry
+            turn_on(cards, nodes=nodes).machine.be_dry(dry)
+        meet()
         return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
     if real >= n:
@@ -124,6 +144,7 @@ def gpus(
     return _announce(turn_on(cards, nodes=nodes), True)
 
 
+@_one_at_a_time
 def activate(
     cards: Sequence[Spec],
     dry: bool = False,
@@ -143,17 +164,20 @@ def activate(
 
     nodes = Nodes.of(len(cards), gpus_per_node, network)
     machine = turn_on(cards, choose(), as_real=True, nodes=nodes).machine
-    machine.dry, machine.choose = dry, choose
+    machine.be_dry(dry)
+    machine.choose = choose
     return machine
 
 
+@_one_at_a_time
 def renew() -> None:
     """The same virtual GPUs, fresh: empty, at time zero. Tensors on the old ones are lost."""
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _close()
     new = turn_on(old.cards, old.machine.visible, old.as_real, old.nodes).machine
-    new.dry, new.choose = old.machine.dry, old.machine.choose
+    new.be_dry(old.machine.always_dry)
+    new.choose = old.machine.choose
     if old.machine.ledger is not None:
         new.share(old.machine.ledger)
 
@@ -184,6 +208,12 @@ def check_number(who: str, n: int) -> None:
         raise ValueError(f"{who}({n!r}): ask for 1 to {MAX_GPUS} GPUs")
 
 
+def meet() -> None:
+    """This thread sees the virtual GPUs that are on, also where it is older than they are."""
+    if _session is not None:
+        _session.meet()
+
+
 def _announce(session: Session, new: bool) -> Devices:
     def size(card: Spec) -> str:
         return f"{card.memory / 2**30:.4g} GiB" if card.memory >= 2**30 else f"{card.memory / 2**20:.4g} MiB"
@@ -199,6 +229,7 @@ def _announce(session: Session, new: bool) -> Devices:
     return devices
 
 
+@_one_at_a_time
 def reset() -> None:
     """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors. Under the runner,
     after gpus() made others than those that the runner plays, these are there again.

@@ -1,11 +1,13 @@
 """DTensor and DeviceMesh on virtual GPUs: what they ask the device for, and what they compute on the side."""
 
 import functools
+import threading
 
 import torch
 
 from virtualgpu import _compat
 from virtualgpu.distributed import dtensor_random
+from virtualgpu.distributed.objects import with_numbers
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
 
@@ -26,31 +28,27 @@ def install(machine: Machine, patches: Patches) -> None:
             dtensor_random.install(patches)
             _attention()
 
-    def with_numbers(original, begins=False):
+    def of_mesh(original, begins=False):
         """A mesh computes with small CPU tensors, which have numbers in a dry run, too."""
+        numbers = with_numbers(machine, original)
 
         @functools.wraps(original)
         def method(*args, **kwargs):
-            if begins:
-                prepare()
-            before, machine.dry = machine.dry, False
-            try:
-                return original(*args, **kwargs)
-            finally:
-                machine.dry = before
+            prepare()
+            return numbers(*args, **kwargs)
 
-        return method
+        return method if begins else numbers
 
     for name, value in list(vars(mesh).items()):
         if name in ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__"):
             continue
         if isinstance(value, property):
-            patches.replace(mesh, name, property(with_numbers(value.fget), value.fset))
+            patches.replace(mesh, name, property(of_mesh(value.fget), value.fset))
         elif isinstance(value, staticmethod):
-            patches.replace(mesh, name, staticmethod(with_numbers(value.__func__)))
+            patches.replace(mesh, name, staticmethod(of_mesh(value.__func__)))
         elif callable(value) and not isinstance(value, (type, classmethod)):
-            patches.replace(mesh, name, with_numbers(value, begins=name == "__init__"))
-    patches.replace_everywhere(device_mesh, "init_device_mesh", with_numbers(device_mesh.init_device_mesh, begins=True))
+            patches.replace(mesh, name, of_mesh(value, begins=name == "__init__"))
+    patches.replace_everywhere(device_mesh, "init_device_mesh", of_mesh(device_mesh.init_device_mesh, begins=True))
 
 
 def _wrappers(machine: Machine, patches: Patches) -> None:
@@ -66,18 +64,25 @@ def _wrappers(machine: Machine, patches: Patches) -> None:
     patches.replace(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
 
 
+class _Before(threading.local):
+    """What `bypass` was in this thread before it entered each mode, the innermost last."""
+
+    def __init__(self):
+        self.bypass = []
+
+
 def _fakes(machine: Machine, patches: Patches) -> None:
     """DTensor works out shardings with fake tensors, whose own bookkeeping takes a tensor of a dry run for what it really is."""
-    mode, before = _compat.fake_tensor.FakeTensorMode, []
+    mode, local = _compat.fake_tensor.FakeTensorMode, _Before()
     enter, leave = mode.__enter__, mode.__exit__
 
     def begin(self):
-        before.append(machine.local.bypass)
+        local.bypass.append(machine.local.bypass)
         machine.local.bypass = machine.local.bypass or machine.dry
         return enter(self)
 
     def end(self, *error):
-        machine.local.bypass = before.pop()
+        machine.local.bypass = local.bypass.pop()
         return leave(self, *error)
 
     patches.replace(mode, "__enter__", begin)

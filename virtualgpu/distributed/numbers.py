@@ -6,6 +6,7 @@ keeps its part (as gloo itself does it), an all_to_all of lists one of a single 
 
 import contextlib
 import ctypes
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -29,8 +30,9 @@ class Transfer:
 
     def carry(self, operation, *arguments) -> None:
         """Begin an operation of gloo's group."""
-        HELD[:] = [tensor for tensor in HELD if tensor() is not None]
-        HELD.extend(weakref.ref(tensor) for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor))
+        with _held:  # of several threads each has groups of its own
+            HELD[:] = [tensor for tensor in HELD if tensor() is not None]
+            HELD.extend(weakref.ref(tensor) for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor))
         self.works.append(operation(*arguments))
 
     def wait(self) -> None:
@@ -44,6 +46,7 @@ class Transfer:
 
 
 LOST: list[Call] = []  # gloo may still write into their tensors: its transfer failed
+_held = threading.Lock()
 HELD: list[weakref.ref] = []  # what gloo's threads were given, and may not have let go of
 
 

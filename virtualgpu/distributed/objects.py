@@ -9,6 +9,7 @@ import inspect
 
 from torch import distributed as dist
 
+from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
 
@@ -25,15 +26,14 @@ def install(machine: Machine, patches: Patches) -> None:
 
 
 def with_numbers(machine: Machine, original):
-    """The function, with numbers also in a dry run."""
+    """The function, with numbers also in a dry run: for the thread that calls it."""
 
     @functools.wraps(original)
     def function(*args, **kwargs):
-        before, machine.dry = machine.dry, False
-        try:
+        if not machine.some_dry:
             return original(*args, **kwargs)
-        finally:
-            machine.dry = before
+        with dry_here(False):
+            return original(*args, **kwargs)
 
     return function
 

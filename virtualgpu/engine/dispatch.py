@@ -78,7 +78,7 @@ class Dispatch(TorchDispatchMode):
                 return _compat.decompose(func, args, kwargs)
         if op.is_view and (not isinstance(args[0], Tensor) or args[0].layout is STRIDED):
             out = func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
-            if self.machine.dry:
+            if self.machine.some_dry and self.machine.dry:
                 values.follow_view(func, args, kwargs, out)
             return out
         if op.special is not None and (out := op.special(self, func, args, kwargs)) is not NotImplemented:
@@ -104,7 +104,7 @@ class Dispatch(TorchDispatchMode):
         waits = op.shape_from_values and kwargs.get("output_size") is None
         waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
         asserts = False
-        if machine.dry:
+        if machine.some_dry and machine.dry:
             if waits:
                 out = self.dry.sized(op, args, kwargs, tensors)
             elif gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:

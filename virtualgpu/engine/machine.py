@@ -10,6 +10,7 @@ from uuid import UUID
 import torch
 
 from virtualgpu.engine.home import HOME, Home, gpu_of, storage_of
+from virtualgpu.engine.in_thread import Anywhere, here
 from virtualgpu.environment import launch_blocking, uuid
 from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus
 from virtualgpu.hardware.networks import Network
@@ -102,10 +103,10 @@ class _Timeline:
         self.clock.wait_until(moment)
 
 
-class Machine:
+class Machine(Anywhere):
     """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device.
 
-    dry: operations work on shapes alone. initialized: somebody has used a GPU (torch.cuda.is_initialized). forked: this process
+    some_dry, always_dry: is a thread, are all threads in a dry run? See `dry`. initialized: somebody has used a GPU (torch.cuda.is_initialized). forked: this process
     was forked from one that had. on_first_use: called once, before the first use of a GPU. choose: says which of the cards
     CUDA_VISIBLE_DEVICES leaves, until a GPU is used. ledger: shared with the other processes of a run. gpus_per_node: how the cards are
     divided into nodes; None: they are one. network: what joins nodes; None: what PyTorch's model has for the card.
@@ -119,7 +120,7 @@ class Machine:
         self.network: Network | None = None
         self.communicators = None  # of process groups: virtualgpu.distributed puts them here
         self._equip(list(range(len(specs))) if visible is None else visible)
-        self.dry = False
+        self.always_dry = False
         self.initialized = self.forked = self.closed = False
         self.enter = None  # lets the thread that calls it see the GPUs
         self.on_first_use = None
@@ -184,6 +185,24 @@ class Machine:
     def counted_by_cpp(self) -> contextlib.AbstractContextManager[None]:
         """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
         return self._in_this_thread("counts", True)
+
+    @property
+    def dry(self) -> bool:
+        """Does this thread work on shapes alone? A thread of C++ that autograd started (it has our mode, and never entered) does where
+        some thread does."""
+        if not self.some_dry:
+            return False
+        if here.dry is not None:
+            return here.dry
+        return self.always_dry or self.local.seen is None
+
+    def be_dry(self, always: bool) -> None:
+        """All threads work on shapes alone, but where they say otherwise: the runner's --dry."""
+        self.always_dry = always
+        if always:
+            self.some_dry = True
+        else:
+            vars(self).pop("some_dry", None)
 
     @property
     def base(self) -> str:

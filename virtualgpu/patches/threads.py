@@ -1,6 +1,6 @@
 """Threads see the virtual GPUs too. A dispatch mode belongs to one thread, and so does simulated time.
 
-A thread that is started while they are on sees them from its first line, and its time goes on from who started it. The main thread
+A thread that is started while they are on sees them from its first line, and its time goes on from who started it; in a dry run it is in that, too. The main thread
 and the workers of a pool see them also where they are older. Any other thread that is older meets them as soon as it moves a
 tensor to a GPU, or calls torch.cuda; what it computes before, with tensors that others gave it, passes unseen.
 """
@@ -9,6 +9,7 @@ import concurrent.futures.thread
 import ctypes
 import threading
 
+from virtualgpu.engine.in_thread import dry_here, here
 from virtualgpu.engine.machine import Machine
 from virtualgpu.patches.registry import Patches
 
@@ -18,17 +19,18 @@ def install(machine: Machine, patches: Patches) -> None:
     Thread = threading.Thread
     start, join = Thread.start, Thread.join
     work = concurrent.futures.thread._WorkItem
-    run_item = work.run
+    begin_item, run_item = work.__init__, work.run
 
     def start_here(thread):
-        run, now = thread.run, machine.clock.host
+        run, now, dry = thread.run, machine.clock.host, here.dry
 
         def run_on_virtual_gpus():
             if not machine.closed:
                 machine.clock.inherit(now)
                 machine.enter()
             try:
-                run()
+                with dry_here(dry):
+                    run()
             finally:
                 thread._virtual_now = machine.clock.host
                 del thread.run  # it refers to the thread
@@ -41,13 +43,19 @@ def install(machine: Machine, patches: Patches) -> None:
         if not thread.is_alive() and hasattr(thread, "_virtual_now"):
             machine.clock.inherit(thread._virtual_now)
 
+    def submit_here(item, *args, **kwargs):
+        begin_item(item, *args, **kwargs)
+        item._virtual_dry = here.dry
+
     def run_here(item, *args, **kwargs):
         if machine.local.seen is not machine and not machine.closed:
             machine.enter()
-        return run_item(item, *args, **kwargs)
+        with dry_here(getattr(item, "_virtual_dry", here.dry)):
+            return run_item(item, *args, **kwargs)
 
     patches.replace(Thread, "start", start_here)
     patches.replace(Thread, "join", join_here)
+    patches.replace(work, "__init__", submit_here)
     patches.replace(work, "run", run_here)  # a pool's worker that was there before
 
 

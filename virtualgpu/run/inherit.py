@@ -72,7 +72,7 @@ def take(offered: bytes | None) -> None:
     if machine is None:
         machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
         machine.share(Ledger(folder, len(specs)))
-    machine.dry = dry
+    machine.be_dry(dry)
     if recording:
         machine.clock.spans = []
 

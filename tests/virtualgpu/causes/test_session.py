@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import virtualgpu
 from virtualgpu import session
+from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.hardware.specs import find_all
 
 ONE = torch.device("cuda:1")
@@ -339,9 +340,8 @@ def test_dry_run_heeds_settings_that_change(setting):
         setting(True)
         try:
             dry = results()
-            virtualgpu.machine().dry = False
-            with_numbers = results()
-            virtualgpu.machine().dry = True
+            with dry_here(False):
+                with_numbers = results()
         finally:
             setting(False)
         assert dry == with_numbers and results() == first
