@@ -21,8 +21,12 @@ def install(machine: Machine, patches: Patches) -> None:
 
         def __new__(cls, device="cpu"):
             gpu = None if device is None else machine.gpu(device)
+            return cls._of(None if gpu is None else gpu.device)
+
+        @classmethod
+        def _of(cls, gpu: torch.device | None):
             self = super().__new__(cls, device="cpu")
-            self._gpu = None if gpu is None else gpu.device
+            self._gpu = gpu
             if gpu is not None:
                 GENERATORS[self._cdata] = self
             return self
@@ -35,13 +39,27 @@ def install(machine: Machine, patches: Patches) -> None:
             """A state that came over a GPU has no values in a dry run, nor has what is drawn there: this one goes on."""
             return self if _compat.is_really_meta(new_state) else super().set_state(new_state)
 
+        def clone_state(self):
+            """Another generator of the same device that goes on as this one does."""
+            return type(self)._of(self._gpu).set_state(self.get_state())
+
+        def __reduce__(self):
+            """For copies and pickles, as PyTorch's own, which knows the device of C++ alone."""
+            kind, _, state = super().__reduce__()
+            return kind, (self.device,), state
+
+        def _refused(self, *args):
+            raise NotImplementedError(
+                "CUDA graphs are not modelled by virtual GPUs, nor are generators that share a state for them"
+            )
+
+        graphsafe_get_state = graphsafe_set_state = _refused
+
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     patches.replace(torch, "Generator", Generator)
     made = []
     for index in range(len(machine.specs)):
-        generator = original.__new__(Generator, device="cpu")
-        generator._gpu = torch.device("cuda", index)
-        GENERATORS[generator._cdata] = generator
+        generator = Generator._of(torch.device("cuda", index))
         generator.manual_seed(torch.initial_seed())
         made.append(generator)
     patches.set(torch.cuda, "default_generators", tuple(made))

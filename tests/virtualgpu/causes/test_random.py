@@ -1,6 +1,8 @@
 """Each GPU has its own random numbers, which leave the CPU's alone."""
 
+import copy
 import itertools
+import pickle
 import threading
 
 import pytest
@@ -97,6 +99,33 @@ def test_generators_of_ones_own(gpus):
     assert torch.equal(first, torch.rand(3, device=ONE, generator=generator))
     assert torch.equal(torch.cuda.get_rng_state(1), others)
     assert torch.empty(3, device=ONE).normal_(generator=generator).device == ONE
+
+
+COPIES = {
+    "clone_state": lambda generator: generator.clone_state(),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda generator: pickle.loads(pickle.dumps(generator)),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_generator_is_of_its_device(gpus, make, device):
+    for generator in (torch.Generator(device).manual_seed(5), torch.cuda.default_generators[1]):
+        torch.rand(3, device=generator.device, generator=generator)
+        copied = make(generator)
+        assert copied is not generator and copied.device == generator.device
+        assert copied.initial_seed() == generator.initial_seed()
+        drawn = [torch.rand(3, device=g.device, generator=g) for g in (copied, generator)]
+        assert torch.equal(*drawn)
+
+
+def test_generators_for_cuda_graphs_are_refused(gpus):
+    generator = torch.Generator("cuda")
+    for call in (generator.graphsafe_get_state, lambda: generator.graphsafe_set_state(generator)):
+        with pytest.raises(NotImplementedError, match="CUDA graphs are not modelled"):
+            call()
 
 
 @pytest.mark.parametrize(("kind", "device"), [("cpu", "cuda:0"), ("cuda", "cpu")])
