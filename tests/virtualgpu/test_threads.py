@@ -159,9 +159,9 @@ def test_what_has_numbers_in_a_dry_run_has_them_for_its_thread(monkeypatch):
 @pytest.mark.parametrize("depths", [(2, 1), (1, 2), (1, 1)], ids=str)
 def test_fake_tensors_of_two_threads(depths):
     """In a dry run our bookkeeping looks away from a FakeTensorMode: until that thread has left it, and not for ever."""
-    virtualgpu.gpus(1)
+    virtualgpu.gpus(2)
 
-    def fake(turn, depth):
+    def fake(turn, device, depth):
         with virtualgpu.dry_run():
             mode = FakeTensorMode()
             with contextlib.ExitStack() as modes:
@@ -169,11 +169,11 @@ def test_fake_tensors_of_two_threads(depths):
                     modes.enter_context(mode)
                 turn()
             turn()
-            before = torch.cuda.memory_allocated()
-            x = torch.ones(1 << 20, device="cuda")
-            return torch.cuda.memory_allocated() - before == x.nbytes
+            x = torch.ones(1 << 20, device=device)
+            return torch.cuda.memory_allocated(device) == x.nbytes
 
-    found = Turns("abab").run(a=functools.partial(fake, depth=depths[0]), b=functools.partial(fake, depth=depths[1]))
+    a, b = (functools.partial(fake, device=f"cuda:{at}", depth=depth) for at, depth in enumerate(depths))
+    found = Turns("abab").run(a=a, b=b)
     assert found == {"a": True, "b": True}
 
 

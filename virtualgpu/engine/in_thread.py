@@ -16,9 +16,10 @@ here = _Here()
 
 
 class Anywhere:
-    """`some_dry`: is a thread in a dry run? Asked at each operation, before it is asked which."""
+    """some_dry: is a thread in a dry run? Asked at each operation, before it is asked which. epoch: a number of the present dry runs."""
 
     some_dry = False
+    epoch = 1  # another one after each time in which some thread was in a dry run
     _count, _lock = 0, threading.Lock()
 
     @classmethod
@@ -28,13 +29,14 @@ class Anywhere:
             Anywhere._count = max(
                 0, Anywhere._count + step
             )  # a forked process may leave a block that its parent entered
-            Anywhere.some_dry = Anywhere._count > 0
+            was, Anywhere.some_dry = Anywhere.some_dry, Anywhere._count > 0
+            Anywhere.epoch += was and not Anywhere.some_dry
 
     @classmethod
     def begin_anew(cls) -> None:
         """In a process that was just forked: its one thread computes with numbers."""
         here.dry, Anywhere._lock = None, threading.Lock()
-        Anywhere._count, Anywhere.some_dry = 0, False
+        Anywhere._count, Anywhere.some_dry, Anywhere.epoch = 0, False, Anywhere.epoch + 1
 
 
 @contextlib.contextmanager

@@ -4,6 +4,9 @@ reads back, or which ranks tell each other.
 
 The tensor itself stays a shape, as all that is made in a dry run. Its values stand beside it, in an attribute; they are nan, or 0,
 from when something without values is written to it. Who reads them gets that; no shape depends on them any more.
+
+What came with its numbers (from before the dry run, from NumPy, from a file) keeps them in memory, which is its owner's: where something
+without values is written to it, it is marked as not known until the dry run ends, and who reads it there gets nan.
 """
 
 import torch
@@ -11,10 +14,11 @@ from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.in_thread import Anywhere
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 
 VALUES = "_virtual_values"
-FORGOTTEN = "_virtual_forgotten"  # of a storage of values: nan or 0 stands where one is not known
+FORGOTTEN = "_virtual_forgotten"  # of a storage of values: not all are known. True, or the epoch for which that holds
 # Each of these is known to be that as soon as one of its tensors is that everywhere
 DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
@@ -26,7 +30,9 @@ def values_of(tensor: Tensor) -> Tensor | None:
     file). None: they are not known."""
     if _compat.is_really_meta(tensor):
         return getattr(tensor, VALUES, None)
-    return tensor if tensor.numel() <= LIMIT and gpu_of(tensor) is None else None
+    if tensor.numel() > LIMIT or gpu_of(tensor) is not None:
+        return None
+    return _nothing(tensor) if is_unknown(tensor) else tensor
 
 
 def known_of(tensor: Tensor) -> Tensor | None:
@@ -36,10 +42,29 @@ def known_of(tensor: Tensor) -> Tensor | None:
 
 
 def _forgotten(values) -> bool:
-    return any(getattr(value.untyped_storage(), FORGOTTEN, False) for value in values)
+    return any(is_forgotten(value.untyped_storage()) for value in values)
 
 
-def _mark(values, forgotten: bool) -> None:
+def is_forgotten(storage) -> bool:
+    """Was something without values written to it, in a dry run that is still on?"""
+    mark = getattr(storage, FORGOTTEN, False)
+    return mark is True or (mark is not False and mark == Anywhere.epoch)
+
+
+def is_unknown(tensor: Tensor) -> bool:
+    """Are the numbers in its memory not those that it would have? Whole numbers that are really there stay to be read (DDP's C++ reads
+    its buckets from such a tensor, which came back from a broadcast)."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and _forgotten([tensor])
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    """nan in its shape. Call it untracked."""
+    values = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").fill_(float("nan"))
+    _mark([values], True)
+    return values
+
+
+def _mark(values, forgotten: bool | int) -> None:
     for value in values:
         setattr(value.untyped_storage(), FORGOTTEN, forgotten)
 
@@ -61,34 +86,31 @@ def beside(tensor: Tensor) -> Tensor:
 
 
 def written(op, args, kwargs, tensors):
-    """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in has some. Otherwise they are
-    forgotten. NotImplemented for what is a shape."""
+    """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in is known. Otherwise they stay
+    as they are, and count as forgotten; whole numbers are carried out all the same. NotImplemented for what is a shape."""
     targets = _written(op, args, kwargs)
     if op.returns not in ([], [0]) or any(map(_compat.is_really_meta, targets)):
         return NotImplemented
     values = [values_of(tensor) if _compat.is_really_meta(tensor) else tensor for tensor in tensors]
-    if any(value is None for value in values):
+    real = any(target.is_floating_point() or target.is_complex() for target in targets)
+    if any(value is None for value in values) or (real and _forgotten(_read(op, values))):
         forget(targets)
     else:
         _with(values, tensors, op.func, args, kwargs)
-        _pass_on(op, values, targets)
+        _pass_on(op, values, targets, Anywhere.epoch)
     return args[0] if op.returns else None
 
 
 def forget(tensors) -> None:
-    """Something without values was written to them: nan, or 0, is what their views see as well. Whole numbers that are really there stay to
-    be read (DDP's C++ reads its buckets from such a tensor, which came back from a broadcast), and no shape depends on them. What a GPU
-    held before the dry run stays as it is."""
+    """Something without values was written to them: nan, or 0, is what is beside them from now on, which their views see as well. What
+    came with its numbers keeps them, and is marked; what a GPU held before the dry run stays as it is."""
     for tensor in tensors:
-        beside = _compat.is_really_meta(tensor)
-        values = getattr(tensor, VALUES, None) if beside else tensor
-        if values is None or not (beside or gpu_of(tensor) is None):
-            continue
-        if values.is_floating_point() or values.is_complex():
-            values.fill_(float("nan"))
-        elif beside:
-            values.zero_()
-        _mark([values], True)
+        if not _compat.is_really_meta(tensor):
+            if gpu_of(tensor) is None:
+                _mark([tensor], Anywhere.epoch)
+        elif (values := getattr(tensor, VALUES, None)) is not None:
+            values.fill_(float("nan") if values.is_floating_point() or values.is_complex() else 0)
+            _mark([values], True)
 
 
 def follow(op, args, kwargs, tensors, out) -> None:
@@ -106,13 +128,17 @@ def follow(op, args, kwargs, tensors, out) -> None:
         _pass_on(op, values, found)
 
 
-def _pass_on(op: Operation, values, found) -> None:
+def _pass_on(op: Operation, values, found, mark: bool | int = True) -> None:
     """What comes of forgotten values counts as forgotten, too; what is overwritten by known ones is known again."""
-    anew = op.write_only or op.copies
-    if _forgotten(values[1:] if anew else values):
-        _mark(found, True)
-    elif anew:
+    if _forgotten(_read(op, values)):
+        _mark(found, mark)
+    elif op.write_only or op.copies:
         _written_anew(found)
+
+
+def _read(op: Operation, values: list) -> list:
+    """Of the tensors that an operation is given, those that it reads; the first is the one that it writes to."""
+    return values[1:] if op.write_only or op.copies else values
 
 
 def _written_anew(values) -> None:

@@ -12,6 +12,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.home import HOME
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.values import is_forgotten
 from virtualgpu.patches.registry import Patches
 from virtualgpu.patches.storage import meta_storage
 
@@ -101,6 +102,8 @@ class _Seeker(pickle.Pickler):
 def _made_dry(storage, machine: Machine) -> bool:
     """Outside a dry run PyTorch's own meta tensors are saved as such, and a GPU's tensor without values was made in one."""
     home = getattr(storage, HOME, None)
+    if machine.dry and is_forgotten(storage):
+        return True
     return _has_no_values(storage) and (machine.dry or (home is not None and home.gpu is not None))
 
 

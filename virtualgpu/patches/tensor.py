@@ -249,7 +249,7 @@ class TensorPatches:
         if gpu is not None:
             self.machine.clock.wait_for(self.machine.clock.current(gpu.index))
         with self.machine.untracked():
-            text = original(tensor, tensor_contents=tensor_contents)
+            text = original(self._with_values(tensor), tensor_contents=tensor_contents)
         if gpu is None:
             return text
         end = re.search(r"(, (size|dtype|requires_grad|grad_fn|layout|tangent|nnz)=[^\n]*)?\)$", text)
@@ -258,12 +258,15 @@ class TensorPatches:
     def _with_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """In a dry run few have some; for the others nan, or zero. Raises RuntimeError for what was made in one, outside it."""
         if not _compat.is_really_meta(tensor):
-            return tensor
-        if not self.machine.dry:
+            if not (
+                self.machine.some_dry and self.machine.dry and gpu_of(tensor) is None and values.is_unknown(tensor)
+            ):
+                return tensor
+        elif not self.machine.dry:
             if gpu_of(tensor) is not None:
                 raise without_values()
             return tensor
-        if (known := values.values_of(tensor)) is not None:
+        elif (known := values.values_of(tensor)) is not None:
             return known
         nothing = math.nan if tensor.is_floating_point() else 0
         with self.machine.untracked():

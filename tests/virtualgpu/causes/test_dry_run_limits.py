@@ -1,6 +1,7 @@
 """What a dry run cannot do, and what its tensors cannot do after it: said in a sentence, with the way out."""
 
 import io
+import math
 import pickle
 
 import pytest
@@ -278,3 +279,61 @@ def test_addresses_tell_tensors_apart(dry):
     ):
         model[0].weight.data_ptr()
     assert len({parameter.data_ptr() for parameter in model.to("cuda").parameters()}) == 4
+
+
+OUTSIDE = {
+    "a tensor": lambda: (values := torch.arange(3.0), values),
+    "a NumPy array": lambda: (values := pytest.importorskip("numpy").arange(3.0), torch.from_numpy(values)),
+    "a view": lambda: (values := torch.arange(6.0), values[3:]),
+    "a parameter": lambda: (values := nn.Parameter(torch.arange(3.0)), values.data),
+    "whole numbers": lambda: (values := torch.arange(3), values),
+}
+WRITTEN = {
+    "+=": lambda t, unknown: t.add_(unknown),
+    "copy_": lambda t, unknown: t.copy_(unknown),
+    "a part": lambda t, unknown: t.__setitem__(0, unknown[0]),
+    "twice": lambda t, unknown: t.add_(unknown).add_(unknown),
+    "out=": lambda t, unknown: torch.mul(unknown, 2, out=t),
+    "then what is known": lambda t, unknown: t.add_(unknown).mul_(2).sub_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN)
+@pytest.mark.parametrize("make", OUTSIDE)
+def test_what_is_the_callers_keeps_its_numbers(gpus, make, write):
+    """A dry run has none to write there. In it, they are not known; after it, they are as they were before."""
+    if (make, write) == ("whole numbers", "then what is known"):
+        pytest.skip("what is known is carried out on whole numbers, which stay to be read")
+    owner, tensor = OUTSIDE[make]()
+    before = owner.tolist()
+    with virtualgpu.dry_run():
+        other = (
+            torch.ones(3, device="cuda").cumsum(0).to(tensor.dtype)
+            if make != "whole numbers"
+            else torch.ones(3, device="cuda").exp().long()
+        )
+        WRITTEN[write](tensor, other.cpu())
+        if make != "whole numbers":
+            read = (
+                tensor[0].item(),
+                tensor.tolist()[0],
+                *tensor.numpy()[:1],
+                (tensor + 1)[0].item(),
+                tensor.sum().item(),
+            )
+            assert all(map(math.isnan, read)) and "nan" in repr(tensor)
+        with pytest.raises(NotImplementedError, match="values, which this dry run does not know"):
+            tensor.nonzero()
+        with pytest.raises(RuntimeError, match="no values to save"):
+            torch.save(tensor, io.BytesIO())
+    assert owner.tolist() == before
+    with virtualgpu.dry_run():  # another one knows them
+        assert tensor.tolist() == before[-3:] and tensor.nonzero().shape == (3 - (before[-3] == 0), 1)
+
+
+def test_what_is_written_anew_is_known_again(dry):
+    tensor = torch.from_numpy(pytest.importorskip("numpy").arange(3.0))
+    tensor += torch.ones(3, device="cuda").cpu()
+    assert math.isnan(tensor[0].item())
+    tensor.fill_(7)
+    assert tensor.tolist() == [7, 7, 7] and tensor.nonzero().shape == (3, 1)
