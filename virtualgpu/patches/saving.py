@@ -2,9 +2,9 @@
 
 import contextlib
 import functools
-import io
 import os
-import pickle
+import shutil
+import tempfile
 import warnings
 
 import torch
@@ -23,7 +23,7 @@ def install(machine: Machine, patches: Patches) -> None:
 
     def tag(storage) -> str | None:
         if _made_dry(storage, machine):
-            raise _refusal()  # hidden from the look into what is to be saved
+            raise NoValues
         home = getattr(storage, HOME, None)
         return None if home is None or home.gpu is None else f"cuda:{home.gpu.index}"
 
@@ -56,47 +56,42 @@ def install(machine: Machine, patches: Patches) -> None:
 
 
 def _save(machine: Machine, patches: Patches) -> None:
-    """torch.save empties a file before it looks at what it is to write: what has no values is found before that."""
+    """torch.save empties a file before it looks at what it is to write. Where tensors of a dry run may be among that, it writes to a
+    temporary file first: once, since what is pickled may do something by that."""
     original = torch.save
 
     @functools.wraps(original)
     def save(obj, f, *args, **kwargs):
-        if not _has_made_dry(obj, machine):
+        if not machine.some_dry and machine.epoch == 1:
             return original(obj, f, *args, **kwargs)
-        if machine.dry and isinstance(f, (str, os.PathLike)):
-            what = f"a dry run has no values to save: {os.fspath(f)} is not written"
-            return warnings.warn(what, stacklevel=2)
-        raise _refusal()
+        with tempfile.SpooledTemporaryFile(IN_MEMORY) as held:
+            try:
+                original(obj, held, *args, **kwargs)
+            except NoValues:
+                if machine.dry and isinstance(f, (str, os.PathLike)):
+                    what = f"a dry run has no values to save: {os.fspath(f)} is not written"
+                    return warnings.warn(what, stacklevel=2)
+                raise
+            held.seek(0)
+            if isinstance(f, (str, os.PathLike)):
+                with open(f, "wb") as file:
+                    shutil.copyfileobj(held, file)
+            else:
+                shutil.copyfileobj(held, f)
 
     patches.replace_everywhere(torch.serialization, "save", save)
 
 
-def _refusal() -> RuntimeError:
-    return RuntimeError(
-        "this tensor comes from a dry run and has no values to save: switch saving off there, or make it outside dry_run()"
-    )
+IN_MEMORY = 64 << 20  # bytes; a larger file goes to the disk
 
 
-def _has_made_dry(obj, machine: Machine) -> bool:
-    """Is there a tensor in it that has no values because of a dry run?"""
-    seeker = _Seeker(machine)
-    with contextlib.suppress(Exception):  # what cannot be pickled, torch.save says better
-        seeker.dump(obj)
-    return seeker.found
+class NoValues(RuntimeError):
+    """What is to be saved has a tensor of a dry run."""
 
-
-class _Seeker(pickle.Pickler):
-    """Walks through all that is to be saved, as torch.save does, and writes none of its tensors."""
-
-    def __init__(self, machine: Machine):
-        super().__init__(io.BytesIO(), protocol=5, buffer_callback=lambda array: None)  # arrays are not copied
-        self.machine, self.found = machine, False
-
-    def persistent_id(self, thing):
-        if not isinstance(thing, (torch.UntypedStorage, torch.storage.TypedStorage)):
-            return None
-        self.found |= _made_dry(getattr(thing, "_untyped_storage", thing), self.machine)
-        return "storage"
+    def __init__(self):
+        super().__init__(
+            "this tensor comes from a dry run and has no values to save: switch saving off there, or make it outside dry_run()"
+        )
 
 
 def _made_dry(storage, machine: Machine) -> bool:

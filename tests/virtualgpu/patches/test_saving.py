@@ -1,17 +1,16 @@
 """Files and loaders in a dry run: what they bring has its values, what is to be saved has none, and no file is lost for it."""
 
+import io
 import os
-import tracemalloc
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import virtualgpu
-from virtualgpu.patches import saving
+from virtualgpu.engine.in_thread import Anywhere
 
 WHERE = {
     "name": "cuda:1",
@@ -96,10 +95,35 @@ def test_pytorchs_own_meta_tensors_are_saved_as_ever(gpus, checkpoint):
     assert torch.load(checkpoint).device.type == "meta"
 
 
-def test_the_look_before_saving_copies_no_arrays(gpus):
-    held = {"array": np.zeros(4 << 20), "weight": torch.ones(3, device="cuda")}
-    tracemalloc.start()
-    assert not saving._has_made_dry(held, virtualgpu.machine())
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
+class Counted:
+    """How often it was pickled."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __reduce__(self):
+        self.times += 1
+        return dict, ()
+
+
+@pytest.mark.parametrize("kind", ["a path", "a file"])
+@pytest.mark.parametrize("when", ["never", "before", "inside"])
+def test_what_is_saved_is_pickled_once(gpus, tmp_path, monkeypatch, when, kind):
+    """Whether or not there is, or was, a dry run, whose tensors may be in it."""
+    monkeypatch.setattr(Anywhere, "epoch", 1)
+    if when == "before":
+        with virtualgpu.dry_run():
+            pass
+    counted, weight = Counted(), torch.arange(3.0)
+    target = tmp_path / "saved.pt" if kind == "a path" else io.BytesIO()
+    with virtualgpu.dry_run() if when == "inside" else nullcontext():
+        torch.save({"counted": counted, "weight": weight}, target)
+    assert counted.times == 1
+    if kind == "a file":
+        target.seek(0)
+    assert torch.equal(torch.load(target, weights_only=False)["weight"], weight)
+
+
+def test_a_folder_that_is_not_there(gpus, tmp_path):
+    with virtualgpu.dry_run(), pytest.raises((RuntimeError, FileNotFoundError), match="folder"):
+        torch.save({"epoch": 3}, tmp_path / "folder" / "file.pt")
