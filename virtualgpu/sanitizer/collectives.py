@@ -20,12 +20,11 @@ def install(machine: Machine, patches: Patches, detector: Detector) -> None:
     from virtualgpu.distributed.work import VirtualWork
 
     clock, order = machine.clock, detector.order
+    start, join = Communicator.start, VirtualWork.join
 
-    def collective(work, of, call, gpu, asynchronous, pairs) -> None:
-        current = clock.current(gpu.index)
-        queue = work.stream
-        detector.joined(queue, [current])
-        begun = detector.work(call.kind)
+    def collective(work, kind: str, pairs) -> None:
+        queue, begun = work.stream, detector.work(kind)
+        detector.joined(queue, [clock.current(work.gpu.index)])
         for outputs, inputs in pairs:
             for tensor in inputs:
                 begun.touch(tensor, "input", False, queue)
@@ -33,14 +32,12 @@ def install(machine: Machine, patches: Patches, detector: Detector) -> None:
                 begun.touch(tensor, "output", True, queue)
         _remember(work, queue)
 
-    start = Communicator.start
-
     def start_and_tell(of, call, gpu, asynchronous):
         __tracebackhide__ = True
         pairs = list(call.pairs)  # a work that is done lets go of them
         work = start(of, call, gpu, asynchronous)
         if of.machine is machine:
-            collective(work, of, call, gpu, asynchronous, pairs)
+            collective(work, call.kind, pairs)
         return work
 
     def messages(_, of, exchange) -> None:
@@ -57,12 +54,16 @@ def install(machine: Machine, patches: Patches, detector: Detector) -> None:
         with detector.lock:
             setattr(work, STATE, order.state(queue))
 
-    def waited(_, work, *args) -> None:
+    def waits(work) -> None:
         """The current stream waits for it; after a barrier the host does."""
         with detector.lock:
             order.wait(clock.current(work.gpu.index), getattr(work, STATE, {}))
             if getattr(getattr(work, "call", None), "kind", "") == "barrier":
                 order.host_waits(getattr(work, STATE, {}))
+
+    def join_and_tell(work):
+        waits(work)  # before what is done with the work's future
+        return join(work)
 
     def asked(over, work) -> None:
         if over:
@@ -71,7 +72,7 @@ def install(machine: Machine, patches: Patches, detector: Detector) -> None:
 
     patches.replace(Communicator, "start", start_and_tell)
     after(patches, Messages, "start", messages)
-    after(patches, VirtualWork, "join", waited)
-    after(patches, Exchange, "wait", waited)
+    patches.replace(VirtualWork, "join", join_and_tell)
+    after(patches, Exchange, "wait", lambda _, work, *args: waits(work))
     for kind in (VirtualWork, Exchange):
         after(patches, kind, "is_completed", asked)
