@@ -144,17 +144,18 @@ def activate(
     dry: bool = False,
     gpus_per_node: int | None = None,
     network: str | None = None,
-    sanitize: bool = False,
+    sanitize: bool | None = None,
 ) -> Machine:
     """Virtual GPUs on, without a word, and passing for real ones: what the runner does in each process, after `import torch`.
 
-    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network: as in `gpus`. sanitize: races
-    are looked for, also on others that the program makes.
+    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network: as in `gpus`. sanitize: are
+    races looked for, also on others that the program makes? As before unless given.
     """
     global _played
     _played = None
     _close()
-    look_for_races(sanitize)
+    if sanitize is not None:
+        look_for_races(sanitize)
 
     def choose() -> list[int]:
         return visible_gpus(len(cards), gpus_per_node=gpus_per_node)

@@ -22,7 +22,7 @@ def install(machine: Machine, patches: Patches, detector: Detector) -> None:
     clock, order = machine.clock, detector.order
     start, join = Communicator.start, VirtualWork.join
 
-    def collective(work, kind: str, pairs) -> None:
+    def collective(work, kind: str, pairs, asynchronous: bool) -> None:
         queue, begun = work.stream, detector.work(kind)
         detector.joined(queue, [clock.current(work.gpu.index)])
         for outputs, inputs in pairs:
@@ -31,13 +31,15 @@ def install(machine: Machine, patches: Patches, detector: Detector) -> None:
             for tensor in outputs:
                 begun.touch(tensor, "output", True, queue)
         _remember(work, queue)
+        if kind == "barrier" and not asynchronous:
+            order.host_waits(order.state(queue))
 
     def start_and_tell(of, call, gpu, asynchronous):
         __tracebackhide__ = True
         pairs = list(call.pairs)  # a work that is done lets go of them
         work = start(of, call, gpu, asynchronous)
         if of.machine is machine:
-            collective(work, call.kind, pairs)
+            collective(work, call.kind, pairs, asynchronous)
         return work
 
     def messages(_, of, exchange) -> None:

@@ -12,7 +12,7 @@ import torch
 
 Frames = tuple[tuple[CodeType, int], ...]  # code and instruction, innermost first
 
-SHOWN = 3
+SHOWN = 2
 DEEPEST = 8  # frames that are kept
 _OURS = tuple(str(Path(path)) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})

@@ -6,7 +6,7 @@ import torch
 
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.factories import Factories
-from virtualgpu.engine.home import gpu_of, storage_of
+from virtualgpu.engine.home import PLAIN, gpu_of, storage_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import EMPTY, RESIZING, Operation
 from virtualgpu.engine.timing import Timing
@@ -107,7 +107,7 @@ def _copies(machine: Machine, patches: Patches, detector: Detector) -> None:
         __tracebackhide__ = True
         if patched.machine is not machine:
             return carry(patched, tensor, target, wait)
-        begun, source = detector.work("copy"), gpu_of(tensor)
+        begun, source = detector.work("copy (Tensor.to)"), gpu_of(tensor)
         if source is not None and target is not None and source is not target:
             detector.met(detector.clock.current(source.index), detector.clock.current(target.index))
         if source is not None:
@@ -132,7 +132,7 @@ def _reads(machine: Machine, patches: Patches, detector: Detector) -> None:
 
         def read(tensor, *args, **kwargs):
             __tracebackhide__ = True
-            if not machine.local.bypass and not machine.closed and storage_of(tensor) is not None:
+            if type(tensor) in PLAIN and not machine.local.bypass and not machine.closed:
                 what = f"Tensor.{name}"
                 if gpu_of(tensor) is None:
                     detector.host(what, tensor)

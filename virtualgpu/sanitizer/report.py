@@ -16,19 +16,21 @@ class UnsynchronizedAccessError(RuntimeError):
     It has the name of PyTorch's own (`torch.cuda._sanitizer`), and is a RuntimeError.
     """
 
+    __module__ = "virtualgpu.sanitizer"
+
 
 def race(new: Access, old: Access, memory: Accesses, where: str) -> UnsynchronizedAccessError:
     """The error. where: the device, and the address."""
     doing = "writing" if old.writes else "reading"
-    does = "writes" if new.writes else "reads"
+    does = "writes to" if new.writes else "reads"
     what = "a tensor that" if old.freed is None else "memory that"
     text = [
-        f"{_rank()}a race: {_by(new)} {does} {what} {_by(old)} may still be {doing}"
+        f"{_rank()}a race: {_by(new)} {does} {what} {_by(old)} may still be {doing}{' to' * old.writes}"
         + ("." if old.freed is None else ": the tensor that was there has been freed."),
         *_part("tensor", f"{_dtype(new)} of shape {new.shape}, {format_size(new.end - new.start)} {where}", None),
         *(_part("made", "", memory.frames) if memory.frames else ()),
-        *_part("now", f"{_use(new)}", new.frames),
-        *_part("before", f"{_use(old)}" + ("" if old.freed is None else f" of shape {old.shape}"), old.frames),
+        *_part("now", _use(new, "it"), new.frames),
+        *_part("before", _use(old, "it" if old.freed is None else f"the tensor of shape {old.shape}"), old.frames),
         *(_part("freed", "", old.freed) if old.freed else ()),
         *_part("cure", _cure(new, old, memory), None),
     ]
@@ -42,19 +44,17 @@ def _part(name: str, text: str, where: frames.Frames | None) -> list[str]:
 
 
 def _by(access: Access) -> str:
-    return f"{access.operation} on {stream(access.queue)}"
+    return f"the host ({access.operation})" if access.queue is None else f"{access.operation} on {stream(access.queue)}"
 
 
-def _use(access: Access) -> str:
-    verb = "writes" if access.writes else "reads"
-    argument = f" as {access.argument!r}" if access.argument else ""
-    return f"{access.operation} {verb} it{argument}, on {stream(access.queue)}"
+def _use(access: Access, what: str) -> str:
+    verb = "writes to" if access.writes else "reads"
+    argument = f" (its argument {access.argument!r})" if access.argument not in ("", "out") else ""
+    return f"{_by(access)} {verb} {what}{argument}"
 
 
-def stream(queue: Queue | None) -> str:
-    """How a stream is called: by its stream_id; None is the host."""
-    if queue is None:
-        return "the host"
+def stream(queue: Queue) -> str:
+    """How a stream is called: by its stream_id."""
     if queue.id == DEFAULT:
         return f"the default stream of cuda:{queue.gpu}"
     if queue.id >= COMMUNICATION:
