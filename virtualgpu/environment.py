@@ -46,10 +46,10 @@ class Settings(NamedTuple):
     folder: str | None = None
     trace: bool = False
     report: bool = False
+    sanitize: bool = False
     alone: tuple[int, int, int] | None = None  # world_size, rank, gpus_per_node: this process plays one rank of many
     gpus_per_node: int | None = None
     network: str | None = None
-    sanitize: bool = False
 
     def text(self) -> str:
         """The value for VIRTUALGPU; `settings` reads it."""

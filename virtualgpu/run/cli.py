@@ -143,7 +143,7 @@ def _settings(options: Options) -> environment.Settings:
     network = None if options.network is None else _checked("--network", cards.network, options.network)
     trace, report, sanitize = bool(options.trace), options.report, options.sanitize
     return environment.Settings(
-        found, options.dry, None, trace, report, alone and tuple(alone), per_node, network, sanitize
+        found, options.dry, None, trace, report, sanitize, alone and tuple(alone), per_node, network
     )
 
 

@@ -22,11 +22,10 @@ class UnsynchronizedAccessError(RuntimeError):
 def race(new: Access, old: Access, memory: Accesses, where: str) -> UnsynchronizedAccessError:
     """The error. where: the device, and the address."""
     doing = "writing" if old.writes else "reading"
-    does = "writes to" if new.writes else "reads"
-    what = "a tensor that" if old.freed is None else "memory that"
+    does = "overwrites" if new.writes else "reads"
+    gone = "" if old.freed is None else ", of a tensor that was freed"
     text = [
-        f"{_rank()}a race: {_by(new)} {does} {what} {_by(old)} may still be {doing}{' to' * old.writes}"
-        + ("." if old.freed is None else ": the tensor that was there has been freed."),
+        f"{_rank()}a race: {_by(new)} {does} what {_by(old)} may still be {doing}{gone}",
         *_part("tensor", f"{_dtype(new)} of shape {new.shape}, {format_size(new.end - new.start)} {where}", None),
         *(_part("made", "", memory.frames) if memory.frames else ()),
         *_part("now", _use(new, "it"), new.frames),
@@ -48,7 +47,7 @@ def _by(access: Access) -> str:
 
 
 def _use(access: Access, what: str) -> str:
-    verb = "writes to" if access.writes else "reads"
+    verb = "writes" if access.writes else "reads"
     argument = f" (its argument {access.argument!r})" if access.argument not in ("", "out") else ""
     return f"{_by(access)} {verb} {what}{argument}"
 
@@ -64,21 +63,21 @@ def stream(queue: Queue) -> str:
 
 def _cure(new: Access, old: Access, memory: Accesses) -> str:
     if old.queue.id >= COMMUNICATION:
-        return f"call wait() on the work that {old.operation} returned, before this line."
+        return f"call wait() on the work that {old.operation} returned, before this line"
     if new.queue is None:
         return (
-            f"before this line let the host wait: synchronize() of {stream(old.queue)}, or of an event that was recorded there behind "
-            "that work; torch.cuda.synchronize() waits for all."
+            f"let the host wait before this line: synchronize() of {stream(old.queue)}, or of an event recorded there behind that work; "
+            "torch.cuda.synchronize() waits for all"
         )
     if old.freed is not None and old.queue.id != memory.stream:
         return (
             f"call tensor.record_stream(stream) for {stream(old.queue)} on the tensor that is freed, or free it when the stream that it "
-            "was allocated on has waited for that one."
+            "was made on has waited for that one"
         )
     at = "the current stream" if new.queue.id >= COMMUNICATION else stream(new.queue)
     return (
-        f"before this line let {at} wait for {stream(old.queue)}: stream.wait_stream(other), or stream.wait_event(event) of an event "
-        "that was recorded behind that work."
+        f"let {at} wait for {stream(old.queue)} before this line: stream.wait_stream(other), or wait_event() of an event recorded behind "
+        "that work"
     )
 
 

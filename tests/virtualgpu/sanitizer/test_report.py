@@ -39,7 +39,9 @@ def test_freed_memory(sanitize):
     assert any(re.match(r"  freed   .*in freed_while_in_use: del x$", line) for line in lines)
 
 
-@pytest.mark.parametrize(("program", "doing"), [(programs.source_overwritten, "writes to"), (programs.read_early, "reads")])
+@pytest.mark.parametrize(
+    ("program", "doing"), [(programs.source_overwritten, "writes to"), (programs.read_early, "reads")]
+)
 def test_the_host(sanitize, program, doing):
     lines = told(program)
     assert f"the host (aten::{'zero_' if doing == 'writes to' else 'sum'}) {doing} a tensor" in lines[0]
