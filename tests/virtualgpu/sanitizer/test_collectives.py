@@ -103,7 +103,7 @@ def test_collectives_and_messages(on_gpus):
         for name, (right, forgotten) in found.items():
             assert right == "", name
             assert forgotten.startswith(f"rank {rank}: a race: "), (name, forgotten)
-    assert "all_reduce on a stream of communication of cuda:1 may still be writing to" in found["result_used"][1]
+    assert "all_reduce on a stream of communication of cuda:1 may still be writing" in found["result_used"][1]
     assert "call wait() on the work that all_reduce returned" in found["result_used"][1]
     assert "recv from rank 0" in found["message_on_its_way"][1]
     assert "test_collectives.py" in found["result_used"][1]
