@@ -139,6 +139,10 @@ class _State:
 
     def close(self) -> None:
         self.turn_off()
+        if self.sanitize:
+            from virtualgpu import session
+
+            session.look_for_races(False)
         self._cleanup.close()
         self.settings = self._folder = None
 
