@@ -18,9 +18,10 @@ _FROM = {
     "machine": "session",
     "recording": "blocks",
     "reset": "session",
+    "sanitize": "blocks",
 }
 
-__all__ = ["SPECS", "Spec", "dry_run", "gpus", "machine", "recording", "reset"]
+__all__ = ["SPECS", "Spec", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
 
 
 def __getattr__(name: str):

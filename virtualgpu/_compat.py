@@ -4,6 +4,7 @@ Versions 2.11 to 2.15, wheels with CUDA and wheels for the CPU alone.
 """
 
 import importlib
+import sys
 
 import torch
 from torch import overrides
@@ -93,6 +94,26 @@ def enter_below(mode) -> None:
     mode.__enter__()
     for other in reversed(above):
         _python_dispatch._push_mode(other)
+
+
+activate_gpu_trace = _C._activate_gpu_trace  # from then on C++ reports to torch.cuda._gpu_trace
+
+
+def gpu_trace():
+    """torch.cuda._gpu_trace, to whose registries (EventRecordCallbacks and others) CUDA's events are reported."""
+    return importlib.import_module("torch.cuda._gpu_trace")
+
+
+def gpu_trace_has_listeners() -> bool:
+    """Does somebody wait for reports, such as torch.cuda._sanitizer?"""
+    trace = sys.modules.get("torch.cuda._gpu_trace")
+    return trace is not None and bool(trace.EventRecordCallbacks.callback_list)
+
+
+def cuda_sanitizer_mode():
+    """The dispatch mode of torch.cuda._sanitizer, where it is on in this thread; or None."""
+    kind = getattr(sys.modules.get("torch.cuda._sanitizer"), "CUDASanitizerDispatchMode", ())
+    return next((mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if isinstance(mode, kind)), None)
 
 
 def fake_mode_is_on() -> bool:

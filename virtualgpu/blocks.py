@@ -1,4 +1,4 @@
-"""What virtual GPUs do differently, or keep, for as long as a block lasts: `dry_run` and `recording`."""
+"""What virtual GPUs do differently, or keep, for as long as a block lasts: `dry_run`, `recording` and `sanitize`."""
 
 import contextlib
 import threading
@@ -126,3 +126,19 @@ def recording() -> Iterator[Recording]:
         yield clock.spans
     finally:
         clock.spans = before
+
+
+@contextlib.contextmanager
+def sanitize() -> Iterator[None]:
+    """In this block, the first race of two streams, or of a stream and the host, raises `sanitizer.UnsynchronizedAccessError`.
+
+    Also in processes that `launch` starts in it. What was under way before the block is taken to be done. Raises RuntimeError where there
+    are no virtual GPUs.
+    """
+    if current() is None:
+        raise RuntimeError("there are no virtual GPUs on which to look for races: call gpus() first")
+    before = session.look_for_races(True)
+    try:
+        yield
+    finally:
+        session.look_for_races(before)

@@ -9,6 +9,7 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       leave their figures. trace, report: what each process writes there when it ends. alone: world_size,
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
+                      sanitize: races raise an error.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
     folder: str | None = None
     trace: bool = False
     report: bool = False
+    sanitize: bool = False
     alone: tuple[int, int, int] | None = None  # world_size, rank, gpus_per_node: this process plays one rank of many
     gpus_per_node: int | None = None
     network: str | None = None

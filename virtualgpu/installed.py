@@ -38,6 +38,7 @@ from virtualgpu.patches import (
     threads,
 )
 from virtualgpu.patches.registry import Patches
+from virtualgpu.sanitizer import gpu_trace, switch
 
 # In this order: memory and random numbers before the driver that uses them
 FACES = (
@@ -72,12 +73,14 @@ FACES = (
 class Session:
     """Virtual GPUs: `open` turns them on, `close` off. Both may be cut short (Ctrl-C): close then finishes."""
 
-    def __init__(self, cards: Sequence[Spec], visible: list[int] | None, as_real: bool, nodes: Nodes):
-        self.cards, self.as_real, self.nodes = tuple(cards), as_real, nodes
+    def __init__(
+        self, cards: Sequence[Spec], visible: list[int] | None, as_real: bool, nodes: Nodes, sanitize: bool = False
+    ):
+        self.cards, self.as_real, self.nodes, self.sanitize = tuple(cards), as_real, nodes, sanitize
         self.machine = Machine(list(cards), visible)
         self.machine.gpus_per_node, self.machine.network = nodes
         self.machine.enter = self.enter
-        self.patches = Patches()
+        self.patches, self.sanitizer = Patches(), Patches()
         self.lifted = _compat.lifts_only_cpu_tensors()
 
     def open(self) -> None:
@@ -88,14 +91,23 @@ class Session:
         kernels.install()
         for face in FACES:
             face.install(self.machine, self.patches)
+        gpu_trace.install(self.machine, self.patches)
         self.patches.spread()
         for register, kind in (
             (register_optimizer_step_pre_hook, "optimizer"),
             (register_optimizer_step_post_hook, "forward"),
         ):
             self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
+        self.look_for_races(self.sanitize)
         self.enter()
         threads.tell_main_thread(self.meet)
+
+    def look_for_races(self, on: bool) -> None:
+        """From now on, or no longer."""
+        self.sanitizer.restore()
+        self.sanitize = on
+        if on:
+            switch.install(self.machine, self.sanitizer)
 
     def enter(self) -> None:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
@@ -115,6 +127,7 @@ class Session:
         _leave()
         threads.tell_main_thread(_leave)
         _compat.lift_only_cpu_tensors(self.lifted)
+        self.sanitizer.restore()
         self.patches.restore()
 
     def _kind(self, kind: str) -> None:

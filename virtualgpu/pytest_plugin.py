@@ -7,6 +7,8 @@ begins with fresh ones: memory statistics, clocks, streams and random generators
     def test_sharding(virtual_gpus):                            # the fixture: their devices (2 where nothing else is said)
         ...
 
+`--virtual-gpus-sanitize`, or sanitize=True in the marker: a race of two streams, or of a stream and the host, fails the test.
+
 Without option, marker and fixture the plugin does nothing, and does not import PyTorch.
 """
 
@@ -17,16 +19,24 @@ import pytest
 
 from virtualgpu import environment
 
-MARKER = "virtual_gpus(n=2, like=None, memory=None): virtual GPUs for this test, other than those of --virtual-gpus"
+MARKER = (
+    "virtual_gpus(n=2, like=None, memory=None, sanitize=False): virtual GPUs for this test, other than those of "
+    "--virtual-gpus"
+)
 
 
 def pytest_addoption(parser) -> None:
-    """The three options, as text; `_begin` reads them."""
+    """The options, as text; `_begin` reads them."""
     group = parser.getgroup("virtual GPUs")
     group.addoption("--virtual-gpus", metavar="N", help="run the tests on N virtual GPUs, fresh ones for each test")
     group.addoption("--virtual-gpus-like", metavar="CARD", help="their model, such as T4 (the default), A100, H100")
     group.addoption(
         "--virtual-gpus-memory", metavar="SIZE", help="memory of each, such as 16GB; the card's own if not given"
+    )
+    group.addoption(
+        "--virtual-gpus-sanitize",
+        action="store_true",
+        help="a race of two streams, or of a stream and the host, fails the test; also on virtual GPUs that a test makes itself",
     )
 
 
@@ -95,6 +105,7 @@ class _State:
 
     def __init__(self):
         self.settings = self.on = None
+        self.sanitize = False  # in all tests
         self._cleanup = contextlib.ExitStack()
         self._folder = None
         self._environ: dict[str, str | None] = {}
@@ -105,7 +116,7 @@ class _State:
 
         if self._folder is None:
             self._folder = self._cleanup.enter_context(program.folder())
-        settings = settings._replace(folder=self._folder)
+        settings = settings._replace(folder=self._folder, sanitize=settings.sanitize or self.sanitize)
         for name, value in program.variables(settings, os.environ).items():
             self._environ.setdefault(name, os.environ.get(name))
             os.environ[name] = value
@@ -117,6 +128,7 @@ class _State:
             from virtualgpu import session
 
             session.reset()
+            session.look_for_races(self.sanitize)
             self.on = None
             for name, value in self._environ.items():
                 if value is None:
@@ -127,6 +139,10 @@ class _State:
 
     def close(self) -> None:
         self.turn_off()
+        if self.sanitize:
+            from virtualgpu import session
+
+            session.look_for_races(False)
         self._cleanup.close()
         self.settings = self._folder = None
 
@@ -157,6 +173,11 @@ def _begin(config, options) -> None:
     state = _state(config)
     if state.on is not None:
         return
+    if getattr(options, "virtual_gpus_sanitize", False) and not state.sanitize:
+        from virtualgpu import session
+
+        state.sanitize = True
+        session.look_for_races(True)
     if number is None:
         if like or memory:
             raise pytest.UsageError("--virtual-gpus-like and --virtual-gpus-memory need --virtual-gpus N beside them")
@@ -169,9 +190,12 @@ def _begin(config, options) -> None:
 
 
 def _marked(
-    n: int | str | None = None, like: str | None = None, memory: int | str | None = None
+    n: int | str | None = None,
+    like: str | None = None,
+    memory: int | str | None = None,
+    sanitize: bool = False,
 ) -> environment.Settings:
     from virtualgpu.run import cards, cli
 
     count = None if n is None else cli.number(str(n))
-    return environment.Settings(cards.find(count, like or "T4", memory))
+    return environment.Settings(cards.find(count, like or "T4", memory), sanitize=sanitize)

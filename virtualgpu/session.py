@@ -36,7 +36,7 @@ def turn_on(
 ) -> Session:
     """On, or, where that fails, nothing changed."""
     global _session
-    session = _session = Session(cards, visible, as_real, nodes)
+    session = _session = Session(cards, visible, as_real, nodes, _sanitize)
     try:
         session.open()
     except BaseException:  # Ctrl-C among them
@@ -58,6 +58,7 @@ def _one_at_a_time(function):
 
 _lock = threading.RLock()
 _session: Session | None = None
+_sanitize = False  # are races looked for, on whatever GPUs are on?
 _played: Session | None = None  # the runner's, which pass for real ones, while others of a notebook's own are on
 
 
@@ -78,6 +79,20 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 def current() -> Machine | None:
     """The virtual GPUs that are on, whatever they pass for."""
     return _session and _session.machine
+
+
+def look_for_races(on: bool) -> bool:
+    """On the GPUs that are on, and those that come after them. Returns what was before."""
+    global _sanitize
+    before, _sanitize = _sanitize, on
+    if _session is not None and _session.sanitize is not on:
+        _session.look_for_races(on)
+    return before
+
+
+def looks_for_races() -> bool:
+    """Are they looked for?"""
+    return _sanitize
 
 
 def of_the_runner() -> bool:
@@ -150,14 +165,18 @@ def activate(
     dry: bool = False,
     gpus_per_node: int | None = None,
     network: str | None = None,
+    sanitize: bool | None = None,
 ) -> Machine:
     """Virtual GPUs on, without a word, and passing for real ones: what the runner does in each process, after `import torch`.
 
-    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network: as in `gpus`.
+    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network: as in `gpus`. sanitize: are
+    races looked for, also on others that the program makes? As before unless given.
     """
     global _played
     _played = None
     _close()
+    if sanitize is not None:
+        look_for_races(sanitize)
 
     def choose() -> list[int]:
         return visible_gpus(len(cards), gpus_per_node=gpus_per_node)

@@ -32,6 +32,7 @@ class Block:
     segment = None  # the expandable segment that it is of
     context = segment_context = None  # where it was allocated, and its segment, if that is recorded
     mark = 0  # the pool's count of searches when it became free
+    accesses = None  # who used it, while races are looked for (virtualgpu.sanitizer)
 
     def __init__(self, address: int, size: int, home: "FreeList", before: "Block | None", after: "Block | None"):
         self.address, self.size, self.home, self.before, self.after = address, size, home, before, after

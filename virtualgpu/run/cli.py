@@ -27,12 +27,13 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --network NAME what joins nodes: "InfiniBand NDR", "Ethernet 25", ..., or a rate, "100 Gb/s" for each GPU or
                  "100 Gb/s per node" (what PyTorch's model of NCCL has for the card)
   --trace FILE   write what each GPU did, on the simulated clock, as a Chrome trace (ui.perfetto.dev opens it)
+  --sanitize     the first race of two streams, or of a stream and the host, raises an error that names both lines
   --report       also tell what lay on each GPU at its peak
   --quiet        no table at the end
   --cards        list the cards there are, and end
 """
 WITH_VALUE = ("--gpus", "--like", "--memory", "--trace", "--world-size", "--rank", "--gpus-per-node", "--network")
-WITHOUT = ("--dry", "--report", "--quiet", "--cards", "--help")
+WITHOUT = ("--dry", "--sanitize", "--report", "--quiet", "--cards", "--help")
 
 
 class Options(NamedTuple):
@@ -52,6 +53,7 @@ class Options(NamedTuple):
     rank: int | None = None
     gpus_per_node: int | None = None
     network: str | None = None
+    sanitize: bool = False
 
 
 def main(arguments: list[str]) -> int:
@@ -139,8 +141,10 @@ def _settings(options: Options) -> environment.Settings:
     elif per_node is not None:
         _checked(f"--gpus-per-node {per_node}", place.nodes, len(found), per_node)
     network = None if options.network is None else _checked("--network", cards.network, options.network)
-    trace, report = bool(options.trace), options.report
-    return environment.Settings(found, options.dry, None, trace, report, alone and tuple(alone), per_node, network)
+    trace, report, sanitize = bool(options.trace), options.report, options.sanitize
+    return environment.Settings(
+        found, options.dry, None, trace, report, sanitize, alone and tuple(alone), per_node, network
+    )
 
 
 def _alone(options: Options) -> place.Place | None:

@@ -26,11 +26,14 @@ def offer(dry: bool) -> bytes | None:
         if dry:
             raise ValueError("launch(dry=True) runs on shapes alone, which virtual GPUs can: call gpus() first")
         return None
+    from virtualgpu import session
+
     _open_ledger(machine)
     clock = machine.clock
     clock.wait()
     cards = (machine.specs, machine.visible, machine.gpus_per_node, machine.network)
-    return pickle.dumps((cards, dry or machine.dry, machine.ledger.folder, clock.spans is not None, _of_nccl()))
+    flags = (dry or machine.dry, clock.spans is not None, session.looks_for_races())
+    return pickle.dumps((cards, flags, machine.ledger.folder, _of_nccl()))
 
 
 def variables() -> dict[str, str]:
@@ -51,7 +54,7 @@ def variables() -> dict[str, str]:
     _open_ledger(machine)
     cards = tuple(Card(spec.name, spec.name, spec.memory, tuple(spec.capability)) for spec in machine.specs)
     network = machine.network and machine.network.name
-    nodes = {"gpus_per_node": machine.gpus_per_node, "network": network}
+    nodes = {"gpus_per_node": machine.gpus_per_node, "network": network, "sanitize": session.looks_for_races()}
     return program.variables(Settings(cards, machine.dry, machine.ledger.folder, **nodes), dict(os.environ))
 
 
@@ -61,7 +64,8 @@ def take(offered: bytes | None) -> None:
         return
     from virtualgpu import session
 
-    (specs, visible, *nodes), dry, folder, recording, variables = pickle.loads(offered)
+    (specs, visible, *nodes), (dry, recording, sanitize), folder, variables = pickle.loads(offered)
+    session.look_for_races(sanitize)
     for name in _of_nccl():  # the forkserver's, which has the notebook's environment as it was at its first launch
         del os.environ[name]
     os.environ.update(variables)

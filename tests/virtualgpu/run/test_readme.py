@@ -11,7 +11,7 @@ import virtualgpu.environment
 README = Path(virtualgpu.environment.__file__).with_name("README.md")
 
 
-def example(name, folder, environ):
+def example(name, folder, environ, status=0):
     """Write the program called `name`, run the command below it; its output's lines, and those that the README shows."""
     program, command, shown = re.search(
         rf"```python\n(# {name}\n.*?)```\n\n```console\n\$ (.*?)\n(.*?)```", README.read_text("utf-8"), re.DOTALL
@@ -20,7 +20,7 @@ def example(name, folder, environ):
     words = shlex.split(command)
     words = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
     found = subprocess.run(words, cwd=folder, env=environ, text=True, capture_output=True)
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.returncode == status, found.stdout + found.stderr
     return (found.stdout + found.stderr).splitlines(), shown.splitlines()
 
 
@@ -32,6 +32,11 @@ def test_the_runner(tmp_path, clean_environ):
 def test_several_processes(tmp_path, clean_environ):
     told, shown = example("ddp.py", tmp_path, clean_environ)
     assert told[-len(shown) :] == shown  # torchrun has words of its own before
+
+
+def test_a_race(tmp_path, clean_environ):
+    told, shown = example("race.py", tmp_path, clean_environ, status=1)
+    assert told[-len(shown) :] == shown  # a traceback before
 
 
 def test_the_plugin(tmp_path, clean_environ):

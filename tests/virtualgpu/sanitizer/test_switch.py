@@ -1,0 +1,159 @@
+"""On and off: the with-block, the runner's option, the marker and the option of pytest; while it is off, nothing is in the way."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import virtualgpu
+from tests.virtualgpu.sanitizer import programs
+from virtualgpu import environment, session
+from virtualgpu.engine.dispatch import Dispatch
+from virtualgpu.engine.factories import Factories
+from virtualgpu.engine.machine import GPU
+from virtualgpu.run import inherit
+from virtualgpu.sanitizer import UnsynchronizedAccessError
+from virtualgpu.simulation.clock import Clock
+
+pytest_plugins = "pytester"
+REPLACED = [(Dispatch, "_work"), (Factories, "make"), (Factories, "make_like"), (GPU, "malloc"), (GPU, "free")]
+REPLACED += [(Clock, "wait"), (Clock, "wait_for"), (Clock, "between"), (Clock, "_enter_node")]
+
+
+def methods() -> list:
+    return [getattr(owner, name) for owner, name in REPLACED]
+
+
+def test_off_nothing_is_in_the_way():
+    virtualgpu.gpus(2)
+    before = methods()
+    with virtualgpu.sanitize():
+        assert all(a is not b for a, b in zip(before, methods(), strict=True))
+    assert methods() == before
+    assert all(method.__module__.startswith("virtualgpu.engine") for method in before[:5])
+
+
+def test_the_block(capsys):
+    with (
+        pytest.raises(RuntimeError, match=r"no virtual GPUs on which to look for races: call gpus\(\) first"),
+        virtualgpu.sanitize(),
+    ):
+        pass
+    virtualgpu.gpus(2)
+    assert programs.read_after_write(False) == 2
+    with virtualgpu.sanitize():
+        with pytest.raises(UnsynchronizedAccessError):
+            programs.read_after_write(False)
+        with virtualgpu.sanitize():
+            pass
+        virtualgpu.gpus(1)  # others, on which races are looked for, too
+        with pytest.raises(UnsynchronizedAccessError):
+            programs.read_after_write(False)
+    assert programs.read_after_write(False) == 2
+
+
+def test_what_was_under_way_before_is_taken_to_be_done():
+    virtualgpu.gpus(2)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = torch.ones(8, device="cuda")
+    with virtualgpu.sanitize():
+        assert x.sum().item() == 8
+        with torch.cuda.stream(side):
+            x.add_(1)
+        with pytest.raises(UnsynchronizedAccessError):
+            x.sum()
+    with virtualgpu.sanitize():
+        assert x.sum().item() == 16
+
+
+def test_programs_started_from_here_have_it():
+    virtualgpu.gpus(2)
+    assert not environment.settings(inherit.variables()).sanitize
+    with virtualgpu.sanitize():
+        assert environment.settings(inherit.variables()).sanitize
+
+
+RACE = """
+import torch
+side, x = torch.cuda.Stream(), torch.zeros(8, device="cuda")
+with torch.cuda.stream(side):
+    x.add_(1)
+"""
+
+
+def runner(environ, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "virtualgpu", "--quiet", *arguments], env=environ, text=True, capture_output=True
+    )
+
+
+def test_the_runner(clean_environ):
+    assert runner(clean_environ, "-c", RACE).returncode == 0
+    done = runner(clean_environ, "--sanitize", "-c", RACE)
+    assert done.returncode == 1
+    assert "virtualgpu.sanitizer.UnsynchronizedAccessError: a race: aten::add_.Tensor on stream 3" in done.stderr
+    dry = runner(clean_environ, "--sanitize", "--dry", "-c", RACE)
+    assert dry.returncode == 1 and "a race: aten::add_.Tensor on stream 3" in dry.stderr
+
+
+def test_what_the_runners_program_starts_has_it(clean_environ, tmp_path):
+    child = tmp_path / "child.py"
+    child.write_text(RACE)
+    starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(child)!r}]))"
+    done = runner(clean_environ, "--sanitize", "-c", starts)
+    assert done.returncode == 1 and "a race: " in done.stderr
+
+
+TESTS = """
+import pytest, torch, virtualgpu
+
+def race():
+    side, x = torch.cuda.Stream(), torch.zeros(8, device="cuda")
+    with torch.cuda.stream(side):
+        x.add_(1)
+
+@pytest.mark.virtual_gpus(2, sanitize=True)
+def test_marked():
+    race()
+
+@pytest.mark.virtual_gpus(2)
+def test_not_marked():
+    race()
+
+def test_its_own():
+    virtualgpu.gpus(1)
+    race()
+    virtualgpu.reset()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "failed"),
+    [
+        ((), ["test_marked"]),
+        (("--virtual-gpus-sanitize",), ["test_marked", "test_not_marked", "test_its_own"]),
+        (("--virtual-gpus", "2", "--virtual-gpus-sanitize"), ["test_marked", "test_not_marked", "test_its_own"]),
+    ],
+)
+def test_the_plugin(pytester, monkeypatch, options, failed):
+    from tests.virtualgpu.run.test_plugin import PLUGIN
+
+    monkeypatch.delenv("VIRTUALGPU", raising=False)
+    pytester.makepyfile(TESTS)
+    found = pytester.runpytest_subprocess(*PLUGIN, *options, "-p", "no:cacheprovider")
+    found.assert_outcomes(failed=len(failed), passed=3 - len(failed))
+    for name in failed:
+        found.stdout.fnmatch_lines([f"FAILED *::{name} - virtualgpu.sanitizer.Unsynchroni*"])
+
+
+def test_activate_leaves_it_as_it_is_unless_told():
+    virtualgpu.gpus(1)
+    cards = virtualgpu.machine().specs
+    with virtualgpu.sanitize():
+        session.activate(cards)
+        assert session.looks_for_races()
+        session.activate(cards, sanitize=False)
+        assert not session.looks_for_races()
+    assert not session.looks_for_races()
