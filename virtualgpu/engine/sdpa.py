@@ -48,14 +48,16 @@ class Call:
         return [self.query, self.key, self.value, *([] if self.bias is None else [self.bias])]
 
     def on_cpu(self, query, key, value, bias):
-        """scaled_dot_product_attention as the CPU carries it out."""
+        """scaled_dot_product_attention as the CPU carries it out where it has no kernel for it."""
         groups = query.shape[1] != key.shape[1]
-        return aten.scaled_dot_product_attention.default(
-            query, key, value, bias, self.dropout, self.is_causal, scale=self.scale, enable_gqa=groups
-        )
+        return aten._scaled_dot_product_attention_math.default(
+            query, key, value, bias, self.dropout, self.is_causal, None, scale=self.scale, enable_gqa=groups
+        )[0]
 
     def is_flash_on_cpu(self) -> bool:
         """Does the CPU take its own flash kernel, which says the logarithm of the sum as well?"""
+        if self.bias is not None and self.bias.requires_grad:
+            return False  # that kernel has no gradient for it
         groups = self.query.shape[1] != self.key.shape[1]
         args = (*self.inputs[:3], self.bias, self.dropout, self.is_causal)
         return _compat.fused_choice(*args, scale=self.scale, enable_gqa=groups) == FLASH_ON_CPU

@@ -46,11 +46,25 @@ def _attention(machine: Machine, original):
             return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
             _check_inputs(query, key, value, attn_mask)
+            one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(
+                original
+            )  # [heads, length, size]: a batch of one
+            if one:
+                query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
             params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
             backend = sdpa_backends.choose(params, gpu_of(query).spec)
-            return KERNELS[backend](params, scale)
+            out = KERNELS[backend](params, scale)
+            return out.squeeze(0) if one else out
 
     return attention
+
+
+@functools.cache
+def _adds_batch(original) -> bool:
+    """Does this version of PyTorch give inputs of three dimensions a batch, so that fused kernels take them? 2.11 does not yet."""
+    with torch.enable_grad():
+        x = torch.ones(1, 1, 1, device="meta", requires_grad=True)
+        return "Squeeze" in original(x, x, x).grad_fn.name()
 
 
 def _check_inputs(query, key, value, mask) -> None:
