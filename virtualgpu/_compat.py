@@ -31,6 +31,13 @@ TensorBase = _C.TensorBase  # where Tensor has its attributes from
 real_device = _C.TensorBase.device.__get__  # (tensor) -> where its bytes really are
 is_really_meta = _C.TensorBase.is_meta.__get__
 
+# Which kernel attention takes: SDPBackend's numbers in the order in which they are asked, and as it is before anybody changes it
+attention_priority, ATTENTION_PRIORITY = _C._get_sdp_priority_order, [1, 2, 0, 3, 4]
+fused_choice = (
+    torch._fused_sdp_choice
+)  # (query, key, value, mask, dropout_p, is_causal, *, scale, enable_gqa) -> SDPBackend's number
+computation_dtype = torch._prims_common.get_computation_dtype  # (dtype) -> that in which sums are added up
+
 is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
 functorch_unwrap = _C._functorch.get_unwrapped
 
@@ -177,6 +184,12 @@ def default_device() -> torch.device | None:
             if isinstance(mode, DeviceContext):
                 return mode.device
     return None
+
+
+def carried_out_by_dtensor(operator) -> bool:
+    """Has somebody given DTensor a function of its own for this operation? context_parallel does, for the fused kernels of attention."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and operator in module.DTensor._op_dispatcher._custom_op_handlers
 
 
 def numbers_are_gpus() -> bool:

@@ -26,7 +26,6 @@ def install(machine: Machine, patches: Patches) -> None:
         if not first:
             first.append(True)
             dtensor_random.install(patches)
-            _attention()
 
     def of_mesh(original, begins=False):
         """A mesh computes with small CPU tensors, which have numbers in a dry run, too."""
@@ -105,23 +104,3 @@ def _uniform(patches: Patches) -> None:
 
     table[operator] = uniform_
     patches.undo(lambda: table.update({operator: original}))
-
-
-def _attention() -> None:
-    """DTensor knows how the attention kernels of a GPU are split; these numbers come from the CPU's."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    aten = torch.ops.aten
-
-    def choices(results: int, tensors: int, rest: int):
-        placements = (Replicate(), Shard(1), Shard(0))  # heads, or the batch
-        return [([where] * results, [where] * tensors + [None] * rest) for where in placements]
-
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
-    def forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-        return choices(2, 3, 2)
-
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-    def backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
-        return choices(3, 6, 2)

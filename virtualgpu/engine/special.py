@@ -7,7 +7,7 @@ import opcode
 
 import torch
 
-from virtualgpu.engine import kernels, norms, recurrent
+from virtualgpu.engine import kernels, norms, recurrent, sdpa
 from virtualgpu.engine.home import callers_frame, gpu_of, home_of, storage_of
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
@@ -82,6 +82,7 @@ NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.d
 OPERATIONS = {
     **norms.OPERATIONS,
     **recurrent.OPERATIONS,
+    **sdpa.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
     aten.fill_.Tensor: fill,
     aten.fill.Tensor: fill,

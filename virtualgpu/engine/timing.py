@@ -42,18 +42,19 @@ class Timing:
                 ):
                     home.used_on = home.used_on or self.clock.current(home.gpu.index)
 
-    def book(self, kernel: Kernel, args, read, made, gpu: GPU) -> None:
-        """One kernel that reads the tensors `read`, and whose results `made` are on that GPU from now on."""
+    def book(self, kernel: Kernel, args, read, made, gpu: GPU, share: float = 1.0) -> None:
+        """One kernel that reads the tensors `read`, and whose results `made` are on that GPU from now on. share: of its FLOPs, where
+        values decide how many of them it leaves out."""
         for tensor in made:
             if gpu_of(tensor) is None:
                 self.machine.place(tensor, gpu)
         tensors = [*read, *made]
         if self.clock.multi and _compat.graph_task() == -1:
             self.note_streams(tensors, gpu)
-        self.launch(kernel, args, {}, tensors, made, gpu)
+        self.launch(kernel, args, {}, tensors, made, gpu, share)
 
-    def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU) -> None:
-        """A kernel, by the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
+    def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
+        """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         if op.formula is None:
             seconds = gpu.spec.seconds(0, moved(tensors[:1] if op.write_only else tensors), FLOAT)
         else:
@@ -62,6 +63,7 @@ class Timing:
             flops = self._flops(op, args, kwargs, tensors, out)
             if tensors[0].is_complex():  # a product of complex numbers is four of real ones
                 flops *= 4
+            flops = int(flops * share)
             seconds = gpu.spec.seconds(flops, moved(tensors), rate(op.func, flops, tensors))
         if not self.clock.multi:
             self.clock.launch(gpu.index, seconds, op.name)

@@ -13,9 +13,10 @@ for what is on the CPU; tensors on virtual GPUs really are the CPU's, so here th
 What is registered with PyTorch stays so when virtual GPUs go, and does nothing.
 """
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
@@ -76,6 +77,23 @@ def _follow() -> None:
 def _include(wanted: bool) -> None:
     _compat.exclude_key(OURS, not wanted)  # as PyTorch has it where nobody autocasts
     _compat.include_key(OURS, wanted)
+
+
+@contextlib.contextmanager
+def cast(name: str, tensors: tuple) -> Iterator[tuple]:
+    """The tensors as autocast("cuda") gives them to an operation of ATen whose stand-in is a function of Python. What is called in this
+    block is part of the operation: autocast casts no more there."""
+    if not torch.is_autocast_enabled("cuda"):
+        yield tensors
+        return
+    rule = _rule(name)
+    with _compat.without_keys(ONLY_OURS):
+        yield rule(tensors, {})[0]
+
+
+@functools.cache
+def _rule(name: str) -> Rule:
+    return rules()[name][2](operation(name))
 
 
 # -- the kernels

@@ -1,21 +1,32 @@
-"""Kernels that PyTorch chooses by where a tensor really is: a virtual GPU takes the one that a GPU would, where the CPU has it."""
+"""Kernels that PyTorch chooses by where a tensor really is: a virtual GPU takes the one that a GPU would."""
 
 import functools
 
 import torch
 from torch import _VF, nn
+from torch.backends import cuda as settings
 
 from virtualgpu import _compat
+from virtualgpu.engine import sdpa, sdpa_backends
 from virtualgpu.engine.home import PLAIN, gpu_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.sdpa_backends import CUDNN, EFFICIENT, FLASH, MATH, Params
+from virtualgpu.patches import autocast
 from virtualgpu.patches.registry import Patches
+
+ATTENTION = "scaled_dot_product_attention"
+CHECKS = {FLASH: "can_use_flash_attention", EFFICIENT: "can_use_efficient_attention", CUDNN: "can_use_cudnn_attention"}
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace scaled_dot_product_attention and dropout."""
+    """Replace scaled_dot_product_attention, what says which kernel it takes, and dropout."""
+    attention = _attention(machine, nn.functional.scaled_dot_product_attention)
+    patches.undo(_compat.register_as_builtin(attention, f"aten::{ATTENTION}"))
     for owner in (nn.functional, torch._C._nn):
-        ours = _attention(machine, owner.scaled_dot_product_attention)
-        patches.replace(owner, "scaled_dot_product_attention", ours)
+        patches.replace(owner, ATTENTION, attention)
+    for backend, name in CHECKS.items():
+        patches.replace(settings, name, _check(getattr(settings, name), backend))
+    patches.replace(torch, "_fused_sdp_choice", _choice(machine, torch._fused_sdp_choice))
     dropout = _dropout(machine, torch.dropout)
     patches.undo(_compat.register_as_builtin(dropout, "aten::dropout"))
     for owner in (torch, _VF):
@@ -23,27 +34,133 @@ def install(machine: Machine, patches: Patches) -> None:
 
 
 def _attention(machine: Machine, original):
-    """In a dry run, the fused kernel that the CPU takes, and a GPU likewise; PyTorch has none for meta."""
+    """As aten/src/ATen/native/transformers/attention.cpp prepares its arguments for each kernel."""
 
     @functools.wraps(original)
-    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *args, **kwargs):
-        inputs = (query, key, value)
-        fused = machine.dry and query.dim() in (3, 4) and not dropout_p and not args
-        fused = (
-            fused and set(kwargs) <= {"scale", "enable_gqa"} and not (attn_mask is not None and attn_mask.requires_grad)
-        )
-        if not fused or not all(_compat.is_really_meta(tensor) for tensor in inputs):
-            return original(query, key, value, attn_mask, dropout_p, is_causal, *args, **kwargs)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
-        if query.dim() == 3:
-            inputs = [tensor.unsqueeze(0) for tensor in inputs]
-        options = {"attn_mask": attn_mask, "scale": kwargs.get("scale")}
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out = kernel(*inputs, dropout_p, is_causal, **options)[0]
-        return out.squeeze(0) if query.dim() == 3 else out
+    def attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):  # in C++ the last two go by name alone
+        __tracebackhide__ = True
+        tensors = (query, key, value, attn_mask)
+        if machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None:
+            return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
+            _check_inputs(query, key, value, attn_mask)
+            one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(
+                original
+            )  # [heads, length, size]: a batch of one
+            if one:
+                query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+            params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+            backend = sdpa_backends.choose(params, gpu_of(query).spec)
+            out = KERNELS[backend](params, scale)
+            return out.squeeze(0) if one else out
 
     return attention
+
+
+@functools.cache
+def _adds_batch(original) -> bool:
+    """Does this version of PyTorch give inputs of three dimensions a batch, so that fused kernels take them? 2.11 does not yet."""
+    with torch.enable_grad():
+        x = torch.ones(1, 1, 1, device="meta", requires_grad=True)
+        return "Squeeze" in original(x, x, x).grad_fn.name()
+
+
+def _check_inputs(query, key, value, mask) -> None:
+    """In the words of validate_sdpa_input."""
+    for what in ("dtype", "device"):
+        query_s, key_s, value_s = (getattr(tensor, what) for tensor in (query, key, value))
+        if not query_s == key_s == value_s:
+            kind = "device type" if what == "device" else what
+            raise RuntimeError(
+                f"Expected query, key, and value to have the same {kind}, but got query.{what}: {query_s} key.{what}: {key_s} and "
+                f"value.{what}: {value_s} instead."
+            )
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32):
+        raise RuntimeError(
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} and  "
+            f"query.dtype: {query.dtype} instead."
+        )
+
+
+def _flash(params: Params, scale: float | None):
+    """Heads of a size that is no multiple of 8 are filled up with zeros, and the result is cut again."""
+    q, k, v, _, dropout, causal, _ = params
+    size = q.shape[-1]
+    scale = size**-0.5 if scale is None and size % 8 else scale
+    q, k, v = (nn.functional.pad(x, (0, -size % 8)) if size % 8 else x for x in (q, k, v))
+    out = sdpa.FLASH(q, k, v, dropout, causal, False, scale=scale)[0]
+    return out[..., :size] if size % 8 else out
+
+
+def _efficient(params: Params, scale: float | None):
+    q, k, v, mask, dropout, causal, _ = params
+    if mask is not None:
+        mask = _as_bias(mask, q.dtype).expand(*q.shape[:3], k.shape[2])
+        if k.shape[2] % 16:  # rows of a bias begin at multiples of 16 numbers
+            mask = nn.functional.pad(mask, (0, -k.shape[2] % 16))[..., : k.shape[2]]
+        elif any(stride % 16 for stride in mask.stride()[:3]):
+            mask = mask.contiguous()
+    return sdpa.EFFICIENT(q, k, v, mask, _learns(q, k, v), dropout, causal, scale=scale)[0]
+
+
+def _cudnn(params: Params, scale: float | None):
+    q, k, v, mask, dropout, causal, _ = params
+    mask = None if mask is None else _as_bias(mask, q.dtype)
+    return sdpa.CUDNN(q, k, v, mask, _learns(q, k, v), dropout, causal, False, scale=scale)[0]
+
+
+def _math(params: Params, scale: float | None):
+    q, k, v, mask, dropout, causal, grouped = params
+    if type(q) not in PLAIN and _compat.carried_out_by_dtensor(sdpa.FLASH):
+        raise NotImplementedError(
+            "context_parallel splits the fused kernels of attention, and here none of them may run, so that each part would look at "
+            "itself alone: give it a dtype and a size of head that they take (sdpa_kernel names the reason)"
+        )
+    mask = None if mask is None else _as_bias(mask, q.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_attention_math.default
+    return kernel(q, k, v, mask, dropout, causal, None, scale=scale, enable_gqa=grouped)[0]
+
+
+KERNELS = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn, MATH: _math}
+
+
+def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of bool as what is added to the scores: 0, or minus infinity."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _learns(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _check(original, backend):
+    @functools.wraps(original)
+    def can_use(params, debug=False):
+        gpu = gpu_of(params.query)
+        if gpu is None or params.query.is_nested:
+            return original(params, debug)
+        reason = sdpa_backends.why_not(backend, Params.of(params), gpu.spec)
+        if debug and reason is not None:
+            sdpa_backends.warnings.warn(reason, stacklevel=2)
+        return reason is None
+
+    return can_use
+
+
+def _choice(machine: Machine, original):
+    @functools.wraps(original)
+    def choice(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        gpu = None if machine.local.bypass else gpu_of(query)
+        if gpu is None:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        return sdpa_backends.choose(params, gpu.spec).value
+
+    return choice
 
 
 def _dropout(machine: Machine, original):

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.utils.flop_counter import sdpa_flop_count
 
 from virtualgpu import _compat
 from virtualgpu.hardware.specs import TF32
+from virtualgpu.simulation.attention import attention, attention_backward
 
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}
@@ -60,17 +60,6 @@ def rate(func, flops: int, tensors: Iterable[torch.Tensor]):
 
 
 PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def attention(query, key, value, *args, out_val=None, **kwargs) -> int:
-    """Of scaled dot product attention; several heads of `query` may share one of `key` and `value`."""
-    heads = query.shape[:2]
-    return sdpa_flop_count(query.shape, (*heads, *key.shape[2:]), (*heads, *value.shape[2:]))
-
-
-def attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -> int:
-    """Five products of that size instead of two: scores again, and the gradients of scores, query, key and value."""
-    return attention(query, key, value) * 5 // 2
 
 
 def _rnn_layer(x, w_ih, w_hh, *args, out_val=None, **kwargs) -> int:

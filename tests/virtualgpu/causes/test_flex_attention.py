@@ -73,3 +73,27 @@ def test_tensors_of_the_cpu_are_none_of_its_business(gpus):
     query, key, value = (tensor.detach() for tensor in leaves())
     out = flex_attention(query, key, value, enable_gqa=True)
     assert out.device.type == "cpu" and not torch.cuda.memory_allocated()
+
+
+def test_it_works_on_the_blocks_that_its_mask_leaves():
+    """A causal mask over 16 x 16 blocks leaves 136 of them; where a dry run does not know the mask, it takes all."""
+    length = 2048
+
+    def seconds(mask_mod):
+        blocks = create_block_mask(mask_mod, None, None, length, length, device="cuda")
+        x = torch.randn(1, 8, length, 64, device="cuda").requires_grad_()
+        with virtualgpu.recording() as spans, torch.no_grad():
+            flex_attention(x, x, x, block_mask=blocks)
+        return sum(span.end - span.start for span in spans if span.name == "flex_attention")
+
+    def everything(b, h, q, k):
+        return q >= 0
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    with virtualgpu.gpus(1, like="T4"):
+        full = seconds(everything)
+        assert seconds(causal) / full == pytest.approx(136 / 256, rel=0.05)
+    with virtualgpu.dry_run(1, like="T4"):
+        assert seconds(causal) == pytest.approx(full)

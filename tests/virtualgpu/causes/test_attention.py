@@ -1,0 +1,283 @@
+"""scaled_dot_product_attention: the kernel that a card takes, its numbers, its bytes, the layout of its result, and what its mask leaves."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import virtualgpu
+from virtualgpu.engine import sdpa_backends
+from virtualgpu.simulation.attention import causal_share
+
+FLASH, EFFICIENT, CUDNN = "Flash", "Efficient", "Cudnn"
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def inputs(device, dtype=SINGLE, heads=(4, 4), lengths=(48, 48), size=16):
+    """Query and key, value [2, heads, length, size], as a model's Linear layers lay them out; the same numbers on every device."""
+    torch.manual_seed(1)
+    made = [torch.randn(2, length, n, size).to(dtype).transpose(1, 2) for n, length in zip(heads, lengths, strict=True)]
+    made.append(torch.randn(2, lengths[1], heads[1], size).to(dtype).transpose(1, 2))
+    return [tensor.to(device).requires_grad_() for tensor in made]
+
+
+def kernel_of(out) -> str | None:
+    """ "Flash", "Efficient", "Cudnn"; None for plain operations."""
+    nodes = [out.grad_fn, *(node for node, _ in out.grad_fn.next_functions)]  # a result that was cut has one more
+    names = [node.name() for node in nodes if node is not None and "ScaledDotProduct" in node.name()]
+    return names[0].removeprefix("ScaledDotProduct").partition("Attention")[0] if names else None
+
+
+def attend(device, *args, dtype=SINGLE, mask=None, **options):
+    """(kernel, [output, gradients of query, key and value], all on the CPU)."""
+    shape = {name: options.pop(name) for name in ("heads", "lengths", "size") if name in options}
+    leaves = inputs(device, dtype, **shape)
+    torch.manual_seed(5)
+    out = F.scaled_dot_product_attention(*leaves, None if mask is None else mask.to(device), *args, **options)
+    weights = torch.arange(out.shape[-1], device=out.device).to(dtype).expand(out.shape)
+    grads = torch.autograd.grad(out, leaves, weights)
+    return kernel_of(out), [tensor.detach().cpu() for tensor in (out, *grads)]
+
+
+@pytest.mark.parametrize("like", ["T4", "A100", "H100"])
+def test_numbers_and_gradients_are_the_cpus_with_dropout_too(like):
+    """Where a card takes plain operations and the CPU a kernel of its own, they differ in the last bit: see the next test."""
+    with virtualgpu.gpus(1, like=like):
+        for dtype, dropout, causal, size, heads in itertools.product(
+            (SINGLE, HALF, BRAIN), (0.0, 0.25), (False, True), (16, 12), ((4, 4), (4, 2))
+        ):
+            case = {"dropout_p": dropout, "is_causal": causal, "dtype": dtype, "size": size, "heads": heads}
+            (_, expected), (kernel, results) = (attend(device, **case, enable_gqa=True) for device in ("cpu", "cuda"))
+            if kernel is None:  # a Turing card in half precision, or PyTorch 2.11 with shared heads in single
+                turing = like == "T4" and (dtype is BRAIN or (dtype is HALF and size == 12))
+                assert turing or (heads == (4, 2) and not sdpa_backends.efficient_takes_groups())
+            else:
+                assert all(map(torch.equal, results, expected)), case
+
+
+def test_plain_operations_are_those_of_the_cpu():
+    expected = []
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = attend("cpu", dtype=BRAIN)[1]
+        with virtualgpu.gpus(1, like="T4"):
+            kernel, results = attend("cuda", dtype=BRAIN)
+    assert kernel is None
+    assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize(("kind", "learns"), [("bool", False), ("float", False), ("float", True)])
+@pytest.mark.parametrize("keys", [48, 41])
+def test_masks(kind, keys, learns):
+    """As bool, and as what is added to the scores; the memory-efficient kernel has rows of a multiple of 16."""
+    torch.manual_seed(3)
+    mask = torch.rand(2, 1, 48, keys) < 0.7 if kind == "bool" else torch.randn(2, 1, 48, keys)
+    found = []
+    for device in ("cpu", "cuda"):
+        with virtualgpu.gpus(1, like="A100") if device == "cuda" else torch.enable_grad():
+            leaves = [*inputs(device, lengths=(48, keys)), mask.to(device).detach().requires_grad_(learns)]
+            out = F.scaled_dot_product_attention(*leaves)
+            grads = torch.autograd.grad(out.square().sum(), leaves if learns else leaves[:3])
+            assert device == "cpu" or kernel_of(out) == EFFICIENT
+            found.append([tensor.detach().cpu() for tensor in (out, *grads)])
+    assert all(map(torch.equal, *found))
+
+
+CHOICES = [
+    ("T4", SINGLE, {}, EFFICIENT),
+    ("T4", HALF, {}, EFFICIENT),
+    ("T4", BRAIN, {}, None),  # no kernel of a Turing card takes it
+    ("T4", HALF, {"size": 12}, None),  # 12 is no multiple of 8
+    ("A100", HALF, {}, FLASH),
+    ("A100", BRAIN, {"dropout_p": 0.1, "is_causal": True}, FLASH),
+    ("A100", BRAIN, {"size": 12}, FLASH),  # filled up to 16
+    ("A100", SINGLE, {}, EFFICIENT),
+    ("A100", SINGLE, {"size": 10}, None),
+    ("A100", DOUBLE, {}, None),
+    ("A100", BRAIN, {"mask": torch.ones(48, 48, dtype=torch.bool)}, EFFICIENT),
+    ("A100", BRAIN, {"is_causal": True, "lengths": (48, 64)}, EFFICIENT),
+    ("A100", BRAIN, {"size": 264}, EFFICIENT),
+    ("H100", BRAIN, {}, CUDNN),
+    ("H100", BRAIN, {"dropout_p": 0.1}, FLASH),  # cuDNN's dropout knows sixteenths
+    ("H100", BRAIN, {"size": 160}, FLASH),
+    ("RTX 4090", BRAIN, {"size": 256, "dropout_p": 0.5}, EFFICIENT),  # too little shared memory to learn
+]
+
+
+@pytest.mark.parametrize(("like", "dtype", "options", "expected"), CHOICES)
+def test_which_kernel_a_card_takes(like, dtype, options, expected):
+    """Read off sdp_utils.cpp; the same in a dry run."""
+    with virtualgpu.gpus(1, like=like):
+        assert attend("cuda", dtype=dtype, **options)[0] == expected
+    with virtualgpu.dry_run(1, like=like):
+        assert attend("cuda", dtype=dtype, **options)[0] == expected
+
+
+def test_what_the_program_chooses(gpus):
+    leaves = inputs("cuda", HALF)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
+        assert kernel_of(F.scaled_dot_product_attention(*leaves)) is None
+    refused = pytest.warns(UserWarning, match=r"Flash attention only supports capabilities 8.0 to 12.1, not 7.5")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), refused, pytest.raises(RuntimeError, match="No available kernel"):
+        F.scaled_dot_product_attention(*leaves)
+    params = torch.backends.cuda.SDPAParams(*leaves, None, 0.0, False, False)
+    assert torch.backends.cuda.can_use_efficient_attention(params)
+    assert not torch.backends.cuda.can_use_flash_attention(params)
+    assert torch._fused_sdp_choice(*leaves) == SDPBackend.EFFICIENT_ATTENTION.value
+
+
+def test_inputs_without_a_batch(gpus):
+    """As on the CPU; PyTorch 2.15 gives them a batch of one, and so a fused kernel, where 2.11 takes plain operations."""
+    both = []
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.detach()[0].requires_grad_() for tensor in inputs(device)]
+        out = F.scaled_dot_product_attention(*leaves, torch.ones(4, 48, 48, dtype=torch.bool, device=device).tril())
+        assert out.shape == (4, 48, 16)
+        both.append([out.detach().cpu(), *(grad.cpu() for grad in torch.autograd.grad(out.square().sum(), leaves))])
+    assert all(map(torch.equal, *both))
+
+
+def test_autocast_casts_before_the_kernel_is_chosen():
+    with virtualgpu.gpus(1, like="A100"), torch.autocast("cuda", dtype=BRAIN):
+        leaves = inputs("cuda")
+        out = F.scaled_dot_product_attention(*leaves)
+        assert out.dtype is BRAIN and kernel_of(out) == FLASH
+        assert torch.autograd.grad(out.sum(), leaves)[0].dtype is SINGLE
+
+
+def test_tensors_that_do_not_belong_together(gpus):
+    query, key, value = inputs("cuda")
+    with pytest.raises(RuntimeError, match=r"same device type, but got query.device: cuda:0 key.device: cpu"):
+        F.scaled_dot_product_attention(query, key.cpu(), value)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        F.scaled_dot_product_attention(query, key.half(), value)
+
+
+def bytes_and_seconds(like, dtype, **options):
+    """What one attention leaves on the GPU, its peak with the backward pass, and the simulated seconds of both."""
+    leaves = inputs("cuda", dtype, lengths=(512, 512), size=64)
+    torch.cuda.reset_peak_memory_stats()
+    begin = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    start = virtualgpu.machine().clock.latest()
+    out = F.scaled_dot_product_attention(*leaves, **options)
+    kept = torch.cuda.memory_allocated() - begin
+    out.sum().backward()
+    torch.cuda.synchronize()
+    return kept, torch.cuda.max_memory_allocated() - begin, virtualgpu.machine().clock.latest() - start
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("like", "dtype"), [("A100", BRAIN), ("A100", SINGLE), ("T4", HALF), ("H100", BRAIN)])
+def test_no_scores_on_the_gpu(like, dtype, dropout):
+    """[2, 4, 512, 512] scores would be 4 MiB or more; the output is 512 KiB, or twice that. In a dry run the same."""
+    with virtualgpu.gpus(1, like=like):
+        kept, peak, seconds = bytes_and_seconds(like, dtype, dropout_p=dropout)
+    out = 2 * 512 * 4 * 64 * dtype.itemsize
+    sums = 2 * 4 * 512 * 4
+    seeds = 0 if dtype is SINGLE or like == "T4" else 2 * 512  # the memory-efficient kernel's stay with the host
+    assert kept == out + sums + seeds
+    assert peak < kept + 9 * out
+    with virtualgpu.dry_run(1, like=like):
+        assert bytes_and_seconds(like, dtype, dropout_p=dropout) == (kept, peak, pytest.approx(seconds, rel=1e-9))
+
+
+def test_the_memory_efficient_kernels_result_lies_by_tokens():
+    """So MultiheadAttention, whose query lies otherwise, copies it once more."""
+    kept = {}
+    for like, dtype in (("T4", SINGLE), ("A100", HALF)):
+        with virtualgpu.dry_run(1, like=like):
+            query = torch.randn(3, 2, 4, 16, device="cuda", dtype=dtype).permute(1, 2, 0, 3).requires_grad_()
+            out = F.scaled_dot_product_attention(query, query, query)
+            kept[kernel_of(out)] = out.stride(), F.scaled_dot_product_attention(*[query.contiguous()] * 3).stride()
+    assert kept[EFFICIENT] == ((192, 16, 64, 1),) * 2
+    assert kept[FLASH] == ((64, 16, 128, 1), (192, 48, 16, 1))
+    with virtualgpu.dry_run(1, like="T4"):
+        layer, x = nn.MultiheadAttention(64, 4, device="cuda"), torch.randn(128, 4, 64, device="cuda")
+        with virtualgpu.recording() as spans:
+            layer(x, x, x, need_weights=False)
+        names = [span.name for span in spans]
+    at = names.index("_scaled_dot_product_efficient_attention")
+    assert "clone" in names[at:]
+
+
+def test_a_causal_mask_saves_what_it_hides():
+    assert causal_share(128, 128) == 1.0  # one tile
+    assert causal_share(1024, 1024) == pytest.approx(0.5625)
+    assert causal_share(8192, 8192) == pytest.approx(0.5, abs=0.01)
+    with virtualgpu.dry_run(1, like="A100"):
+        full, half = (time_of(4096, causal) for causal in (False, True))
+    assert half / full == pytest.approx(causal_share(4096, 4096), rel=0.02)
+
+
+def time_of(length, causal):
+    leaves = [torch.randn(1, 16, length, 128, device="cuda", dtype=HALF, requires_grad=True) for _ in range(3)]
+    with virtualgpu.recording() as spans:
+        F.scaled_dot_product_attention(*leaves, is_causal=causal).sum().backward()
+    return sum(span.end - span.start for span in spans if "attention" in span.name)
+
+
+def test_dropout_is_the_same_again_where_saved_tensors_went_to_the_host_and_back(gpus):
+    def gradient(around, attention=F.scaled_dot_product_attention):
+        leaves = inputs("cuda")
+        torch.manual_seed(7)
+        with around:
+            out = attention(*leaves, None, 0.3)
+        torch.rand(5, device="cuda")  # others draw before the backward pass
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    expected = gradient(torch.enable_grad())
+    moved = gradient(torch.autograd.graph.save_on_cpu())
+    again = gradient(
+        torch.enable_grad(), lambda *args: checkpoint(F.scaled_dot_product_attention, *args, use_reentrant=False)
+    )
+    assert all(map(torch.equal, moved, expected)) and all(map(torch.equal, again, expected))
+
+
+def test_a_kernel_that_is_called_by_itself_refuses_what_it_cannot():
+    with virtualgpu.gpus(1, like="A100"):
+        leaves = inputs("cuda")
+        with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
+            torch.ops.aten._scaled_dot_product_flash_attention(*leaves)
+    with pytest.raises(NotImplementedError):
+        torch.ops.aten._scaled_dot_product_flash_attention(*inputs("cpu", HALF))
+
+
+def test_gpt2_by_others_figures():
+    """GPT-2 of 124 million parameters in bfloat16 with dropout 0.1, 8 x 1,024 tokens: 5.90 GiB reserved on an A100 (rasbt,
+    LLMs-from-scratch, chapter 5). 19.96 where dropout takes plain operations."""
+    width, heads, words, length = 768, 12, 50257, 1024
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+            self.mlp = nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+            )
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x):
+            parts = self.qkv(self.before(x)).view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(*parts, dropout_p=0.1, is_causal=True)
+            x = x + self.drop(self.out(attended.transpose(1, 2).contiguous().view(x.shape)))
+            return x + self.drop(self.mlp(self.between(x)))
+
+    with virtualgpu.dry_run(1, like="A100"):
+        blocks = nn.Sequential(nn.Dropout(0.1), *[Block() for _ in range(12)], nn.LayerNorm(width))
+        model = nn.ModuleList(
+            [nn.Embedding(words, width), nn.Embedding(length, width), blocks, nn.Linear(width, words, bias=False)]
+        )
+        model = model.to("cuda").to(BRAIN)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            tokens = torch.randint(words, (8, length)).to("cuda")
+            x = model[0](tokens) + model[1](torch.arange(length, device="cuda"))
+            F.cross_entropy(model[3](model[2](x)).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+        assert torch.cuda.max_memory_reserved() / 2**30 == pytest.approx(5.90, rel=0.01)

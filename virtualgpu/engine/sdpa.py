@@ -1,0 +1,309 @@
+"""The fused kernels of scaled_dot_product_attention: flash, memory-efficient and cuDNN's, forward and backward, one kernel each way.
+
+None of them has a kernel for the CPU, so each is carried out here: the numbers are those of the CPU's own attention, results have the
+layout that the GPU's kernel gives them, and nothing of the size of the scores ever lies on the GPU. What the backward kernels hold for
+themselves while they run is held here, too: flash_api.cpp (mha_bwd) and mem_eff_attention/kernel_backward.h say how much.
+
+Shapes: query, out [batch, heads, L, E or Ev], key [batch, groups, S, E], value [batch, groups, S, Ev], logsumexp [batch, heads, L],
+of which the memory-efficient kernel rounds L up to 32, and cuDNN's has one more dimension of size 1.
+"""
+
+import itertools
+from collections import OrderedDict
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine import draws
+from virtualgpu.engine.eager import require_room
+from virtualgpu.engine.home import Home, gpu_of
+from virtualgpu.engine.operations import SAME_DEVICE
+from virtualgpu.engine.timing import Kernel
+from virtualgpu.simulation.attention import fused, fused_backward
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+FLASH_ON_CPU = 1  # what _fused_sdp_choice says of it
+# How the random numbers of a forward pass are found again in its backward pass: the states of generators, by the number that stands in
+# the seed that the kernel returns. A seed survives where saved tensors are moved about; the oldest states are dropped.
+STATES: OrderedDict[int, torch.Tensor] = OrderedDict()
+MAX_STATES = 4096  # 5 KB each
+_numbers = itertools.count(1)
+
+
+class Call:
+    """One call of a kernel, by the names of its schema."""
+
+    def __init__(self, func, args, kwargs):
+        arguments = func._schema.arguments
+        self.values = {argument.name: argument.default_value for argument in arguments}
+        self.values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        self.query, self.key, self.value = (self.values[name] for name in ("query", "key", "value"))
+        self.bias = self.values.get("attn_bias")
+        self.dropout, self.is_causal, self.scale = (self.values[name] for name in ("dropout_p", "is_causal", "scale"))
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """query, key, value and, if there is one, the bias."""
+        return [self.query, self.key, self.value, *([] if self.bias is None else [self.bias])]
+
+    def on_cpu(self, query, key, value, bias):
+        """scaled_dot_product_attention as the CPU carries it out where it has no kernel for it."""
+        groups = query.shape[1] != key.shape[1]
+        return aten._scaled_dot_product_attention_math.default(
+            query, key, value, bias, self.dropout, self.is_causal, None, scale=self.scale, enable_gqa=groups
+        )[0]
+
+    def is_flash_on_cpu(self) -> bool:
+        """Does the CPU take its own flash kernel, which says the logarithm of the sum as well?"""
+        if self.bias is not None and self.bias.requires_grad:
+            return False  # that kernel has no gradient for it
+        groups = self.query.shape[1] != self.key.shape[1]
+        args = (*self.inputs[:3], self.bias, self.dropout, self.is_causal)
+        return _compat.fused_choice(*args, scale=self.scale, enable_gqa=groups) == FLASH_ON_CPU
+
+
+def forward(dispatch, func, args, kwargs):
+    """One of the three forward kernels; NotImplemented for tensors on the CPU. Raises RuntimeError for tensors on several devices."""
+    call, machine = Call(func, args, kwargs), dispatch.machine
+    gpu = _place(call, machine)
+    if gpu is None:
+        return NotImplemented
+    efficient, flash = func is EFFICIENT, func is FLASH
+    if not efficient and call.query.dtype not in HALVES:
+        raise RuntimeError(f"{'FlashAttention' if flash else 'cuDNN attention'} only support fp16 and bf16 data type")
+    with machine.untracked():
+        out, logsumexp = _shapes(call, efficient, call.values.get("compute_log_sumexp", True))
+        number = 0
+        if not machine.dry:
+            require_room([out.nbytes, logsumexp.nbytes], gpu)
+            if call.dropout:
+                number = _keep_state(torch.cuda.default_generators[gpu.index])
+            out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
+        made = [out, logsumexp]
+        if efficient:  # its seed stays with the host
+            seeds = [_scalar(machine, number, torch.int64), _scalar(machine, 0, torch.int64)]
+        elif flash:
+            seeds = [_scalar(machine, number, torch.uint64, 2), _scalar(machine, 0, torch.uint64)]
+        else:
+            made[1] = logsumexp.unsqueeze(-1)
+            seeds = [_scalar(machine, number, torch.int64), _scalar(machine, 0, torch.int64)]
+        debug = out.new_empty(0) if flash else None
+    on_gpu = made if efficient else [*made, *seeds, *([debug] if flash else [])]
+    dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), call.inputs, on_gpu, gpu)
+    if efficient:
+        return (*made, *seeds)
+    return (*made, None, None, call.query.shape[2], call.key.shape[2], *seeds, debug)
+
+
+def backward(dispatch, func, args, kwargs):
+    """One of the three backward kernels: gradients of query, key and value, and the memory-efficient one's of its bias as well.
+
+    NotImplemented for tensors on the CPU. Raises RuntimeError for tensors on several devices; NotImplementedError where dropout meets
+    a sum over several parts (ring attention).
+    """
+    call, machine = Call(func, args, kwargs), dispatch.machine
+    gpu = _place(call, machine)
+    if gpu is None:
+        return NotImplemented
+    efficient = func is EFFICIENT_BACKWARD
+    out, logsumexp = call.values["out"], call.values["logsumexp"]
+    grad_out = call.values["grad_out_" if efficient else "grad_out"]
+    wants_bias = efficient and call.bias is not None and call.values["grad_input_mask"][3]
+    with machine.untracked():
+        made = _shapes_of_gradients(call, efficient)
+        if wants_bias:
+            made.append(_padded_like(call.bias))
+        if not machine.dry:
+            require_room([grad.nbytes for grad in made], gpu)
+            grads = _differentiate(call, machine, grad_out, out, logsumexp, wants_bias)
+            made = [_laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
+    scratch = [Home(gpu, nbytes) for nbytes in _scratch(call, func, gpu.spec)]
+    read = [grad_out, *call.inputs, out, logsumexp]
+    dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), read, made, gpu)
+    del scratch
+    return (*made[:3], made[3] if wants_bias else None) if efficient else tuple(made)
+
+
+def _place(call: Call, machine):
+    gpu = gpu_of(call.query)
+    for tensor in call.inputs:
+        if gpu_of(tensor) is not gpu:
+            places = ["cpu" if where is None else where.device for where in (gpu, gpu_of(tensor))]
+            raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {places[0]} and {places[1]}!")
+    return None if gpu is None else machine.own(gpu)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# -- shapes and layouts
+
+
+def _meta(tensor: torch.Tensor, shape, dtype=None, order=None) -> torch.Tensor:
+    """A shape, dense, its dimensions in memory in this order, the last one innermost."""
+    made = torch.empty_permuted(
+        tuple(shape), order or tuple(range(len(shape))), dtype=dtype or tensor.dtype, device="meta"
+    )
+    return made
+
+
+BY_TOKENS = (0, 2, 1, 3)  # [batch, length, heads, size] in memory
+
+
+def _like(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """As at::empty_like lays out, with another last dimension: the order of the tensor's own dimensions."""
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim)) if tensor.numel() else None
+    return _meta(tensor, (*tensor.shape[:-1], width), order=order and tuple(order))
+
+
+def _shapes(call: Call, efficient: bool, summed: bool) -> list[torch.Tensor]:
+    """[out, logsumexp] without numbers. The flash kernels' out has the query's layout, the memory-efficient one's its own."""
+    q, width = call.query, call.value.shape[-1]
+    batch, heads, length, _ = q.shape
+    if not efficient:
+        return [_like(q, width), _meta(q, (batch, heads, length), torch.float32)]
+    padded = _rounded(length, 32) if summed else 0
+    return [_meta(q, (batch, heads, length, width), order=BY_TOKENS), _meta(q, (batch, heads, padded), torch.float32)]
+
+
+def _shapes_of_gradients(call: Call, efficient: bool) -> list[torch.Tensor]:
+    if efficient:
+        return [_meta(tensor, tensor.shape, order=BY_TOKENS) for tensor in call.inputs[:3]]
+    return [_like(tensor, tensor.shape[-1]) for tensor in call.inputs[:3]]
+
+
+def _padded_like(bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias: its rows are rounded up to 16 numbers."""
+    rows, width = bias.shape[:-1], bias.shape[-1]
+    return _meta(bias, (*rows, _rounded(width, 16)))[..., :width]
+
+
+def _laid_out(shape: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """These values in the layout of this shape."""
+    if values.stride() == shape.stride() and values.dtype is shape.dtype:
+        return values
+    storage = torch.empty(shape.untyped_storage().nbytes() // shape.element_size(), dtype=shape.dtype)
+    return storage.as_strided(shape.shape, shape.stride()).copy_(values)
+
+
+def _scalar(machine, value: int, dtype: torch.dtype, *size: int) -> torch.Tensor:
+    return torch.full(size, value, dtype=dtype, device=machine.base)
+
+
+# -- numbers
+
+
+def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
+    """[out, logsumexp] with the CPU's numbers, laid out as these shapes are."""
+    values = [tensor.detach() for tensor in call.inputs[:3]]
+    bias = None if call.bias is None else call.bias.detach()
+    if call.is_flash_on_cpu():
+        options = {"attn_mask": bias, "scale": call.scale}
+        attended, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            *values, call.dropout, call.is_causal, **options
+        )
+    else:
+        args = (*values, bias)
+        if call.dropout:
+            attended = draws.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
+        else:
+            attended = call.on_cpu(*args)
+        sums = _sums(call, *args) if logsumexp.numel() else None
+    if logsumexp.numel():
+        rows = torch.full(logsumexp.shape, torch.inf)
+        rows[..., : sums.shape[-1]] = sums
+    else:
+        rows = torch.empty(logsumexp.shape)
+    return [_laid_out(out, attended), rows]
+
+
+def _sums(call: Call, query, key, value, bias) -> torch.Tensor:
+    """[batch, heads, L]: the logarithm of each row's sum of exponentials, in single precision."""
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scores = query.float() @ key.float().repeat_interleave(groups, 1).mT * scale
+    if call.is_causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
+    return (scores if bias is None else scores + bias).logsumexp(-1)
+
+
+def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bool) -> list[torch.Tensor]:
+    """The gradients, as the CPU's own backward pass has them."""
+    values = [tensor.detach() for tensor in call.inputs[:3]]
+    bias = None if call.bias is None else call.bias.detach()
+    if not wants_bias and call.is_flash_on_cpu():
+        sums = logsumexp.reshape(*logsumexp.shape[:2], -1)[..., : out.shape[2]].to(_compat.computation_dtype(out.dtype))
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        options = {"attn_mask": bias, "scale": call.scale}
+        return list(kernel(grad_out, *values, out, sums, call.dropout, call.is_causal, **options))
+    leaves = [tensor.requires_grad_() for tensor in (*values, *([bias] if wants_bias else []))]
+    with torch.enable_grad(), _compat.with_autograd():
+        args = (*values, bias)
+        if call.dropout:
+            again = draws.as_default(machine, _state_of(call), call.on_cpu, args, {})
+        else:
+            again = call.on_cpu(*args)
+        if not torch.equal(again, out):  # a part of a longer sequence: its gradient hangs on the sums of all parts
+            raise NotImplementedError(
+                "virtual GPUs do not know the gradient of attention over several parts with dropout or with plain operations: "
+                "set dropout_p=0, and give query, key and value one size of head"
+            )
+        return list(torch.autograd.grad(again, leaves, grad_out))
+
+
+def _keep_state(generator: torch.Generator) -> int:
+    """Keep where a generator stands; returns the number of it."""
+    number = next(_numbers)
+    STATES[number] = generator.get_state()
+    while len(STATES) > MAX_STATES:
+        STATES.popitem(last=False)
+    return number
+
+
+def _state_of(call: Call) -> torch.Generator:
+    """A generator that stands where the one of the forward pass did. Raises RuntimeError where that was too long ago."""
+    number = int(call.values["philox_seed"].flatten()[0])
+    if number not in STATES:
+        raise RuntimeError(
+            f"the random numbers of this attention's forward pass are no longer known: more than {MAX_STATES} with dropout came after it"
+        )
+    generator = torch.Generator()
+    generator.set_state(STATES[number])
+    return generator
+
+
+# -- what the backward kernels hold
+
+
+def _scratch(call: Call, func, spec) -> list[int]:
+    """Bytes of each block that a backward kernel takes and gives back."""
+    q, k, v = call.inputs[:3]
+    batch, heads, length, size = q.shape
+    if func is FLASH_BACKWARD:
+        rows, width = _rounded(length, 128), _rounded(size, 32 if size <= 128 else 64)
+        splits = 1
+        if torch.are_deterministic_algorithms_enabled():  # blocks of keys add up apart
+            splits = -(-spec.processors // (batch * heads))
+        blocks = [batch * heads * rows * 4, splits * batch * rows * heads * width * 4]  # softmax_d, dq_accum
+        if heads != k.shape[1]:  # gradients of key and value for each head of the query, before they are added up
+            blocks += [batch * k.shape[2] * heads * tensor.shape[-1] * k.element_size() for tensor in (k, v)]
+        return blocks
+    if func is EFFICIENT_BACKWARD:
+        delta = batch * heads * length * 4
+        if q.dtype in HALVES:  # the query's gradient is added up in single precision
+            return [delta, batch * heads * _rounded(length, 32) * _rounded(size, 32) * 4]
+        return [batch * heads * length * v.shape[-1] * 4, delta]  # gradient times out, summed over the head
+    return []
+
+
+FLASH = aten._scaled_dot_product_flash_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
+OPERATIONS = {FLASH: forward, EFFICIENT: forward, CUDNN: forward}
+OPERATIONS |= {FLASH_BACKWARD: backward, EFFICIENT_BACKWARD: backward, CUDNN_BACKWARD: backward}
+KERNELS = {func: Kernel(func, fused if how is forward else fused_backward) for func, how in OPERATIONS.items()}
