@@ -52,6 +52,8 @@ def as_default(machine, own: torch.Generator, func, args, kwargs):
     """An operation that knows the default generator alone draws from `own`."""
     default = torch.default_generator
     with _default:
+        if own is default:
+            return func(*args, **kwargs)
         with machine.untracked():
             before = default.get_state()
             default.set_state(own.get_state())
