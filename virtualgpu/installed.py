@@ -14,6 +14,7 @@ from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
     autocast,
     batch_norm,
+    blas,
     compiler,
     cuda,
     data_parallel,
@@ -47,6 +48,7 @@ FACES = (
     streams,
     sync_debug,
     cuda,
+    blas,
     tensor,
     functions,
     recurrent,

@@ -7,6 +7,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.alerts import ALERTS
 from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.workspaces import USERS
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
 
 aten = torch.ops.aten
@@ -107,6 +108,7 @@ class Operation:
         "special",
         "strict",
         "takes_device",
+        "workspace",
         "write_only",
         "writes",
     )
@@ -141,6 +143,7 @@ class Operation:
         self.writes = [(at, argument.name) for at, argument in enumerate(arguments) if written[at]]
         self.formula = formula(func)
         self.write_only = func in WRITE_ONLY
+        self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
