@@ -65,9 +65,9 @@ class GPU:
 
     def lend_workspace(self, nbytes: int) -> None:
         """Memory for cuBLAS, for the length of one call."""
-        clock = self.machine.clock
-        stream = clock.current(self.index).id if clock.multi else 0
+        stream = self.stream
         with self.lock:
+            self._collect()
             self.makes_workspace = True
             try:
                 self.memory.lend(nbytes, stream)

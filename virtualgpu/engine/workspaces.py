@@ -10,6 +10,7 @@ native/cuda/Blas.cpp (who asks for which), and the wheels of 2.11 to 2.15, disas
 """
 
 import functools
+import itertools
 import os
 import threading
 import warnings
@@ -43,7 +44,7 @@ class Workspaces:
         self._lt_size: int | None = None
         self._threads = threading.local()
         self._idle: dict[int, list[int]] = defaultdict(list)  # handles of threads that have ended, by GPU
-        self._made: dict[int, int] = defaultdict(int)
+        self._new = itertools.count()
         self._warned = False
         self.prefers_lt = _compat.preferred_blas() == _compat.CUBLASLT  # torch.backends.cuda.preferred_blas_library
 
@@ -129,15 +130,19 @@ class Workspaces:
         key = self._handle(gpu.index), gpu.stream, lt
         held = gpu.workspaces.get(key)
         if held is None or held[0] < size:
-            gpu.workspaces[key] = size, gpu.malloc_workspace(size)
-            if held is not None:
-                gpu.free(held[1])
+            with gpu.lock:  # autograd's handle is of several threads of ours
+                held = gpu.workspaces.get(key)
+                if held is None or held[0] < size:
+                    gpu.workspaces[key] = size, gpu.malloc_workspace(size)
+                    if held is not None:
+                        _free(gpu, held[1])
 
     def clear(self, gpus) -> None:
         """torch._C._cuda_clearCublasWorkspaces: those that are kept are given back to the allocator."""
         for gpu in gpus:
-            while gpu.workspaces:
-                gpu.free(gpu.workspaces.popitem()[1][1])
+            with gpu.lock:
+                while gpu.workspaces:
+                    _free(gpu, gpu.workspaces.popitem()[1][1])
 
     def _handle(self, index: int) -> int:
         if _compat.graph_task() != -1:
@@ -146,11 +151,10 @@ class Workspaces:
         if handles is None:
             handles = self._threads.handles = _Handles(self._idle)
         if index not in handles:
-            idle = self._idle[index]
-            if not idle:
-                idle.append(self._made[index])
-                self._made[index] += 1
-            handles[index] = idle.pop()
+            try:
+                handles[index] = self._idle[index].pop()
+            except IndexError:
+                handles[index] = next(self._new)
         return handles[index]
 
 
@@ -164,6 +168,11 @@ class _Handles(dict):
     def __del__(self):
         for index, handle in self.items():
             self.idle[index].append(handle)
+
+
+def _free(gpu, block) -> None:
+    if block is not None:  # a workspace of no bytes
+        gpu.free(block)
 
 
 def _fits_lt(args, kwargs, out) -> bool:

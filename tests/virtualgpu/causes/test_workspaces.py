@@ -216,6 +216,25 @@ def test_a_small_workspace_limits_the_one_that_is_shared(monkeypatch):
         assert torch.backends.cuda.cublaslt_workspace_size() == 128 * KIB
 
 
+def test_a_workspace_of_no_bytes_may_be_kept(monkeypatch):
+    as_in(monkeypatch, "2.14")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    on()
+    a = torch.ones(64, 64, device="cuda")
+    a @ a
+    assert torch.cuda.memory_allocated() == a.nbytes
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def test_what_was_freed_before_a_product_makes_room_for_it():
+    on()
+    a, big = torch.ones(64, 64, device="cuda"), torch.empty(3 * SMALL, dtype=torch.uint8, device="cuda")
+    peak = torch.cuda.memory_allocated()
+    del big
+    a.addmm_(a, a)  # its result needs no memory
+    assert torch.cuda.max_memory_allocated() == peak
+
+
 def test_no_room_for_it():
     on(memory="1 GiB")
     a = torch.ones(64, 64, device="cuda")
