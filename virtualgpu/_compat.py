@@ -47,6 +47,19 @@ empty_strided = _C._VariableFunctions.empty_strided
 parse_to = _C._nn._parse_to  # (*args, **kwargs) of Tensor.to -> (device, dtype, non_blocking, memory_format)
 suggest_memory_format = torch._prims_common.suggest_memory_format  # (tensor) -> the layout that its strides have
 
+preferred_blas = (
+    _C._get_blas_preferred_backend
+)  # () -> one of _BlasBackend: what torch.backends.cuda.preferred_blas_library said
+prefer_blas = _C._set_blas_preferred_backend
+CUBLASLT = _C._BlasBackend.Cublaslt
+
+# How PyTorch's C++ gives cuBLAS its workspaces (CublasHandlePool.cpp, and the wheels of 2.11 to 2.15, disassembled)
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+LARGE_WORKSPACES = (9,) if VERSION < (2, 12) else (9, 10, 11, 12)  # major capabilities whose workspace has 32 MiB
+KEEPS_WORKSPACES = VERSION < (2, 15)  # for each handle and stream; later, each product gives its own back
+LT_HAS_ITS_OWN = VERSION < (2, 12)  # cuBLASLt's workspace beside cuBLAS's, whose handle it takes with that workspace
+SETS_WORKSPACES = VERSION >= (2, 13)  # torch.backends.cuda.cublas_workspace_size
+
 
 # What torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32 say, twenty times as fast
 convolutions_in_tf32, products_in_tf32 = _C._get_cudnn_allow_tf32, _C._get_cublas_allow_tf32

@@ -16,12 +16,17 @@ RANK                  the number that a launcher gave this process: `rank`.
 GROUP_RANK and others what torchrun says of nodes: `node`, `has_several_nodes`, `local_world_size`.
 VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and compares (engine/crosscheck.py): `crosscheck`.
 NCCL_P2P_DISABLE      1, or NCCL_P2P_LEVEL=LOC: no GPU reaches another one's memory: `peer_to_peer`.
+CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE   how much memory cuBLAS works in: `cublas_workspace`, `cublaslt_workspace`.
+TORCH_CUBLAS_WORKSPACE_CACHE, TORCH_CUBLASLT_UNIFIED_WORKSPACE   does PyTorch keep it, and do both libraries share it? `flag`.
+DISABLE_ADDMM_CUDA_LT 1: no product with a bias goes to cuBLASLt: `engine.workspaces`.
 
 HELPERS_GPUS (real or virtual GPUs for a notebook) is read by `session.gpus` alone. Only the standard library is imported here.
 """
 
 import json
 import os
+import re
+import warnings
 from collections.abc import Mapping
 from itertools import groupby
 from typing import NamedTuple
@@ -181,3 +186,51 @@ def rank(environ: Mapping[str, str] = os.environ) -> int:
     """The rank that torchrun and its kind gave this process; -1 where there is none."""
     value = environ.get("RANK", "")
     return int(value) if value.isdigit() else -1
+
+
+def cublas_workspace(default: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Bytes of cuBLAS's workspace: CUBLAS_WORKSPACE_CONFIG lists ":KiB:count". Warns in PyTorch's words where it cannot be read.
+
+    Source: parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    text = environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if text is None:
+        return default
+    parts = re.findall(r":([0-9]+):([0-9]+)", text)
+    if not parts:
+        warnings.warn(
+            f"Could not parse CUBLAS_WORKSPACE_CONFIG, using default workspace size of {default} bytes.", stacklevel=2
+        )
+        return default
+    return sum(int(kib) * 1024 * int(count) for kib, count in parts)
+
+
+def cublaslt_workspace(environ: Mapping[str, str] = os.environ) -> int:
+    """Bytes of cuBLASLt's workspace: CUBLASLT_WORKSPACE_SIZE in KiB, or 1 MiB. Warns in PyTorch's words where it cannot be read.
+
+    Source: parseCUDABlasLtWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, which reads as C's stoi does.
+    """
+    text, kib = environ.get("CUBLASLT_WORKSPACE_SIZE"), 1024
+    if text is not None:
+        number = re.match(r"\s*([+-]?[0-9]+)", text)
+        if number is None:
+            warnings.warn(f"invalid CUBLASLT_WORKSPACE_SIZE, using default workspace size of {kib} KiB.", stacklevel=2)
+        elif not -(1 << 31) <= int(number[1]) < 1 << 31:
+            warnings.warn(
+                f"CUBLASLT_WORKSPACE_SIZE out of range, using default workspace size of {kib} KiB.", stacklevel=2
+            )
+        else:
+            kib = int(number[1])
+    return kib * 1024 % (1 << 64)
+
+
+def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
+    """A variable of PyTorch that is 1 or 0; None where it is neither. Warns in PyTorch's words of any other value.
+
+    Source: check_env in c10/util/env.cpp.
+    """
+    text = environ.get(name)
+    if text in (None, "0", "1"):
+        return None if text is None else text == "1"
+    warnings.warn(f"Ignoring invalid value for boolean flag {name}: {text} valid values are 0 or 1.", stacklevel=2)
+    return None

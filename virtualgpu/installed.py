@@ -14,6 +14,7 @@ from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
     autocast,
     batch_norm,
+    blas,
     compiler,
     cuda,
     data_parallel,
@@ -48,6 +49,7 @@ FACES = (
     streams,
     sync_debug,
     cuda,
+    blas,
     tensor,
     functions,
     recurrent,

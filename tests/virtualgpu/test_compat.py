@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,6 +286,23 @@ def test_floating_point_operations():
     ):
         assert _compat.flop_formula(operator)(*args, out_val=torch.ones(2, 4)) == 2 * 2 * 3 * 4
     assert _compat.flop_formula(aten.add.Tensor) is None
+
+
+def test_how_this_version_gives_cublas_its_workspaces():
+    graphs = (Path(torch.__file__).parent / "_inductor" / "cudagraph_trees.py").read_text("utf-8")
+    assert ("TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps persistent workspaces" not in graphs) == _compat.KEEPS_WORKSPACES
+    assert hasattr(torch.backends.cuda, "cublas_workspace_size") == _compat.SETS_WORKSPACES
+    assert 9 in _compat.LARGE_WORKSPACES and 8 not in _compat.LARGE_WORKSPACES
+    assert _compat.KEEPS_WORKSPACES or not _compat.LT_HAS_ITS_OWN
+
+
+def test_the_preferred_library_for_products():
+    before = _compat.preferred_blas()
+    try:
+        _compat.prefer_blas(_compat.CUBLASLT)
+        assert _compat.preferred_blas() == _compat.CUBLASLT != before
+    finally:
+        _compat.prefer_blas(before)
 
 
 def test_costs_where_a_version_lacks_an_operation(monkeypatch):

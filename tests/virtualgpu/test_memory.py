@@ -164,7 +164,7 @@ QUICK = ("mlp", "resnet18", "transformer")  # the others only with the judges
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.judge) for n in MODELS])
-def test_live_bytes_are_those_of_the_profiler(name, monkeypatch):
+def test_live_bytes_are_those_of_the_profiler(name, monkeypatch, without_workspaces):
     monkeypatch.setattr(dispatch, "_operations", {})  # those of this model alone
     with virtualgpu.gpus(1):
         torch.manual_seed(0)

@@ -135,6 +135,8 @@ class Dispatch(TorchDispatchMode):
                 for index in args[1]:
                     if index is not None and gpu_of(index) is None:  # copied at every call; the host waits
                         machine.charge_copy(None, gpu, index.nbytes, wait=True)
+            if op.workspace is not None:
+                machine.workspaces.use(op.workspace, args, kwargs, out, gpu)
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
             if waits:  # the host needs to know how large the result is
                 clock.wait_for(clock.current(gpu.index))

@@ -11,6 +11,7 @@ import torch
 
 from virtualgpu.engine.home import HOME, Home, gpu_of, storage_of
 from virtualgpu.engine.in_thread import Anywhere, here
+from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking, uuid
 from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus
 from virtualgpu.hardware.networks import Network
@@ -41,16 +42,44 @@ class GPU:
         self.memory = CachingAllocator(spec.memory, index, context, timeline=_Timeline(machine.clock, index))
         self.uuid = UUID(uuid(self.physical).removeprefix("GPU-"))
         self.cudnn = False  # has its handle
+        self.workspaces: dict = {}  # of cuBLAS, that handles keep
+        self.makes_workspace = False  # is what asks for memory now cuBLAS?
         self._freed: deque = deque()
 
     def malloc(self, nbytes: int):
         """A block of memory on the current stream. Raises torch.OutOfMemoryError as PyTorch would."""
         clock = self.machine.clock
-        stream = clock.current(self.index).id if clock.multi else 0
+        stream = clock.current(self.index).id if clock.multi else 0  # as `stream`, written out for speed
         with self.lock:
             while self._freed:
                 self.memory.free(*self._freed.popleft())
             return self.memory.malloc(nbytes, stream)
+
+    def malloc_workspace(self, nbytes: int):
+        """As `malloc`, for cuBLAS."""
+        with self.lock:
+            self.makes_workspace = True
+            try:
+                return self.malloc(nbytes)
+            finally:
+                self.makes_workspace = False
+
+    def lend_workspace(self, nbytes: int) -> None:
+        """Memory for cuBLAS, for the length of one call."""
+        stream = self.stream
+        with self.lock:
+            self._collect()
+            self.makes_workspace = True
+            try:
+                self.memory.lend(nbytes, stream)
+            finally:
+                self.makes_workspace = False
+
+    @property
+    def stream(self) -> int:
+        """The id of the current stream."""
+        clock = self.machine.clock
+        return clock.current(self.index).id if clock.multi else 0
 
     def require(self, nbytes: int | list[int]) -> None:
         """Raises torch.OutOfMemoryError where a block of that size, or blocks of these, cannot be had; nothing is taken."""
@@ -125,6 +154,7 @@ class Machine(Anywhere):
         self.enter = None  # lets the thread that calls it see the GPUs
         self.on_first_use = None
         self.warned_about_nan = False
+        self.workspaces = Workspaces()
         self.asked: dict = {}  # when somebody last asked for a GPU's load, and its busy time then
         self.local = _PerThread()
 

@@ -8,6 +8,7 @@ from virtualgpu import _compat
 from virtualgpu.engine.alerts import ALERTS
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.workspaces import USERS
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
 
 aten = torch.ops.aten
@@ -110,6 +111,7 @@ class Operation:
         "special",
         "strict",
         "takes_device",
+        "workspace",
         "write_only",
         "writes",
     )
@@ -144,6 +146,7 @@ class Operation:
         self.writes = [(at, argument.name) for at, argument in enumerate(arguments) if written[at]]
         self.formula = formula(func)
         self.write_only = func in WRITE_ONLY
+        self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = draws(func)

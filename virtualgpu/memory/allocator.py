@@ -196,6 +196,42 @@ class CachingAllocator(GeneralAllocator):
                 self.statistics.note_peaks(SPLITS)
         return None
 
+    def lend(self, nbytes: int, stream: int = 0) -> None:
+        """`malloc` and `free` at once: memory for the length of one call. Raises torch.OutOfMemoryError as malloc does.
+
+        Where a free block serves and no peak is new, nothing changes but the counts of what came and went.
+        """
+        size = (nbytes + 511) & -512
+        free = None if self.special else (self._small if size <= SMALL else self._large).get(stream)
+        if free is not None and nbytes:
+            at = bisect_left(free.keys, size << ADDRESS_BITS)
+            if at < len(free.keys):
+                up, bar, block = free.up, free.bar, free.blocks[at]
+                rest = block.size - size
+                if rest <= free.unsplit:
+                    size, rest = block.size, 0
+                # a whole segment leaves a piece where it is split; of a piece, there is one less or a smaller one
+                whole = block.before is None and block.after is None
+                pieces, left = (rest > 0, rest) if whole else (not rest, size)
+                if (
+                    up[0] < bar[0]
+                    and up[1] + size <= bar[1]
+                    and up[2] + nbytes <= bar[2]
+                    and (not whole or (up[3] + pieces <= bar[3] and up[4] + rest <= bar[4]))
+                ) or not self.statistics.is_peak(free.pool.counts, size, nbytes, whole and pieces, rest):
+                    up[0] += 1
+                    bar[0] += 1
+                    up[1] += size
+                    bar[1] += size
+                    up[2] += nbytes
+                    bar[2] += nbytes
+                    up[3] += pieces
+                    bar[3] += pieces
+                    up[4] += left
+                    bar[4] += left
+                    return
+        self.free(self.malloc(nbytes, stream))
+
     def require(self, nbytes: int | Iterable[int], stream: int = 0) -> None:
         """Raises torch.OutOfMemoryError where `malloc` of so much, or of these sizes one after the other, would.
 

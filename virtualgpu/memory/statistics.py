@@ -119,6 +119,17 @@ class Statistics:
             bars2[i] += level2 - quiets2[i]
             quiets[i], quiets2[i] = level, level2
 
+    def is_peak(self, counts: Counts, size: int, requested: int, piece: bool, rest: int) -> bool:
+        """Would one more block in this pool, and a piece of `rest` bytes where there is one, be more than ever before?"""
+        other = self.large if counts is self.small else self.small
+        up, bar, quiet, peak = counts.up, counts.bar, counts.quiet, counts.peak
+        up2, bar2, quiet2, both = other.up, other.bar, other.quiet, self.peak
+        for i, more in enumerate((1, size, requested, 1, rest) if piece else (1, size, requested)):
+            now = up[i] - bar[i] + quiet[i] + more
+            if now > peak[i] or now + up2[i] - bar2[i] + quiet2[i] > both[i]:
+                return True
+        return False
+
     def note_active(self) -> None:
         """Called when a block is allocated while others wait."""
         sums = [0, 0]

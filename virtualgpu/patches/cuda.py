@@ -103,8 +103,6 @@ class Driver:
             "_cuda_ipc_collect": lambda: None,
             "_cuda_isCurrentStreamCapturing": lambda: False,
             "_cuda_getDriverVersion": lambda: nvml.CUDA,
-            "_cuda_getCurrentBlasHandle": lambda: 0,
-            "_cuda_clearCublasWorkspaces": lambda: None,
             "_get_accelerator": lambda check=None: torch.device("cuda"),
             "_accelerator_getAccelerator": lambda: torch.device("cuda"),
             "_accelerator_getDeviceIndex": lambda: self.local.current,

@@ -2,7 +2,7 @@
 
 A listener on each allocator keeps the blocks that live, and what has changed since the peak; the blocks at the peak follow from
 both. A block made in a forward pass is an activation, in a backward pass a gradient, in an optimizer's step its state; what turns
-out to belong to a module is a parameter, and what is a parameter's `.grad` a gradient.
+out to belong to a module is a parameter, and what is a parameter's `.grad` a gradient. What cuBLAS works in is a kind of its own.
 """
 
 import sys
@@ -97,6 +97,8 @@ class _Watched:
             self.died = size, list(self.live.values())
 
     def _kind(self) -> str:
+        if self.gpu.makes_workspace:
+            return "cuBLAS workspaces"
         local = self.gpu.machine.clock.local
         if local.backward is not None:
             return "gradients"

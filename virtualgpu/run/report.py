@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from virtualgpu.run.table import size
 
 SUFFIX = ".report"
-KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "cuBLAS workspaces", "other")
 MAX_LINES = 10  # lines of a program that are told; the rest is one line
 LIBRARIES = ("torch", "torchvision", "virtualgpu", "contextlib", "threading")  # a line in these is nobody's to change
 

@@ -1,4 +1,4 @@
-"""What one operation costs: its floating-point operations, by the formulas of `torch.utils.flop_counter`, and the bytes it moves."""
+"""What one operation costs: its floating-point operations, by formulas of `torch.utils.flop_counter` or of our own, and the bytes it moves."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,6 +6,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.hardware.specs import TF32
+from virtualgpu.simulation import convolutions
 from virtualgpu.simulation.attention import attention, attention_backward
 
 aten = torch.ops.aten
@@ -81,8 +82,12 @@ def recurrent_backward(x, weights, *args, out_val=None, **kwargs) -> int:
     return 2 * recurrent(x, weights)
 
 
-# operations that torch.utils.flop_counter does not know; a version of PyTorch may lack one
+# operations that torch.utils.flop_counter does not know, or counts wrongly; a version of PyTorch may lack one
 MORE = {
+    "convolution": convolutions.convolution,
+    "_convolution": convolutions.convolution,
+    "_slow_conv2d_forward": convolutions.slow_forward,
+    "convolution_backward": convolutions.convolution_backward,
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
     "mkldnn_rnn_layer": _rnn_layer,

@@ -119,7 +119,7 @@ def test_an_error_in_a_replica_names_it(gpus):
     assert "Expected all tensors to be on the same device" in str(found.value)
 
 
-def test_memory_is_uneven_as_in_the_notes(gpus):
+def test_memory_is_uneven_as_in_the_notes(gpus, without_workspaces):
     """The first GPU has the parameters, the gradients and all outputs; the second a replica, and only during the step."""
     model = nn.DataParallel(nn.Linear(1024, 4096, bias=False).cuda())
     weights = 1024 * 4096 * 4

@@ -152,3 +152,23 @@ def test_invariants_under_random_programs(actions):
         memory.free(block)
     memory.empty_cache()
     assert (memory.allocated, memory.reserved, memory.all_blocks()) == (0, 0, [])
+
+
+@given(st.lists(st.tuples(ACTIONS, SIZES), min_size=10, max_size=80))
+def test_memory_that_is_lent_is_taken_and_given_back(steps):
+    """`lend` has a short way: all figures and blocks are as after malloc and free."""
+
+    def way(lend):
+        memory, live, figures = CachingAllocator(GIB), [], []
+        for (action, number), size in steps:
+            if action == "malloc" and memory.allocated < GIB // 2:
+                live.append(memory.malloc(number))
+            elif action == "free" and live:
+                memory.free(live.pop(number % len(live)))
+            elif action == "empty_cache":
+                memory.empty_cache()
+            lend(memory, size)
+            figures.append([(block.address, block.size) for block in memory.all_blocks()])
+        return memory.statistics.nested(), figures
+
+    assert way(lambda memory, size: memory.lend(size)) == way(lambda memory, size: memory.free(memory.malloc(size)))

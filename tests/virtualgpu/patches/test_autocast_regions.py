@@ -244,7 +244,7 @@ def test_a_cast_made_without_gradients_still_has_them():
     assert equal(weight.grad, x.half().sum(0, dtype=F32).half().float()[:, None].expand(2, 2))
 
 
-def test_casts_take_time_and_memory():
+def test_casts_take_time_and_memory(without_workspaces):
     x, w = torch.rand(256, 256, device="cuda"), torch.rand(256, 256, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
