@@ -14,6 +14,7 @@ from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
     autocast,
     batch_norm,
+    blas,
     compiler,
     cuda,
     data_parallel,
@@ -33,19 +34,21 @@ from virtualgpu.patches import (
     saving,
     storage,
     streams,
+    surface,
     sync_debug,
     tensor,
     threads,
 )
 from virtualgpu.patches.registry import Patches
 
-# In this order: memory and random numbers before the driver that uses them
+# In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 FACES = (
     memory,
     pools,
     random,
     streams,
     sync_debug,
+    blas,
     cuda,
     tensor,
     functions,
@@ -66,6 +69,7 @@ FACES = (
     gputil,
     monitor,
     nvml,
+    surface,
 )
 
 
