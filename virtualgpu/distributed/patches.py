@@ -133,12 +133,12 @@ def _coalescing(communicators, patches: Patches) -> None:
     def start_coalescing(group, device):
         if not ours(group, device):
             return start(group, device)
-        communicators.of(group, communicators.machine.gpu(device)).together = []
+        communicators.start_coalescing(group)
 
     def end_coalescing(group, device):
         if not ours(group, device):
             return end(group, device)
-        return communicators.of(group, communicators.machine.gpu(device)).end_together()
+        return communicators.end_coalescing(group)
 
     patches.replace(ProcessGroup, "_start_coalescing", start_coalescing)
     patches.replace(ProcessGroup, "_end_coalescing", end_coalescing)
