@@ -34,6 +34,7 @@ from virtualgpu.patches import (
     saving,
     storage,
     streams,
+    surface,
     sync_debug,
     tensor,
     threads,
@@ -41,13 +42,14 @@ from virtualgpu.patches import (
 from virtualgpu.patches.registry import Patches
 from virtualgpu.sanitizer import gpu_trace, switch
 
-# In this order: memory and random numbers before the driver that uses them
+# In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 FACES = (
     memory,
     pools,
     random,
     streams,
     sync_debug,
+    blas,
     cuda,
     blas,
     tensor,
@@ -69,6 +71,7 @@ FACES = (
     gputil,
     monitor,
     nvml,
+    surface,
 )
 
 

@@ -1,7 +1,8 @@
 """Process groups of virtual GPUs: what `init_process_group("nccl")` makes, and the communicators behind all groups.
 
 The backend is gloo's, which carries the numbers; it is registered as NCCL's, for "cuda" alone, so that `get_backend()` says nccl and
-CPU tensors fail as they do with NCCL. Its communicator is made at the first collective, as NCCL's is.
+CPU tensors fail as they do with NCCL. As with NCCL a communicator is made at the first collective of tensors of a GPU: a rank that uses
+two GPUs in one group has two.
 """
 
 import json
@@ -19,7 +20,7 @@ from virtualgpu.distributed.moments import Alone, Page
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
 from virtualgpu.distributed.statistics import Statistics
 from virtualgpu.distributed.tape import RECV, SEND
-from virtualgpu.distributed.work import VirtualWork
+from virtualgpu.distributed.work import Together, VirtualWork
 from virtualgpu.engine.home import gpu_of, home_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.values import forget
@@ -59,11 +60,14 @@ class ProcessGroupNCCL(_compat.Gloo):
 
 
 class Communicators:
-    """Of this process, by the names of their groups."""
+    """Of this process, by the names of their groups and the GPU (its index) that the tensors are on."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
-        self.known: dict[str, Communicator] = {}
+        self.known: dict[tuple[str, int], Communicator] = {}
+        self.coalescing: dict[
+            str, Communicator | None
+        ] = {}  # groups inside of a coalescing manager, and which collects
         self.backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
         self.statistics = Statistics(machine.clock)
         machine.clock.collectives.settle = self.drain
@@ -79,9 +83,9 @@ class Communicators:
 
     def forget(self, group=None) -> None:
         """A group is destroyed; None: all are."""
-        names = list(self.known) if group is None else [group.group_name]
-        for name in names:
-            self.known.pop(name, None)
+        for name, index in list(self.known):
+            if group is None or name == group.group_name:
+                self.known.pop((name, index), None)
         if group is None:
             self.backends.clear()
             numbers.let_go()
@@ -124,13 +128,29 @@ class Communicators:
         return self.of(group, gpu).start(call, gpu, asynchronous)
 
     def of(self, group, gpu: GPU) -> Communicator:
-        """The group's communicator; the first time, all its ranks meet."""
-        known = self.known.get(group.group_name)
-        if known is None:
-            known = self.known[group.group_name] = self._meet(group, gpu)
-        return known
+        """The group's communicator for that GPU; the first time, all its ranks meet, each with a GPU that is new to the group."""
+        name = group.group_name
+        communicator = self.known.get((name, gpu.index))
+        if communicator is None:
+            communicator = self.known[name, gpu.index] = self._meet(group, gpu, len(self._of_group(group)))
+        if name in self.coalescing and self.coalescing[name] is None:
+            self.coalescing[name], communicator.together = communicator, []
+        return communicator
 
-    def _meet(self, group, gpu: GPU) -> Communicator:
+    def start_coalescing(self, group) -> None:
+        """Collectives of this group are collected from now on, by the communicator of the first one's tensors."""
+        self.coalescing[group.group_name] = None
+
+    def end_coalescing(self, group) -> Together:
+        """One work for all that was called since."""
+        communicator = self.coalescing.pop(group.group_name, None)
+        return Together([]) if communicator is None else communicator.end_together()
+
+    def _of_group(self, group) -> list[Communicator]:
+        """Those of the GPUs that the group has used, in the order in which they were made: on all ranks the same."""
+        return [communicator for (name, _), communicator in self.known.items() if name == group.group_name]
+
+    def _meet(self, group, gpu: GPU, number: int) -> Communicator:
         rank, size = group.rank(), group.size()
         ranks = dist.get_process_group_ranks(group)
         here, backend = Where.of(self.machine, gpu), self._backend(group)
@@ -139,11 +159,12 @@ class Communicators:
             found = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
             page, backend = Alone(rank, size), Alike(rank, size) if self.machine.dry else None
         else:
-            store = _compat.store_of(group)
+            store = dist.PrefixStore(f"virtualgpu/{number}", _compat.store_of(group))
             page = Page.meet(store, rank, size)
             store.set(f"virtualgpu/{rank}", json.dumps(here.said()))
             found = [Where.heard(json.loads(store.get(f"virtualgpu/{other}"))) for other in range(size)]
-            one_gpu_each(found)
+            if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
+                one_gpu_each(found)
         communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, Layout(found), gpu)
         if isinstance(backend, ProcessGroupNCCL):
             communicator.timeout = backend.limit
@@ -169,16 +190,16 @@ class Communicators:
     def _gpu_of_barrier(self, group, values: dict) -> GPU | None:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
-        known = self.known.get(group.group_name)
+        used = [communicator.gpu for communicator in self._of_group(group)]
         if not self._only_gpus(group):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
-            return known and known.gpu
+            return used[0] if used else None
         device = getattr(group, "bound_device_id", None)
         if values["device_ids"]:
             return self.machine.gpu(values["device_ids"][0])
         if device is not None:
             return self.machine.gpu(device)
-        if known is not None:
-            return known.gpu
+        if used:
+            return used[0]
         return self.machine.gpu(dist.get_rank() % len(self.machine.look()))
 
     def _gpu(self, group, tensors) -> GPU | None:

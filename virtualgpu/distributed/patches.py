@@ -72,8 +72,10 @@ def _backend(communicators, patches: Patches) -> None:
     plugins["NCCL"] = backend._BackendPlugin(create, True)
     patches.undo(lambda: plugins.pop("NCCL") if before is None else plugins.update(NCCL=before))
     patches.replace(backend, "backend_capability", {**backend.backend_capability, "nccl": ["cuda"]})
-    for module in (c10d, dist):
+    cpp = torch._C._distributed_c10d
+    for module in (c10d, dist, cpp):
         patches.add(module, "ProcessGroupNCCL", ProcessGroupNCCL)
+    patches.add(cpp, "_is_nvshmem_available", lambda: False)
 
 
 def _lifetime(communicators, patches: Patches) -> None:
@@ -131,12 +133,12 @@ def _coalescing(communicators, patches: Patches) -> None:
     def start_coalescing(group, device):
         if not ours(group, device):
             return start(group, device)
-        communicators.of(group, communicators.machine.gpu(device)).together = []
+        communicators.start_coalescing(group)
 
     def end_coalescing(group, device):
         if not ours(group, device):
             return end(group, device)
-        return communicators.of(group, communicators.machine.gpu(device)).end_together()
+        return communicators.end_coalescing(group)
 
     patches.replace(ProcessGroup, "_start_coalescing", start_coalescing)
     patches.replace(ProcessGroup, "_end_coalescing", end_coalescing)

@@ -52,6 +52,7 @@ def install(machine: Machine, patches: Patches) -> None:
             "_cuda_getCublasLtWorkspaceSize": size(workspaces.lt_size),
             "_cuda_setCublasLtWorkspaceSize": setter("cublaslt", workspaces.set_lt_size),
             "_cuda_resetCublasLtWorkspaceSize": lambda: workspaces.set_lt_size(None),
+            "_cuda_getCurrentSolverHandle": lambda: 0,
         }
     for name, answer in answers.items():
         patches.add(torch._C, name, answer)

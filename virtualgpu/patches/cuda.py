@@ -1,13 +1,11 @@
 """The driver as PyTorch's own Python sees it: the functions of C++ below torch.cuda and torch.accelerator.
 
 torch.cuda's Python code stays as it is; what it calls (`torch._C._cuda_getDeviceCount` and its kind) is answered here. A wheel
-without CUDA lacks those names: they are added. What is not modelled raises NotImplementedError and says so.
+without CUDA lacks those names: they are added. What is not modelled is refused by `surface`.
 """
 
 import ctypes
-import functools
 import os
-import sys
 from collections.abc import Callable
 
 import torch
@@ -18,24 +16,24 @@ from virtualgpu.errors import forked, no_gpus
 from virtualgpu.patches import nvml, streams
 from virtualgpu.patches.registry import Patches
 
-NOT_MODELLED = {
-    "torch.cuda": "CUDAGraph graph make_graphed_callables temperature jiterator list_gpu_processes",
-    "torch.cuda.graphs": "CUDAGraph graph make_graphed_callables",
-}
 # What a wheel without CUDA says: the default wheel of PyTorch 2.11 has these (2.11.0+cu130 on PyPI)
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "13.0", 91900, (2, 28, 9)
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Answer the driver's functions of torch._C and torch.cuda; refuse what is not modelled (NOT_MODELLED)."""
-    driver = Driver(machine)
+    """Answer the driver's functions of torch._C and torch.cuda."""
+    driver, cuda = Driver(machine), torch.cuda
     for name, answer in driver.functions().items():
         patches.add(torch._C, name, answer)
-    for name, answer in driver.functions().items():  # names that torch.cuda bound when it was imported
-        alias = {"_cuda_exchangeDevice": "_exchange_device", "_cuda_maybeExchangeDevice": "_maybe_exchange_device"}
-        if name in alias:
-            patches.replace(torch.cuda, alias[name], answer)
-    cuda = torch.cuda
+    for name in ("_exchange_device", "_maybe_exchange_device"):  # torch.cuda bound C's when it was imported
+        patches.replace(cuda, name, driver.exchange_device)
+    cudart, nvtx = Cudart(driver), _Nvtx()
+    patches.add(torch._C, "_cudart", cudart)
+    patches.add(torch._C, "_nvtx", nvtx)
+    patches.replace(cuda, "_cudart", cudart)
+    patches.replace(cuda.nvtx, "_nvtx", nvtx)
+    patches.add(torch._C, "_CudaDeviceProperties", DeviceProperties)
+    patches.replace(cuda, "_CudaDeviceProperties", DeviceProperties)
     patches.replace(cuda, "_lazy_init", driver.lazy_init)
     patches.set(cuda, "_initialized", machine.initialized)
     patches.replace(cuda, "_is_in_bad_fork", lambda: machine.forked)
@@ -45,7 +43,6 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.add(cuda, "_get_device_properties", driver.properties)
     patches.replace(cuda, "is_bf16_supported", driver.is_bf16_supported)
     patches.replace(cuda, "get_arch_list", driver.arch_list)
-    patches.replace(cuda, "_cudart", Cudart(driver))
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
     # PyTorch 2.11 would make a tensor on a real GPU in it
     patches.replace(_compat.fake_tensor, "init_gpu_context", lambda device: None)
@@ -53,14 +50,8 @@ def install(machine: Machine, patches: Patches) -> None:
         _of_a_wheel_with_cuda(patches)
     if hasattr(cuda.graphs, "_cuda_isCurrentStreamCapturing"):
         patches.replace(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
-    nvtx = sys.modules.get("torch.cuda.nvtx")
-    if nvtx is not None:
-        patches.replace(nvtx, "_nvtx", _Nvtx())
-    for module, names in NOT_MODELLED.items():
-        for name in names.split():
-            owner = sys.modules[module]
-            if hasattr(owner, name):
-                patches.replace(owner, name, not_modelled(f"torch.cuda.{name}", getattr(owner, name)))
+    if hasattr(cuda.green_contexts, "_get_driver_version"):  # no card has domains before CUDA 13.4
+        patches.replace(cuda.green_contexts, "_get_driver_version", lambda: nvml.CUDA)
     patches.set(torch.nn.parallel._functions, "_streams", None)  # it keeps its streams; those of earlier GPUs have gone
     machine.on_first_use = cuda._lazy_init
 
@@ -102,7 +93,7 @@ class Driver:
             "_cuda_sleep": self.sleep,
             "_cuda_ipc_collect": lambda: None,
             "_cuda_isCurrentStreamCapturing": lambda: False,
-            "_cuda_getDriverVersion": lambda: nvml.CUDA,
+            "_is_cudnn_attention_decode_disabled": self.cudnn_cannot_decode,
             "_get_accelerator": lambda check=None: torch.device("cuda"),
             "_accelerator_getAccelerator": lambda: torch.device("cuda"),
             "_accelerator_getDeviceIndex": lambda: self.local.current,
@@ -111,6 +102,11 @@ class Driver:
             "_accelerator_maybeExchangeDevice": self.exchange_device,
             "_accelerator_synchronizeDevice": lambda device: self.clock.wait(self.gpu(device).index),
             "_accelerator_getDeviceCapability": self.capability,
+            "_accelerator_hooks_device_count": lambda: len(self.machine.look()),
+            "_accelerator_hooks_get_current_device": lambda: self.local.current,
+            "_accelerator_hooks_set_current_device": self.set_device,
+            "_accelerator_hooks_exchange_device": self.exchange_device,
+            "_accelerator_hooks_maybe_exchange_device": self.exchange_device,
         }
 
     def gpu(self, device=None) -> GPU:
@@ -176,6 +172,11 @@ class Driver:
         """torch.accelerator.get_device_capability: all types, as PyTorch says of every card."""
         self.gpu(device)
         return {"supported_dtypes": {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}}
+
+    def cudnn_cannot_decode(self) -> bool:
+        """Attention of one query by cuDNN: PyTorch leaves it out on Blackwell for these versions of cuDNN (its MHA.cpp)."""
+        version = torch.backends.cudnn.version() or 0
+        return self.gpu().spec.capability[0] in (10, 11) and 91900 <= version <= 92500 and version != 92401
 
     def properties(self, device) -> "DeviceProperties":
         """torch.cuda.get_device_properties. Raises ValueError for the CPU."""
@@ -287,25 +288,3 @@ class _Nvtx:
 
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: 0
-
-
-def not_modelled(name: str, original):
-    """Raises NotImplementedError in its place; a class stays a class, for isinstance."""
-    message = f"{name} is not modelled by virtual GPUs: they run eager PyTorch. It works on real GPUs, or after virtualgpu.reset()"
-    if isinstance(original, type):
-
-        class Refused(original):
-            def __new__(cls, *args, **kwargs):
-                raise NotImplementedError(message)
-
-            def __init__(self, *args, **kwargs):
-                raise NotImplementedError(message)
-
-        Refused.__name__, Refused.__qualname__ = original.__name__, original.__qualname__
-        return Refused
-
-    @functools.wraps(original)
-    def refused(*args, **kwargs):
-        raise NotImplementedError(message)
-
-    return refused

@@ -4,7 +4,6 @@ import functools
 
 import torch
 from torch import _VF, nn
-from torch.backends import cuda as settings
 
 from virtualgpu import _compat
 from virtualgpu.engine import sdpa, sdpa_backends
@@ -15,7 +14,11 @@ from virtualgpu.patches import autocast
 from virtualgpu.patches.registry import Patches
 
 ATTENTION = "scaled_dot_product_attention"
-CHECKS = {FLASH: "can_use_flash_attention", EFFICIENT: "can_use_efficient_attention", CUDNN: "can_use_cudnn_attention"}
+CHECKS = {
+    FLASH: "_can_use_flash_attention",
+    EFFICIENT: "_can_use_mem_efficient_attention",
+    CUDNN: "_can_use_cudnn_attention",
+}
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -25,7 +28,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for owner in (nn.functional, torch._C._nn):
         patches.replace(owner, ATTENTION, attention)
     for backend, name in CHECKS.items():
-        patches.replace(settings, name, _check(getattr(settings, name), backend))
+        patches.add(torch._C, name, _check(getattr(torch._C, name, _cannot), backend))
     patches.replace(torch, "_fused_sdp_choice", _choice(machine, torch._fused_sdp_choice))
     dropout = _dropout(machine, torch.dropout)
     patches.undo(_compat.register_as_builtin(dropout, "aten::dropout"))
@@ -138,7 +141,6 @@ def _learns(*tensors: torch.Tensor) -> bool:
 
 
 def _check(original, backend):
-    @functools.wraps(original)
     def can_use(params, debug=False):
         gpu = gpu_of(params.query)
         if gpu is None or params.query.is_nested:
@@ -149,6 +151,11 @@ def _check(original, backend):
         return reason is None
 
     return can_use
+
+
+def _cannot(params, debug: bool = False) -> bool:
+    """On a wheel without CUDA, tensors of the CPU."""
+    return False
 
 
 def _choice(machine: Machine, original):

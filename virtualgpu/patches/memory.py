@@ -1,11 +1,9 @@
 """The C functions below torch/cuda/memory.py and torch/accelerator/memory.py, answered by the virtual GPUs' allocators.
 
 PyTorch's own Python code stays as it is: memory_stats, memory_summary, memory_snapshot, _record_memory_history,
-_dump_snapshot and the rest. What the allocators do not model (memory pools of one's own, other allocators, figures of
-pinned memory) raises NotImplementedError in a sentence.
+_dump_snapshot and the rest. What the allocators do not model (other allocators, figures of pinned memory) is refused by `surface`.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,27 +20,6 @@ from virtualgpu.patches.streams import id_of
 
 _C = torch._C
 
-NOT_MODELLED = {
-    "the memory pool of a CUDA graph": [
-        "_cuda_beginAllocateToPool",
-        "_cuda_beginAllocateCurrentStreamToPool",
-        "_cuda_checkPoolLiveAllocations",
-        "_cuda_setCheckpointPoolState",
-        "_cuda_getCheckpointState",
-    ],
-    "an allocator of one's own (CUDAPluggableAllocator)": [
-        "_cuda_customAllocator",
-        "_cuda_changeCurrentAllocator",
-        "_cuda_getAllocator",
-    ],
-    "the allocator of pinned memory": [
-        "_cuda_hostMemoryStats",
-        "_cuda_resetAccumulatedHostMemoryStats",
-        "_cuda_resetPeakHostMemoryStats",
-        "_cuda_cudaHostAllocator",
-    ],
-}
-
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace them, until `patches.restore()`."""
@@ -52,14 +29,6 @@ def install(machine: Machine, patches: Patches) -> None:
             patches.add(_C, name, getattr(functions, name))
         elif name.startswith("_accelerator_") and hasattr(_C, name):
             patches.replace(_C, name, getattr(functions, name))
-    for what, names in NOT_MODELLED.items():
-        refuse = _refusing(what)
-        for name in names:
-            patches.add(_C, name, refuse)
-            if name in vars(torch.cuda.memory):  # it holds the C function under its own name
-                patches.replace(torch.cuda.memory, name, refuse)
-    owner = torch.cuda.memory.CUDAPluggableAllocator
-    patches.add(owner, "__init__", functools.wraps(owner.__init__)(_refusing("torch.cuda.CUDAPluggableAllocator")))
     if hasattr(torch.cuda.memory, "_annotate_tensor"):
         patches.replace(torch.cuda.memory, "_annotate_tensor", functions.annotate_tensor)
 
@@ -267,12 +236,3 @@ class Memory:
     _accelerator_getDeviceStats = _cuda_memoryStats
     _accelerator_resetAccumulatedStats = _cuda_resetAccumulatedMemoryStats
     _accelerator_resetPeakStats = _cuda_resetPeakMemoryStats
-
-
-def _refusing(what: str):
-    def refuse(*args, **keywords):
-        raise NotImplementedError(
-            f"{what} is not modelled on virtual GPUs, which have PyTorch's native allocator; leave it out"
-        )
-
-    return refuse

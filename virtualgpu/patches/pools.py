@@ -83,6 +83,7 @@ def install(machine: Machine, patches: Patches) -> None:
         "_cuda_beginAllocateCurrentThreadToPool": begin,
         "_cuda_endAllocateToPool": end,
         "_cuda_releasePool": release,
+        "_graph_pool_handle": new_id,
     }
     for name, function in functions.items():
         patches.add(torch._C, name, function)

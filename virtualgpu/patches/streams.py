@@ -35,6 +35,8 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.replace(owner, "Stream", stream)
         patches.replace(owner, "Event", event)
         patches.replace(owner, "ExternalStream", external)
+    patches.add(torch._C, "_CudaStreamBase", stream)
+    patches.add(torch._C, "_CudaEventBase", event)
     patches.replace(torch, "Stream", any_stream)
     patches.replace(torch, "Event", any_event)
 
@@ -272,6 +274,10 @@ def event_class(machine: Machine, base: type) -> type:
             return (end_event.time - self.time) * 1e3
 
         def ipc_handle(self):
+            raise NotImplementedError("events between processes are not modelled by virtual GPUs")
+
+        @classmethod
+        def from_ipc_handle(cls, device, handle):
             raise NotImplementedError("events between processes are not modelled by virtual GPUs")
 
         def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from torch.cuda import _memory_viz
 from tests.virtualgpu.memory.programs import KIB, MIB, Time
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.patches import memory as patch
+from virtualgpu.patches import surface
 from virtualgpu.patches.registry import Patches
 
 HERE = __file__
@@ -46,6 +47,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: 0)
     patches = Patches()
     patch.install(machine, patches)
+    surface.install(machine, patches)
     yield gpus
     patches.restore()
 

@@ -139,7 +139,6 @@ def test_pytorchs_own_afterwards():
 def test_versions_are_of_one_wheel():
     major, minor = map(int, torch.version.cuda.split("."))
     assert torch._C._cuda_getCompiledVersion() == 1000 * major + 10 * minor
-    assert torch._C._cuda_getDriverVersion() // 1000 == major
     assert torch.cuda.nccl.version() >= (2, 28) and torch.backends.cudnn.version() >= 91000
     assert torch.backends.cudnn.is_available()
     with torch.backends.cudnn.flags(enabled=False, benchmark_limit=5):
