@@ -172,21 +172,6 @@ def test_all_is_as_before_afterwards(gpus):
     assert [name for name in EVERY if before[name] is not after[name]] == []
 
 
-def test_sizes_of_cublas_workspaces(gpus, monkeypatch):
-    C, mib = torch._C, 1 << 20
-    assert C._cuda_getCublasWorkspaceSize() == 8 * mib + mib // 8  # a T4
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
-    assert C._cuda_getCublasWorkspaceSize() == (4096 * 8 + 16 * 8) << 10
-    C._cuda_setCublasWorkspaceSize(mib)
-    assert C._cuda_getCublasWorkspaceSize() == mib == C._cuda_getCublasLtWorkspaceSize()
-    C._cuda_resetCublasWorkspaceSize()
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    virtualgpu.gpus(1, like="H100")
-    assert C._cuda_getCublasWorkspaceSize() == 32 * mib
-    with pytest.raises(RuntimeError, match="must not be negative"):
-        C._cuda_setCublasWorkspaceSize(-1)
-
-
 def test_objects_are_of_the_classes_of_c(gpus):
     assert isinstance(torch.cuda.Stream(), torch._C._CudaStreamBase)
     assert isinstance(torch.cuda.Event(), torch._C._CudaEventBase)

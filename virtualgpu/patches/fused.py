@@ -1,6 +1,7 @@
 """Kernels that PyTorch chooses by where a tensor really is: a virtual GPU takes the one that a GPU would."""
 
 import functools
+import warnings
 
 import torch
 from torch import _VF, nn
@@ -28,7 +29,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for owner in (nn.functional, torch._C._nn):
         patches.replace(owner, ATTENTION, attention)
     for backend, name in CHECKS.items():
-        patches.add(torch._C, name, _check(getattr(torch._C, name, _cannot), backend))
+        patches.add(torch._C, name, _check(backend))
     patches.replace(torch, "_fused_sdp_choice", _choice(machine, torch._fused_sdp_choice))
     dropout = _dropout(machine, torch.dropout)
     patches.undo(_compat.register_as_builtin(dropout, "aten::dropout"))
@@ -140,22 +141,18 @@ def _learns(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _check(original, backend):
-    def can_use(params, debug=False):
+def _check(backend):
+    def can_use(params, debug=False) -> bool:
+        """No for tensors of the CPU, and for nested ones, whose kernels are not modelled."""
         gpu = gpu_of(params.query)
         if gpu is None or params.query.is_nested:
-            return original(params, debug)
+            return False
         reason = sdpa_backends.why_not(backend, Params.of(params), gpu.spec)
         if debug and reason is not None:
-            sdpa_backends.warnings.warn(reason, stacklevel=2)
+            warnings.warn(reason, stacklevel=2)
         return reason is None
 
     return can_use
-
-
-def _cannot(params, debug: bool = False) -> bool:
-    """On a wheel without CUDA, tensors of the CPU."""
-    return False
 
 
 def _choice(machine: Machine, original):
