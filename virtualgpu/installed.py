@@ -9,6 +9,7 @@ from virtualgpu.distributed import patches as distributed
 from virtualgpu.distributed.nodes import Nodes
 from virtualgpu.engine import kernels, meta
 from virtualgpu.engine.dispatch import Dispatch
+from virtualgpu.engine.home import holders
 from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
@@ -105,6 +106,8 @@ class Session:
             self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
         self.look_for_races(self.sanitize)
         self.enter()
+        if holders.of_cpp is None:
+            holders.learn()
         threads.tell_main_thread(self.meet)
 
     def look_for_races(self, on: bool) -> None:

@@ -43,7 +43,8 @@ class MadeByCpp:
     """On a storage that PyTorch's own C++ made for its use: zeros for a gradient that is missing, the canvas of one_hot.
 
     Options that C++ copies from a GPU tensor say CPU here. Such a tensor belongs with whatever it meets, inside the call of Python
-    that it was made in (`site`), or inside the same backward pass. Once Python has it, it is the CPU's.
+    that it was made in (`site`), or inside the same backward pass. Once Python has it, it is the CPU's: `Holders` tells, where the next
+    call comes from the same instruction.
     """
 
     __slots__ = ("site",)
@@ -60,6 +61,59 @@ class MadeByCpp:
         """Are we still where it was made?"""
         return self.site == _site()
 
+    @property
+    def in_backward(self) -> bool:
+        """Was it made in a backward pass, which hands it to functions of Python as well?"""
+        return self.site[:1] == ("backward",)
+
+
+class Holders:
+    """Does Python hold a tensor that C++ made, or C++ alone? Then an operation's arguments are all that refers to it.
+
+    How many references that makes depends on the versions of Python and PyTorch: `learn` looks once.
+    """
+
+    of_cpp: int | None = None  # None: not known yet
+    seen: list[int] | None = None
+
+    def learn(self) -> None:
+        """Look at what torch.vander hands from one operation to the next. It needs our dispatch mode, and no GPU."""
+        self.seen = []
+        try:
+            torch.vander(torch.ones(2))
+            self.of_cpp = min(self.seen, default=None)
+        finally:
+            self.seen = None
+
+    def in_python(self, tensor: torch.Tensor, tensors: list) -> bool:
+        """Of a tensor among `tensors`, an operation's arguments. False where it cannot be told: below a dispatch mode of somebody else,
+        which holds what it passes on."""
+        count = sys.getrefcount(tensor)
+        if self.of_cpp is None:
+            if self.seen is not None:
+                self.seen.append(count)
+            return False
+        if count <= self.of_cpp:
+            return False
+        more = sum(other is tensor for other in tensors) - 1  # in the arguments, and in `tensors`
+        return count - 2 * more > self.of_cpp and not _below_another_mode()
+
+
+holders = Holders()
+
+
+def _below_another_mode() -> bool:
+    """Did the operation come through another dispatch mode, or a kernel that is written in Python?"""
+    frame = sys._getframe(1)
+    for _ in range(64):
+        if frame is None:
+            break
+        name = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "__torch_dispatch__" and not name.startswith("virtualgpu."):
+            return True
+        frame = frame.f_back
+    return False
+
 
 def _site() -> tuple:
     """The call that Python is in: its frame and instruction, or the backward pass."""
@@ -73,7 +127,7 @@ def _site() -> tuple:
 def callers_frame():
     """The frame of Python that called the operation: not of ours, and not of another mode or kernel in Python on the way."""
     frame = found = sys._getframe(1)
-    for _ in range(24):
+    for _ in range(64):
         if frame is None:
             break
         name = frame.f_globals.get("__name__", "")
@@ -86,7 +140,7 @@ def callers_frame():
 
 
 BEGIN = ("virtualgpu.run.", "virtualgpu.patches.threads")  # what calls the program, or a thread of it
-ON_THE_WAY = ("torch._ops", "torch.utils._python_dispatch")
+ON_THE_WAY = ("torch._ops", "torch.utils._python_dispatch", "torch._dynamo.eval_frame", "torch._compile")
 
 
 torch.UntypedStorage._virtual_home = (

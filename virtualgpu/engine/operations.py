@@ -62,12 +62,12 @@ class Operation:
 
     alert: see alerts.ALERTS; None for most. cacheable: a dry run may remember its result's shape. composite: made of other
     operations, for all devices alike.
-    converts: `_to_copy`. copies: `copy_`. drawn_with: draws from a generator that it is given by name. factory: makes a tensor from no other. foreach: works on lists, each entry by
-    itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
+    converts: `_to_copy`. copies: `copy_`. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
+    factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
     the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its
     argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not all its tensors need to
-    be on one device. on_cpu: what carries it out for CPU tensors. plain: none of those that dispatch handles apart. new: makes at least one new tensor. packs: wants
-    lengths on the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random:
+    be on one device. on_cpu: what carries it out for CPU tensors. plain: none of those that dispatch handles apart. new: makes
+    at least one new tensor. packs: wants lengths on the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random:
     draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
     shape_from_values: the host must wait to know the result's shape. special: how dispatch handles it, where not like

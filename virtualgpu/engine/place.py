@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu.engine import special
-from virtualgpu.engine.home import gpu_of, home_of, label
+from virtualgpu.engine.home import gpu_of, holders, home_of, label
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation, mismatch
 
@@ -29,7 +29,7 @@ class Places:
             here = None if home is None else home.gpu
             if here is None:
                 if home is not None:
-                    if home.at_home:
+                    if home.at_home and (home.in_backward or not holders.in_python(tensor, tensors)):
                         adrift = [tensor] if adrift is None else [*adrift, tensor]
                         continue
                     label(tensor, None)

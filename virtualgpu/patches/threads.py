@@ -1,7 +1,7 @@
 """Threads see the virtual GPUs too. A dispatch mode belongs to one thread, and so does simulated time.
 
-A thread that is started while they are on sees them from its first line, and its time goes on from who started it; in a dry run it is in that, too. The main thread
-and the workers of a pool see them also where they are older. Any other thread that is older meets them as soon as it moves a
+A thread that is started while they are on sees them from its first line, and its time goes on from who started it; in a dry run it is
+in that, too, and so is what a dry run submits to a pool. The main thread and the workers of a pool see them also where they are older. Any other thread that is older meets them as soon as it moves a
 tensor to a GPU, or calls torch.cuda; what it computes before, with tensors that others gave it, passes unseen.
 """
 

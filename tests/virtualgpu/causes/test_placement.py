@@ -1,12 +1,15 @@
 """Where tensors are, and which may meet: nothing is silently on the CPU, and nothing joins a GPU that PyTorch would refuse."""
 
+import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import rnn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
 
@@ -480,3 +483,62 @@ def test_adam_with_steps_on_the_gpu(gpus, foreach):
     expected, steps = trained("cpu")
     assert step.device == weight.device == ONE and step.item() == steps.item() == 3
     torch.testing.assert_close(weight.cpu(), expected)  # capturable divides in another order
+
+
+# -- two calls from one place in the program
+
+
+def _in_a_loop(operations, r):
+    for operation in operations:
+        r = operation(r)
+    return r
+
+
+def _in_a_list(operations, r):
+    kept = [r]
+    for operation in operations:
+        kept[0] = operation(kept[0])
+    return kept[0]
+
+
+def _in_an_object(operations, r):
+    kept = nn.Module()
+    kept.r = r
+    for operation in operations:
+        kept.r = operation(kept.r)
+    return kept.r
+
+
+TURNS = {
+    "a loop": _in_a_loop,
+    "a list": _in_a_list,
+    "an object": _in_an_object,
+    "reduce": lambda operations, r: functools.reduce(lambda r, operation: operation(r), operations, r),
+}
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
+def test_what_a_call_has_returned_is_the_cpus_for_the_next(gpus, turns, mode, dry):
+    """Also where both come from one instruction: the first makes its result from tensors of the CPU, which C++ made as well."""
+    with mode(), virtualgpu.dry_run() if dry else contextlib.nullcontext():
+        gpu, cpu = torch.ones(3, device=ONE), torch.arange(3.0)
+        for then in (gpu.__add__, lambda r: torch.cat([gpu.view(1, 3), r]), lambda r: gpu.addmv(r, gpu)):
+            with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+                turns((torch.vander, then), cpu)
+        assert turns((torch.vander, torch.Tensor.sum, gpu.__add__), cpu).device == ONE  # a number may join
+
+
+def test_what_cpp_makes_joins_its_call_below_other_modes(gpus):
+    """Another dispatch mode holds what it passes on, as Python would."""
+
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            held = args  # noqa: F841
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, device=ONE)
+    with Passing(), Passing():
+        assert torch.vander(x).device == ONE and torch.cov(torch.stack([x, x])).device == ONE
+        assert F.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 4, device=ONE)] * 3, is_causal=True).device == ONE
