@@ -70,7 +70,7 @@ def sharded() -> dict[str, int]:
     return {"sharded": begin, "peak": peak, "after": after, "idle": torch.cuda.memory_allocated()}
 
 
-def test_shards_take_sixteen_bytes_a_parameter_over_the_ranks(on_gpus):
+def test_shards_take_sixteen_bytes_a_parameter_over_the_ranks(on_gpus, without_workspaces):
     parameters, layer = 8 << 20, 4 << 20
     for n in (1, 2, 4):
         ranks = on_gpus(sharded, n=n)
