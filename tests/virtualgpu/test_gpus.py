@@ -397,7 +397,7 @@ def test_memory_fraction():
         torch.zeros(140 * MIB, device="cuda")
 
 
-def test_interrupted_step_leaves_the_books_right():
+def test_interrupted_step_leaves_the_books_right(without_workspaces):
     """An exception, or Ctrl-C, in the middle of forward or backward: what is alive is counted, nothing else."""
     virtualgpu.gpus(1)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
@@ -419,7 +419,7 @@ def test_interrupted_step_leaves_the_books_right():
     assert not virtualgpu.machine().local.bypass and torch.cuda.memory_allocated() == before + 2 * (64 * 64 * 4 + 512)
 
 
-def test_five_hundred_steps_leave_no_trace():
+def test_five_hundred_steps_leave_no_trace(without_workspaces):
     """The bookkeeping stays bounded: what is allocated, what is reserved, and the objects that say so."""
     virtualgpu.gpus(2)
     below, above = nn.Linear(4, 4).to("cuda:0"), nn.Linear(4, 1).to("cuda:1")

@@ -90,7 +90,7 @@ def test_each_gpu_gets_its_part(gpus):
     assert single(torch.ones(4, 4).cuda(), key=torch.ones(4, 1).cuda())["out"].device == ZERO
 
 
-def test_outputs_and_devices_can_be_chosen(gpus):
+def test_outputs_and_devices_can_be_chosen(gpus, without_workspaces):
     virtualgpu.gpus(3)
     model = nn.DataParallel(nn.Linear(4, 4).to("cuda:2"), device_ids=[2, 0], output_device=1)
     out = model(torch.ones(6, 4, device="cuda:2"))
@@ -154,7 +154,7 @@ def test_replicas_work_side_by_side(gpus):
     assert 0.5 < seconds([0, 1]) / seconds([0]) < 0.75
 
 
-def test_a_dry_run_gives_the_same_bytes(gpus):
+def test_a_dry_run_gives_the_same_bytes(gpus, without_workspaces):
     def figures():
         virtualgpu.gpus(2)
         model = nn.DataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda())

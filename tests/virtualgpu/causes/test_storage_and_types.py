@@ -55,7 +55,7 @@ def test_a_gpu_tensor_cannot_be_pinned(gpus):
 
 
 @pytest.mark.parametrize("pin", [True, False])
-def test_saving_activations_on_the_cpu(gpus, pin):
+def test_saving_activations_on_the_cpu(gpus, without_workspaces, pin):
     """save_on_cpu: the same gradients, and the activations are not on the GPU meanwhile."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).cuda()

@@ -64,7 +64,7 @@ def test_it_tells_what_all_ranks_tell(on_gpus, n):
     assert lengths[0] == lengths[1]
 
 
-def test_a_model_over_hundreds_of_ranks():
+def test_a_model_over_hundreds_of_ranks(without_workspaces):
     import torch.distributed as dist
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

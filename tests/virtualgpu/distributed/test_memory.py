@@ -1,5 +1,7 @@
 """What each rank's GPU holds: DDP's buckets, shards, gathered parameters, and what other processes hold of the same GPU."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,9 @@ def sharded() -> dict[str, int]:
     from torch.distributed import get_rank
     from torch.distributed.fsdp import fully_shard
 
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+        ":0:0"  # a product's own memory is no concern here, and PyTorch before 2.15 keeps it
+    )
     with torch.device("cuda", get_rank()):
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])
         for layer in model:

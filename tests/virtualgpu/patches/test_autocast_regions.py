@@ -216,7 +216,7 @@ def test_weights_are_cast_once():
     assert casts_of(layer.requires_grad_(False), x) == 9
 
 
-def test_the_cache_lasts_until_the_outermost_exit():
+def test_the_cache_lasts_until_the_outermost_exit(without_workspaces):
     layer, x = nn.Linear(256, 256, bias=False).cuda(), torch.rand(1, 256, device="cuda")
     before = torch.cuda.memory_allocated()
     with torch.no_grad(), torch.autocast("cuda"):
