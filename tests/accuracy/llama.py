@@ -127,7 +127,7 @@ SAVED = {  # torchtitan's list of what selective checkpointing keeps
     ATEN.mm.default,
     ATEN._scaled_dot_product_efficient_attention.default,
     ATEN._scaled_dot_product_flash_attention.default,
-    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ATEN._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 
