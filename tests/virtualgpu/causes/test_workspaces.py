@@ -111,7 +111,7 @@ def inputs(dtype=torch.float32):
 )
 def test_who_asks(name, work, nbytes, dry):
     on()
-    virtualgpu.machine().dry = dry
+    virtualgpu.machine().be_dry(dry)
     assert peak_of(work, *inputs()) == nbytes
 
 
@@ -163,7 +163,7 @@ def test_each_handle_keeps_one(monkeypatch, version, dry):
         as_in(monkeypatch, "2.15")
         monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     on()
-    virtualgpu.machine().dry = dry
+    virtualgpu.machine().be_dry(dry)
     model, x = nn.Linear(64, 64, device="cuda"), torch.ones(64, 64, device="cuda")
     own = torch.cuda.memory_allocated()
 
