@@ -213,7 +213,8 @@ def test_a_small_workspace_limits_the_one_that_is_shared(monkeypatch):
     on()
     with pytest.warns(UserWarning, match="Requested unified CUBLASLT workspace size of 1048576 bytes exceeds"):
         nn.Linear(64, 64, device="cuda")(torch.ones(64, 64, device="cuda"))
-        assert torch.backends.cuda.cublaslt_workspace_size() == 128 * KIB
+        gpu = virtualgpu.machine().gpus[0]
+        assert gpu.machine.workspaces.lt_size(gpu) == 128 * KIB
 
 
 def test_a_workspace_of_no_bytes_may_be_kept(monkeypatch):
