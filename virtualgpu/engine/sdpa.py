@@ -15,6 +15,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine import draws
+from virtualgpu.engine import sdpa_layouts as layouts
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.home import Home, gpu_of
 from virtualgpu.engine.operations import SAME_DEVICE
@@ -22,7 +23,6 @@ from virtualgpu.engine.timing import Kernel
 from virtualgpu.simulation.attention import fused, fused_backward
 
 aten = torch.ops.aten
-HALVES = (torch.float16, torch.bfloat16)
 FLASH_ON_CPU = 1  # what _fused_sdp_choice says of it
 # How the random numbers of a forward pass are found again in its backward pass: the states of generators, by the number that stands in
 # the seed that the kernel returns. A seed survives where saved tensors are moved about; the oldest states are dropped.
@@ -70,10 +70,10 @@ def forward(dispatch, func, args, kwargs):
     if gpu is None:
         return NotImplemented
     efficient, flash = func is EFFICIENT, func is FLASH
-    if not efficient and call.query.dtype not in HALVES:
+    if not efficient and call.query.dtype not in layouts.HALVES:
         raise RuntimeError(f"{'FlashAttention' if flash else 'cuDNN attention'} only support fp16 and bf16 data type")
     with machine.untracked():
-        out, logsumexp = _shapes(call, efficient, call.values.get("compute_log_sumexp", True))
+        out, logsumexp = layouts.results(call, efficient, call.values.get("compute_log_sumexp", True))
         number = 0
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
@@ -111,14 +111,14 @@ def backward(dispatch, func, args, kwargs):
     grad_out = call.values["grad_out_" if efficient else "grad_out"]
     wants_bias = efficient and call.bias is not None and call.values["grad_input_mask"][3]
     with machine.untracked():
-        made = _shapes_of_gradients(call, efficient)
+        made = layouts.gradients(call, efficient)
         if wants_bias:
-            made.append(_padded_like(call.bias))
+            made.append(layouts.gradient_of_bias(call.bias))
         if not machine.dry:
             require_room([grad.nbytes for grad in made], gpu)
             grads = _differentiate(call, machine, grad_out, out, logsumexp, wants_bias)
-            made = [_laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
-    scratch = [Home(gpu, nbytes) for nbytes in _scratch(call, func, gpu.spec)]
+            made = [layouts.laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
+    scratch = [Home(gpu, nbytes) for nbytes in layouts.scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
     read = [grad_out, *call.inputs, out, logsumexp]
     dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), read, made, gpu)
     del scratch
@@ -132,60 +132,6 @@ def _place(call: Call, machine):
             places = ["cpu" if where is None else where.device for where in (gpu, gpu_of(tensor))]
             raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {places[0]} and {places[1]}!")
     return None if gpu is None else machine.own(gpu)
-
-
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-# -- shapes and layouts
-
-
-def _meta(tensor: torch.Tensor, shape, dtype=None, order=None) -> torch.Tensor:
-    """A shape, dense, its dimensions in memory in this order, the last one innermost."""
-    made = torch.empty_permuted(
-        tuple(shape), order or tuple(range(len(shape))), dtype=dtype or tensor.dtype, device="meta"
-    )
-    return made
-
-
-BY_TOKENS = (0, 2, 1, 3)  # [batch, length, heads, size] in memory
-
-
-def _like(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """As at::empty_like lays out, with another last dimension: the order of the tensor's own dimensions."""
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim)) if tensor.numel() else None
-    return _meta(tensor, (*tensor.shape[:-1], width), order=order and tuple(order))
-
-
-def _shapes(call: Call, efficient: bool, summed: bool) -> list[torch.Tensor]:
-    """[out, logsumexp] without numbers. The flash kernels' out has the query's layout, the memory-efficient one's its own."""
-    q, width = call.query, call.value.shape[-1]
-    batch, heads, length, _ = q.shape
-    if not efficient:
-        return [_like(q, width), _meta(q, (batch, heads, length), torch.float32)]
-    padded = _rounded(length, 32) if summed else 0
-    return [_meta(q, (batch, heads, length, width), order=BY_TOKENS), _meta(q, (batch, heads, padded), torch.float32)]
-
-
-def _shapes_of_gradients(call: Call, efficient: bool) -> list[torch.Tensor]:
-    if efficient:
-        return [_meta(tensor, tensor.shape, order=BY_TOKENS) for tensor in call.inputs[:3]]
-    return [_like(tensor, tensor.shape[-1]) for tensor in call.inputs[:3]]
-
-
-def _padded_like(bias: torch.Tensor) -> torch.Tensor:
-    """The gradient of a bias: its rows are rounded up to 16 numbers."""
-    rows, width = bias.shape[:-1], bias.shape[-1]
-    return _meta(bias, (*rows, _rounded(width, 16)))[..., :width]
-
-
-def _laid_out(shape: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """These values in the layout of this shape."""
-    if values.stride() == shape.stride() and values.dtype is shape.dtype:
-        return values
-    storage = torch.empty(shape.untyped_storage().nbytes() // shape.element_size(), dtype=shape.dtype)
-    return storage.as_strided(shape.shape, shape.stride()).copy_(values)
 
 
 def _scalar(machine, value: int, dtype: torch.dtype, *size: int) -> torch.Tensor:
@@ -216,7 +162,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
         rows[..., : sums.shape[-1]] = sums
     else:
         rows = torch.empty(logsumexp.shape)
-    return [_laid_out(out, attended), rows]
+    return [layouts.laid_out(out, attended), rows]
 
 
 def _sums(call: Call, query, key, value, bias) -> torch.Tensor:
@@ -272,30 +218,6 @@ def _state_of(call: Call) -> torch.Generator:
     generator = torch.Generator()
     generator.set_state(STATES[number])
     return generator
-
-
-# -- what the backward kernels hold
-
-
-def _scratch(call: Call, func, spec) -> list[int]:
-    """Bytes of each block that a backward kernel takes and gives back."""
-    q, k, v = call.inputs[:3]
-    batch, heads, length, size = q.shape
-    if func is FLASH_BACKWARD:
-        rows, width = _rounded(length, 128), _rounded(size, 32 if size <= 128 else 64)
-        splits = 1
-        if torch.are_deterministic_algorithms_enabled():  # blocks of keys add up apart
-            splits = -(-spec.processors // (batch * heads))
-        blocks = [batch * heads * rows * 4, splits * batch * rows * heads * width * 4]  # softmax_d, dq_accum
-        if heads != k.shape[1]:  # gradients of key and value for each head of the query, before they are added up
-            blocks += [batch * k.shape[2] * heads * tensor.shape[-1] * k.element_size() for tensor in (k, v)]
-        return blocks
-    if func is EFFICIENT_BACKWARD:
-        delta = batch * heads * length * 4
-        if q.dtype in HALVES:  # the query's gradient is added up in single precision
-            return [delta, batch * heads * _rounded(length, 32) * _rounded(size, 32) * 4]
-        return [batch * heads * length * v.shape[-1] * 4, delta]  # gradient times out, summed over the head
-    return []
 
 
 FLASH = aten._scaled_dot_product_flash_attention.default
