@@ -1,4 +1,5 @@
-"""FLOPs of attention: two products with the scores forward, five backward; of a causal one, the tiles that its mask leaves."""
+"""FLOPs of attention: two products with the scores forward, five backward; of a causal one, the tiles that its mask leaves; and of the
+operations that nn.MultiheadAttention and nn.TransformerEncoderLayer become where they only infer."""
 
 from torch.utils.flop_counter import sdpa_flop_count
 
@@ -39,3 +40,22 @@ def causal_share(queries: int, keys: int) -> float:
         end = min(begin + rows, queries)
         computed += (end - begin) * min(keys, -(-end // columns) * columns)
     return computed / (queries * keys)
+
+
+def multi_head(
+    query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, *args, out_val=None, **kwargs
+) -> int:
+    """Of `_native_multi_head_attention`. query, key, value [batch, L or S, E]; qkv_weight [3 E, E], proj_weight [E, E]."""
+    batch, queries, _ = query.shape
+    projections = 2 * batch * (queries + key.shape[1]) * (qkv_weight.numel() + proj_weight.numel()) // 2
+    return projections + 4 * batch * queries * key.shape[1] * embed_dim
+
+
+def encoder_layer(src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, *args, out_val=None, **kwargs) -> int:
+    """Of `_transformer_encoder_layer_fwd`: attention of src [batch, L, E], and the two products of the feed-forward part."""
+    attended = multi_head(src, src, src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight)
+    weights = [args[at] for at in FEED_FORWARD]
+    return attended + 2 * src.shape[:2].numel() * sum(weight.numel() for weight in weights)
+
+
+FEED_FORWARD = (8, 10)  # where its two weights stand in the schema, after proj_weight

@@ -7,7 +7,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.hardware.specs import TF32
 from virtualgpu.simulation import convolutions
-from virtualgpu.simulation.attention import attention, attention_backward
+from virtualgpu.simulation.attention import attention, attention_backward, encoder_layer, multi_head
 
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}
@@ -88,6 +88,8 @@ MORE = {
     "_convolution": convolutions.convolution,
     "_slow_conv2d_forward": convolutions.slow_forward,
     "convolution_backward": convolutions.convolution_backward,
+    "_native_multi_head_attention": multi_head,
+    "_transformer_encoder_layer_fwd": encoder_layer,
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
     "mkldnn_rnn_layer": _rnn_layer,

@@ -281,3 +281,29 @@ def test_gpt2_by_others_figures():
             F.cross_entropy(model[3](model[2](x)).flatten(0, 1), tokens.flatten()).backward()
             optimizer.step()
         assert torch.cuda.max_memory_reserved() / 2**30 == pytest.approx(5.90, rel=0.01)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_layer_that_only_infers_takes_the_time_of_its_products(dry):
+    """In evaluation PyTorch makes one operation of a whole TransformerEncoderLayer, and of MultiheadAttention."""
+    x = torch.ones(4, 256, 512)
+    with virtualgpu.dry_run(1) if dry else virtualgpu.gpus(1):
+        modules = [
+            nn.TransformerEncoderLayer(512, 4, 2048, batch_first=True),
+            nn.MultiheadAttention(512, 4, batch_first=True),
+        ]
+        for module, name in zip(
+            modules, ["_transformer_encoder_layer_fwd", "_native_multi_head_attention"], strict=True
+        ):
+            module, inputs = module.to("cuda").eval(), [x.to("cuda")] * (1 if name.endswith("fwd") else 3)
+            with torch.no_grad(), virtualgpu.recording() as spans:
+                module(*inputs)
+                quick = {span.name: span.end - span.start for span in spans}
+                spans.clear()
+                torch.backends.mha.set_fastpath_enabled(False)
+                try:
+                    module(*inputs)
+                finally:
+                    torch.backends.mha.set_fastpath_enabled(True)
+            products = sum(span.end - span.start for span in spans if "mm" in span.name or "attention" in span.name)
+            assert quick[name] == pytest.approx(products, rel=0.2)  # these read and write more in between
