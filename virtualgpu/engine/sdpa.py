@@ -19,6 +19,7 @@ from virtualgpu.engine import sdpa_layouts as layouts
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.home import Home, gpu_of
 from virtualgpu.engine.operations import SAME_DEVICE
+from virtualgpu.engine.sdpa_backends import HALVES
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.simulation.attention import fused, fused_backward
 
@@ -70,7 +71,7 @@ def forward(dispatch, func, args, kwargs):
     if gpu is None:
         return NotImplemented
     efficient, flash = func is EFFICIENT, func is FLASH
-    if not efficient and call.query.dtype not in layouts.HALVES:
+    if not efficient and call.query.dtype not in HALVES:
         raise RuntimeError(f"{'FlashAttention' if flash else 'cuDNN attention'} only support fp16 and bf16 data type")
     with machine.untracked():
         out, logsumexp = layouts.results(call, efficient, call.values.get("compute_log_sumexp", True))

@@ -92,7 +92,7 @@ def _why_not_flash(params: Params, spec: Spec) -> str | None:
     if not (8, 0) <= spec.capability <= NEWEST:
         return f"Flash attention only supports capabilities 8.0 to 12.1, not {spec.capability[0]}.{spec.capability[1]}."
     small = (8, 6) <= spec.capability <= (8, 9) or (12, 0) <= spec.capability <= NEWEST  # less shared memory
-    if _learns(params) and small and not (q.shape[-1] <= 192 or (not params.dropout and q.shape[-1] > 224)):
+    if learns(params) and small and not (q.shape[-1] <= 192 or (not params.dropout and q.shape[-1] > 224)):
         return f"Flash attention cannot train with a head of {q.shape[-1]} on this card."
     if params.is_causal and q.shape[-2] != k.shape[-2]:
         return "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k."
@@ -160,7 +160,8 @@ def _why_not_dense(params: Params, backend: SDPBackend) -> str | None:
     return None
 
 
-def _learns(params: Params) -> bool:
+def learns(params: Params) -> bool:
+    """Will somebody ask for a gradient of query, key or value?"""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in params[:3])
 
 

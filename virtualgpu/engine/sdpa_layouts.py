@@ -5,7 +5,7 @@ Shapes as in `sdpa`. A `call` has query, key, value and bias, the arguments of a
 
 import torch
 
-HALVES = (torch.float16, torch.bfloat16)
+from virtualgpu.engine.sdpa_backends import HALVES
 
 
 def _rounded(number: int, multiple: int) -> int:

@@ -106,13 +106,13 @@ def _efficient(params: Params, scale: float | None):
             mask = nn.functional.pad(mask, (0, -k.shape[2] % 16))[..., : k.shape[2]]
         elif any(stride % 16 for stride in mask.stride()[:3]):
             mask = mask.contiguous()
-    return sdpa.EFFICIENT(q, k, v, mask, _learns(q, k, v), dropout, causal, scale=scale)[0]
+    return sdpa.EFFICIENT(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, scale=scale)[0]
 
 
 def _cudnn(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, _ = params
     mask = None if mask is None else _as_bias(mask, q.dtype)
-    return sdpa.CUDNN(q, k, v, mask, _learns(q, k, v), dropout, causal, False, scale=scale)[0]
+    return sdpa.CUDNN(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, False, scale=scale)[0]
 
 
 def _math(params: Params, scale: float | None):
@@ -135,10 +135,6 @@ def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
-
-
-def _learns(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check(backend):
