@@ -81,14 +81,12 @@ def forward(dispatch, func, args, kwargs):
             if call.dropout:
                 number = _keep_state(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
-        made = [out, logsumexp]
-        if efficient:  # its seed stays with the host
-            seeds = [_scalar(machine, number, torch.int64), _scalar(machine, 0, torch.int64)]
-        elif flash:
-            seeds = [_scalar(machine, number, torch.uint64, 2), _scalar(machine, 0, torch.uint64)]
-        else:
-            made[1] = logsumexp.unsqueeze(-1)
-            seeds = [_scalar(machine, number, torch.int64), _scalar(machine, 0, torch.int64)]
+        made = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
+        dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
+        seeds = [
+            _filled(machine, number, dtype, *size),
+            _filled(machine, 0, dtype),
+        ]  # the efficient one's stay with the host
         debug = out.new_empty(0) if flash else None
     on_gpu = made if efficient else [*made, *seeds, *([debug] if flash else [])]
     dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), call.inputs, on_gpu, gpu)
@@ -135,7 +133,7 @@ def _place(call: Call, machine):
     return None if gpu is None else machine.own(gpu)
 
 
-def _scalar(machine, value: int, dtype: torch.dtype, *size: int) -> torch.Tensor:
+def _filled(machine, value: int, dtype: torch.dtype, *size: int) -> torch.Tensor:
     return torch.full(size, value, dtype=dtype, device=machine.base)
 
 

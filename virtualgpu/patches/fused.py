@@ -50,9 +50,8 @@ def _attention(machine: Machine, original):
             return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
             _check_inputs(query, key, value, attn_mask)
-            one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(
-                original
-            )  # [heads, length, size]: a batch of one
+            # [heads, length, size]: a batch of one
+            one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
             if one:
                 query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
             params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
