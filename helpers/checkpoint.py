@@ -5,10 +5,13 @@ accepts tensors and plain values, never code.
 """
 
 import contextlib
+import errno
 import glob
 import os
 import platform
 import re
+import stat
+import uuid
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,37 +19,54 @@ from typing import Any
 import psutil
 import torch
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read. The message says why, what is safe, and what to do."""
+from helpers.readable import CheckpointError, require_readable
 
 
 def save(state: Any, path: str | Path) -> None:
     """Write `state` (a state_dict, or a dict of them) to `path`, whole or not at all.
 
-    Where `path` is a symbolic link, the file that it points to is written. Raises CheckpointError where the folder
-    cannot be written or the disk is full; an earlier file stays as it was.
+    Where `path` is a symbolic link, the file that it points to is written; an earlier file's mode is kept. A device or a
+    pipe is written into. Raises CheckpointError where load() would refuse a part of `state`, the folder cannot be written,
+    or the disk is full; an earlier file stays as it was.
     """
-    path = Path(os.path.realpath(path))  # else the rename would put the file in the link's place
+    path = Path(path)
     if os.path.isdir(path):
         raise CheckpointError(f"{path} is a folder: add the file's name to it.")
-    part = path.with_name(f"{path.name}.{_host()}.{os.getpid()}.part")  # same folder: a rename across disks would copy
+    require_readable(state)
+    part = None
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, "wb") as file:
+                return torch.save(state, file)
+        path = Path(os.path.realpath(path))  # else the rename would put the file in the link's place
+        folder = next(folder for folder in path.parents if os.path.lexists(folder))
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is a file, no folder: {path.name} needs another place.")
+        # Same folder: a rename across disks would copy. Two threads of a process write two parts
+        part = path.with_name(f"{path.name}.{_host()}.{uuid.uuid4().hex[:8]}.{os.getpid()}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_parts_of_the_dead(path)
+        earlier = path.stat() if path.exists() else None
+        part.touch(0o600 if earlier else 0o666)
         with open(part, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # on the disk, not only in the system's cache, before the name changes
+        if earlier:
+            with contextlib.suppress(OSError, AttributeError):  # root may; Windows has no owners
+                os.chown(part, earlier.st_uid, earlier.st_gid)
+            part.chmod(stat.S_IMODE(earlier.st_mode))
         os.replace(part, path)
     except BaseException as error:
-        _remove(part)
+        if part:
+            _remove(part)
         cause = _system_error(error)
         if cause is None:
             raise
+        cure = "Free some space or choose" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
         raise CheckpointError(
-            f"{path.name} could not be written: {cause.strerror}. An earlier checkpoint of that name is untouched. "
-            "Free some space or choose another folder, then save again."
+            f"{path.name} could not be written to {path.parent}: {cause.strerror}. An earlier checkpoint of that name is "
+            f"untouched. {cure} another folder, then save again."
         ) from error
 
 
@@ -90,6 +110,10 @@ def _check(path: Path) -> None:
                 "Load an earlier checkpoint, or fetch the file again."
             )
         with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise CheckpointError(
+                    f"{path.name} was refused: it is a TorchScript program, which is code. Ask its author for a state_dict."
+                )
             unpacked = sum(member.file_size for member in archive.infolist())
             if unpacked > size:
                 raise CheckpointError(
