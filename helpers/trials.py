@@ -1,5 +1,6 @@
 """What stands beside a search by Ray Tune: a progress bar, and a word where Ray would wait for ever."""
 
+import signal
 import time
 
 import ray
@@ -14,20 +15,22 @@ class Watch(tune.Callback):
     """RunConfig(callbacks=[Watch()]): a bar that moves with every trial that ends.
 
     Raises ValueError where every trial that waits asks for more than the cluster has, RuntimeError where none has begun for
-    `limit` seconds or none has reported for `silence` seconds. Ray itself waits on in these cases.
+    `limit` seconds or none has reported for `silence` seconds, KeyboardInterrupt where the search was interrupted. Ray itself waits
+    on in these cases, and returns from an interrupt as if it were done.
     """
 
     def __init__(self, limit: float = tuning.LIMIT, silence: float = 10 * tuning.LIMIT):
         self.limit, self.silence = limit, silence
-        self.bar = None
+        self.bar = self.handler = None
 
     def __getstate__(self) -> dict:
-        """A Tuner writes its callbacks to a file; a bar cannot be written."""
-        return {**vars(self), "bar": None}
+        """A Tuner writes its callbacks to a file; bar and handler cannot be written."""
+        return {**vars(self), "bar": None, "handler": None}
 
     def setup(self, **info) -> None:
         self.bar = progress(range(info.get("total_num_samples") or 1), "trials")
         self.begun = self.heard = time.monotonic()
+        self.handler = signal.getsignal(signal.SIGINT)
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info) -> None:
         now = time.monotonic()
@@ -57,6 +60,8 @@ class Watch(tune.Callback):
     def on_experiment_end(self, trials: list[Trial], **info) -> None:
         if hasattr(self.bar, "close"):
             self.bar.close()
+        if signal.getsignal(signal.SIGINT) is not self.handler:  # Ray's own gives way when it has been called
+            raise KeyboardInterrupt  # trials have been stopped by now, and the experiment's state is written
 
 
 def _lacking(trial: Trial) -> str:

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import logging
 import os
+import secrets
 import shlex
 import socket
 import subprocess
@@ -16,21 +17,23 @@ import psutil
 from virtualgpu import scratch
 from virtualgpu.run import inherit
 
-# No usage report, no token file in the home folder, GPUs left visible to trials that use none, the plain reporters
+# No usage report, GPUs left visible to trials that use none, the plain reporters
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "1",  # a killed experiment loses no more; Ray's own choice is 10 s and more
     "TUNE_FORCE_TRIAL_CLEANUP_S": "5",  # a trial that does not end is killed then; Ray's own choice is 600 s
 }
+# Ray listens on every network of this machine: who has no token is refused. In the environment, not in a file in the home folder
+PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 LIMIT = 60  # seconds in which the first worker has to answer: starting one takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
 _folder: str | None = None
 _watcher: subprocess.Popen | None = None
+_before: contextlib.ExitStack | None = None  # the environment as it was
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
 WATCH = """
 import contextlib, psutil, select, sys
@@ -58,20 +61,24 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
     starts afresh. Raises ConnectionError where no cluster answers at `address`; ValueError where the GPUs are not there;
     RuntimeError where no worker process starts, with what it said.
     """
-    global _folder, _watcher
+    global _folder, _watcher, _before
     stop_ray()
     if gpus:
         _count(gpus)
-    os.environ.update(QUIET)
+    _before = contextlib.ExitStack()
+    _before.enter_context(_in_environment(QUIET | (PRIVATE if address is None else {})))
     if address is not None:
         _require_listener(address)  # ray.init would end this whole process where nobody answers
     import ray
+    from ray._raylet import AuthenticationTokenLoader, Config
 
+    AuthenticationTokenLoader.instance().reset_cache()  # whoever imported Ray before has it read the environment as it was
+    Config.initialize("")
     options = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         _folder = scratch.folder(SHORT)
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-        options |= {"num_cpus": cpus, "num_gpus": gpus, "_temp_dir": _folder}
+        options |= {"num_cpus": cpus, "num_gpus": gpus, "_temp_dir": os.path.join(_folder, "ray")}  # Ray opens it to all; nobody comes through ours
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
         # in a session of its own: an interrupted cell must not interrupt it
         _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -97,7 +104,7 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
 
 def stop_ray() -> None:
     """End Ray's processes and remove its files. Does nothing where Ray was not started."""
-    global _folder, _watcher
+    global _folder, _watcher, _before
     atexit.unregister(stop_ray)
     ray = sys.modules.get("ray")  # not imported for this: that takes seconds, and would be before QUIET is set
     if ray is not None and ray.is_initialized():
@@ -108,11 +115,14 @@ def stop_ray() -> None:
     if _folder is not None:
         scratch.remove(_folder)
         _folder = None
+    if _before is not None:
+        _before.close()
+        _before = None
 
 
 def last_words() -> str:
     """What Ray's processes on this machine said last: the reason, where workers do not start. Empty where they said nothing."""
-    folder = Path(_folder or "/nowhere") / "session_latest" / "logs"
+    folder = Path(_folder or "/nowhere") / "ray" / "session_latest" / "logs"
     for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
         lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
         lines = [

@@ -1,6 +1,7 @@
 """The callback that says why a search does not go on. No Ray runs here: trials and cluster are stand-ins."""
 
 import pickle
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -82,3 +83,14 @@ def test_nothing_left_to_do_is_no_waiting(watch, clock):
 
 def test_a_tuner_can_write_it_to_a_file(watch):
     assert pickle.loads(pickle.dumps(watch)).bar is None
+
+
+def test_an_interrupted_search_raises(watch):
+    """Ray's handler notes the interrupt and puts Python's back; fit() would return, with trials that never ran."""
+    watch.on_experiment_end([trial(Trial.PENDING)])
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            watch.on_experiment_end([trial(Trial.TERMINATED)])
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import uuid
@@ -20,7 +21,7 @@ MARK = "TUNING"  # a variable by which a program's processes are known
 
 # A program of four trials, one after the other; each epoch that really ran leaves a digit. The third waits to be let go.
 TRIALS = """
-import sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 from helpers import tuning
 
@@ -32,11 +33,20 @@ def slow(config, diary):
             time.sleep(0.05)
         tune.report({"loss": config["n"], "python": sys.executable})
 
+def stranger(gcs):
+    # What somebody who finds the port is told
+    program = "import sys; from ray._raylet import GcsClient; print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None))"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    asked = subprocess.run([sys.executable, "-c", program, gcs], env=clean, capture_output=True, text=True)
+    return "refused" if "InvalidAuthToken" in asked.stderr else asked.stdout + asked.stderr
+
 if __name__ == "__main__":
     folder, address = Path(sys.argv[1]), (sys.argv[2:] or [None])[0]
     there = tuning.start_ray(address, cpus=None if address else 1)
     import ray
     from ray import tune
+    if (folder / "go").exists():  # the second time
+        print("stranger:", stranger(ray.get_runtime_context().gcs_address))
     (folder / "diary").mkdir(exist_ok=True)
     trainable = tune.with_parameters(slow, diary=str(folder / "diary"))
     if (folder / "run" / "tuner.pkl").exists():
@@ -55,7 +65,7 @@ if __name__ == "__main__":
 
 def of_ray(driver: subprocess.Popen) -> list[Path]:
     """The folders with its Ray's files."""
-    return [session.parent for session in Path("/tmp").glob(f"virtualgpu-*/session_*_{driver.pid}")]
+    return [session.parent.parent for session in Path("/tmp").glob(f"virtualgpu-*/ray/session_*_{driver.pid}")]
 
 
 def start(folder, *arguments, python=sys.executable):
@@ -112,7 +122,11 @@ def test_a_killed_experiment_goes_on(tmp_path):
 
     (folder / "go").touch()
     again = start(folder, python=python)
-    assert last_line(again) == "done 4 0 {'CPU': 1.0} 1 True"
+    wait_until(lambda: of_ray(again), 60)
+    (folder_of_ray,) = of_ray(again)
+    assert stat.S_IMODE(folder_of_ray.stat().st_mode) == 0o700
+    said, _ = again.communicate(timeout=150)
+    assert "stranger: refused" in said and "done 4 0 {'CPU': 1.0} 1 True" in said
     assert epochs(folder) == {"0": "012", "1": "012", "2": "0012", "3": "012"}  # nothing finished is repeated
     wait_until(lambda: nobody_is_left(again))
     assert not left.exists() and not of_ray(again)
@@ -182,7 +196,7 @@ def test_stopping_what_was_not_started_imports_nothing():
 
 
 def test_a_worker_that_does_not_answer_is_told(monkeypatch, tmp_path):
-    logs = tmp_path / "session_latest" / "logs"
+    logs = tmp_path / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.err").write_text("")
     (logs / "worker-1.err").write_text("ImportError: no such thing\n:task_name:answer\n")
@@ -220,4 +234,5 @@ def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(mon
             tuning.start_ray(cpus=2, gpus=2)
     tuning.stop_ray()
     assert "VIRTUALGPU" in given and given.items() <= seen.items()
-    assert dict(os.environ) == before | tuning.QUIET and "VIRTUALGPU" not in before
+    assert seen["RAY_AUTH_MODE"] == "token" and len(seen["RAY_AUTH_TOKEN"]) == 32
+    assert dict(os.environ) == before and "VIRTUALGPU" not in before
