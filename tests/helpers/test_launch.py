@@ -12,6 +12,7 @@ import weakref
 from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +37,23 @@ def add_ranks(extra, scale=1):
     print("sum", total.item())
     print("threads", torch.get_num_threads())
     return scale * dist.get_rank()
+
+
+def listening(process):
+    """The addresses at which this process and those that it started listen."""
+    family = [process, *process.children(recursive=True)]
+    return {c.laddr.ip for one in family for c in one.net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+def test_nobody_else_is_let_in():
+    """Read on rank 0, of the notebook and all of its processes: the store's socket is the launcher's."""
+    notebook = os.getpid()
+
+    def heard():
+        dist.barrier()
+        return listening(psutil.Process(notebook))
+
+    assert launch(heard, nprocs=2)[0] == {"127.0.0.1"}
 
 
 def crash(bad, how):

@@ -28,10 +28,12 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from virtualgpu import scratch
 from virtualgpu.run import inherit, output, watch
 from virtualgpu.run.family import keep_family, kill_family
 from virtualgpu.run.watch import WorkerError
@@ -61,8 +63,8 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
     cloudpickle = _cloudpickle()
     offered = inherit.offer(dry)
     payload = cloudpickle.dumps((offered, cloudpickle.dumps((fn, args, kwargs))))
-    store = dist.TCPStore("127.0.0.1", 0, nprocs, is_master=True, wait_for_workers=False)  # on a port that is free
-    with tempfile.TemporaryDirectory() as folder:
+    store = _store(dist, nprocs)
+    with _folder() as folder:
         ranks = [Rank(i, Path(folder)) for i in range(nprocs)]
         try:
             for rank in ranks:
@@ -75,6 +77,26 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
                 output.show(f"[rank {rank.index}] {line}" for line in rank.lines())
     inherit.bring_back([rank.left for rank in ranks])
     return [cloudpickle.loads(rank.result) for rank in ranks]
+
+
+def _store(dist, nprocs: int):
+    """On a port that is free, and for this machine alone: left to itself, it would listen on every network."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    kept = listener.detach()  # the store closes it
+    return dist.TCPStore(
+        "127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept
+    )
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """For what passes between the ranks and here; the next launch removes what a killed one left."""
+    path = scratch.folder()
+    try:
+        yield path
+    finally:
+        scratch.remove(path)
 
 
 def _cloudpickle():
