@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -196,7 +197,8 @@ def report(results: list[dict], seconds: float, index: Path | None = None) -> No
     if failed:
         print("\nFailed:")
         for result in failed:
-            print(f"  {result['path'].stem}: {result['error'].splitlines()[0]}")
+            # whole: a launch says first which rank failed, and then why
+            print(textwrap.indent(f"{result['path'].stem}: {result['error']}", "  "))
     ran = any(result["seconds"] is not None for result in results)
     where = f" Pages: {index.relative_to(series.ROOT)}" if index else ""
     done = (
