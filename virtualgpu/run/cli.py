@@ -10,7 +10,7 @@ from virtualgpu.distributed import place
 from virtualgpu.run import cards
 
 USAGE = """\
-usage: python -m virtualgpu [options] SCRIPT [arguments]
+usage: python -m virtualgpu [options] SCRIPT [arguments]       (or a command: torchrun, accelerate launch, bash run.sh)
        python -m virtualgpu [options] -m MODULE [arguments]
        python -m virtualgpu [options] -c CODE [arguments]
 
@@ -72,6 +72,8 @@ def main(arguments: list[str]) -> int:
         from virtualgpu.run import program
 
         status = program.run(settings, list(options.program), options.trace, options.quiet)
+        if status == 2 and (late := _misplaced(options.program)):  # what argparse and click end with
+            print(f"python -m virtualgpu: {late} stands behind {options.program[0]}, which got it: options of ours come before it", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}", file=sys.stderr)
         return 2
@@ -129,6 +131,12 @@ def parse(arguments: list[str]) -> Options:
     if found.get("quiet") and found.get("report"):
         raise ValueError("--quiet and --report contradict each other: choose one")
     return Options(**found, program=tuple(rest))
+
+
+def _misplaced(program: tuple[str, ...]) -> str | None:
+    """The first word behind the program that is an option of ours."""
+    words = program[1 : program.index("--") if "--" in program else None]
+    return next((word for word in words if word.partition("=")[0] in (*WITH_VALUE, *WITHOUT[:-1])), None)
 
 
 def _settings(options: Options) -> environment.Settings:

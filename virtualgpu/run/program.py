@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     """
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
-    command = [sys.executable, *interpreter_flags(sys.orig_argv), *arguments]
+    command = _command(arguments)
     with folder() as path:
         settings = settings._replace(folder=path)
         environ = {**os.environ, **variables(settings, os.environ)}
@@ -71,6 +72,27 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
                 status = _wait(program)
         _tell(settings, trace, quiet, sys.stderr)
     return status
+
+
+def _command(arguments: list[str]) -> list[str]:
+    """A script goes to this Python, and so does a command on PATH that is one (torchrun); any other command is its own program."""
+    name, *rest = arguments
+    path = None if name.startswith("-") else name if os.path.exists(name) else shutil.which(name)
+    if path is None or os.path.isdir(path) or _is_python(path):
+        return [sys.executable, *interpreter_flags(sys.orig_argv), path or name, *rest]
+    return [path, *rest]
+
+
+def _is_python(path: str) -> bool:
+    """Source code, rather than something that runs by itself."""
+    if not os.access(path, os.X_OK):
+        return True
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(256)
+    except OSError:  # a pipe, or not ours to read: Python says it
+        return True
+    return b"python" in first if first.startswith(b"#!") else not first.startswith(b"\x7fELF")
 
 
 def interpreter_flags(command: list[str]) -> list[str]:
