@@ -19,6 +19,7 @@ from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.memory.ledger import Ledger
 from virtualgpu.simulation.clock import Clock
+from virtualgpu.simulation.kernels import Kernels
 
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
 CONTEXT = 102 * MIB
@@ -36,6 +37,7 @@ class GPU:
         self.index, self.spec, self.machine = index, spec, machine
         self.physical = index if physical is None else physical
         self.device = torch.device("cuda", index)
+        self.kernels = Kernels(spec)
         # a GPU made very small for a lesson keeps its memory for the lesson
         context = CONTEXT if spec.memory > 8 * CONTEXT else 0
         self.lock = threading.RLock()

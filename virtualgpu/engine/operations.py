@@ -10,6 +10,7 @@ from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.workspaces import USERS
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
+from virtualgpu.simulation.kinds import KINDS, PLAIN
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ class Operation:
     operations, for all devices alike.
     converts: `_to_copy`. copies: `copy_`. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
     factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
-    the time of one, by its FLOPs and bytes. indexes: the first argument is what the others index. is_view: shares its
+    the time of one, by its FLOPs and bytes. kind: what limits it, where it only moves memory. indexes: the first argument is what the others index. is_view: shares its
     argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not all its tensors need to
     be on one device. on_cpu: what carries it out for CPU tensors. plain: none of those that dispatch handles apart. new: makes
     at least one new tensor. packs: wants lengths on the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random:
@@ -93,6 +94,7 @@ class Operation:
         "indexes",
         "is_view",
         "kernel",
+        "kind",
         "may_be_large",
         "mixed",
         "name",
@@ -145,6 +147,7 @@ class Operation:
         written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
         self.writes = [(at, argument.name) for at, argument in enumerate(arguments) if written[at]]
         self.formula = formula(func)
+        self.kind = KINDS.get(self.name, PLAIN)
         self.write_only = func in WRITE_ONLY
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.host_result = HOST_RESULTS.get(packet)

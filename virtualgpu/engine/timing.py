@@ -6,11 +6,19 @@ from virtualgpu import _compat
 from virtualgpu.engine.home import gpu_of, home_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
+from virtualgpu.simulation import arithmetic
+from virtualgpu.simulation.clock import LAUNCH
 from virtualgpu.simulation.costs import OF_CUDNN, moved, rate
+from virtualgpu.simulation.kinds import KINDS, PLAIN
 
 FLOAT = torch.float32
-KNOWN = 20_000  # FLOP counts remembered; beyond that, start again
-_flops: dict = {}  # for all threads
+KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
+
+
+# One kernel of a list: up to so many tensors, and chunks of so many numbers (aten/src/ATen/native/cuda/MultiTensorApply.cuh and
+# ForeachFunctors.cuh). What an entry costs the host: 0.3 us, as a list of small CPU tensors shows (tests/bench prints it)
+LIST, CHUNKS, CHUNK = 64, 320, 65536
+ENTRY = 0.3e-6
 
 
 class Kernel:
@@ -20,6 +28,7 @@ class Kernel:
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
+        self.kind = KINDS.get(self.name, PLAIN)
         self.convolves = func in OF_CUDNN  # asks for cuDNN's handle, too
 
 
@@ -56,15 +65,11 @@ class Timing:
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         if op.formula is None:
-            seconds = gpu.spec.seconds(0, moved(tensors[:1] if op.write_only else tensors), FLOAT)
+            seconds = gpu.kernels.moving(moved(tensors[:1] if op.write_only else tensors), op.kind)
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()
-            flops = self._flops(op, args, kwargs, tensors, out)
-            if tensors[0].is_complex():  # a product of complex numbers is four of real ones
-                flops *= 4
-            flops = int(flops * share)
-            seconds = gpu.spec.seconds(flops, moved(tensors), rate(op.func, flops, tensors))
+            seconds = self._multiplying(op, args, kwargs, tensors, out, gpu, share)
         if not self.clock.multi:
             self.clock.launch(gpu.index, seconds, op.name)
             return
@@ -81,23 +86,40 @@ class Timing:
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
         lists = next(value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor))
-        first = [(tensor.nbytes, gpu_of(tensor)) for tensor in lists]
-        total, nbytes = sum(size for size, _ in first) or 1, moved(tensors)
-        for gpu in dict.fromkeys(where for _, where in first if where is not None):
-            share = sum(size for size, where in first if where is gpu)
-            seconds = gpu.spec.seconds(0, nbytes * share // total, FLOAT)
-            self.clock.launch(gpu.index, seconds, op.name)
+        first = [(tensor.nbytes, tensor.numel(), gpu_of(tensor)) for tensor in lists]
+        total, nbytes = sum(size for size, _, _ in first) or 1, moved(tensors)
+        for gpu in dict.fromkeys(where for _, _, where in first if where is not None):
+            own = [(size, numbers) for size, numbers, where in first if where is gpu]
+            kernels = max(-(-len(own) // LIST), -(-sum(-(-numbers // CHUNK) for _, numbers in own) // CHUNKS))
+            seconds = gpu.kernels.moving(nbytes * sum(size for size, _ in own) // total, op.kind)
+            seconds += (kernels - 1) * gpu.spec.kernel
+            self.clock.launch(gpu.index, seconds, op.name, more=(kernels - 1) * LAUNCH + len(own) * ENTRY)
 
     def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
         """A kernel that fills a new tensor; none where it is left as it is."""
         if op.kernel:
-            self.clock.launch(gpu.index, gpu.spec.seconds(0, moved([out]), out.dtype), op.name)
+            self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name)
 
-    def _flops(self, op: Operation, args, kwargs, tensors, out) -> int:
-        key = (op, *[tensor.shape for tensor in tensors], *[arg for arg in args if type(arg) is bool])
-        known = _flops.get(key)
-        if known is None:
-            if len(_flops) > KNOWN:
-                _flops.clear()
-            known = _flops[key] = op.formula(*args, **kwargs, out_val=out)
-        return known
+    def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float) -> float:
+        """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
+        rates = rate(op.func, 1, tensors)
+        known = gpu.kernels.known
+        key = (op, rates, share, *[_shape(tensor) for tensor in tensors], *[arg for arg in args if type(arg) in FLAGS])
+        seconds = known.get(key)
+        if seconds is None:
+            if len(known) > KNOWN:
+                known.clear()
+            flops = op.formula(*args, **kwargs, out_val=out) * (4 if tensors[0].is_complex() else 1)
+            if not flops:
+                rates = FLOAT
+            seconds = known[key] = arithmetic.seconds(
+                gpu.kernels, op.name, args, tensors, flops, moved(tensors), rates, share
+            )
+        return seconds
+
+
+FLAGS = (bool, int)
+
+
+def _shape(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride() if tensor.layout is torch.strided else None, tensor.dtype

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable
 
 from virtualgpu import _compat
 from virtualgpu.errors import device_assert
+from virtualgpu.hardware.processors import DEFAULT as DEFAULT_PROCESSOR
+from virtualgpu.hardware.processors import Processor
 from virtualgpu.simulation.collectives import Collectives
 from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
-# A launch: 3.8 us, the time per kernel of a queue of short kernels in NVIDIA's "Getting Started with CUDA Graphs" (2019), and
-# 2.2 us for PyTorch's own way to it: an addition of two small CPU tensors took 1.5 to 4 us here (tests/bench prints it).
-LAUNCH = 3.8e-6 + 2.2e-6
+LAUNCH = 4e-6  # of what is no kernel: a copy, an event, a question to the driver; and of each further kernel of one operation
 POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
 NODES = 100_000  # forward operations whose stream is remembered for the backward pass
 
@@ -50,8 +50,8 @@ class Clock:
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). After `stop`, calls raise as CUDA's do.
     """
 
-    def __init__(self, gpus: int, blocking: bool = False):
-        self.blocking = blocking
+    def __init__(self, gpus: int, blocking: bool = False, processor: Processor = DEFAULT_PROCESSOR):
+        self.blocking, self.processor = blocking, processor
         self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
         self.queues: list[dict[int, Queue]] = [{DEFAULT: Queue(gpu, DEFAULT)} for gpu in range(gpus)]
         self.default = [queues[DEFAULT] for queues in self.queues]
@@ -110,16 +110,17 @@ class Clock:
             self.pass_time()
         return moment <= self.host
 
-    def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0) -> float:
-        """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end."""
-        local = self.local
+    def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0) -> float:
+        """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end. more: seconds of the host beyond
+        what an operation costs it anyway."""
+        local, processor = self.local, self.processor
         threads = local.backward
         if self.stopped or (threads is None) is not (_graph_task() == -1):
-            now = self._passed(local, gpu, LAUNCH)
+            now = self._passed(local, gpu, more + (processor.backward if self._in_backward(local) else processor.forward))
         elif threads is None:
-            now = local.now = local.now + LAUNCH
+            now = local.now = local.now + more + (processor.forward if local.kind == "forward" else processor.optimizer)
         else:
-            now = threads[gpu] = threads[gpu] + LAUNCH
+            now = threads[gpu] = threads[gpu] + more + processor.backward
         if self.multi:
             queue = self.current(gpu)
             start = self.compute[gpu].reserve(max(now, queue.ready, after), seconds)

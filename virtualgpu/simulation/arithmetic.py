@@ -1,0 +1,174 @@
+"""How long an operation that multiplies takes on a card: products of matrices, convolutions, attention, recurrent layers.
+
+`seconds` is asked with the operation's own arguments; what it finds in them is a few sizes, which `kernels` turns into time.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.simulation.kernels import DIRECT, WINOGRAD, Kernels
+
+ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
+CHANNELS = 8  # tensor cores take so many at once; fewer are filled up
+# A depthwise convolution reaches so much of the bandwidth and of the float32 FLOP/s: RepLKNet (arXiv 2203.06717) table 1, PyTorch on a
+# 2080 Ti, 64 x 384 channels, forward: 36 % with a kernel of 3, 8 % of the FLOP/s with 7 and more
+DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.36, 0.08
+SHORT = 100  # keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384)
+STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other
+
+
+def seconds(kernels: Kernels, name: str, args, tensors, flops: float, moved: float, key, share: float = 1.0) -> float:
+    """One kernel, or the few that the operation is made of.
+
+    name: of the operation. tensors: all that it reads and writes. flops, moved: by their counts. key: into Spec.rates. share: of
+    the FLOPs, where values leave some out.
+    """
+    rule = None if kernels.peak else RULES.get(name)
+    if rule is None:
+        return kernels.plain(flops * share, moved, key)
+    return rule(kernels, args, tensors, flops * share, moved, key)
+
+
+def _matrices(at: int) -> Callable:
+    def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+        """[count, rows, length] times [count, length, columns], from argument `at` on."""
+        left, right = args[at], args[at + 1]
+        count = left.shape[0] if left.dim() == 3 else 1
+        rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+        if left.is_complex():
+            count *= 4
+        aligned = columns * left.itemsize % ROW == 0 and all(
+            min(max(matrix.stride()[-2:]), 1 << 40) * matrix.itemsize % ROW == 0 for matrix in (left, right)
+        )
+        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, aligned)
+
+    return rule
+
+
+def _convolution(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+    image, weight = args[:2]
+    result = tensors[-1]
+    transposed, groups = args[6], args[8] if len(args) > 8 else 1
+    wide, narrow = (image, result) if transposed else (result, image)
+    length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
+    return _one_convolution(kernels, "forward", wide, narrow, weight, length, args[3], groups, key, moved)
+
+
+def _convolution_backward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+    gradient, image, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
+    total = 0.0
+    size = gradient.itemsize
+    if mask[0]:
+        reach = prod(weight.shape[2:]) / (1 if transposed else prod(stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]))
+        channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
+        bytes_moved = size * (gradient.numel() + image.numel() + weight.numel())
+        total += _one_convolution(
+            kernels, "image", image, gradient, weight, max(1, int(channels * reach)), stride, groups, key, bytes_moved
+        )
+    if mask[1]:
+        bytes_moved = size * (gradient.numel() + image.numel() + weight.numel())
+        total += _gradient_of_weight(kernels, image, gradient, weight, stride, groups, key, bytes_moved)
+    if len(mask) > 2 and mask[2]:
+        total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
+    return total
+
+
+def _is_depthwise(weight, groups: int) -> bool:
+    return groups > 1 and weight.shape[1] == 1
+
+
+def _one_convolution(kernels, which, made, read, weight, length, stride, groups, key, moved) -> float:
+    """The image `made` [batch, channels, *size] from `read`: each of its numbers is a sum of `length` products."""
+    spec = kernels.spec
+    if _is_depthwise(weight, groups):
+        return _depthwise(spec, weight, made if which == "forward" else read, moved)
+    positions = made.shape[0] * prod(made.shape[2:])
+    tensor_cores = _on_tensor_cores(spec, key)
+    if tensor_cores:
+        length = -(-length // CHANNELS) * CHANNELS
+    taken = kernels.multiplying(groups, positions, made.shape[1] // groups, length, key, moved)
+    return spec.kernel + taken * _method(which, weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, made, read)
+
+
+def _depthwise(spec, weight, result, moved) -> float:
+    flops = 2 * result.numel() * prod(weight.shape[2:])
+    return spec.kernel + max(
+        moved / (spec.bandwidth * DEPTHWISE_BANDWIDTH), flops / (spec.rates[torch.float32] * DEPTHWISE_FLOPS)
+    )
+
+
+def _gradient_of_weight(kernels, image, gradient, weight, stride, groups, key, moved) -> float:
+    spec = kernels.spec
+    if _is_depthwise(weight, groups):
+        return _depthwise(spec, weight, gradient, moved)
+    tensor_cores = _on_tensor_cores(spec, key)
+    positions = gradient.shape[0] * prod(gradient.shape[2:])
+    rows = weight.shape[1] * prod(weight.shape[2:])
+    taken = kernels.multiplying(groups, rows, weight.shape[0] // groups, positions, key, moved)
+    return spec.kernel + taken * _method("weight", weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, image, gradient)
+
+
+def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
+    """What cuDNN's way takes over a plain product, in single precision."""
+    if tensor_cores or key != torch.float32:
+        return 1.0
+    if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
+        return WINOGRAD
+    return DIRECT[which]
+
+
+def _on_tensor_cores(spec, key) -> bool:
+    return key in spec.rates and (key == TF32 or key in (torch.float16, torch.bfloat16)) and spec.capability[0] >= 7
+
+
+def _converting(kernels: Kernels, tensor_cores: bool, *images) -> float:
+    """Channels first to last, and back: each image is read and written once more."""
+    if not tensor_cores:
+        return 0.0
+    first = [image for image in images if image.dim() > 3 and image.stride(1) != 1 and image.shape[1] > 1]
+    return sum(kernels.spec.kernel + 2 * image.nbytes / kernels.bandwidth["memory"] for image in first)
+
+
+def _attention(which: str) -> Callable:
+    def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+        keys = args[1].shape[2]
+        reached = kernels.achieved.attention[which] * keys / (keys + SHORT)
+        spec = kernels.spec
+        peak = spec.rates.get(key, spec.rates[torch.float32])
+        return spec.kernel * (1 if which == "forward" else 3) + max(flops / (peak * reached), moved / kernels.bandwidth["memory"])
+
+    return rule
+
+
+def _recurrent(passes: int) -> Callable:
+    def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+        steps = args[0].shape[0] if args[0].dim() == 3 else 1
+        return kernels.plain(flops, moved, key) + passes * steps * STEP
+
+    return rule
+
+
+FORWARD, BACKWARD = _attention("forward"), _attention("backward")
+RULES: dict[str, Callable] = {
+    "mm": _matrices(0),
+    "bmm": _matrices(0),
+    "addmm": _matrices(1),
+    "baddbmm": _matrices(1),
+    "_scaled_mm": _matrices(0),
+    "convolution": _convolution,
+    "_convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention": FORWARD,
+    "_scaled_dot_product_efficient_attention": FORWARD,
+    "_scaled_dot_product_cudnn_attention": FORWARD,
+    "_scaled_dot_product_flash_attention_backward": BACKWARD,
+    "_scaled_dot_product_efficient_attention_backward": BACKWARD,
+    "_scaled_dot_product_cudnn_attention_backward": BACKWARD,
+    "flex_attention": FORWARD,
+    "flex_attention_backward": BACKWARD,
+    "_cudnn_rnn": _recurrent(1),
+    "_cudnn_rnn_backward": _recurrent(2),
+}

@@ -1,0 +1,42 @@
+"""Kinds of kernels that are bound by memory: how often they move their tensors, and what limits them."""
+
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """traffic: bytes really moved over those of all tensors that go in or come out, once. limit: whose share of the bandwidth it has
+    (`hardware.achieved`). launches: kernels that the operation is made of."""
+
+    traffic: float = 1.0
+    limit: str = "memory"
+    launches: int = 1
+
+
+PLAIN = Kind()
+# Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
+# for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
+KINDS = {
+    "native_batch_norm": Kind(1.5),
+    "_native_batch_norm_legit": Kind(1.5),
+    "_batch_norm_with_update": Kind(1.5),
+    "cudnn_batch_norm": Kind(1.5),
+    "native_batch_norm_backward": Kind(5 / 3, launches=2),
+    "batch_norm_backward": Kind(5 / 3, launches=2),
+    "native_group_norm": Kind(1.5, launches=2),
+    "native_group_norm_backward": Kind(5 / 3, launches=3),
+    "native_layer_norm": Kind(1.0, "layer_norm"),
+    "native_layer_norm_backward": Kind(5 / 3, "layer_norm", 3),
+    "_fused_rms_norm": Kind(1.0, "layer_norm"),
+    "_fused_rms_norm_backward": Kind(5 / 3, "layer_norm", 2),
+    "_softmax": Kind(1.0, "softmax"),
+    "_log_softmax": Kind(1.0, "softmax"),
+    "_softmax_backward_data": Kind(1.0, "softmax"),
+    "_log_softmax_backward_data": Kind(1.0, "softmax"),
+    # sorted indices, then sums of equal ones: thrust::sort_by_key and four kernels (EmbeddingBackwardKernel.cu)
+    "embedding_dense_backward": Kind(1.0, launches=12),
+    "index_put_": Kind(1.0, launches=8),
+    "_index_put_impl_": Kind(1.0, launches=8),
+    "topk": Kind(2.0, launches=4),
+    "sort": Kind(6.0, launches=6),
+    "nonzero": Kind(1.0, launches=4),
+}
