@@ -65,7 +65,10 @@ class Timing:
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         if op.formula is None:
-            seconds = gpu.kernels.moving(moved(tensors[:1] if op.write_only else tensors), op.kind)
+            kind = op.kind
+            if kind.training is not None and not args[kind.training]:
+                kind = PLAIN
+            seconds = gpu.kernels.moving(moved(tensors[:1] if op.write_only else tensors), kind)
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()

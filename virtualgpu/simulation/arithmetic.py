@@ -16,6 +16,9 @@ CHANNELS = 8  # tensor cores take so many at once; fewer are filled up
 # A depthwise convolution reaches so much of the bandwidth and of the float32 FLOP/s: RepLKNet (arXiv 2203.06717) table 1, PyTorch on a
 # 2080 Ti, 64 x 384 channels, forward: 36 % with a kernel of 3, 8 % of the FLOP/s with 7 and more
 DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.36, 0.08
+# cuDNN's convolutions run on the instructions of Ampere, with which a Hopper reaches 63 % of its peak (arXiv 2402.13499); a Blackwell is
+# taken to be like it
+OLD_INSTRUCTIONS = 0.63
 SHORT = 100  # keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384)
 STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other
 
@@ -90,7 +93,7 @@ def _one_convolution(kernels, which, made, read, weight, length, stride, groups,
     if tensor_cores:
         length = -(-length // CHANNELS) * CHANNELS
     taken = kernels.multiplying(groups, positions, made.shape[1] // groups, length, key, moved)
-    return spec.kernel + taken * _method(which, weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, made, read)
+    return spec.kernel + taken * _method(spec, which, weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, made, read)
 
 
 def _depthwise(spec, weight, result, moved) -> float:
@@ -108,16 +111,20 @@ def _gradient_of_weight(kernels, image, gradient, weight, stride, groups, key, m
     positions = gradient.shape[0] * prod(gradient.shape[2:])
     rows = weight.shape[1] * prod(weight.shape[2:])
     taken = kernels.multiplying(groups, rows, weight.shape[0] // groups, positions, key, moved)
-    return spec.kernel + taken * _method("weight", weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, image, gradient)
+    return spec.kernel + taken * _method(spec, "weight", weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, image, gradient)
 
 
-def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
+def _method(spec, which: str, weight, stride, key, tensor_cores: bool) -> float:
     """What cuDNN's way takes over a plain product, in single precision."""
     if tensor_cores or key != torch.float32:
-        return 1.0
+        return 1.0 / _share(spec, tensor_cores)
     if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
         return WINOGRAD
     return DIRECT[which]
+
+
+def _share(spec, tensor_cores: bool) -> float:
+    return OLD_INSTRUCTIONS if tensor_cores and spec.capability[0] in (9, 10) else 1.0
 
 
 def _on_tensor_cores(spec, key) -> bool:
@@ -125,10 +132,11 @@ def _on_tensor_cores(spec, key) -> bool:
 
 
 def _converting(kernels: Kernels, tensor_cores: bool, *images) -> float:
-    """Channels first to last, and back: each image is read and written once more."""
+    """Channels first to last, and back: each image is read and written once more. For TF32 cuDNN has kernels that take them first
+    (sm80_xmma_..._tf32f32_..._nchw)."""
     if not tensor_cores:
         return 0.0
-    first = [image for image in images if image.dim() > 3 and image.stride(1) != 1 and image.shape[1] > 1]
+    first = [image for image in images if image.dim() > 3 and image.itemsize == 2 and image.stride(1) != 1 and image.shape[1] > 1]
     return sum(kernels.spec.kernel + 2 * image.nbytes / kernels.bandwidth["memory"] for image in first)
 
 

@@ -5,21 +5,23 @@ from typing import NamedTuple
 
 class Kind(NamedTuple):
     """traffic: bytes really moved over those of all tensors that go in or come out, once. limit: whose share of the bandwidth it has
-    (`hardware.achieved`). launches: kernels that the operation is made of."""
+    (`hardware.achieved`). launches: kernels that the operation is made of. training: at which argument it is told whether this is
+    training; where it is not, nothing is read twice."""
 
     traffic: float = 1.0
     limit: str = "memory"
     launches: int = 1
+    training: int | None = None
 
 
 PLAIN = Kind()
 # Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
 # for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
 KINDS = {
-    "native_batch_norm": Kind(1.5),
-    "_native_batch_norm_legit": Kind(1.5),
+    "native_batch_norm": Kind(1.5, training=5),
+    "_native_batch_norm_legit": Kind(1.5, training=5),
     "_batch_norm_with_update": Kind(1.5),
-    "cudnn_batch_norm": Kind(1.5),
+    "cudnn_batch_norm": Kind(1.5, training=5),
     "native_batch_norm_backward": Kind(5 / 3, launches=2),
     "batch_norm_backward": Kind(5 / 3, launches=2),
     "native_group_norm": Kind(1.5, launches=2),
