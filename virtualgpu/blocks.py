@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from virtualgpu import session
 from virtualgpu.distributed import alone, place
 from virtualgpu.engine.in_thread import dry_here
-from virtualgpu.hardware import bridges, networks, specs
+from virtualgpu.hardware import bridges, hosts, networks, specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.session import check_number, current, reset, turn_on
 from virtualgpu.simulation.trace import Recording
@@ -22,6 +22,8 @@ def dry_run(
     gpus_per_node: int = 8,
     rank: int = 0,
     network: str | Network | None = None,
+    clock: str | None = None,
+    host: str | None = None,
 ) -> Iterator[None]:
     """In this block, operations work on shapes alone: places, memory and time without the numbers. So they do in threads that are
     started in it, and in what it submits to a pool; other threads compute with numbers, or have dry runs of their own.
@@ -31,7 +33,7 @@ def dry_run(
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
     it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`), on nodes of
-    `gpus_per_node`. network: what joins nodes, as in `gpus`.
+    `gpus_per_node`. network: what joins nodes; clock, host: how time is taken: as in `gpus`.
 
     Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for;
     RuntimeError where another thread's dry run has said what the other ranks are.
@@ -40,10 +42,11 @@ def dry_run(
         check_number("dry_run", n)
     where = None if world_size is None else place.place(world_size, rank, gpus_per_node)
     joined = None if network is None else networks.find(network)
+    clock_settings = hosts.settings(clock, host)
     machine = current()
     own = machine is None
     if machine is not None and session.machine() is None:  # they pass for real ones, beside which a dry run has its own
-        with session.aside(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network):
+        with session.aside(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network, clock, host):
             yield
         return
     if own:
@@ -56,18 +59,20 @@ def dry_run(
         if cards != tuple(machine.specs):
             there = ", ".join(card.name for card in machine.specs)
             raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
+    if not own and (clock, host) != (None, None) and clock_settings != machine.clock_settings:
+        raise ValueError(f"dry_run asks for another clock than that of the GPUs that are on ({', '.join(machine.clock_settings)}): call reset() first")
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    with _gpus(cards if own else None), dry_here(True), _as_one_of_many(where, joined):
+    with _gpus(cards if own else None, clock_settings), dry_here(True), _as_one_of_many(where, joined):
         yield
 
 
 @contextlib.contextmanager
-def _gpus(cards) -> Iterator[None]:
+def _gpus(cards, clock_settings) -> Iterator[None]:
     """GPUs that are made for a dry run last as long as it does, and as those of other threads that use them, too."""
     with _lock:
         if cards is not None and current() is None:
-            turn_on(cards)
+            turn_on(cards, clock=clock_settings)
             _dry_runs.made = True
         _dry_runs.count += 1
         session.meet()

@@ -9,7 +9,7 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       leave their figures. trace, report: what each process writes there when it ends. alone: world_size,
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
-                      sanitize: races raise an error.
+                      sanitize: races raise an error. clock, host: how time is taken, as hardware.hosts.settings reads them.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
@@ -56,6 +56,8 @@ class Settings(NamedTuple):
     alone: tuple[int, int, int] | None = None  # world_size, rank, gpus_per_node: this process plays one rank of many
     gpus_per_node: int | None = None
     network: str | None = None
+    clock: str | None = None
+    host: str | None = None
 
     def text(self) -> str:
         """The value for VIRTUALGPU; `settings` reads it."""

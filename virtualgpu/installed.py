@@ -11,6 +11,7 @@ from virtualgpu.engine import kernels, meta
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.home import holders
 from virtualgpu.engine.machine import Machine
+from virtualgpu.hardware.hosts import ClockSettings
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.patches import (
     autocast,
@@ -80,10 +81,16 @@ class Session:
     """Virtual GPUs: `open` turns them on, `close` off. Both may be cut short (Ctrl-C): close then finishes."""
 
     def __init__(
-        self, cards: Sequence[Spec], visible: list[int] | None, as_real: bool, nodes: Nodes, sanitize: bool = False
+        self,
+        cards: Sequence[Spec],
+        visible: list[int] | None,
+        as_real: bool,
+        nodes: Nodes,
+        sanitize: bool = False,
+        clock: ClockSettings = ClockSettings(),  # noqa: B008
     ):
-        self.cards, self.as_real, self.nodes, self.sanitize = tuple(cards), as_real, nodes, sanitize
-        self.machine = Machine(list(cards), visible)
+        self.cards, self.as_real, self.nodes, self.sanitize, self.clock = tuple(cards), as_real, nodes, sanitize, clock
+        self.machine = Machine(list(cards), visible, clock)
         self.machine.gpus_per_node, self.machine.network = nodes
         self.machine.enter = self.enter
         self.patches, self.sanitizer = Patches(), Patches()

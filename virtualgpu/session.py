@@ -12,7 +12,8 @@ from virtualgpu.distributed.nodes import ONE_NODE, Nodes
 from virtualgpu.engine.in_thread import Anywhere
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import MAX_GPUS, visible_gpus
-from virtualgpu.hardware import specs
+from virtualgpu.hardware import hosts, specs
+from virtualgpu.hardware.hosts import ClockSettings
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.installed import Session
@@ -32,11 +33,15 @@ class Devices(list):
 
 
 def turn_on(
-    cards: Sequence[Spec], visible: list[int] | None = None, as_real: bool = False, nodes: Nodes = ONE_NODE
+    cards: Sequence[Spec],
+    visible: list[int] | None = None,
+    as_real: bool = False,
+    nodes: Nodes = ONE_NODE,
+    clock: ClockSettings = ClockSettings(),  # noqa: B008
 ) -> Session:
     """On, or, where that fails, nothing changed."""
     global _session
-    session = _session = Session(cards, visible, as_real, nodes, _sanitize)
+    session = _session = Session(cards, visible, as_real, nodes, _sanitize, clock)
     try:
         session.open()
     except BaseException:  # Ctrl-C among them
@@ -116,6 +121,8 @@ def gpus(
     memory: int | str | None = None,
     gpus_per_node: int | None = None,
     network: str | Network | None = None,
+    clock: str | None = None,
+    host: str | None = None,
 ) -> Devices:
     """`n` GPUs to work with: real ones where this machine has as many, otherwise virtual ones modelled on `like`.
 
@@ -125,21 +132,25 @@ def gpus(
     network: what joins nodes, a name ("InfiniBand NDR", "Ethernet 25": `hardware.networks` has all) or a rate ("100 Gb/s" for each
     GPU, "100 Gb/s per node"); what PyTorch's model has for the card unless given.
 
+    clock: "measured" (kernels take what others measured on such cards) unless given, or "datasheet" (what the maker promises: a lower
+    bound). host: what an operation costs the processor, a name in `hardware.hosts.HOSTS` ("2024" unless given).
+
     HELPERS_GPUS=virtual or real chooses one kind. Asking again for the same keeps what is there; asking for other GPUs starts
     afresh, and tensors on the old ones are lost.
 
-    Raises ValueError for an invalid number, name, size or network; RuntimeError if HELPERS_GPUS=real and there are too few.
+    Raises ValueError for an invalid number, name, size, network, clock or host; RuntimeError if HELPERS_GPUS=real and there are too few.
     """
     global _played
     check_number("gpus", n)
     cards, nodes = tuple(specs.find_all(n, like, memory)), Nodes.of(n, gpus_per_node, network)
+    clock_settings = hosts.settings(clock, host)
     kind = _wanted_kind()
     if _session is not None and not _session.as_real:
-        new = (_session.cards, _session.nodes) != (cards, nodes)
+        new = (_session.cards, _session.nodes, _session.clock) != (cards, nodes, clock_settings)
         if new:
             dry = _session.machine.always_dry
             _close()
-            turn_on(cards, nodes=nodes).machine.be_dry(dry)
+            turn_on(cards, nodes=nodes, clock=clock_settings).machine.be_dry(dry)
         meet()
         return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
@@ -156,7 +167,7 @@ def gpus(
     # under the runner, which plays real ones, do as where too few are real: reset() leaves those that were there before
     before = _close()
     _played = before if kind == "real" else None
-    return _announce(turn_on(cards, nodes=nodes), True)
+    return _announce(turn_on(cards, nodes=nodes, clock=clock_settings), True)
 
 
 @_one_at_a_time
@@ -166,10 +177,12 @@ def activate(
     gpus_per_node: int | None = None,
     network: str | None = None,
     sanitize: bool | None = None,
+    clock: str | None = None,
+    host: str | None = None,
 ) -> Machine:
     """Virtual GPUs on, without a word, and passing for real ones: what the runner does in each process, after `import torch`.
 
-    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network: as in `gpus`. sanitize: are
+    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network, clock, host: as in `gpus`. sanitize: are
     races looked for, also on others that the program makes? As before unless given.
     """
     global _played
@@ -182,7 +195,7 @@ def activate(
         return visible_gpus(len(cards), gpus_per_node=gpus_per_node)
 
     nodes = Nodes.of(len(cards), gpus_per_node, network)
-    machine = turn_on(cards, choose(), as_real=True, nodes=nodes).machine
+    machine = turn_on(cards, choose(), as_real=True, nodes=nodes, clock=hosts.settings(clock, host)).machine
     machine.be_dry(dry)
     machine.choose = choose
     return machine
@@ -194,7 +207,7 @@ def renew() -> None:
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _close()
-    new = turn_on(old.cards, old.machine.visible, old.as_real, old.nodes).machine
+    new = turn_on(old.cards, old.machine.visible, old.as_real, old.nodes, old.clock).machine
     new.be_dry(old.machine.always_dry)
     new.choose = old.machine.choose
     if old.machine.ledger is not None:

@@ -14,6 +14,7 @@ from virtualgpu.engine.in_thread import Anywhere, here
 from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking, uuid
 from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus
+from virtualgpu.hardware.hosts import DATASHEET, HOSTS, ClockSettings
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
@@ -37,7 +38,7 @@ class GPU:
         self.index, self.spec, self.machine = index, spec, machine
         self.physical = index if physical is None else physical
         self.device = torch.device("cuda", index)
-        self.kernels = Kernels(spec)
+        self.kernels = Kernels(spec, peak=machine.clock_settings.rates == DATASHEET)
         # a GPU made very small for a lesson keeps its memory for the lesson
         context = CONTEXT if spec.memory > 8 * CONTEXT else 0
         self.lock = threading.RLock()
@@ -143,8 +144,10 @@ class Machine(Anywhere):
     divided into nodes; None: they are one. network: what joins nodes; None: what PyTorch's model has for the card.
     """
 
-    def __init__(self, specs: list[Spec], visible: list[int] | None = None):
-        self.specs, self.choose = specs, None
+    def __init__(
+        self, specs: list[Spec], visible: list[int] | None = None, clock_settings: ClockSettings = ClockSettings()  # noqa: B008
+    ):
+        self.specs, self.choose, self.clock_settings = specs, None, clock_settings
         self.ledger: Ledger | None = None
         self.alone = None  # the rank that this process plays alone (distributed.alone.Place)
         self.gpus_per_node: int | None = None
@@ -164,9 +167,9 @@ class Machine(Anywhere):
         self.visible = which
         clock = getattr(self, "clock", None)
         if clock is None:
-            self.clock = Clock(len(which))
+            self.clock = Clock(len(which), costs=HOSTS[self.clock_settings.host])
         else:  # others have it already
-            clock.__init__(len(which), clock.blocking)
+            clock.__init__(len(which), clock.blocking, clock.costs)
         self.gpus = [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(which)]
 
     def look(self) -> list[GPU]:

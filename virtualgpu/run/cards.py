@@ -40,6 +40,14 @@ def network(name: str) -> str:
         return networks.find(name).name
 
 
+def clock(rates: str | None, host: str | None) -> tuple[str, str]:
+    """How time is taken. Raises ValueError, in a sentence."""
+    with _specs():
+        from virtualgpu.hardware import hosts
+
+        return tuple(hosts.settings(rates, host))
+
+
 def bridge(card: Card, gpus_per_node: int) -> None:
     """Raises ValueError where so many of these cards are to be joined by a bridge for two."""
     with _specs() as specs:

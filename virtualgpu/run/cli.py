@@ -26,13 +26,15 @@ Run a program as if this machine had GPUs. They are there before its first line,
                  as --gpus are divided into (several agents of torchrun: each has those of its node)
   --network NAME what joins nodes: "InfiniBand NDR", "Ethernet 25", ..., or a rate, "100 Gb/s" for each GPU or
                  "100 Gb/s per node" (what PyTorch's model of NCCL has for the card)
+  --clock NAME   measured: kernels take what others measured on such cards; datasheet: what the maker promises (measured)
+  --host NAME    what an operation costs the processor: 2024, 2023, 2021, launch (2024)
   --trace FILE   write what each GPU did, on the simulated clock, as a Chrome trace (ui.perfetto.dev opens it)
   --sanitize     the first race of two streams, or of a stream and the host, raises an error that names both lines
   --report       also tell what lay on each GPU at its peak
   --quiet        no table at the end
   --cards        list the cards there are, and end
 """
-WITH_VALUE = ("--gpus", "--like", "--memory", "--trace", "--world-size", "--rank", "--gpus-per-node", "--network")
+WITH_VALUE = ("--gpus", "--like", "--memory", "--trace", "--world-size", "--rank", "--gpus-per-node", "--network", "--clock", "--host")
 WITHOUT = ("--dry", "--sanitize", "--report", "--quiet", "--cards", "--help")
 
 
@@ -54,6 +56,8 @@ class Options(NamedTuple):
     gpus_per_node: int | None = None
     network: str | None = None
     sanitize: bool = False
+    clock: str | None = None
+    host: str | None = None
 
 
 def main(arguments: list[str]) -> int:
@@ -151,7 +155,7 @@ def _settings(options: Options) -> environment.Settings:
     network = None if options.network is None else _checked("--network", cards.network, options.network)
     trace, report, sanitize = bool(options.trace), options.report, options.sanitize
     return environment.Settings(
-        found, options.dry, None, trace, report, sanitize, alone and tuple(alone), per_node, network
+        found, options.dry, None, trace, report, sanitize, alone and tuple(alone), per_node, network, *_checked("--clock, --host", cards.clock, options.clock, options.host)
     )
 
 

@@ -31,7 +31,7 @@ def offer(dry: bool) -> bytes | None:
     _open_ledger(machine)
     clock = machine.clock
     clock.wait()
-    cards = (machine.specs, machine.visible, machine.gpus_per_node, machine.network)
+    cards = (machine.specs, machine.visible, (machine.gpus_per_node, machine.network), machine.clock_settings)
     flags = (dry or machine.dry, clock.spans is not None, session.looks_for_races())
     return pickle.dumps((cards, flags, machine.ledger.folder, _of_nccl()))
 
@@ -55,6 +55,7 @@ def variables() -> dict[str, str]:
     cards = tuple(Card(spec.name, spec.name, spec.memory, tuple(spec.capability)) for spec in machine.specs)
     network = machine.network and machine.network.name
     nodes = {"gpus_per_node": machine.gpus_per_node, "network": network, "sanitize": session.looks_for_races()}
+    nodes |= {"clock": machine.clock_settings.rates, "host": machine.clock_settings.host}
     return program.variables(Settings(cards, machine.dry, machine.ledger.folder, **nodes), dict(os.environ))
 
 
@@ -64,17 +65,17 @@ def take(offered: bytes | None) -> None:
         return
     from virtualgpu import session
 
-    (specs, visible, *nodes), (dry, recording, sanitize), folder, variables = pickle.loads(offered)
+    (specs, visible, nodes, clock), (dry, recording, sanitize), folder, variables = pickle.loads(offered)
     session.look_for_races(sanitize)
     for name in _of_nccl():  # the forkserver's, which has the notebook's environment as it was at its first launch
         del os.environ[name]
     os.environ.update(variables)
     machine = _machine()
-    if machine is not None and list(machine.specs) != list(specs):
+    if machine is not None and (list(machine.specs), machine.clock_settings) != (list(specs), clock):
         session.reset()  # the runner's, in whose place the notebook has others
         machine = None
     if machine is None:
-        machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
+        machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes), clock=clock).machine
         machine.share(Ledger(folder, len(specs)))
     machine.be_dry(dry)
     if recording:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 
 from virtualgpu import _compat
 from virtualgpu.errors import device_assert
-from virtualgpu.hardware.processors import DEFAULT as DEFAULT_PROCESSOR
-from virtualgpu.hardware.processors import Processor
+from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
+from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.simulation.collectives import Collectives
 from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
 
@@ -47,11 +47,11 @@ class _Host(threading.local):
 class Clock:
     """`busy[g]`: for how long the kernels of GPU g ran, added up.
 
-    blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). After `stop`, calls raise as CUDA's do.
+    blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. After `stop`, calls raise as CUDA's do.
     """
 
-    def __init__(self, gpus: int, blocking: bool = False, processor: Processor = DEFAULT_PROCESSOR):
-        self.blocking, self.processor = blocking, processor
+    def __init__(self, gpus: int, blocking: bool = False, costs: Host = HOSTS[DEFAULT_HOST]):
+        self.blocking, self.costs = blocking, costs
         self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
         self.queues: list[dict[int, Queue]] = [{DEFAULT: Queue(gpu, DEFAULT)} for gpu in range(gpus)]
         self.default = [queues[DEFAULT] for queues in self.queues]
@@ -113,14 +113,14 @@ class Clock:
     def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0) -> float:
         """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end. more: seconds of the host beyond
         what an operation costs it anyway."""
-        local, processor = self.local, self.processor
+        local, costs = self.local, self.costs
         threads = local.backward
         if self.stopped or (threads is None) is not (_graph_task() == -1):
-            now = self._passed(local, gpu, more + (processor.backward if self._in_backward(local) else processor.forward))
+            now = self._passed(local, gpu, more + (costs.backward if self._in_backward(local) else costs.forward))
         elif threads is None:
-            now = local.now = local.now + more + (processor.forward if local.kind == "forward" else processor.optimizer)
+            now = local.now = local.now + more + (costs.forward if local.kind == "forward" else costs.optimizer)
         else:
-            now = threads[gpu] = threads[gpu] + more + processor.backward
+            now = threads[gpu] = threads[gpu] + more + costs.backward
         if self.multi:
             queue = self.current(gpu)
             start = self.compute[gpu].reserve(max(now, queue.ready, after), seconds)
