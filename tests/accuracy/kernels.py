@@ -1,0 +1,92 @@
+"""Products of matrices that others timed, one by one, beside what the clock says of them: `kernels.csv`, a sample of each source's.
+
+    python -m tests.accuracy.kernels     by source and by card; then each source's cards from the other sources alone
+
+A card's share of its data sheet (virtualgpu/hardware/data/achieved.csv) comes from these sources; the tiles and what they reach are one for all
+cards. The last table takes a card's share from the other sources, as the median of measured over simulated, and shows what is left.
+"""
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from virtualgpu.hardware.achieved import KEYS
+from virtualgpu.hardware.specs import SPECS
+from virtualgpu.simulation.kernels import Kernels
+
+TABLE = Path(__file__).parent / "kernels.csv"
+BYTES = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+ROW = 16  # bytes that rows of a matrix should be a multiple of
+
+
+class Product(NamedTuple):
+    """One measured product, and its simulated time, both in microseconds."""
+
+    card: str
+    dtype: str
+    source: str
+    measured: float
+    simulated: float
+
+    @property
+    def log(self) -> float:
+        """Of measured over simulated."""
+        return math.log(self.measured / self.simulated)
+
+
+def products() -> list[Product]:
+    """All of the table."""
+    cards = {}
+    found = []
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            kernels = cards.setdefault(row["card"], Kernels(SPECS[row["card"]]))
+            count, rows, columns, length = (int(row[name]) for name in ("count", "rows", "columns", "length"))
+            size = BYTES[row["dtype"]]
+            aligned = columns * size % ROW == 0 and length * size % ROW == 0
+            seconds = kernels.product(count, rows, columns, length, KEYS[row["dtype"]], size, aligned)
+            found.append(Product(row["card"], row["dtype"], row["source"], float(row["us"]), 1e6 * seconds))
+    return found
+
+
+def within(logs: Iterable[float], percent: float) -> float:
+    """The share of them within so many percent, either way."""
+    logs = list(logs)
+    return sum(abs(log) <= math.log(1 + percent / 100) for log in logs) / len(logs)
+
+
+def left_out(found: list[Product]) -> dict[str, list[float]]:
+    """By source: what is left of its products when each card's share comes from the other sources alone."""
+    rest = defaultdict(list)
+    for source in {product.source for product in found}:
+        for key in {(product.card, product.dtype) for product in found if product.source == source}:
+            logs = {True: [], False: []}
+            for product in found:
+                if (product.card, product.dtype) == key:
+                    logs[product.source == source].append(product.log)
+            if logs[False]:
+                rest[source] += [log - median(logs[False]) for log in logs[True]]
+    return rest
+
+
+def table() -> str:
+    """As text."""
+    found = products()
+    groups = {"all": [product.log for product in found]}
+    for product in found:
+        groups.setdefault(product.source, []).append(product.log)
+        groups.setdefault(f"{product.card}, {product.dtype}", []).append(product.log)
+    groups |= {f"{source}, left out": logs for source, logs in sorted(left_out(found).items())}
+    lines = [f"{'products':<48}{'number':>7}{'measured / simulated':>22}{'within 15 %':>13}{'30 %':>7}"]
+    for name, logs in groups.items():
+        shares = (within(logs, percent) for percent in (15, 30))
+        lines.append(f"{name:<48}{len(logs):>7}{math.exp(median(logs)):>22.2f}" + "".join(f"{share:>10.0%}" for share in shares))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,155 @@
+"""What one kernel takes: against products that others timed, and by the rules that published traces show."""
+
+import math
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+
+import virtualgpu
+from tests.accuracy import kernels as measured
+from virtualgpu.hardware import achieved
+from virtualgpu.hardware.specs import SPECS, TF32
+from virtualgpu.simulation.kernels import Kernels
+from virtualgpu.simulation.kinds import KINDS, PLAIN
+
+HALF = torch.float16
+
+
+def seconds(run, like="A100", clock=None):
+    """What the second call takes on the simulated clock."""
+    with virtualgpu.dry_run(1, like=like, clock=clock, host="launch"):
+        call = run()
+        call()
+        torch.cuda.synchronize()
+        before = virtualgpu.machine().clock.busy[0]
+        call()
+        return virtualgpu.machine().clock.busy[0] - before
+
+
+def test_products_take_what_others_measured():
+    """488 of five sources on 13 cards, float32 to bfloat16, 60 us to seconds: `python -m tests.accuracy.kernels` has the table."""
+    logs = [product.log for product in measured.products()]
+    assert len(logs) > 400 and abs(median(logs)) < math.log(1.05)
+    assert measured.within(logs, 15) > 0.6 and measured.within(logs, 30) > 0.8
+
+
+def test_a_source_that_is_left_out_is_met():
+    """A card's share from the other sources alone."""
+    logs = [log for rest in measured.left_out(measured.products()).values() for log in rest]
+    assert len(logs) > 200 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.7
+
+
+def test_a_tile_more_than_the_processors_is_a_round_more():
+    a100 = Kernels(SPECS["A100"])
+    full = a100.product(1, 128 * 108 // 2, 512, 4096, HALF, 2)  # 108 tiles of 128 x 256 for 108 processors
+    more = a100.product(1, 128 * 109 // 2 + 128, 512, 4096, HALF, 2)
+    assert 1.2 < more / full < 2.1
+
+
+@pytest.mark.parametrize("card", sorted(SPECS))
+def test_the_data_sheet_is_a_lower_bound_but_for_clocks_that_are_held(card):
+    kernels, peak = Kernels(SPECS[card]), Kernels(SPECS[card], peak=True)
+    for key, size in ((torch.float32, 4), (HALF, 2)):
+        assert kernels.product(1, 8192, 8192, 8192, key, size) > 0.85 * peak.product(1, 8192, 8192, 8192, key, size)
+    assert kernels.moving(1 << 30, PLAIN) > peak.moving(1 << 30, PLAIN)
+
+
+def test_every_card_stands_on_one_that_was_measured():
+    assert {achieved.basis(spec) for spec in SPECS.values()} <= {key for key in SPECS}
+    assert achieved.basis(SPECS["T4"]) == "T4" and achieved.basis(SPECS["A100-PCIE-40GB"]) == "A100"
+    own = virtualgpu.Spec("mine", 1 << 34, (8, 9), 50, {torch.float32: 2e13}, 5e11, SPECS["L4"].peer, SPECS["L4"].host)
+    assert achieved.basis(own) == "A100"
+
+
+def test_every_row_says_its_source():
+    import csv
+
+    with open(achieved.TABLE, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 60 and all(row["source"] and row["licence"] and row["date"] for row in rows)
+    assert all(row["card"] in SPECS and 0.1 < float(row["share"]) < 1.3 for row in rows)
+
+
+def test_bfloat16_on_a_card_without_it_is_slow():
+    """Measured on T4s: 4.3 TFLOPS in float32, 42 in float16, 2.0 to 2.5 in bfloat16."""
+
+    def product(dtype):
+        a = torch.ones(4096, 4096, dtype=dtype, device="cuda")
+        return lambda: a @ a
+
+    single, half, brain = (seconds(lambda d=d: product(d), "T4") for d in (torch.float32, HALF, torch.bfloat16))
+    assert 2 * 4096**3 / brain == pytest.approx(2.3e12, rel=0.15)
+    assert 1.5 < brain / single < 2.2 and 12 < brain / half < 20
+
+
+def test_widths_that_are_no_multiple_of_8_cost():
+    def logits(width):
+        x, w = torch.ones(4096, 768, dtype=HALF, device="cuda"), torch.ones(768, width, dtype=HALF, device="cuda")
+        return lambda: x @ w
+
+    assert 1.3 < seconds(lambda: logits(50257)) / seconds(lambda: logits(50304)) < 2
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_images_with_channels_first_are_converted_for_tensor_cores(dtype):
+    """In half precision; for TF32 cuDNN has kernels that take them as they are."""
+
+    def convolution(layout):
+        x = torch.ones(64, 256, 56, 56, dtype=dtype, device="cuda").contiguous(memory_format=layout)
+        layer = nn.Conv2d(256, 64, 1, bias=False, device="cuda", dtype=dtype).to(memory_format=layout)
+        return lambda: layer(x)
+
+    first, last = (seconds(lambda m=m: convolution(m)) for m in (torch.contiguous_format, torch.channels_last))
+    assert first > 1.5 * last if dtype is HALF else first == pytest.approx(last)
+
+
+def test_batch_norm_reads_twice_when_it_trains():
+    def norm(training):
+        layer, x = nn.BatchNorm2d(64, device="cuda").train(training), torch.ones(64, 64, 112, 112, device="cuda")
+
+        def call():
+            with torch.no_grad():
+                return layer(x)
+
+        return call
+
+    assert seconds(lambda: norm(True)) / seconds(lambda: norm(False)) == pytest.approx(1.5, rel=0.02)
+
+
+def test_depthwise_convolutions_are_bound_by_memory():
+    """RepLKNet's table 1: 24 layers of 64 x 384 channels, 32 x 32, kernel 3: 21.9 ms on a 2080 Ti (616 GB/s); a TITAN RTX has 672."""
+
+    def convolution(kernel):
+        layer = nn.Conv2d(384, 384, kernel, padding=kernel // 2, groups=384, bias=False, device="cuda")
+        x = torch.ones(64, 384, 32, 32, device="cuda")
+        return lambda: layer(x)
+
+    assert 24 * seconds(lambda: convolution(3), "TITAN RTX") == pytest.approx(21.9e-3 * 616 / 672, rel=0.1)
+    assert 24 * seconds(lambda: convolution(7), "TITAN RTX") == pytest.approx(54.8e-3 * 13.4 / 16.3, rel=0.1)
+
+
+def test_what_fits_into_the_cache_is_read_from_it():
+    a100 = Kernels(SPECS["A100"])
+    small, large = a100.moving(10 << 20, PLAIN) - 2e-6, a100.moving(100 << 20, PLAIN) - 2e-6
+    assert 0.5 < 10 * small / large < 0.75
+
+
+def test_kinds_name_operations_that_there_are():
+    assert all(hasattr(torch.ops.aten, name) for name in KINDS)
+
+
+def test_tf32_is_used_where_pytorch_allows_it():
+    def product():
+        a = torch.ones(4096, 4096, device="cuda")
+        return lambda: a @ a
+
+    plain = seconds(product)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        fast = seconds(product)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert TF32 in SPECS["A100"].rates and 4 < plain / fast < 8
