@@ -186,5 +186,5 @@ def test_launched_says_where_each_rank_stands():
 
     assert launched(worker, timeout=HURRY) == (
         f"after {HURRY} seconds rank 0 waits in recv and rank 1 is done, and waits for the others: "
-        "do both ranks call the same collectives?"
+        "do all ranks call the same collectives?"
     )
