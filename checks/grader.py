@@ -95,7 +95,7 @@ class Computing(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.numel() > 1 and result.grad_fn is not None:
-            if "Copy" not in result.grad_fn.name():
-                self.places.add(str(result.device))
+        node = result.grad_fn if isinstance(result, torch.Tensor) and result.numel() > 1 else None
+        if node is not None and "Copy" not in node.name():
+            self.places.add(str(result.device))
         return result

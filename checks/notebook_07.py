@@ -20,7 +20,9 @@ MADE_UP = (
     ("made-up GPU", lambda words: 0.75, 0.75),
     ("made-up GPU", lambda words: 0.5, 0.75),
 )
-HALVINGS = 4  # calls that find one of eight sizes, or none; from the smallest on it takes one for each size up to the answer
+HALVINGS = (
+    4  # calls that find one of eight sizes, or none; from the smallest on it takes one for each size up to the answer
+)
 TIMEOUT = 300.0  # seconds: an endless loop's only end; dry runs of a right answer take a tenth of it
 
 
