@@ -31,7 +31,8 @@ def most_even(choose: Callable, peaks: Mapping) -> str | None:
 @grader
 def fastest_that_fits(choose: Callable, peaks: Mapping, times: Mapping, budget: float) -> str | None:
     """choose(peaks, times, budget) returns the fastest cut that needs no more than budget MiB on either GPU, or None."""
-    given = [(peaks, times, budget), *[(table, _shuffled(times, 3), budget) for table in _tables(peaks)]]
+    given = [(peaks, times, budget)]
+    given += [(table, _shuffled(times, seed), budget) for seed, table in enumerate(_tables(peaks), 3)]
     given += [(peaks, times, 0), (peaks, times, min(map(max, peaks.values())))]
     found = launched(answers, choose, given, ask="does your loop end?")
     if isinstance(found, str):
