@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -71,3 +73,9 @@ def test_smi_lists_nvlinks(machine):
     assert first.startswith("GPU 0: NVIDIA A100-SXM4-40GB (UUID: ") and second.startswith("GPU 1: Tesla T4 (UUID: ")
     assert links == [f"\t Link {number}: 25 GB/s" for number in range(12)]
     assert none == "\t NVML: Unable to retrieve NVLink information as all links are inActive"
+
+
+def test_the_runner_finds_its_own_nvidia_smi():
+    command = [sys.executable, "-m", "virtualgpu", "--gpus", "2", "--quiet", "nvidia-smi", "topo", "-m"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ways(found.stdout) == ["X PHB", "PHB X"]
