@@ -96,6 +96,10 @@ class GPU:
         history = self.memory.history
         self._freed.append((block, ends, history.gather(freeing=True) if history else None))
 
+    def drop_pool(self, id: tuple[int, int]) -> None:
+        """A MemPool has gone. Only noted here, as a free is: its destructor, too, may run in the middle of malloc."""
+        self._freed.append((None, None, None, id))
+
     def settled(self) -> CachingAllocator:
         """The allocator with every free carried out, for whoever reads figures."""
         with self.lock:

@@ -55,10 +55,10 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     """
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
-    command = _command(arguments)
     with folder() as path:
         settings = settings._replace(folder=path)
         environ = {**os.environ, **variables(settings, os.environ)}
+        command = _command(arguments, environ["PATH"])
         if os.name == "posix":
             from virtualgpu.run.warden import Warden
 
@@ -74,10 +74,13 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     return status
 
 
-def _command(arguments: list[str]) -> list[str]:
-    """A script goes to this Python, and so does a command on PATH that is one (torchrun); any other command is its own program."""
+def _command(arguments: list[str], search: str) -> list[str]:
+    """A script goes to this Python, and so does a command on PATH that is one (torchrun); any other command is its own program.
+
+    search: the PATH that the program will have, on which nvidia-smi is the virtual GPUs'.
+    """
     name, *rest = arguments
-    path = None if name.startswith("-") else name if os.path.exists(name) else shutil.which(name)
+    path = None if name.startswith("-") else name if os.path.exists(name) else shutil.which(name, path=search)
     if path is None or os.path.isdir(path) or _is_python(path):
         return [sys.executable, *interpreter_flags(sys.orig_argv), path or name, *rest]
     return [path, *rest]
