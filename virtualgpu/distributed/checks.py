@@ -23,6 +23,12 @@ def check(call: Call, rank: int, size: int) -> None:
         _reduction(call)
     if call.kind in ("gather", "scatter"):
         _rooted(call, rank, size)
+    if call.kind in ("all_gather", "reduce_scatter"):
+        for pair in call.pairs:
+            many = pair[call.kind == "reduce_scatter"]
+            if len(many) not in (1, size):
+                way = "output" if call.kind == "all_gather" else "input"
+                raise ValueError(f"{call.kind}: invalid {way} tensor list (expected length {size}, got {len(many)})")
     one = [pair for pair in call.pairs if len(pair[0]) == len(pair[1]) == 1]
     if call.kind == "all_gather":
         for (output,), (given,) in one:
