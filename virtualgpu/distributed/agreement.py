@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from virtualgpu.distributed import _compat, numbers
+from virtualgpu.distributed import numbers
 from virtualgpu.distributed.calls import Call
-from virtualgpu.distributed.moments import SLOTS, Page
+from virtualgpu.distributed.moments import SLOTS, Page, Words
 from virtualgpu.distributed.tape import ROOM
 
 KINDS = tuple(numbers.CARRIERS)
@@ -32,8 +32,6 @@ PAIRWISE = (
 _kind = {name: number for number, name in enumerate(KINDS)}
 _dtype = {dtype: number for number, dtype in enumerate(DTYPES)}
 _operation = {name: number for number, name in enumerate(OPERATIONS)}
-
-Words = tuple[int, int, int, int]
 
 
 class Splits(NamedTuple):
@@ -53,7 +51,7 @@ def words_of(call: Call, splits: Splits | None) -> Words:
         count = sum(tensor.numel() for tensor in tensors)
         if call.kind != "all_to_all":  # there it is all the same which rank has a tensor for each, and which a part
             several = zlib.crc32(repr([(tensor.numel(), _dtype[tensor.dtype]) for tensor in tensors]).encode())
-    operation = _operation[_compat.reduction(call.op)[0]] if call.op is not None else 0
+    operation = _operation[call.reduction[0]] if call.op is not None else 0
     tensors = len(call.pairs)
     details = ((((tensors << 20 | call.root & 0xFFFFF) << 8 | operation) << 8 | dtype) << 1) | (splits is not None)
     return call.nbytes * len(KINDS) + _kind[call.kind], count, details, several
@@ -86,10 +84,13 @@ def splits_of(call: Call, rank: int, size: int) -> Splits | None:
         return None if len({*sides[0], *sides[1]}) <= 1 else Splits(*sides)
     if call.kind not in ("all_gather", "reduce_scatter"):
         return None
+    gathers = call.kind == "all_gather"
+    if size > 1 and all(len(outputs if gathers else inputs) == 1 for outputs, inputs in call.pairs):
+        return None  # in one tensor, whose size `check` knows
     sums: list[list[int]] = [[0] * size, [0] * size]
     uneven = False
     for outputs, inputs in call.pairs:
-        (one,), many = (inputs, outputs) if call.kind == "all_gather" else (outputs, inputs)
+        (one,), many = (inputs, outputs) if gathers else (outputs, inputs)
         count = one.numel()
         parts = [count] * size if len(many) == 1 else [tensor.numel() for tensor in many]
         uneven = uneven or any(part != count for part in parts)
@@ -98,7 +99,7 @@ def splits_of(call: Call, rank: int, size: int) -> Splits | None:
             sums[1][other] += part
     if not uneven:
         return None
-    return Splits(*sums) if call.kind == "all_gather" else Splits(sums[1], [sums[0][rank]] * size)
+    return Splits(*sums) if gathers else Splits(sums[1], [sums[0][rank]] * size)
 
 
 class SplitsOfRanks:

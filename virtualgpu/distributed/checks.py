@@ -3,7 +3,6 @@
 import torch
 from torch._prims_common import suggest_memory_format
 
-from virtualgpu.distributed import _compat
 from virtualgpu.distributed.calls import Call
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them
@@ -52,7 +51,7 @@ def check(call: Call, rank: int, size: int) -> None:
 
 
 def _reduction(call: Call) -> None:
-    name, _ = _compat.reduction(call.op)
+    name, _ = call.reduction
     if name in REFUSED:
         raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
     if name == "AVG" and any(tensor.dtype is torch.bool for tensor in call.tensors):

@@ -103,7 +103,8 @@ class Communicator:
         return any(self._difference(work, rank, said) for rank, said in others)
 
     def _difference(self, work: VirtualWork, rank: int, said: agreement.Words) -> str | None:
-        if isinstance(self.page, Alone):
+        """What another rank means that this one does not, or that rank's own two sides that do not fit."""
+        if (said == work.words and not agreement.has_splits(said)) or isinstance(self.page, Alone):
             return None
         differs, number, other = agreement.difference, work.number, (rank, said)
         return differs(number, (self.rank, work.words), other, self.splits, self.ranks) or (
@@ -146,8 +147,8 @@ class Communicator:
                 self.statistics.add(earlier.gpu.index, start, self.end, nbytes, last - earlier.issued)
 
     def _agree(self, work: VirtualWork, said: Iterable[tuple[int, agreement.Words]]) -> None:
-        """Raises where one of these ranks does not mean the same; itself comes last."""
-        for rank, words in sorted(said, key=lambda one: one[0] == self.rank):
+        """Raises where one of these ranks does not mean the same."""
+        for rank, words in said:
             difference = self._difference(work, rank, words)
             if difference:
                 raise dist.DistBackendError(

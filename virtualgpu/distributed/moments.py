@@ -17,17 +17,15 @@ import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 from virtualgpu import scratch
 from virtualgpu.memory.ledger import started
 
 SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
-WORDS = 4  # that a rank says of a collective
-SLOT = (
-    WORDS + 2
-)  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
+Words = tuple[int, int, int, int]  # what a rank says of a collective
+SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
 RECORD = struct.Struct(f"{SLOT}q")
 # words at the head of a rank's part: up to which number it has read, who it is, and whether it will come to nothing more
 READ, PID, STARTED, OVER, HEAD = 0, 1, 2, 3, 4
@@ -83,11 +81,6 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
-def _check(number: int, bits: int, words: Sequence[int]) -> int:
-    first, second, third, fourth = words
-    return number ^ bits ^ first ^ second ^ third ^ fourth
-
-
 class Page:
     """The moments of one group. Ranks count within the group. file: the number of the open file that the page is mapped from, None
     where it is one rank's alone; behind the page is room for what ranks write for each other (`tape`, `splits`).
@@ -139,34 +132,38 @@ class Page:
         if self._remove is not None:
             self._remove()
 
-    def post(self, number: int, moment: float, words: Sequence[int], timeout: timedelta) -> None:
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
         """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
         if number > SLOTS:
             self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
         at = self.rank * self._each + HEAD + number % SLOTS * SLOT
         bits = bits_of(moment)
-        RECORD.pack_into(self._words, 8 * at, bits, *words, _check(number, bits, words))
+        first, second, third, fourth = words
+        check = number ^ bits ^ first ^ second ^ third ^ fourth
+        RECORD.pack_into(self._words, 8 * at, bits, first, second, third, fourth, check)
 
-    def come(self, number: int) -> list[tuple[int, tuple[int, ...]]]:
+    def come(self, number: int) -> list[tuple[int, Words]]:
         """The other ranks that have come to it so far, and what they said. Called after `post`: of two ranks, at least one sees the
         other."""
-        slots = ((rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank)
+        slots = [(rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank]
         return [(rank, slot[1]) for rank, slot in slots if slot is not None]
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, tuple[int, ...]]]:
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
         """When each rank came to it, and what it said. Raises RankEnded or RankLate for one that does not come."""
-        self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
-        found = [self._slot(rank, number) for rank in range(self.size)]
+        slots = [self._slot(rank, number) for rank in range(self.size)]
+        if None in slots:
+            self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
+            slots = [self._slot(rank, number) for rank in range(self.size)]
         self._read = max(self._read, number)
         self._words[self.rank * self._each + READ] = self._read
-        return found
+        return slots
 
-    def _slot(self, rank: int, number: int) -> tuple[float, tuple[int, ...]] | None:
+    def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
         at = rank * self._each + HEAD + number % SLOTS * SLOT
-        bits, *words, check = RECORD.unpack_from(self._words, 8 * at)
-        if _check(number, bits, words) != check:
+        bits, first, second, third, fourth, check = RECORD.unpack_from(self._words, 8 * at)
+        if number ^ bits ^ first ^ second ^ third ^ fourth != check:
             return None
-        return moment_of(bits), tuple(words)
+        return moment_of(bits), (first, second, third, fourth)
 
     def _wait(self, arrived, timeout: timedelta) -> None:
         """Until it is true of every rank: at first looking again at once, then with pauses of up to a millisecond."""
@@ -222,15 +219,15 @@ class Alone(Page):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self._posted = rank, size, {}
 
-    def post(self, number: int, moment: float, words: Sequence[int], timeout: timedelta) -> None:
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
         """Only noted, for `read`; never waits."""
-        self._posted[number] = moment, tuple(words)
+        self._posted[number] = moment, words
 
-    def come(self, number: int) -> list[tuple[int, tuple[int, ...]]]:
+    def come(self, number: int) -> list[tuple[int, Words]]:
         """Nobody: there are no other processes."""
         return []
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, tuple[int, ...]]]:
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
         """This rank's own moment and words, once for each rank. A collective can be read once."""
         return [self._posted.pop(number)] * self.size
 
