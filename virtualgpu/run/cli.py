@@ -73,7 +73,10 @@ def main(arguments: list[str]) -> int:
 
         status = program.run(settings, list(options.program), options.trace, options.quiet)
         if status == 2 and (late := _misplaced(options.program)):  # what argparse and click end with
-            print(f"python -m virtualgpu: {late} stands behind {options.program[0]}, which got it: options of ours come before it", file=sys.stderr)
+            print(
+                f"python -m virtualgpu: {late} stands behind {options.program[0]}, which got it: options of ours come before it",
+                file=sys.stderr,
+            )
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}", file=sys.stderr)
         return 2

@@ -86,6 +86,18 @@ def choose(rank: int) -> None:
     _machine().local.current = rank
 
 
+def meet(store) -> None:
+    """In a rank: where it learns which of the others have returned."""
+    if _machine() is not None:
+        _machine().communicators.launched = store
+
+
+def returned(store, rank: int) -> None:
+    """In a rank: it has returned from its function. Those that still wait for it learn of it."""
+    if _machine() is not None:
+        _machine().communicators.returned(store, rank)
+
+
 def has_gpus() -> bool:
     """Are virtual GPUs on in this process?"""
     return _machine() is not None

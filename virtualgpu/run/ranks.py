@@ -84,9 +84,7 @@ def _store(dist, nprocs: int):
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     kept = listener.detach()  # the store closes it
-    return dist.TCPStore(
-        "127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept
-    )
+    return dist.TCPStore("127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept)
 
 
 @contextlib.contextmanager
@@ -245,10 +243,12 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     inherit.take(offered)
     store = dist.TCPStore(address, port, world_size, is_master=False)
     dist.init_process_group(_backend(rank, world_size), store=store, rank=rank, world_size=world_size)
+    inherit.meet(store)
     fn, args, kwargs = cloudpickle.loads(function)
     pipe.send(("state", "running"))
     result = cloudpickle.dumps(fn(*args, **kwargs))
     pipe.send(("state", "returned"))
+    inherit.returned(store, rank)
     if dist.is_initialized():
         dist.barrier()
         pipe.send(("left", inherit.leave(offered)))
