@@ -5,8 +5,8 @@ import sys
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.alerts import ALERTS
 from virtualgpu.engine import halves
+from virtualgpu.engine.alerts import ALERTS
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.workspaces import USERS

@@ -183,7 +183,9 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     """The gradients, as the CPU's own backward pass has them."""
     (values, bias), grad_out, whole = _operands(call), halves.widened(grad_out), halves.widened(out)
     if not wants_bias and call.is_flash_on_cpu():
-        sums = logsumexp.reshape(*logsumexp.shape[:2], -1)[..., : out.shape[2]].to(_compat.computation_dtype(whole.dtype))
+        sums = logsumexp.reshape(*logsumexp.shape[:2], -1)[..., : out.shape[2]].to(
+            _compat.computation_dtype(whole.dtype)
+        )
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         options = {"attn_mask": bias, "scale": call.scale}
         return list(kernel(grad_out, *values, whole, sums, call.dropout, call.is_causal, **options))
@@ -194,7 +196,9 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
             again = draws.as_default(machine, _state_of(call), call.on_cpu, args, {})
         else:
             again = call.on_cpu(*args)
-        if not torch.equal(again.to(out.dtype), out):  # a part of a longer sequence: its gradient hangs on the sums of all parts
+        if not torch.equal(
+            again.to(out.dtype), out
+        ):  # a part of a longer sequence: its gradient hangs on the sums of all parts
             raise NotImplementedError(
                 "virtual GPUs do not know the gradient of attention over several parts with dropout or with plain operations: "
                 "set dropout_p=0, and give query, key and value one size of head"
