@@ -11,7 +11,13 @@ import sys
 # From the standard library, or installed, and known to read no arguments
 HARMLESS = {"torch", "torchvision", "numpy", "virtualgpu", "matplotlib", "tqdm"}
 READERS = {"argparse", "optparse", "getopt", "runpy", "importlib", "subprocess"}
-LAUNCHERS = ("torchrun", "accelerate", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+LAUNCHERS = (
+    "torchrun",
+    "accelerate",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+)
 USAGE_ERROR = 2  # what argparse and click end with
 
 
