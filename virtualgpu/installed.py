@@ -39,6 +39,7 @@ from virtualgpu.patches import (
     sync_debug,
     tensor,
     threads,
+    triton,
 )
 from virtualgpu.patches.registry import Patches
 from virtualgpu.sanitizer import gpu_trace, switch
@@ -68,6 +69,7 @@ FACES = (
     autocast,
     compiler,
     profiler,
+    triton,
     threads,
     gputil,
     monitor,

@@ -5,6 +5,7 @@ import os
 import torch
 
 from virtualgpu import _compat, errors
+from virtualgpu.engine import halves
 from virtualgpu.engine.draws import GENERATORS, as_default
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
@@ -24,8 +25,11 @@ class Eager:
         if op.may_be_large:
             self._require(op, args, kwargs, tensors, gpu)
         try:
-            if op.random:
-                return self._draw(op, args, kwargs, gpu), False
+            if op.apart:
+                if op.random:
+                    return self._draw(op, args, kwargs, gpu), False
+                if tensors[0].dtype is halves.HALF:
+                    return halves.run(op, args, kwargs, tensors), False
             return op.func(*args, **kwargs), False
         except (IndexError, RuntimeError) as error:
             if any(map(_compat.is_really_meta, tensors)):

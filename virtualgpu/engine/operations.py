@@ -5,6 +5,7 @@ import sys
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine import halves
 from virtualgpu.engine.alerts import ALERTS
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.home import gpu_of
@@ -60,7 +61,8 @@ LEGACY_TYPE_NAMES = {
 class Operation:
     """What the schema tells about one operation, once.
 
-    alert: see alerts.ALERTS; None for most. cacheable: a dry run may remember its result's shape. composite: made of other
+    alert: see alerts.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
+    halves.OPERATIONS. cacheable: a dry run may remember its result's shape. composite: made of other
     operations, for all devices alike.
     converts: `_to_copy`. copies: `copy_`. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
     factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
@@ -77,6 +79,7 @@ class Operation:
 
     __slots__ = (
         "alert",
+        "apart",
         "cacheable",
         "composite",
         "converts",
@@ -150,6 +153,7 @@ class Operation:
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = draws(func)
+        self.apart = self.random or func in halves.OPERATIONS
         self.drawn_with = with_generator(func) if self.random else None
         self.on_cpu = from_default(func) if self.random else func
         self.generator = any(argument.name == "generator" for argument in arguments)

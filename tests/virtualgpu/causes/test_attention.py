@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import virtualgpu
+from tests.virtualgpu.rounded import RoundedProducts
 from virtualgpu.engine import sdpa_backends
 from virtualgpu.simulation.attention import causal_share
 
@@ -51,7 +52,9 @@ def test_numbers_and_gradients_are_the_cpus_with_dropout_too(like):
             (SINGLE, HALF, BRAIN), (0.0, 0.25), (False, True), (16, 12), ((4, 4), (4, 2))
         ):
             case = {"dropout_p": dropout, "is_causal": causal, "dtype": dtype, "size": size, "heads": heads}
-            (_, expected), (kernel, results) = (attend(device, **case, enable_gqa=True) for device in ("cpu", "cuda"))
+            with RoundedProducts():
+                _, expected = attend("cpu", **case, enable_gqa=True)
+            kernel, results = attend("cuda", **case, enable_gqa=True)
             if kernel is None:  # a Turing card in half precision, or PyTorch 2.11 with shared heads in single
                 turing = like == "T4" and (dtype is BRAIN or (dtype is HALF and size == 12))
                 assert turing or (heads == (4, 2) and not sdpa_backends.efficient_takes_groups())
