@@ -76,15 +76,7 @@ def main(arguments: list[str]) -> int:
         ours = (*WITH_VALUE, *WITHOUT[:-1])  # all but --help
         _say(misplaced.at_start(options.program, ours))
         status = program.run(settings, list(options.program), options.trace, options.quiet)
-<<<<<<< HEAD
-        if status == 2 and (late := _misplaced(options.program)):  # what argparse and click end with
-            print(
-                f"python -m virtualgpu: {late} stands behind {options.program[0]}, which got it: options of ours come before it",
-                file=sys.stderr,
-            )
-=======
         _say(misplaced.at_end(options.program, status, ours))
->>>>>>> typed
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}", file=sys.stderr)
         return 2

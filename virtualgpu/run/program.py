@@ -73,12 +73,8 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
     with folder() as path:
         settings = settings._replace(folder=path)
-<<<<<<< HEAD
-        environ = {**os.environ, **variables(settings, os.environ)}
-        command = _command(arguments, environ["PATH"])
-=======
         environ = {**defaults(os.environ), **os.environ, **variables(settings, os.environ)}
->>>>>>> typed
+        command = _command(arguments, environ["PATH"])
         if os.name == "posix":
             from virtualgpu.run.warden import Warden
 
@@ -94,37 +90,27 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     return status
 
 
-<<<<<<< HEAD
 def _command(arguments: list[str], search: str) -> list[str]:
-    """A script goes to this Python, and so does a command on PATH that is one (torchrun); any other command is its own program.
-
-    search: the PATH that the program will have, on which nvidia-smi is the virtual GPUs'.
-    """
-    name, *rest = arguments
-    path = None if name.startswith("-") else name if os.path.exists(name) else shutil.which(name, path=search)
-    if path is None or os.path.isdir(path) or _is_python(path):
-=======
-def _command(arguments: list[str]) -> list[str]:
     """What to start. A script goes to this Python, and so does a command that is one (torchrun); any other command runs by itself.
+    search: the PATH on which it is found, the program's own.
 
     Raises ValueError for a word that is neither a file nor a command.
     """
     name, *rest = arguments
-    path = None if name.startswith("-") else _find(name)
+    path = None if name.startswith("-") else _find(name, search)
     if path is None or _is_python(path):
->>>>>>> typed
         return [sys.executable, *interpreter_flags(sys.orig_argv), path or name, *rest]
     return [path, *rest]
 
 
-def _find(name: str) -> str:
+def _find(name: str, search: str) -> str:
     """A file or a folder with a program in it, as Python takes them; otherwise a command, of this Python's environment or on PATH."""
     if os.path.exists(name) and (not os.path.isdir(name) or os.path.exists(os.path.join(name, "__main__.py"))):
         return name
     if os.path.basename(name) != name or name.endswith(".py"):
         return name  # a path: Python says that there is nothing
     beside = os.path.dirname(os.path.abspath(sys.executable))
-    found = shutil.which(name, path=beside) or shutil.which(name)
+    found = shutil.which(name, path=beside) or shutil.which(name, path=search)
     if found is None and not os.path.exists(name):
         raise ValueError(f"{name!r} is neither a file here nor a command on PATH")
     return found or name
