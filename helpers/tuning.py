@@ -78,7 +78,11 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
     if address is None:
         _folder = scratch.folder(SHORT)
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-        options |= {"num_cpus": cpus, "num_gpus": gpus, "_temp_dir": os.path.join(_folder, "ray")}  # Ray opens it to all; nobody comes through ours
+        options |= {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "_temp_dir": os.path.join(_folder, "ray"),
+        }  # Ray opens it to all; nobody comes through ours
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
         # in a session of its own: an interrupted cell must not interrupt it
         _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -84,9 +84,7 @@ def _store(dist, nprocs: int):
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     kept = listener.detach()  # the store closes it
-    return dist.TCPStore(
-        "127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept
-    )
+    return dist.TCPStore("127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept)
 
 
 @contextlib.contextmanager
