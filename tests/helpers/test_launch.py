@@ -56,6 +56,31 @@ def test_nobody_else_is_let_in():
     assert launch(heard, nprocs=2)[0] == {"127.0.0.1"}
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit, and other names")
+def test_what_this_machine_lacks(monkeypatch):
+    """Said before any process is there; multiprocessing's error says less, and gloo's wait for nobody."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = os.open(os.devnull, os.O_RDONLY)
+    os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number + 20, hard))
+    try:
+        with pytest.raises(
+            OSError, match="2 processes need 32 more open files than there are: raise .* `ulimit -n 1024`"
+        ):
+            launch(add_ranks, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(
+        ValueError, match=r"GLOO_SOCKET_IFNAME=lo,nowhere0: .* no network interface 'nowhere0'; unset .* lo"
+    ):
+        launch(add_ranks, 1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # of the ranks, whatever the first launch had
+    assert launch(lambda: os.environ["GLOO_SOCKET_IFNAME"], nprocs=1) == ["lo"]
+
+
 def crash(bad, how):
     if dist.get_rank() == bad:
         print("about to fail")
