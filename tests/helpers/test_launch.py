@@ -20,7 +20,7 @@ import torch.distributed as dist
 import helpers
 from helpers import launch as by_name
 from helpers.launch import WorkerError, launch
-from tests.processes import alive, ranks, wait_until
+from tests.processes import alive, listening, ranks, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,19 +39,13 @@ def add_ranks(extra, scale=1):
     return scale * dist.get_rank()
 
 
-def listening(process):
-    """The addresses at which this process and those that it started listen."""
-    family = [process, *process.children(recursive=True)]
-    return {c.laddr.ip for one in family for c in one.net_connections() if c.status == psutil.CONN_LISTEN}
-
-
 def test_nobody_else_is_let_in():
     """Read on rank 0, of the notebook and all of its processes: the store's socket is the launcher's."""
     notebook = os.getpid()
 
     def heard():
         dist.barrier()
-        return listening(psutil.Process(notebook))
+        return {address for address, _ in listening(psutil.Process(notebook))}
 
     assert launch(heard, nprocs=2)[0] == {"127.0.0.1"}
 
@@ -67,7 +61,7 @@ def test_what_this_machine_lacks(monkeypatch):
     resource.setrlimit(resource.RLIMIT_NOFILE, (number + 20, hard))
     try:
         with pytest.raises(
-            OSError, match="2 processes need 32 more open files than there are: raise .* `ulimit -n 1024`"
+            OSError, match=r"2 processes need 32 more open files than there are: raise .* `ulimit -n 1024`"
         ):
             launch(add_ranks, 1)
     finally:
