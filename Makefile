@@ -63,5 +63,6 @@ setup:
 	@$(PYTHON) tools/setup.py
 
 clean:             ## everything that make made
-	rm -rf .venv .nox .hypothesis build .pytest_cache .ruff_cache *.egg-info
+	if [ -e .venv/made-by-make ] || [ -e .venv/finished ]; then rm -rf .venv; fi
+	rm -rf .nox .hypothesis build .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
