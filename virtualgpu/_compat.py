@@ -174,6 +174,11 @@ def implementation(operator: HigherOrderOperator):
     )
 
 
+def registered_in_python() -> set[str]:
+    """{"namespace/operation.overload/dispatch key"} of the kernels that torch.library has registered."""
+    return torch.library._impls
+
+
 _library = None  # of the kernels that `add_kernel` registers; they stay for the life of the process
 
 
