@@ -106,6 +106,11 @@ def remove_modes(unwanted) -> None:
         _python_dispatch._push_mode(other)
 
 
+def has_mode(wanted) -> bool:
+    """Is a dispatch mode for which `wanted(mode)` is true on this thread's stack?"""
+    return any(wanted(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
 def enter_below(mode) -> None:
     """Enter a dispatch mode below those that are on in this thread: `with` ends whatever is on top, so each of them ends itself."""
     above = []
