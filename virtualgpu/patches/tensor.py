@@ -228,7 +228,7 @@ class TensorPatches:
                     'put them on a GPU before, model.to("cuda")'
                 )
             return original(tensor)
-        if home.block is None or not tensor.numel() or hasattr(tensor, "__tensor_flatten__"):  # a DTensor has no memory of its own
+        if home.block is None or not tensor.numel() or hasattr(tensor, "__tensor_flatten__"):  # a DTensor has none
             return 0
         return home.block.address + tensor.storage_offset() * tensor.element_size()
 
