@@ -19,13 +19,16 @@ from pathlib import Path
 from tests.judges import examples
 from tests.judges.examples import Case
 from tests.judges.report import BUILD, excused, table
-from tests.judges.tutorials_given import STAND_INS, TUTORIALS, Tutorial
+from tests.judges.tutorials_given import STAND_INS, Tutorial
+from tests.judges.tutorials_list import TUTORIALS
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.judges tutorials")
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("names", nargs="*", choices=[*TUTORIALS, []], default=[], metavar="name", help=", ".join(TUTORIALS))
+    parser.add_argument(
+        "names", nargs="*", choices=[*TUTORIALS, []], default=[], metavar="name", help=", ".join(TUTORIALS)
+    )
     options = parser.parse_args(arguments)
     BUILD.mkdir(parents=True, exist_ok=True)
     results = {}

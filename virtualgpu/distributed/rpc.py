@@ -74,7 +74,9 @@ class Rpc:
                     "give rpc.init_rpc a world_size"
                 )
             plain = type(options)(
-                num_worker_threads=options.num_worker_threads, rpc_timeout=options.rpc_timeout, init_method=options.init_method
+                num_worker_threads=options.num_worker_threads,
+                rpc_timeout=options.rpc_timeout,
+                init_method=options.init_method,
             )
             return original(store, name, rank, world_size, plain, {}, [])
 
@@ -97,7 +99,9 @@ class Rpc:
 
     def enter(self) -> None:
         """The thread of C++ that is here sees the virtual GPUs; Python forgets it between two calls, C++ does not."""
-        if not self.machine.closed and not _compat.has_mode(lambda mode: getattr(mode, "machine", None) is self.machine):
+        if not self.machine.closed and not _compat.has_mode(
+            lambda mode: getattr(mode, "machine", None) is self.machine
+        ):
             self.machine.enter()
 
     def run_function(self, original):
@@ -163,7 +167,12 @@ class Rpc:
         @functools.wraps(original)
         def fetch(rref, *args, **kwargs):
             value = original(rref, *args, **kwargs)
-            if self.machine.closed or not isinstance(value, torch.Tensor) or rref.is_owner() or gpu_of(value) is not None:
+            if (
+                self.machine.closed
+                or not isinstance(value, torch.Tensor)
+                or rref.is_owner()
+                or gpu_of(value) is not None
+            ):
                 return value
             device = self.api.rpc_sync(rref.owner(), _where, args=(rref,))
             return value if device.type == "cpu" else self.received(value, rref.owner_name(), device)
@@ -192,6 +201,7 @@ class Builtin:
         self.func, self.__name__ = func, getattr(func, "__name__", "builtin")
 
     def __call__(self, *args, **kwargs):
+        """The operation's result."""
         return self.func(*args, **kwargs)
 
 
