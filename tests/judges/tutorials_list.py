@@ -236,7 +236,7 @@ TUTORIALS = {
         "has trained.*has trained",
         (0, 1),
         after=START_TRAINERS,
-        changes={"resnet50": "resnet18", "range(6)": "range(2)"},
+        changes={"resnet50": "resnet18", "range(6)": "range(2)", "zero_grad()": "zero_grad(False)"},
     ),
     "rpc_rl": Tutorial(
         "intermediate_source/rpc_tutorial.rst",
