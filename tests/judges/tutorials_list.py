@@ -251,7 +251,7 @@ TUTORIALS = {
         "Episode 2.*Episode 2",
         (2, 3, 4, 5, 6, 7, 8, 9),
         before="import os, time, torch\nimport torch.multiprocessing as mp\nfrom torch import optim\nNUM_STEPS, AGENT_NAME, OBSERVER_NAME = 8, 'agent', 'observer{}'\n",
-        changes={**RL, "class Observer:\n    ...": "class Observer(Observer):\n    ...", "range(2, 12)": "range(2, 4)"},
+        changes={**RL, "class Observer:\n    ...": "class Observer(Observer):\n    ...", "range(2, 12)": "range(3, 4)"},
         arguments=("--num-episode", "3"),
     ),
     "rpc_rnn": Tutorial(
