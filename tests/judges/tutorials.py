@@ -61,7 +61,7 @@ def run(name: str, checkout: Path) -> dict:
             Path(folder, f"{module}.py").write_text(lines)
         Path(folder, "tutorial.py").write_text(program(tutorial, text))
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tutorial.ranks)]
-        arguments = [*(start if tutorial.ranks else []), "tutorial.py", *tutorial.arguments]
+        arguments = ["--like", tutorial.like, *(start if tutorial.ranks else []), "tutorial.py", *tutorial.arguments]
         result = examples.run(f"tutorial_{name}", Path(folder), Case(".", arguments, tutorial.gpus), tutorial.limit)
     log = (BUILD / f"tutorial_{name}.log").read_text(errors="replace")
     if result["good"] and not re.search(tutorial.shows, log, re.S):

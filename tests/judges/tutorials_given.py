@@ -10,7 +10,7 @@ class Tutorial:
     """A page of the checkout. blocks: which of its blocks of code, in this order; none: all. ranks: by torchrun; 0: it starts them itself.
 
     before, after: what the page leaves to the reader. changes: {its words: ours}, in all blocks. shows: a pattern of the output.
-    commit: the last one that has the page.
+    like: the card. commit: the last one that has the page.
     """
 
     page: str
@@ -23,6 +23,7 @@ class Tutorial:
     changes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     commit: str = ""
+    like: str = "T4"
     limit: float = LIMIT
 
 

@@ -46,7 +46,7 @@ TUTORIALS = {
         after="print('all done')",
         changes={
             "batch_size = 120": "batch_size = 8",
-            "image_w = 128\nimage_h = 128": "image_w = image_h = 32",
+            "image_w = 128\nimage_h = 128": "image_w = image_h = 64",
             "num_repeat = 10": "num_repeat = 1",
             "[1, 3, 5, 8, 10, 12, 20, 40, 60]": "[1, 3, 5]",
         },
@@ -187,8 +187,8 @@ TUTORIALS = {
         NCCL + MLP,
         END,
     ),
-    "attention": Tutorial("unstable_source/context_parallel.rst", 1, "", (0,), changes={"8192": "256"}),
-    "context_parallel": Tutorial("unstable_source/context_parallel.rst", 2, "", (1,), 2),
+    "attention": Tutorial("unstable_source/context_parallel.rst", 1, "", (0,), changes={"8192": "256"}, like="A100"),
+    "context_parallel": Tutorial("unstable_source/context_parallel.rst", 2, "", (1,), 2, like="A100"),
     "context_parallel_alltoall": Tutorial(
         "unstable_source/context_parallel.rst",
         2,
@@ -198,6 +198,7 @@ TUTORIALS = {
         changes={
             "\ndef context": "\nfrom torch.distributed.tensor.experimental._attention import set_rotate_method\nset_rotate_method('alltoall')\ndef context"
         },
+        like="A100",
     ),
     # pipelines
     "pipeline": Tutorial(
