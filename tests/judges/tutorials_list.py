@@ -188,13 +188,13 @@ TUTORIALS = {
         END,
     ),
     "attention": Tutorial("unstable_source/context_parallel.rst", 1, "", (0,), changes={"8192": "256"}, like="A100"),
-    "context_parallel": Tutorial("unstable_source/context_parallel.rst", 2, "", (1,), 2, like="A100"),
+    "context_parallel": Tutorial("unstable_source/context_parallel.rst", 4, "", (1,), 4, like="A100"),
     "context_parallel_alltoall": Tutorial(
         "unstable_source/context_parallel.rst",
-        2,
+        4,
         "",
         (1,),
-        2,
+        4,
         changes={
             "\ndef context": "\nfrom torch.distributed.tensor.experimental._attention import set_rotate_method\nset_rotate_method('alltoall')\ndef context"
         },
