@@ -225,7 +225,16 @@ TUTORIALS = {
     # checkpoints
     "checkpoint": Tutorial(CHECKPOINT, 2, "", (0,)),
     "async_checkpoint": Tutorial(ASYNC, 2, "", (0,), changes={"range(10)": "range(3)"}),
-    "async_checkpoint_pinned": Tutorial(ASYNC, 2, "", (1,), changes={"range(10)": "range(3)"}),
+    "async_checkpoint_pinned": Tutorial(
+        ASYNC,
+        2,
+        "",
+        (1,),
+        changes={
+            "range(10)": "range(3)",
+            "        dcp.async_save(": "        checkpoint_future = dcp.async_save(",
+        },  # it waits for it
+    ),
     # RPC
     "rpc_cuda": Tutorial("recipes_source/cuda_rpc.rst", 2, "cuda RPC total", (0,)),
     "rpc_ddp": Tutorial(
