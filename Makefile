@@ -42,7 +42,7 @@ judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMP
 gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones (skipped without one)
 	@$(PY) -m pytest -rs tests/gpu
 
-matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, as in Colab, in a browser; ONLY=colab
+matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, on other processors, as in Colab, in a browser; ONLY=colab
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")
 
 browser: setup     ## JupyterLab and the pages in chromium; screenshots under build/browser/

@@ -70,8 +70,8 @@ def take(offered: bytes | None) -> None:
         del os.environ[name]
     os.environ.update(variables)
     machine = _machine()
-    if machine is not None and list(machine.specs) != list(specs):
-        session.reset()  # the runner's, in whose place the notebook has others
+    if machine is not None and (machine.ledger is None or machine.ledger.folder != folder):
+        session.reset()  # the runner's, in whose place the notebook has others, with a memory of their own: of the same cards, too
         machine = None
     if machine is None:
         machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes)).machine
