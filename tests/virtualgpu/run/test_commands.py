@@ -32,7 +32,9 @@ def test_torchrun(run, tmp_path):
     (tmp_path / "x.py").write_text(RANK)
     trace = tmp_path / "trace.json"
     found = run("--trace", trace, "torchrun", "--standalone", "--nproc-per-node", 2, tmp_path / "x.py")
-    assert (found.returncode, found.stdout) == (0, "[2.0, 2.0]\n" * 2), found.stderr
+    assert (found.returncode, found.stdout.count("[2.0, 2.0]")) == (0, 2), (
+        found.stderr
+    )  # two ranks' lines may run into each other
     assert "virtualgpu: 2 x Tesla T4, 2 processes" in found.stderr
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"ones"}
