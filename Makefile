@@ -30,18 +30,19 @@ accuracy: setup    ## figures that others published against simulated ones; tabl
 everywhere: setup  ## each notebook to its end as on machines with 0, 1, 2 and 4 GPUs; ONLY="2 04"
 	@$(PY) tools/everywhere.py $(ONLY)
 
-judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout (tests/judges/README.md)
+judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout PYTORCH_TUTORIALS=checkout (tests/judges/README.md)
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[judges]' -c constraints.txt && $(PY) -m tests.judges op_db --dry
 	@$(PY) -m pytest -n 2 -m judge tests
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges pytorch $(PYTORCH_TEST))
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges distributed $(PYTORCH_TEST))
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples $(PYTORCH_EXAMPLES))
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples --dry $(PYTORCH_EXAMPLES))
+	@$(if $(PYTORCH_TUTORIALS),$(PY) -m tests.judges tutorials $(PYTORCH_TUTORIALS))
 
 gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones (skipped without one)
 	@$(PY) -m pytest -rs tests/gpu
 
-matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, as in Colab, in a browser; ONLY=colab
+matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, on other processors, as in Colab, in a browser; ONLY=colab
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")
 
 browser: setup     ## JupyterLab and the pages in chromium; screenshots under build/browser/
@@ -63,5 +64,6 @@ setup:
 	@$(PYTHON) tools/setup.py
 
 clean:             ## everything that make made
-	rm -rf .venv .nox .hypothesis build .pytest_cache .ruff_cache *.egg-info
+	if [ -e .venv/made-by-make ] || [ -e .venv/finished ]; then rm -rf .venv; fi
+	rm -rf .nox .hypothesis build .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The versions that the series promises to run with: what `make matrix` calls, and the GitHub workflow.
+"""The versions and processors that the series promises to run with: what `make matrix` calls, and the GitHub workflow.
 
 nox                             all of them (each makes an environment of about 6 GB under .nox/, shared files once)
 nox -s "test-3.13(newest)"      one
@@ -16,6 +16,9 @@ nox.options.sessions = [
     "test-3.11(oldest)",
     "test-3.12(pinned)",
     "test-3.13(newest)",
+    "processors(default)",
+    "processors(avx2)",
+    "processors(one-thread)",
     "colab",
     "browser",
 ]  # 3.11 with the pinned versions is `make test`
@@ -39,6 +42,25 @@ def test(session: nox.Session, versions: str) -> None:
     options = [] if versions == "pinned" else ["--nbval-sanitize-with=tests/sanitize_versions.cfg"]
     session.run(
         "pytest", "-n", "2", "--dist", "loadfile", "--nbval", *options, *(session.posargs or ["tests", "notebooks"])
+    )
+
+
+# As on a processor without AVX, and with AVX2 alone: PyTorch's own kernels, oneDNN's and MKL's each ask for themselves
+PROCESSORS = {
+    "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
+    "one-thread": {"OMP_NUM_THREADS": "1"},
+}
+
+
+@nox.session(python="3.11")
+@nox.parametrize("processor", list(PROCESSORS), ids=list(PROCESSORS))
+def processors(session: nox.Session, processor: str) -> None:
+    """Every stored output on another processor: a sum in another order must not show in what is compared."""
+    session.install("-e", ".[dev]", "-c", "constraints.txt")
+    session.run(
+        *("pytest", "-n", "2", "--dist", "loadfile", "--nbval", *(session.posargs or ["notebooks"])),
+        env=PROCESSORS[processor],
     )
 
 

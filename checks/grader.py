@@ -1,17 +1,23 @@
-"""What makes a check a grader, and how a grader runs the reader's code in two processes."""
+"""What makes a check a grader, and how a grader runs the reader's code in other processes."""
 
 import contextlib
 import functools
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import virtualgpu
 from virtualgpu.run.ranks import WorkerError, launch
 from virtualgpu.session import aside
+
+
+class NoRoom(RuntimeError):
+    """The grader's own tensors find no room on the GPU: nothing that the reader's answer could cure."""
 
 
 def grader(check: Callable) -> Callable:
@@ -22,6 +28,8 @@ def grader(check: Callable) -> Callable:
         state = torch.get_rng_state()
         try:
             complaint = check(*args, **kwargs)
+        except NoRoom as error:
+            complaint = str(error)
         except Exception as error:
             complaint = f"your code raised {type(error).__name__}: {error}"
         finally:
@@ -32,11 +40,15 @@ def grader(check: Callable) -> Callable:
 
 
 def launched(
-    worker: Callable, *args, timeout: float = 20, ask: str = "do both ranks call the same collectives?"
+    worker: Callable,
+    *args,
+    nprocs: int = 2,
+    timeout: float = 20,
+    ask: str = "do all ranks call the same collectives?",
 ) -> list | str:
-    """What two ranks return, in a list; or the complaint, which ends in the question `ask` where they wait for each other."""
+    """What the ranks return, in a list; or the complaint, which ends in the question `ask` where they wait for each other."""
     try:
-        return launch(worker, *args, nprocs=2, timeout=timeout)
+        return launch(worker, *args, nprocs=nprocs, timeout=timeout)
     except WorkerError as error:
         if error.rank is None:
             waits = [re.sub("stands in .*, which ", "", place) for place in error.places]
@@ -44,16 +56,16 @@ def launched(
         return f"rank {error.rank} raised {str(error).splitlines()[-1]}"
 
 
-def launched_on_gpus(worker: Callable, *args, **options) -> list | str:
-    """As `launched`, each rank on a virtual GPU: the notebook's, or two for as long as it takes. Real ones are left alone."""
+def launched_on_gpus(worker: Callable, *args, nprocs: int = 2, **options) -> list | str:
+    """As `launched`, each rank on a virtual GPU: the notebook's, or others for as long as it takes. Real ones are left alone."""
     with contextlib.ExitStack() as stack:
         machine = virtualgpu.machine()
-        if machine is None or len(machine.gpus) < 2:
+        if machine is None or len(machine.gpus) < nprocs:
             stack.enter_context(mock.patch.dict(os.environ, HELPERS_GPUS="virtual"))
             stack.enter_context(aside())  # the notebook's own come back, also those that play real ones
             with contextlib.redirect_stdout(None):
-                stack.enter_context(virtualgpu.gpus(2))
-        return launched(worker, *args, **options)
+                stack.enter_context(virtualgpu.gpus(nprocs))
+        return launched(worker, *args, nprocs=nprocs, **options)
 
 
 def alone(worker: Callable, *args, timeout: float = 60) -> str | None:
@@ -63,4 +75,27 @@ def alone(worker: Callable, *args, timeout: float = 60) -> str | None:
     except WorkerError as error:
         if error.rank is None:
             return f"after {timeout:g} seconds your code has not come to an end: is there a loop without one?"
-        return f"your code raised {str(error).splitlines()[-1]}"
+        return f"your code raised {str(error).splitlines()[-1].strip()}"
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy's or PyTorch's as Python's own; all else as it is."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        return value
+
+
+class Computing(TorchFunctionMode):
+    """Notes where the code in this block computes what backward will go through. (Copies and single numbers do not count.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.places: set[str] = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        node = result.grad_fn if isinstance(result, torch.Tensor) and result.numel() > 1 else None
+        if node is not None and "Copy" not in node.name():
+            self.places.add(str(result.device))
+        return result

@@ -1,39 +1,55 @@
-"""The graders of notebook 01: saving, loading and freezing. Each runs the reader's code in a process of its own, so that an
-endless loop ends with it."""
+"""The graders of notebook 01: saving, loading and freezing. Each runs the reader's code in processes of its own, so that an
+endless loop ends with them."""
 
 import copy
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from checks.grader import alone, grader
+from helpers import checkpoint
 
 
 @grader
 def resumes(pack: Callable, unpack: Callable, timeout: float = 60) -> str | None:
     """Does a training cut in half by pack(model, optimizer, averaged) and unpack(saved, model, optimizer, averaged)
-    end exactly where the uninterrupted one ends? Names the first part that was not brought back."""
-    return alone(_resumes, pack, unpack, timeout=timeout)
+    end exactly where the uninterrupted one ends? Names the first part that was not brought back.
+
+    As in life, the second half is another process, and has what a file brings to it."""
+    with tempfile.TemporaryDirectory(prefix="graded-") as folder:
+        file = Path(folder, "half.pt")
+        whole = alone(_first_half, pack, file, timeout=timeout)
+        return whole if isinstance(whole, str) else alone(_second_half, unpack, file, *whole, timeout=timeout)
 
 
-def _resumes(pack: Callable, unpack: Callable) -> str | None:
+def _first_half(pack: Callable, file: Path) -> tuple[list, torch.Tensor, list] | str:
+    """What pack's answer should bring back, and where the training ends that nobody cuts."""
     whole = _training(0)
     _five_steps(*whole)
-    saved = copy.deepcopy(pack(*whole))
-    middle = copy.deepcopy([_state(part) for part in whole])
-    draw = torch.get_rng_state()
+    whole[1].param_groups[0]["lr"] = 0.05  # as a schedule does
+    packed = pack(*whole)
+    try:
+        checkpoint.save(packed, file)
+    except checkpoint.CheckpointError as error:
+        return f"what pack returns has to go through a file. {str(error).replace('state', 'packed', 1)}"
+    middle, draw = copy.deepcopy([_state(part) for part in whole]), torch.get_rng_state()
     _five_steps(*whole)
+    return middle, draw, [_state(part) for part in whole]
 
+
+def _second_half(unpack: Callable, file: Path, middle: list, draw: torch.Tensor, end: list) -> str | None:
     resumed = _training(1)
-    unpack(saved, *resumed)
+    unpack(checkpoint.load(file), *resumed)
     for name, part, then in zip(("model", "optimizer", "average"), resumed, middle, strict=True):
         if not _equal(_state(part), then):
             return f"after unpack, the {name} is not what it was when pack was called"
     if not torch.equal(torch.get_rng_state(), draw):
         return "model, optimizer and average are back, but the next random number would be another one: dropout will drop other features"
     _five_steps(*resumed)
-    if not _equal(resumed[0].state_dict(), whole[0].state_dict()) or not _equal(resumed[2], whole[2]):
+    if not _equal([_state(part) for part in resumed], end):
         return "all seemed to be back, yet five steps later the weights differ"
     return None
 
@@ -72,13 +88,14 @@ def _loads_two_files(load_what_fits: Callable, make: Callable) -> str | None:
     complaint = _loads(load_what_fits, make(10), weights)
     if complaint:
         return complaint
-    other = next(name for name, tensor in weights.items() if tensor.dim() and "head." not in name)
-    weights |= {other: weights[other][:1], "module.scale": torch.ones(3)}
-    complaint = _loads(load_what_fits, make(10), weights)
-    return (
-        complaint
-        and f"the first file is right. In a second one, {other} has another shape, and module.scale is new: {complaint}"
-    )
+    other, *_, flat = [name for name, tensor in weights.items() if tensor.dim() > 1 and "head." not in name]
+    weights |= {other: weights[other][:1], flat: weights[flat].flatten(), "module.scale": torch.ones(3)}
+    try:
+        complaint = _loads(load_what_fits, make(10), weights)
+    except Exception as error:
+        complaint = f"your code raised {type(error).__name__}: {str(error).splitlines()[-1].strip()}"
+    second = f"In a second one, {other} and {flat} have other shapes, and module.scale is new"
+    return complaint and f"the first file is right. {second}: {complaint}"
 
 
 def _loads(load_what_fits: Callable, model: nn.Module, weights: dict[str, torch.Tensor]) -> str | None:
@@ -86,6 +103,8 @@ def _loads(load_what_fits: Callable, model: nn.Module, weights: dict[str, torch.
     given = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
     fits = [name for name, tensor in given.items() if name in own and tensor.shape == own[name].shape]
     left_out = load_what_fits(model, dict(weights))
+    if left_out is None:
+        return "it returns None; the names of what it left out are wanted"
     now = model.state_dict()
     loaded = sum(torch.equal(now[name], given[name]) for name in fits)
     if loaded < len(fits):
@@ -133,6 +152,10 @@ def _frozen(make: Callable, whole: Callable, part: str) -> str | None:
     stuck = [key for key in before if not key.startswith(still) and key not in moved]
     if stuck:
         return f"too much is frozen: {stuck[0]} should have moved and did not"
+    model.eval()
+    awake = [name or "the model" for name, module in model.named_modules() if module.training]
+    if awake:
+        return f"after model.eval(), which is model.train(False), {awake[0]} is still in training mode: hand `mode` on"
     return None
 
 
@@ -141,7 +164,7 @@ def _two_epochs(model: nn.Module) -> str | None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return "no parameter is left to train: requires_grad is False everywhere"
-    optimizer = torch.optim.SGD(trained, lr=0.1)
+    optimizer = torch.optim.SGD(trained, lr=0.1, weight_decay=0.01)  # moves what has a gradient, be it zero
     for _ in range(2):
         model.train()
         x = torch.rand(16, 1, 8, 8).to(trained[0].device)

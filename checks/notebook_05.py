@@ -3,6 +3,7 @@
 import math
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,27 +14,44 @@ from checks.grader import grader
 @grader
 def search_space(space: Mapping) -> str | None:
     """lr log-uniform from 1e-4 to 0.1, batch_size one of 16, 32, 64, dropout uniform from 0 to 0.5; judged by drawing."""
-    if set(space) != {"lr", "batch_size", "dropout"}:
-        return f"it has {sorted(space)}, and should have batch_size, dropout, lr"
+    if not isinstance(space, Mapping) or set(space) != {"lr", "batch_size", "dropout"}:
+        has = sorted(map(str, space)) if isinstance(space, Mapping) else space
+        return f"it has {has}, and should have batch_size, dropout, lr"
     try:
-        drawn = {name: sorted(domain.sample(size=2000, random_state=0)) for name, domain in space.items()}
+        drawn = {name: sorted(domain.sample(size=DRAWS, random_state=0)) for name, domain in space.items()}
     except AttributeError:
         return "each entry should be something of tune's that can be drawn from, such as tune.uniform(0, 1)"
-    for name, (low, middle, high) in {"lr": (1e-4, 10**-2.5, 0.1), "dropout": (0, 0.25, 0.5)}.items():
-        first, median, last = drawn[name][0], drawn[name][1000], drawn[name][-1]
-        if first < low or last > high or last < 0.8 * high:
-            return f"{name}: 2,000 draws lie between {first:.4f} and {last:.4f}, not {low} and {high}"
-        if not 0.8 * middle < median < 1.25 * middle:
-            return f"{name}: half of the draws are below {median:.4f}; it should be about {middle:.4f}"
-    if set(drawn["batch_size"]) != {16, 32, 64}:
-        return f"batch_size: it draws {sorted(set(drawn['batch_size']))[:5]}"
+    complaint = _not_even("lr", drawn["lr"], 1e-4, 0.1, math.log10, lambda exponent: 10**exponent)
+    complaint = complaint or _not_even("dropout", drawn["dropout"], 0, 0.5)
+    if complaint:
+        return complaint
+    shares = {size: count / DRAWS for size, count in Counter(drawn["batch_size"]).items()}
+    if set(shares) != {16, 32, 64}:
+        return f"batch_size: it draws {list(shares)[:5]}"
+    for size, share in shares.items():
+        if abs(share - 1 / 3) > 0.05:
+            return f"batch_size: {size} is {share:.0%} of the draws; it should be a third"
+    return None
+
+
+def _not_even(name: str, drawn: list[float], low: float, high: float, scale=float, unscale=float) -> str | None:
+    """Where sorted draws are not spread evenly from low to high, on a scale."""
+    if drawn[0] < low * (1 - 1e-9) or drawn[-1] > high * (1 + 1e-9):
+        return f"{name}: 2,000 draws lie between {drawn[0]:.4f} and {drawn[-1]:.4f}, not {low} and {high}"
+    for part, word in ((2, "half"), (4, "a quarter"), (4 / 3, "three quarters")):
+        found, wanted = drawn[int(DRAWS / part)], unscale(scale(low) + (scale(high) - scale(low)) / part)
+        if abs(scale(found) - scale(wanted)) > 0.05 * (scale(high) - scale(low)):
+            return f"{name}: {word} of the draws are below {found:.4f}; it should be about {wanted:.4f}"
+    for found, end in ((drawn[0], low), (drawn[-1], high)):
+        if abs(scale(found) - scale(end)) > 0.01 * (scale(high) - scale(low)):
+            return f"{name}: 2,000 draws come no nearer to {end} than {found:.5f}"
     return None
 
 
 @grader
 def frugal(search) -> str | None:
     """search: a tune.TuneConfig that tries 20 learning rates, spends at most three quarters of their rounds, and stops not the best of them."""
-    centre = random.uniform(-4, -1)
+    centre = random.Random().uniform(-4, -1)
     space = {"lr": _tune().loguniform(1e-5, 1)}
     results = _run(_training(centre), space, replace(search, reuse_actors=True, time_budget_s=LIMIT))
     if isinstance(results, str):
@@ -55,10 +73,12 @@ def frugal(search) -> str | None:
 @grader
 def goes_on(trainable: Callable[[dict], None]) -> str | None:
     """Crashed once and started again, it works each round once."""
-    numbers = {round: random.randint(1, 1000) for round in range(1, 7)}
+    draw = random.Random()
+    numbers = {round: draw.randint(1, 1000) for round in range(1, 7)}
     with tempfile.TemporaryDirectory(prefix="work-") as folder:
         diary = Path(folder, "diary")
-        work = _work(diary, numbers, breaks=random.randint(3, 5))
+        # a checkpoint every second round, or third, has lost some by one of these
+        work = _work(diary, numbers, breaks=draw.choice((2, 6)))
         results = _run(trainable, {"work": work}, _tune().TuneConfig(), max_failures=1)
         if isinstance(results, str):
             return results
@@ -70,9 +90,12 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
             return f"round {round} was worked {times} times; it crashed once, and should then go on where it was"
     if (got := results[0].metrics.get("total")) != (right := sum(numbers.values())):
         return f"the last report says {got} in total; it should be {right}"
+    if results[0].checkpoint is None:
+        return "it got over the crash within its process, and left no checkpoint: a process that is killed starts from nothing"
     return None
 
 
+DRAWS = 2000
 ROUNDS = 16
 LIMIT = 120  # seconds for a search
 

@@ -1,5 +1,6 @@
 """The graders of notebook 06: out of memory. Both run the reader's code in processes of its own: an endless loop ends with them."""
 
+import gc
 import itertools
 import math
 import random
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from checks.grader import alone, grader
+from checks.grader import Computing, NoRoom, alone, grader
 
 ITERATIONS = 12
 Runs = list[tuple[str, list[float], float]]  # the cause, MiB in tensors after each iteration, MiB of one output
@@ -29,14 +30,32 @@ def _runs(device: torch.device, draw: random.Random, each: int) -> Runs:
     """So many runs of each cause, shuffled, their sizes drawn: no cause has a size of its own."""
     causes = [cause for cause in SITUATIONS for _ in range(each)]
     draw.shuffle(causes)
-    found = []
-    for cause in causes:
-        before = torch.cuda.memory_allocated(device)
-        curve, output = [], 0.0
-        for output in SITUATIONS[cause](device, draw):  # noqa: B007 - the last one is as large as the others, or larger
-            curve.append((torch.cuda.memory_allocated(device) - before) / 2**20)
-        found.append((cause, curve, output))
-    return found
+    gc.collect()  # what a cell above left would go in the middle of a curve
+    try:
+        return [(cause, *_watched(SITUATIONS[cause](device, draw), device)) for cause in causes]
+    except torch.OutOfMemoryError:
+        pass  # outside: the error has let go of what it kept
+    raise NoRoom(_no_room(device))
+
+
+def _watched(run: Iterator[float], device: torch.device) -> tuple[list[float], float]:
+    before = torch.cuda.memory_allocated(device)
+    curve, output = [], 0.0
+    for output in run:  # noqa: B007 - the last one is as large as the others, or larger
+        curve.append((torch.cuda.memory_allocated(device) - before) / 2**20)
+    return curve, output
+
+
+def _no_room(device: torch.device) -> str:
+    """Who holds the GPU, before the reader's code has begun."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"{(total - free) / 2**20:,.0f} of the GPU's {total / 2**20:,.0f} MiB are taken before your code begins, and the grader "
+        "finds no room. Did a cell end in an error? It keeps what it held: run the cell of section 11 that forgets it "
+        "(helpers.forget_error() does the same), `del` what you have named, then run this cell again"
+    )
 
 
 def _keep_graphs(device, draw) -> Iterator[float]:
@@ -134,15 +153,17 @@ def within_budget(
 
 
 def _trained(step, make_net, x, y, budget) -> str | None:
-    reference = make_net()
-    device = next(reference.parameters()).device
-    expected = nn.functional.cross_entropy(reference(x.to(device)), y.to(device))
-    expected.backward()
-    wanted, expected = [p.grad.cpu() for p in reference.parameters()], expected.item()
-    del reference
     try:
-        got, loss, peak, places = _measured(step, make_net, x.to(device), y.to(device), device)
-        forged = _forged(step, make_net, x.to(device), y.to(device), device, budget)
+        wanted, expected, device = _by_the_whole_batch(make_net, x, y)
+        torch.empty(2 * budget, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        device = None
+    if device is None:  # outside: the error has let go of what it kept
+        return _no_room(torch.device("cuda", torch.cuda.current_device()))
+    statistics = torch.cuda.max_memory_allocated  # by this name, whatever the step makes of the other
+    try:
+        got, loss, peak, places = _measured(step, make_net, x.to(device), y.to(device), device, statistics)
+        forged = _forged(step, make_net, x.to(device), y.to(device), device, budget, statistics)
     except Exception as error:
         return f"your code raised {type(error).__name__}: {str(error).split('. ')[0]}"
     if any(gradient is None for gradient in got):
@@ -162,21 +183,30 @@ def _trained(step, make_net, x, y, budget) -> str | None:
     return None
 
 
-def _measured(step, make_net, x, y, device) -> tuple[list, float | None, int, set[str]]:
-    """Gradients, the loss returned, bytes of the peak, and where the net's inputs were."""
+def _by_the_whole_batch(make_net, x, y) -> tuple[list[torch.Tensor], float, torch.device]:
+    """Gradients and loss that are wanted, and the GPU of the net."""
+    net = make_net()
+    device = next(net.parameters()).device
+    loss = nn.functional.cross_entropy(net(x.to(device)), y.to(device))
+    loss.backward()
+    return [p.grad.cpu() for p in net.parameters()], loss.item(), device
+
+
+def _measured(step, make_net, x, y, device, statistics) -> tuple[list, float | None, int, set[str]]:
+    """Gradients, the loss returned, bytes of the peak, and where the step computes."""
     before = torch.cuda.memory_allocated(device)
-    net, places = make_net(), set()
-    net.register_forward_pre_hook(lambda module, inputs: places.add(str(inputs[0].device)))
+    net = make_net()
     torch.cuda.reset_peak_memory_stats(device)
-    loss = step(net, x, y)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    return [None if p.grad is None else p.grad.cpu() for p in net.parameters()], loss, peak, places
+    with Computing() as computing:
+        loss = step(net, x, y)
+    peak = statistics(device) - before
+    return [None if p.grad is None else p.grad.cpu() for p in net.parameters()], loss, peak, computing.places
 
 
-def _forged(step, make_net, x, y, device, budget) -> bool:
+def _forged(step, make_net, x, y, device, budget, statistics) -> bool:
     """Does the step reset the peak? It starts from one that is twice the budget, and which only a reset lowers."""
     net = make_net()
     torch.empty(2 * budget, dtype=torch.uint8, device=device)  # gone at once; its peak stays
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = statistics(device)
     step(net, x, y)
-    return torch.cuda.max_memory_allocated(device) < peak
+    return statistics(device) < peak

@@ -10,10 +10,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
-from checks.grader import alone, grader, launched_on_gpus
+from checks.grader import alone, grader, launched_on_gpus, plain
 
 CARDS = (("T4", 0.8), ("A100", 0.9), ("H100-PCIe", 0.7), ("T4", 0.999))
 FEWEST, MOST = 64, 8192  # words
+# GPUs whose answer is at either end, and reached exactly there; and one that is never busy enough
+MADE_UP = (
+    ("made-up GPU", lambda words: words / MOST, 1.0),
+    ("made-up GPU", lambda words: 0.75, 0.75),
+    ("made-up GPU", lambda words: 0.5, 0.75),
+)
+HALVINGS = (
+    4  # calls that find one of eight sizes, or none; from the smallest on it takes one for each size up to the answer
+)
 TIMEOUT = 300.0  # seconds: an endless loop's only end; dry runs of a right answer take a tenth of it
 
 
@@ -21,6 +30,8 @@ TIMEOUT = 300.0  # seconds: an endless loop's only end; dry runs of a right answ
 def tensor_plan(plan: Mapping, make: Callable[[], nn.Module], timeout: float = 60) -> str | None:
     """The plan cuts make()'s layers (narrow, up, down) over two ranks: the same numbers, half of up and down, one all-reduce."""
     names = [name for name, _ in make().named_children()]
+    if not isinstance(plan, Mapping):
+        return f"the plan is {plan!r}; a dictionary is wanted: the name of a layer, and how it is cut"
     if unknown := set(plan) - set(names):
         return f"the plan names {sorted(unknown)}; the layers are {names}"
     found = launched_on_gpus(_by_plan, plan, make, timeout=timeout, ask="does forward come to an end?")
@@ -78,18 +89,21 @@ def fewest_words(
 
 
 def _words(answer: Callable, busy: Callable) -> str | None:
-    known = functools.cache(busy)
-    for like, wanted in CARDS:
-        got = answer(functools.partial(known, like), wanted)
+    cards = [(like, functools.cache(functools.partial(busy, like)), wanted) for like, wanted in CARDS]
+    for like, known, wanted in (*cards, *MADE_UP):
+        asked: list[int] = []
+        got = plain(answer(lambda words, known=known, asked=asked: asked.append(words) or known(words), wanted))
         sizes = [FEWEST * 2**power for power in range((MOST // FEWEST).bit_length())]
         if got is not None and got not in sizes:
             return f"on a {like} it says {got!r}, which is no power of two from {FEWEST} to {MOST:,}"
         here = f"a {like} that is to be busy for {wanted:.0%} of a step"
-        if got is not None and known(like, got) < wanted:
-            return f"{here}: with {got:,} words it is for {known(like, got):.0%}"
+        if got is not None and known(got) < wanted:
+            return f"{here}: with {got:,} words it is for {known(got):.0%}"
         fewer = [size for size in sizes if got is None or size < got]
-        if (right := next((size for size in fewer if known(like, size) >= wanted), None)) is not None:
+        if (right := next((size for size in fewer if known(size) >= wanted), None)) is not None:
             return f"{here}: it says {got}, and {right:,} words are enough"
+        if len(asked) > (most := sizes.index(got or MOST) + HALVINGS):
+            return f"{here}: {got} is right, and it asked {len(asked)} times. Each is a dry run, and {most} are plenty"
     return None
 
 

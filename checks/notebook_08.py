@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from checks.grader import grader, launched, launched_on_gpus
-from checks.notebook_04 import draw, on_own_gpu, own_batches, small_model
+from checks.notebook_04 import RANKS, draw, on_own_gpu, own_batches, small_model
 
 CASES = [
     (length, world_size, rank) for length, world_size in ((8, 2), (10, 4), (7, 3), (2, 5)) for rank in range(world_size)
@@ -31,15 +31,15 @@ def shards(shard: Callable[[int, int, int], list[int]]) -> str | None:
 
 @grader
 def stays_together(train: Callable[[nn.Module, list], None]) -> str | None:
-    """train(model, batches) in two processes leaves the same weights on both, and those of DDP."""
-    found = launched_on_gpus(_weights_after, train, draw())
+    """train(model, batches) in three processes leaves the same weights on all, and those of DDP."""
+    found = launched_on_gpus(_weights_after, train, draw(), nprocs=RANKS)
     if isinstance(found, str):
         return found
-    (first, right), (second, _) = found
-    apart = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+    (first, right), *others = found
+    apart = max(float((a - b).abs().max()) for other, _ in others for a, b in zip(first, other, strict=True))
     if apart > 1e-6:
         far = "more than 0.01" if apart > 0.01 else f"{apart:.0e}"  # the batches are drawn anew each time
-        return f"after 20 steps the weights of the two ranks differ by {far}: who averages the gradients?"
+        return f"after 20 steps the weights of the ranks differ by {far}: who averages the gradients?"
     if not all(torch.allclose(a, b, atol=1e-4) for a, b in zip(first, right, strict=True)):
         return (
             "the ranks agree with each other, but not with DDP on the same batches: were all batches used, once each?"

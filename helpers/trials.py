@@ -15,22 +15,26 @@ class Watch(tune.Callback):
     """RunConfig(callbacks=[Watch()]): a bar that moves with every trial that ends.
 
     Raises ValueError where every trial that waits asks for more than the cluster has, RuntimeError where none has begun for
-    `limit` seconds or none has reported for `silence` seconds, KeyboardInterrupt where the search was interrupted. Ray itself waits
-    on in these cases, and returns from an interrupt as if it were done.
+    `limit` seconds or none has reported for `silence` seconds, KeyboardInterrupt where the search was interrupted: Ray itself
+    waits on, or returns from an interrupted search as from one that is done.
     """
 
     def __init__(self, limit: float = tuning.LIMIT, silence: float = 10 * tuning.LIMIT):
         self.limit, self.silence = limit, silence
-        self.bar = self.handler = None
+        self.bar = None
+        self.handler = self.rays = signal.getsignal(signal.SIGINT)
 
     def __getstate__(self) -> dict:
-        """A Tuner writes its callbacks to a file; bar and handler cannot be written."""
-        return {**vars(self), "bar": None, "handler": None}
+        """A Tuner writes its callbacks to a file; a bar and handlers cannot be written."""
+        return {"limit": self.limit, "silence": self.silence}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
 
     def setup(self, **info) -> None:
         self.bar = progress(range(info.get("total_num_samples") or 1), "trials")
         self.begun = self.heard = time.monotonic()
-        self.handler = signal.getsignal(signal.SIGINT)
+        self.rays = signal.getsignal(signal.SIGINT)
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info) -> None:
         now = time.monotonic()
@@ -60,7 +64,10 @@ class Watch(tune.Callback):
     def on_experiment_end(self, trials: list[Trial], **info) -> None:
         if hasattr(self.bar, "close"):
             self.bar.close()
-        if signal.getsignal(signal.SIGINT) is not self.handler:  # Ray's own gives way when it has been called
+        interrupted = signal.getsignal(signal.SIGINT) is not self.rays  # Ray's own gives way when it has been called
+        if self.rays is not self.handler:
+            signal.signal(signal.SIGINT, self.handler)  # else the first interrupt of what follows would be lost, too
+        if interrupted:
             raise KeyboardInterrupt  # trials have been stopped by now, and the experiment's state is written
 
 

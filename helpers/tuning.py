@@ -22,10 +22,12 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_CLIENT_MODE": "0",  # importing Ray sets it
     "TUNE_GLOBAL_CHECKPOINT_S": "1",  # a killed experiment loses no more; Ray's own choice is 10 s and more
     "TUNE_FORCE_TRIAL_CLEANUP_S": "5",  # a trial that does not end is killed then; Ray's own choice is 600 s
 }
-# Ray listens on every network of this machine: who has no token is refused. In the environment, not in a file in the home folder
+# Ray listens on every network of this machine: who has no token is refused (from Ray 2.52 on), and may read the autoscaler's
+# counters alone. In the environment, not in a file in the home folder
 PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 LIMIT = 60  # seconds in which the first worker has to answer: starting one takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
@@ -33,7 +35,7 @@ SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
 _folder: str | None = None
 _watcher: subprocess.Popen | None = None
-_before: contextlib.ExitStack | None = None  # the environment as it was
+_environment = contextlib.ExitStack()  # what puts it back as it was
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
 WATCH = """
 import contextlib, psutil, select, sys
@@ -61,24 +63,23 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
     starts afresh. Raises ConnectionError where no cluster answers at `address`; ValueError where the GPUs are not there;
     RuntimeError where no worker process starts, with what it said.
     """
-    global _folder, _watcher, _before
+    global _folder, _watcher
     stop_ray()
     if gpus:
         _count(gpus)
-    _before = contextlib.ExitStack()
-    _before.enter_context(_in_environment(QUIET | (PRIVATE if address is None else {})))
     if address is not None:
         _require_listener(address)  # ray.init would end this whole process where nobody answers
+    atexit.register(stop_ray)
+    _folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
+    ours = QUIET | {"RAY_TMPDIR": _folder} | (PRIVATE if address is None else {})
+    _environment.enter_context(_in_environment(ours))
     import ray
-    from ray._raylet import AuthenticationTokenLoader, Config
 
-    AuthenticationTokenLoader.instance().reset_cache()  # whoever imported Ray before has it read the environment as it was
-    Config.initialize("")
+    _read_environment()
     options = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
-        _folder = scratch.folder(SHORT)
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-        options |= {"num_cpus": cpus, "num_gpus": gpus, "_temp_dir": os.path.join(_folder, "ray")}  # Ray opens it to all; nobody comes through ours
+        options |= {"num_cpus": cpus, "num_gpus": gpus}
         command = [sys.executable, "-c", WATCH, str(os.getpid())]
         # in a session of its own: an interrupted cell must not interrupt it
         _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -86,12 +87,12 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
     if quoted != sys.executable and (address is None or address.rpartition(":")[0] in _own_addresses()):
         # Ray puts the interpreter's path into a line for bash as it stands: a folder such as "my course" ends it
         options["runtime_env"] = {"py_executable": quoted}
-    atexit.register(stop_ray)
     with _in_environment(inherit.variables() if gpus else {}):  # Ray's processes, and all they start, have it from here
         try:
             ray.init(address=address, **options)
         except Exception as error:  # 30 s: from a cold disk too little, and enough the second time
             if "timed out during startup" not in str(error):
+                stop_ray()
                 raise
             ray.shutdown()
             ray.init(address=address, **options)
@@ -104,7 +105,7 @@ def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | N
 
 def stop_ray() -> None:
     """End Ray's processes and remove its files. Does nothing where Ray was not started."""
-    global _folder, _watcher, _before
+    global _folder, _watcher
     atexit.unregister(stop_ray)
     ray = sys.modules.get("ray")  # not imported for this: that takes seconds, and would be before QUIET is set
     if ray is not None and ray.is_initialized():
@@ -115,13 +116,13 @@ def stop_ray() -> None:
     if _folder is not None:
         scratch.remove(_folder)
         _folder = None
-    if _before is not None:
-        _before.close()
-        _before = None
+    _environment.close()
+    if ray is not None:
+        _read_environment()
 
 
 def last_words() -> str:
-    """What Ray's processes on this machine said last: the reason, where workers do not start. Empty where they said nothing."""
+    """What Ray's processes said last: the reason, where workers do not start. Empty where they said nothing."""
     folder = Path(_folder or "/nowhere") / "ray" / "session_latest" / "logs"
     for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
         lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
@@ -131,6 +132,14 @@ def last_words() -> str:
         if lines:
             return lines[-1]
     return ""
+
+
+def _read_environment() -> None:
+    """Ray does so when it is imported, and remembers."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    AuthenticationTokenLoader.instance().reset_cache()
+    Config.initialize("")
 
 
 def _hear_a_worker(ray) -> None:
@@ -165,7 +174,7 @@ def _in_environment(variables: dict[str, str]):
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

@@ -49,6 +49,16 @@ def family(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
+def listening(process: psutil.Process, kind: str = "tcp") -> set[tuple[str, int]]:
+    """The addresses and ports at which this process and those that it started listen."""
+    found = set()
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+            sockets = one.net_connections if hasattr(one, "net_connections") else one.connections  # before psutil 6
+            found |= {tuple(socket.laddr) for socket in sockets(kind) if socket.status == psutil.CONN_LISTEN}
+    return found
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on; somebody else may take it before its user does."""
     with socket.socket() as found:

@@ -39,12 +39,14 @@ LESSONS_NEED = {
     "optuna": "optuna",
 }
 
-BOOTSTRAP = """# @title Set-up: fetches the helpers where they are missing, as on Colab and Kaggle {{ display-mode: "form" }}
+# The notebook's own checkout comes first, so that no other package called helpers can stand in for it; then one that
+# `pip install -e` put on sys.path, then what is fetched.
+BOOTSTRAP = """# @title Set-up: finds the helpers; fetches them where they are missing, as on Colab and Kaggle {{ display-mode: "form" }}
 import importlib.util, os, pathlib, subprocess, sys
 
-if importlib.util.find_spec("helpers") is None:
-    here = pathlib.Path.cwd()
-    home = next((p for p in (here, *here.parents) if (p / "helpers" / "__init__.py").exists()), here / "{project}")
+here = pathlib.Path.cwd()
+home = next((p for p in map(pathlib.Path, (here, *here.parents, *sys.path)) if (p / "checks" / "grader.py").exists()), here / "{project}")
+if str(home) not in sys.path:
     try:
         if not home.exists():
             subprocess.run(["git", "clone", "-q", "--depth", "1", "-b", "{branch}", "https://github.com/{repository}", home], check=True)
@@ -55,7 +57,8 @@ if importlib.util.find_spec("helpers") is None:
         raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? On Kaggle: Settings, Internet on. Then run this cell again.") from None
     sys.path.insert(0, str(home))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))  # programs that cells start
-    print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")"""
+    if missing or home.parent == here:
+        print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")"""
 
 
 def settings() -> dict[str, str]:

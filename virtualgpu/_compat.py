@@ -106,6 +106,11 @@ def remove_modes(unwanted) -> None:
         _python_dispatch._push_mode(other)
 
 
+def has_mode(wanted) -> bool:
+    """Is a dispatch mode for which `wanted(mode)` is true on this thread's stack?"""
+    return any(wanted(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
 def enter_below(mode) -> None:
     """Enter a dispatch mode below those that are on in this thread: `with` ends whatever is on top, so each of them ends itself."""
     above = []
@@ -172,6 +177,11 @@ def implementation(operator: HigherOrderOperator):
     raise NotImplementedError(
         f"{operator.name()} is not modelled by virtual GPUs: PyTorch has no plain implementation of it"
     )
+
+
+def registered_in_python() -> set[str]:
+    """{"namespace/operation.overload/dispatch key"} of the kernels that torch.library has registered."""
+    return torch.library._impls
 
 
 _library = None  # of the kernels that `add_kernel` registers; they stay for the life of the process

@@ -60,7 +60,9 @@ def dry_run(
             there = ", ".join(card.name for card in machine.specs)
             raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
     if not own and (clock, host) != (None, None) and clock_settings != machine.clock_settings:
-        raise ValueError(f"dry_run asks for another clock than that of the GPUs that are on ({', '.join(machine.clock_settings)}): call reset() first")
+        raise ValueError(
+            f"dry_run asks for another clock than that of the GPUs that are on ({', '.join(machine.clock_settings)}): call reset() first"
+        )
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
     with _gpus(cards if own else None, clock_settings), dry_here(True), _as_one_of_many(where, joined):

@@ -40,6 +40,7 @@ from virtualgpu.patches import (
     sync_debug,
     tensor,
     threads,
+    triton,
 )
 from virtualgpu.patches.registry import Patches
 from virtualgpu.sanitizer import gpu_trace, switch
@@ -69,6 +70,7 @@ FACES = (
     autocast,
     compiler,
     profiler,
+    triton,
     threads,
     gputil,
     monitor,

@@ -84,7 +84,9 @@ def table() -> str:
     lines = [f"{'products':<48}{'number':>7}{'measured / simulated':>22}{'within 15 %':>13}{'30 %':>7}"]
     for name, logs in groups.items():
         shares = (within(logs, percent) for percent in (15, 30))
-        lines.append(f"{name:<48}{len(logs):>7}{math.exp(median(logs)):>22.2f}" + "".join(f"{share:>10.0%}" for share in shares))
+        lines.append(
+            f"{name:<48}{len(logs):>7}{math.exp(median(logs)):>22.2f}" + "".join(f"{share:>10.0%}" for share in shares)
+        )
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import datetime
 import math
 import os
 import re
+import signal
 import stat
 import threading
 from pathlib import Path
@@ -22,8 +23,8 @@ from tests.helpers.test_checkpoint import STATE, same
 
 UNREADABLE = {
     "list(state)[0]": {Path("a"): 1},
-    "float(state['history'][1])": {"history": [0.5, np.float64(0.3)]},
-    "int(state)": np.int64(3),
+    "state['history'][1].item()": {"history": [0.5, np.float64(0.3)]},
+    "state.item()": np.int64(3),
     "torch.tensor(state['a'])": {"a": np.zeros(3)},
     "dict(state['by class'])": {"by class": collections.defaultdict(list)},
     "str(state[0])": [Path("a")],
@@ -37,7 +38,8 @@ UNREADABLE = {
     "state['lr'].state_dict()": {
         "lr": torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD(nn.Linear(2, 2).parameters()), 0.9)
     },
-    "int(state['large'])": {"large": 10**1000},
+    "int(state['signal'])": {"signal": signal.SIGINT},
+    "str(state['large'])": {"large": 10**1000},
 }
 
 
@@ -84,8 +86,8 @@ def test_two_threads_save_to_one_path(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: together.wait())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda size: checkpoint.save({"size": size, "w": torch.ones(size)}, path), [10, 500_000]))
-    found = checkpoint.load(path)
-    assert len(found["w"]) == found["size"] and os.listdir(tmp_path) == ["a.pt"]
+    result = checkpoint.load(path)
+    assert len(result["w"]) == result["size"] and os.listdir(tmp_path) == ["a.pt"]
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import helpers
 from helpers import launch as by_name
 from helpers.launch import WorkerError, launch
-from tests.processes import alive, ranks, wait_until
+from tests.processes import alive, listening, ranks, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,21 +39,40 @@ def add_ranks(extra, scale=1):
     return scale * dist.get_rank()
 
 
-def listening(process):
-    """The addresses at which this process and those that it started listen."""
-    family = [process, *process.children(recursive=True)]
-    return {c.laddr.ip for one in family for c in one.net_connections() if c.status == psutil.CONN_LISTEN}
-
-
 def test_nobody_else_is_let_in():
     """Read on rank 0, of the notebook and all of its processes: the store's socket is the launcher's."""
     notebook = os.getpid()
 
     def heard():
         dist.barrier()
-        return listening(psutil.Process(notebook))
+        return {address for address, _ in listening(psutil.Process(notebook))}
 
     assert launch(heard, nprocs=2)[0] == {"127.0.0.1"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit, and other names")
+def test_what_this_machine_lacks(monkeypatch):
+    """Said before any process is there; multiprocessing's error says less, and gloo's wait for nobody."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = os.open(os.devnull, os.O_RDONLY)
+    os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number + 20, hard))
+    try:
+        with pytest.raises(
+            OSError, match=r"2 processes need 32 more open files than there are: raise .* `ulimit -n 1024`"
+        ):
+            launch(add_ranks, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(
+        ValueError, match=r"GLOO_SOCKET_IFNAME=lo,nowhere0: .* no network interface 'nowhere0'; unset .* lo"
+    ):
+        launch(add_ranks, 1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # of the ranks, whatever the first launch had
+    assert launch(lambda: os.environ["GLOO_SOCKET_IFNAME"], nprocs=1) == ["lo"]
 
 
 def crash(bad, how):

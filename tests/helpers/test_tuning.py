@@ -21,9 +21,10 @@ MARK = "TUNING"  # a variable by which a program's processes are known
 
 # A program of four trials, one after the other; each epoch that really ran leaves a digit. The third waits to be let go.
 TRIALS = """
-import os, subprocess, sys, time
+import os, psutil, subprocess, sys, time, urllib.error, urllib.request
 from pathlib import Path
 from helpers import tuning
+from tests.processes import listening
 
 def slow(config, diary):
     for epoch in range(3):
@@ -32,13 +33,23 @@ def slow(config, diary):
         while config["n"] > 1 and not (Path(diary).parent / "go").exists():
             time.sleep(0.05)
         tune.report({"loss": config["n"], "python": sys.executable})
+    from ray.air._internal.filelock import TempFileLock
+    TempFileLock("x")  # as for a checkpoint: makes its folder
 
 def stranger(gcs):
-    # What somebody who finds the port is told
+    # What somebody who finds Ray's sockets is told, all of which listen on every network
     program = "import sys; from ray._raylet import GcsClient; print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None))"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     asked = subprocess.run([sys.executable, "-c", program, gcs], env=clean, capture_output=True, text=True)
-    return "refused" if "InvalidAuthToken" in asked.stderr else asked.stdout + asked.stderr
+    answers = set()
+    for address, port in listening(psutil.Process(), "tcp4"):
+        request = urllib.request.Request(f"http://{address}:{port}/get_or_create_runtime_env", b"", method="POST")
+        try:
+            answers.add(urllib.request.urlopen(request, timeout=20).status)
+        except urllib.error.HTTPError as error:
+            answers.add(error.code)  # 405: the autoscaler's counters, which are to be read alone
+    is_refused = "InvalidAuthToken" in asked.stderr and 401 in answers and answers <= {401, 405}
+    return "refused" if is_refused else (asked, answers)
 
 if __name__ == "__main__":
     folder, address = Path(sys.argv[1]), (sys.argv[2:] or [None])[0]
@@ -72,7 +83,9 @@ def start(folder, *arguments, python=sys.executable):
     """The program, in this folder, which is also the home folder."""
     (folder / "program.py").write_text(TRIALS)
     mark = uuid.uuid4().hex
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "HOME": str(folder), MARK: mark}
+    (folder / "temporary").mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(folder), MARK: mark}
+    environment["TMPDIR"] = str(folder / "temporary")
     command = [str(python), str(folder / "program.py"), str(folder), *arguments]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     driver.mark = mark
@@ -129,7 +142,7 @@ def test_a_killed_experiment_goes_on(tmp_path):
     assert "stranger: refused" in said and "done 4 0 {'CPU': 1.0} 1 True" in said
     assert epochs(folder) == {"0": "012", "1": "012", "2": "0012", "3": "012"}  # nothing finished is repeated
     wait_until(lambda: nobody_is_left(again))
-    assert not left.exists() and not of_ray(again)
+    assert not left.exists() and not of_ray(again) and not any((folder / "temporary").iterdir())
     assert not (folder / ".ray").exists() and not (folder / "ray_results").exists()  # in the home folder
 
 

@@ -1,6 +1,7 @@
 """`python -m tests.judges JUDGE ...`: other people's programs on our virtual GPUs. README.md beside this file says how to get them.
 
 examples CHECKOUT [name ...]   multi-GPU examples of PyTorch, unmodified
+tutorials CHECKOUT [name ...]  PyTorch's tutorials that use several GPUs
 torchtitan CHECKOUT [name ...] torchtitan's debug model, two steps on four GPUs
 pytorch FOLDER [file ...]      tests of PyTorch's own suite
 distributed FOLDER [file ...]  tests of several processes from it
@@ -10,7 +11,7 @@ op_db [--dry] [name ...]       every operation of PyTorch's own database
 import importlib
 import sys
 
-JUDGES = ("examples", "torchtitan", "pytorch", "distributed", "op_db")
+JUDGES = ("examples", "tutorials", "torchtitan", "pytorch", "distributed", "op_db")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in JUDGES:

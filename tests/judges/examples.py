@@ -80,11 +80,15 @@ CASES = {
     "pippy_bert": _ranks(4, "examples/huggingface", "pippy_bert.py", under=""),
     # tutorials: a pipeline of two stages that are cut by hand
     "pipelining_tutorial": _ranks(2, "intermediate_source", "pipelining_tutorial.rst", under=""),
-    # libraries: beside this file; small programs of ours by transformers, accelerate, Lightning, DeepSpeed and Megatron
+    # libraries: beside this file; small programs of ours by transformers, peft, TRL, accelerate, Lightning, DeepSpeed, Megatron
     "trainer_data_parallel": Case("libraries", ["transformers_trainer.py"], 2),
     "trainer_data_parallel_dry": Case("libraries", ["--dry", "transformers_trainer.py"], 2),
     "trainer_ddp": _ranks(2, "libraries", "transformers_trainer.py", under=""),
     "device_map": Case("libraries", ["transformers_device_map.py"], 2),
+    "qlora": Case("libraries", ["bitsandbytes_qlora.py"], 2),
+    "trl_sft": _ranks(2, "libraries", "trl_trainers.py", "sft", under=""),
+    "trl_dpo": _ranks(2, "libraries", "trl_trainers.py", "dpo", under=""),
+    "trl_grpo": _ranks(2, "libraries", "trl_trainers.py", "grpo", under=""),
     "padded": Case("libraries", ["transformers_padded.py"], 1),
     "padded_dry": Case("libraries", ["--dry", "transformers_padded.py", "dry"], 1),
     "accelerate_ddp": _ranks(2, "libraries", "accelerate_loop.py", under=""),

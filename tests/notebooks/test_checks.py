@@ -1,6 +1,7 @@
 """The graders of notebook 01, and what all share: each names what is missing, one thing at a time, and never raises. (Stub and solution
 run under nbval.)"""
 
+import copy
 import time
 
 import pytest
@@ -25,6 +26,48 @@ def no_end(*args):
 def pack(model, optimizer, averaged):
     rng = torch.get_rng_state()
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged, "rng": rng}
+
+
+def objects(model, optimizer, averaged):
+    """What load() would refuse, and with it what a lesson of this notebook is about."""
+    return pack(model, optimizer, averaged) | {"model": model}
+
+
+def with_a_function(model, optimizer, averaged):
+    return pack(model, optimizer, averaged) | {"load": lambda: 1}
+
+
+def unpack_objects(saved, model, optimizer, averaged):
+    unpack_without(None)(saved | {"model": saved["model"].state_dict()}, model, optimizer, averaged)
+
+
+KEPT = {}
+
+
+def pack_aside(*parts):
+    """A cheat: it stays in the process."""
+    KEPT.update(copy.deepcopy(pack(*parts)))
+    return {}
+
+
+def momentum_alone(saved, model, optimizer, averaged):
+    """And not the learning rate, which a schedule has changed."""
+    groups = optimizer.state_dict()["param_groups"]
+    unpack_without(None)(saved | {"optimizer": {"state": saved["optimizer"]["state"], "param_groups": groups}},
+                         model, optimizer, averaged)  # fmt: skip
+
+
+@pytest.mark.parametrize("pack, unpack, complaint", [
+    (objects, unpack_objects, "packed['model'] is of type torch.nn.modules.container.Sequential, which load() would refuse"),
+    (with_a_function, lambda *args: unpack_without(None)(*args), "packed['load'] is of type function"),
+    (pack_aside, lambda saved, *parts: unpack_without(None)(KEPT, *parts), "your code raised KeyError: 'model'"),
+    (pack, momentum_alone, "the optimizer is not"),
+    (lambda *parts: tuple(pack(*parts).values()),
+     lambda saved, *parts: unpack_without(None)(dict(zip(pack(*parts), saved, strict=True)), *parts), "[passed]"),
+])  # fmt: skip
+def test_what_was_packed_goes_through_a_file_to_another_process(capsys, pack, unpack, complaint):
+    checks.resumes(pack, unpack)
+    assert complaint in said(capsys)
 
 
 def unpack_without(forgotten):
@@ -86,6 +129,15 @@ def fitting(model, weights):
     return sorted(weights.keys() - fits.keys())
 
 
+def by_count(model, weights):
+    """Right of the first file: whatever has as many numbers is taken to fit."""
+    weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    own = model.state_dict()
+    fits = {name: t.view_as(own[name]) for name, t in weights.items() if name in own and t.numel() == own[name].numel()}
+    model.load_state_dict(fits, strict=False)
+    return weights.keys() - fits.keys()
+
+
 def all_but_the_head(model, weights):
     """Right of the file that the exercise tells of, and by heart."""
     weights = {name.removeprefix("module."): tensor for name, tensor in weights.items() if "head" not in name}
@@ -97,9 +149,12 @@ def all_but_the_head(model, weights):
     (lambda model, weights: list(weights), "0 of the 14 tensors"),
     (lambda model, weights: (fitting(model, weights), [])[1], "return the names left out: ['head.bias', 'head.weight']"),
     (lambda model, weights: (fitting(model, weights), nn.init.zeros_(model.head.weight))[0], "head.weight was changed"),
-    (lambda model, weights: (fitting(model, weights), ["head.weight", "head.bias"])[1], "a second one, module.backbone.1.weight has"),
-    (all_but_the_head, "size mismatch for backbone.1.weight"),
+    (lambda model, weights: (fitting(model, weights), ["head.weight", "head.bias"])[1], "a second one, module.backbone.1.weight and module.backbone.3.weight have"),
+    (all_but_the_head, "module.scale is new: your code raised RuntimeError: size mismatch for backbone.3.weight"),
+    (by_count, "backbone.3.weight was changed"),
+    (lambda model, weights: (fitting(model, weights), None)[1], "it returns None"),
     (fitting, "[passed]"),
+    (lambda model, weights: (f"module.{name}" for name in fitting(model, weights)), "[passed]"),
 ])  # fmt: skip
 def test_loads_what_fits(capsys, load, complaint):
     checks.loads_what_fits(load, Net)
@@ -129,10 +184,35 @@ class HalfFrozen(Net):
         return self
 
 
+class AlwaysTraining(Net):
+    """The mode is not handed on: eval() leaves the rest as it was."""
+
+    def train(self, mode=True):
+        super().train()
+        self.backbone[:3].eval()
+        return self
+
+
 def half_frozen(kind=HalfFrozen, until=3):
     torch.manual_seed(7)
     model = kind()
     model.backbone[:until].requires_grad_(False)
+    return model
+
+
+class PutToSleep(Net):
+    """Another way, which is as good: in forward."""
+
+    def forward(self, x):
+        self.backbone[:3].eval()
+        return super().forward(x)
+
+
+def gradients_of_zero(kind):
+    """Not frozen: a weight decay moves them."""
+    model = half_frozen(kind)
+    for parameter in model.backbone[:3].requires_grad_(True).parameters():
+        parameter.register_hook(torch.zeros_like)
     return model
 
 
@@ -153,7 +233,10 @@ def never_trains(model):
     (frozen_by(lambda m: m.requires_grad_(False)), "no parameter is left to train"),
     (frozen_by(lambda m: nn.init.zeros_(m.backbone[1].weight)), "1 tensors of backbone[:3] are not the trained ones"),
     (lambda: None, "returns None; a model is wanted"),
+    (lambda: half_frozen(kind=AlwaysTraining), "after model.eval(), which is model.train(False), the model is still"),
+    (lambda: gradients_of_zero(HalfFrozen), "frozen parameters moved, backbone.1.weight first"),
     (half_frozen, "[passed]"),
+    (lambda: half_frozen(kind=PutToSleep), "[passed]"),
 ])  # fmt: skip
 def test_frozen(capsys, make, complaint):
     checks.frozen(make, trained, part="backbone[:3]")
@@ -186,5 +269,5 @@ def test_launched_says_where_each_rank_stands():
 
     assert launched(worker, timeout=HURRY) == (
         f"after {HURRY} seconds rank 0 waits in recv and rank 1 is done, and waits for the others: "
-        "do both ranks call the same collectives?"
+        "do all ranks call the same collectives?"
     )

@@ -1,8 +1,10 @@
 """The graders of notebook 02: where to cut a model, and a skip over the cut."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import checks
 from virtualgpu import session
@@ -23,7 +25,14 @@ TIMES = {1: 0.4, 2: 0.3, 3: 0.2, 4: 0.1}
         (lambda peaks: 7, "it returned 7, which is not one of the cuts 1 to 4"),
         (lambda peaks: None, "it returned None"),
         (lambda peaks: peaks["x"], "raised KeyError"),
+        (lambda peaks: [3], "it returned [3], which is not one of"),
+        (
+            lambda peaks: min(peaks, key=lambda cut: abs(peaks[cut][0] - peaks[cut][1])),
+            "not for those of another model",
+        ),
         (lambda peaks: min(peaks, key=lambda cut: max(peaks[cut])), "[passed]"),
+        (lambda peaks: torch.tensor([*peaks])[torch.tensor([*peaks.values()]).amax(1).argmin()], "[passed]"),
+        (lambda peaks: np.array([*peaks])[np.array([*peaks.values()]).max(1).argmin()], "[passed]"),
     ],
 )
 def test_most_even(capsys, choose, complaint):
@@ -49,12 +58,33 @@ def fastest(peaks, times, budget):
             "nothing fits in 0 MiB, and it should return None, not 3",
         ),
         (lambda peaks, times, budget: min(c for c in peaks), "cut 1 needs 900 MiB"),
+        (
+            lambda peaks, times, budget: fastest(peaks, times, budget - (budget == 480)),
+            "it found no cut for 480 MiB, but 1 fit, cut 3 among them, which needs just that",
+        ),
+        # the notebook's own times fall from cut to cut, and its even cut fits
+        (
+            lambda peaks, times, budget: max((c for c in peaks if max(peaks[c]) <= budget), default=None),
+            "another that fits takes",
+        ),
+        (
+            lambda peaks, times, budget: fastest(peaks, {c: max(peaks[c]) for c in peaks}, budget),
+            "another that fits takes",
+        ),
         (fastest, "[passed]"),
+        (lambda peaks, times, budget: empty_after(fastest(peaks, times, budget), peaks, times), "[passed]"),
     ],
 )
 def test_fastest_that_fits(capsys, choose, complaint):
     checks.fastest_that_fits(choose, PEAKS, TIMES, budget=500)
     assert complaint in capsys.readouterr().out
+
+
+def empty_after(cut, *tables):
+    """An answer that uses up what it was handed."""
+    for table in tables:
+        table.clear()
+    return cut
 
 
 def skip_net(forward, above="cuda:1"):
@@ -72,6 +102,28 @@ def hidden(self, x):
     return self.above(torch.relu(self.below(x)).to(self.above.weight.device))
 
 
+def fixed_above(self, x):
+    weight, bias = self.above.weight.detach(), self.above.bias.detach()
+    return F.linear(torch.relu(self.below(x)).to("cuda:1"), weight, bias) + x.to("cuda:1")
+
+
+def elsewhere(place, back="cuda:1"):
+    """The right numbers and gradients, from weights that travel."""
+
+    def forward(self, x):
+        moved = [
+            layer_part.to(place) for layer in (self.below, self.above) for layer_part in (layer.weight, layer.bias)
+        ]
+        x = x.to(place)
+        return (F.linear(torch.relu(F.linear(x, *moved[:2])), *moved[2:]) + x).to(back)
+
+    return skip_net(forward)
+
+
+def moves_above(self, x):
+    return self.above.to(x.device)(torch.relu(self.below(x))) + x
+
+
 @pytest.mark.parametrize(
     "make, complaint",
     [
@@ -82,7 +134,18 @@ def hidden(self, x):
             skip_net(lambda self, x: (hidden(self, x.detach()) + x.detach().to("cuda:1")).requires_grad_()),
             "no gradient arrives",
         ),
+        (
+            skip_net(lambda self, x: hidden(self, x) + x.detach().to("cuda:1")),
+            "another gradient arrives than without GPUs at x",
+        ),
+        (skip_net(fixed_above), "no gradient arrives at above.weight"),
+        (skip_net(torch.no_grad()(lambda self, x: hidden(self, x) + x.to("cuda:1"))), "or under no_grad?"),
+        (skip_net(lambda self, x: hidden(self, x).cpu() + x.cpu()), "are right, but cpu computes"),
+        (elsewhere("cpu"), "are right, but cpu computes"),
+        (elsewhere("cuda:0"), "but cuda:1 computes nothing"),
+        (skip_net(moves_above), "the layers should stay on cuda:0 and cuda:1; they are on cuda:0 and cuda:0"),
         (skip_net(lambda self, x: hidden(self, x) + x.to("cuda:1")), "[passed]"),
+        (skip_net(lambda self, x: hidden(self, x.clone()).add(x.to("cuda:1", non_blocking=True))), "[passed]"),
         (skip_net(lambda self, x: hidden(self, x).to("cuda:0") + x), "[passed]"),
     ],
 )

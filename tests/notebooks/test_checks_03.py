@@ -1,5 +1,6 @@
 """The graders of notebook 03: the table of a pipeline, the number of micro-batches, and an exchange that must not wait for ever."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +28,14 @@ def gpipe(stages, pieces):
         (lambda m, n: gpipe(m, n)[:-1], "there should be 2 rows of one length"),
         (lambda m, n: [[0] * (n + m - 1) for _ in range(m)], "stage 0 should work on each of 0 to 3 once"),
         (lambda m, n: 1 / 0, "raised ZeroDivisionError"),
+        (lambda m, n: gpipe(m, n) if (m, n) in ((2, 4), (3, 4), (4, 8)) else [], "there should be 5 rows"),
+        (lambda m, n: gpipe(m, n) if n >= m else gpipe(m, m), "with 5 stages and 2 micro-batches, stage 0 should work"),
+        (lambda m, n: [["." if piece is None else piece for piece in row] for row in gpipe(m, n)], "(None: on nothing)"),
+        (lambda m, n: None, "it returns None; a list of rows is wanted"),
         (gpipe, "[passed]"),
+        (lambda m, n: (iter(row) for row in gpipe(m, n)), "[passed]"),
+        (lambda m, n: np.array(gpipe(m, n), dtype=object), "[passed]"),
+        (lambda m, n: [[None if piece is None else n - 1 - piece for piece in row] for row in gpipe(m, n)], "[passed]"),
     ],
 )  # fmt: skip
 def test_slots(capsys, table, complaint):
@@ -45,10 +53,17 @@ def smallest(stages, batch, budget):
     "choose, complaint",
     [
         (lambda stages, batch, budget: stages, "n = 2: the bubble is 33%, not under 10 %"),
-        (lambda stages, batch, budget: 9 * (stages - 1) + 1, "a stage holds 571 MiB"),
+        (lambda stages, batch, budget: 9 * (stages - 1) + 1, "a stage holds 571.4 MiB"),
         (lambda stages, batch, budget: smallest(stages, batch, budget) + 1, "right, but 10 would do"),
         (lambda stages, batch, budget: 2.5, "it should be a whole number"),
+        (
+            lambda stages, batch, budget: max(9 * (stages - 1) + 1, batch * stages // budget),
+            "n = 42: a stage holds 71.4 MiB",
+        ),
         (smallest, "[passed]"),
+        (lambda *case: float(smallest(*case)), "[passed]"),
+        (lambda *case: np.int64(smallest(*case)), "[passed]"),
+        (lambda *case: torch.tensor(smallest(*case)), "[passed]"),
     ],
 )
 def test_micro_batches(capsys, choose, complaint):

@@ -3,6 +3,7 @@
 What the notebook itself shows, the first try and the solution of each, is not tried again: a trial takes seconds to start.
 """
 
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -42,7 +43,19 @@ def right_space(tune):
         (lambda tune: {}, "[passed]"),
         (lambda tune: {"lr": tune.uniform(1e-4, 0.1)}, "lr: half of the draws are below 0.0"),
         (lambda tune: {"lr": tune.loguniform(1e-3, 1)}, "lr: 2,000 draws lie between"),
-        (lambda tune: {"batch_size": tune.choice([16, 32])}, "batch_size: it draws [16, 32]"),
+        (lambda tune: {"lr": tune.loguniform(1.4e-4, 0.1)}, "lr: 2,000 draws come no nearer to 0.0001 than"),
+        (lambda tune: {"lr": tune.loguniform(1e-4, 0.085)}, "lr: 2,000 draws come no nearer to 0.1 than"),
+        (lambda tune: {"dropout": tune.uniform(0.1, 0.5)}, "dropout: half of the draws are below"),
+        (lambda tune: {"dropout": tune.uniform(0, 0.42)}, "dropout: half of the draws are below"),
+        (lambda tune: {"dropout": tune.uniform(0.01, 0.5)}, "dropout: 2,000 draws come no nearer to 0 than"),
+        (lambda tune: {"dropout": tune.randn(0.25, 0.05)}, "dropout: a quarter of the draws are below"),
+        (lambda tune: {"batch_size": tune.choice([16, 16, 16, 16, 32, 64])}, "of the draws; it should be a third"),
+        (lambda tune: {"lr": tune.sample_from(lambda _: 10 ** random.uniform(-4, -1))}, "[passed]"),
+        (lambda tune: {"batch_size": tune.sample_from(lambda _: random.choice([16, 32, 64]))}, "[passed]"),
+        (lambda tune: {"batch_size": tune.choice((64, 32, 16))}, "[passed]"),
+        (lambda tune: {"dropout": tune.quniform(0, 0.5, 0.01)}, "[passed]"),
+        (lambda tune: {"batch_size": tune.grid_search([16, 32, 64])}, "each entry should be something of tune's"),
+        (lambda tune: {"batch_size": tune.choice([16, 32])}, "batch_size: it draws"),
         (lambda tune: {"dropout": 0.5}, "each entry should be something of tune's"),
         (lambda tune: {"momentum": tune.uniform(0, 1)}, "it has ['batch_size', 'dropout', 'lr', 'momentum']"),
     ],
@@ -83,7 +96,7 @@ def test_a_search_that_is_too_slow(capsys, cluster, tune, monkeypatch):
     assert "trials had not reported when 0.1 seconds were over" in capsys.readouterr().out
 
 
-def goes_on(config, forgets_the_total=False):
+def goes_on(config, forgets_the_total=False, every=1):
     from ray import tune
 
     checkpoint, done, total = tune.get_checkpoint(), 0, 0
@@ -96,7 +109,26 @@ def goes_on(config, forgets_the_total=False):
         total += config["work"](round)
         with tempfile.TemporaryDirectory() as saved:
             Path(saved, "state").write_text(f"{round} {total}")
-            tune.report({"total": total}, checkpoint=tune.Checkpoint.from_directory(saved))
+            kept = tune.Checkpoint.from_directory(saved) if round % every == 0 else None
+            tune.report({"total": total}, checkpoint=kept)
+
+
+def every_second(config):
+    """A checkpoint too rarely: the crash loses a round."""
+    return goes_on(config, every=2)
+
+
+def catches_the_crash(config):
+    """And starts from nothing where its process is killed."""
+    from ray import tune
+
+    total = 0
+    for round in range(1, 7):
+        try:
+            total += config["work"](round)
+        except RuntimeError:
+            total += config["work"](round)
+        tune.report({"total": total})
 
 
 def does_not_work(config):
@@ -117,6 +149,8 @@ def works_for_ever(config):
     [
         (lambda config: goes_on(config, forgets_the_total=True), "in total; it should be"),
         (does_not_work, "round 1 was worked 0 times"),
+        (every_second, "was worked 2 times; it crashed once"),
+        (catches_the_crash, "and left no checkpoint"),
         (works_for_ever, "does the loop end?"),
         (lambda config: undefined, "name 'undefined' is not defined"),  # noqa: F821
     ],

@@ -1,6 +1,8 @@
 """The graders of notebook 06, out of memory: a rule for the riddle's curves, and training within a budget."""
 
+import gc
 import itertools
+import random
 import re
 import time
 
@@ -8,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import checks
 import virtualgpu
 from checks import notebook_06
+from checks.grader import NoRoom
 
 MIB = 1 << 20
 
@@ -127,6 +131,35 @@ def on_the_cpu(net, x, y):
     return loss
 
 
+def on_the_cpu_by_hand(net, x, y):
+    """Without calling the net, whose inputs would tell."""
+    parts = {name: p.cpu() for name, p in net.named_parameters()}
+    hidden = torch.relu(F.linear(x.cpu(), parts["0.weight"], parts["0.bias"]))
+    loss = F.cross_entropy(F.linear(hidden, parts["2.weight"], parts["2.bias"]), y.cpu())
+    loss.backward()
+    return loss.item()
+
+
+def by_keyword(net, x, y):
+    return in_pieces(lambda xs: net(input=xs), x, y)
+
+
+def with_checkpoints(net, x, y):
+    total = 0
+    for xs, ys in zip(x.split(128), y.split(128), strict=True):
+        out = checkpoint(net, xs, use_reentrant=False)
+        loss = F.cross_entropy(out, ys, reduction="sum") / len(x)
+        loss.backward()
+        total = total + loss.detach().cpu()
+    return total
+
+
+def statistics_replaced(net, x, y):
+    loss = whole(net, x, y)
+    torch.cuda.max_memory_allocated = lambda device=None: 0
+    return loss
+
+
 def statistics_reset(net, x, y):
     loss = whole(net, x, y)
     torch.cuda.reset_peak_memory_stats()
@@ -146,7 +179,11 @@ def statistics_reset(net, x, y):
             "your code raised OutOfMemoryError: CUDA out of memory",
         ),
         (on_the_cpu, "right gradients, computed on cpu: the task is to stay on cuda:0"),
+        (on_the_cpu_by_hand, "right gradients, computed on cpu: the task is to stay on cuda:0"),
         (statistics_reset, "the peak was reset within the step"),
+        (statistics_replaced, "right gradients, and a peak of"),
+        (by_keyword, "[passed]"),
+        (with_checkpoints, "[passed]"),
     ],
 )
 def test_training_within_a_budget_is_graded(capsys, step, said):
@@ -160,3 +197,49 @@ def test_training_within_a_budget_is_graded(capsys, step, said):
 def test_a_step_that_does_not_end_is_ended(capsys, hurried):
     checks.within_budget(endless, make_net, torch.randn(64, 64), torch.arange(64) % 10, budget=4 * MIB)
     assert "your code has not come to an end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "grade",
+    [
+        lambda gpu: checks.causes(right, gpu),
+        lambda gpu: checks.within_budget(in_pieces, make_net, torch.randn(2048, 64), torch.arange(2048) % 10, 4 * MIB),
+    ],
+)
+def test_a_full_gpu_is_not_the_readers_fault(gpu, capsys, grade):
+    """As when the cells ran in another order, and an error still keeps what it held."""
+    held = [torch.zeros(1 << 20, dtype=torch.uint8, device=gpu) for _ in range(246)]
+    grade(gpu)
+    out = capsys.readouterr().out
+    assert "MiB are taken before your code begins" in out and "section 11" in out and "your code raised" not in out, out
+    del held
+    grade(gpu)
+    assert "[passed]" in capsys.readouterr().out
+
+
+def test_the_riddle_says_who_holds_the_gpu(gpu):
+    held = torch.zeros(246 << 20, dtype=torch.uint8, device=gpu)
+    with pytest.raises(NoRoom, match=r"helpers.forget_error\(\)"):
+        checks.riddle(gpu)
+    del held
+
+
+class Circle:
+    """Nobody's any more, but gone only when Python looks."""
+
+    def __init__(self, held):
+        self.held, self.itself = held, self
+
+
+def test_what_an_earlier_cell_left_does_not_go_in_the_middle_of_a_curve(gpu, monkeypatch):
+    Circle(torch.zeros(32 * MIB, dtype=torch.uint8, device=gpu))
+    garbage = iter([None])
+
+    def run(device, draw):
+        for _ in range(3):
+            for _ in garbage:
+                gc.collect()
+            yield 0.0
+
+    monkeypatch.setattr(notebook_06, "SITUATIONS", {"nothing": run})
+    assert notebook_06._runs(gpu, random.Random(0), 1) == [("nothing", [0.0, 0.0, 0.0], 0.0)]

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,13 +58,34 @@ def test_a_plan_for_tensor_parallel_is_graded(capsys, styles, layer, said):
     assert said in capsys.readouterr().out
 
 
+def test_a_plan_that_is_none_is_told(capsys):
+    checks.tensor_plan(None, Bottleneck)
+    assert "the plan is None; a dictionary is wanted" in capsys.readouterr().out
+
+
 def busy(like, words):
     """As a GPU whose computing takes so long, beside a gather of fixed length."""
     return words / (words + {"T4": 200, "A100": 2000, "H100-PCIe": 900}[like])
 
 
+def scan(busy, wanted, powers):
+    return next((words for words in (2**power for power in powers) if busy(words) >= wanted), None)
+
+
 def right(busy, wanted):
-    return next((words for words in (2**power for power in range(6, 14)) if busy(words) >= wanted), None)
+    return scan(busy, wanted, range(6, 14))
+
+
+def asks_for_all(busy, wanted):
+    return min((words for words in (2**power for power in range(6, 14)) if busy(words) >= wanted), default=None)
+
+
+def by_halving(busy, wanted):
+    low, high = 6, 14
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if busy(2**middle) >= wanted else (middle + 1, high)
+    return 2**low if low < 14 else None
 
 
 def endless(busy, wanted):
@@ -83,6 +105,16 @@ def endless(busy, wanted):
             "a T4 that is to be busy for 80% of a step: with 256 words it is for 56%",
         ),
         (lambda busy, wanted: 1 / 0, "your code raised ZeroDivisionError"),
+        (
+            lambda busy, wanted: scan(busy, wanted, range(6, 13)),
+            "100% of a step: it says None, and 8,192 words are enough",
+        ),
+        (lambda busy, wanted: scan(busy, wanted, range(7, 14)), "75% of a step: it says 128, and 64 words are enough"),
+        (lambda busy, wanted: right(busy, wanted + 1e-9), "it says None, and 8,192 words are enough"),
+        (lambda busy, wanted: right(busy, wanted) or 8192, "with 8,192 words it is for"),
+        (asks_for_all, "is right, and it asked 8 times. Each is a dry run"),
+        (by_halving, "[passed]"),
+        (lambda busy, wanted: np.int64(words) if (words := right(busy, wanted)) else None, "[passed]"),
         (endless, f"after {HURRY} seconds"),
     ],
 )

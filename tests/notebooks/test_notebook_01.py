@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from types import SimpleNamespace
 
 import nbformat
@@ -128,8 +129,9 @@ def test_a_timing_on_a_gpu_waits_for_it(monkeypatch):
     assert waited == ["wait", "read", "train", "wait", "read"]
 
 
-def test_the_notebook_starts_in_another_folder(tmp_path):
-    """Copied elsewhere and run from there, with the helpers installed: its first cells work."""
+def test_the_notebook_starts_in_another_folder(tmp_path, monkeypatch):
+    """Copied elsewhere and run from there, with the checkout on sys.path (`pip install -e .`): its first cells work."""
+    monkeypatch.setenv("PYTHONPATH", str(series.ROOT))
     notebook = series.read(PATH)
     notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:6]
     NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -152,46 +154,54 @@ def repository(tmp_path):
 
 THERE = """
 import os, subprocess
-program = "import os, virtualgpu; print(os.path.relpath(os.path.dirname(virtualgpu.__file__)))"
+program = "import os, checks, helpers, virtualgpu; print(*(os.path.relpath(m.__path__[0]) for m in (checks, helpers, virtualgpu)))"
 subprocess.run([sys.executable, "-S", "-c", program])
 """
 
 
 def bootstrap(folder, environment=None):
     """Run the set-up cell twice in `folder`, in a Python that has no helpers installed; what it printed, and where a program that
-    the notebook then starts finds virtualgpu (without site: it has no helpers installed either).
+    the notebook then starts finds them (neither Python reads .pth files: they have no helpers installed).
     """
-    hide = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; sys.path = [p for p in sys.path if p != '']\n"
     source = stamp.bootstrap(series.read(PATH))
-    code = f"{hide}{source}\nprint('again', flush=True)\n{source}\nfrom helpers import data\nprint(len(data.digits()[1]), flush=True)\n{THERE}"
+    code = f"import sys\n{source}\nprint('again', flush=True)\n{source}\nfrom helpers import data\nprint(len(data.digits()[1]), flush=True)\n{THERE}"
+    packages = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-S", "-c", code],
         cwd=folder,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(packages), **(environment or {})},
         capture_output=True,
         text=True,
     )
+
+
+FETCHED = "helpers from beyond-one-gpu/; installed: nothing, all was there"
+FOUND = " ".join(f"beyond-one-gpu/{name}" for name in ("checks", "helpers", "virtualgpu"))
 
 
 def test_without_helpers_the_set_up_cell_clones_them(tmp_path, repository):
     folder = tmp_path / "empty"
     folder.mkdir()
     done = bootstrap(folder, repository)
-    assert done.stdout.splitlines() == [
-        "helpers from beyond-one-gpu/; installed: nothing, all was there",
-        "again",
-        "1797",
-        "beyond-one-gpu/virtualgpu",
-    ], done.stderr
+    assert done.stdout.splitlines() == [FETCHED, "again", "1797", FOUND], done.stderr
     assert os.listdir(folder) == ["beyond-one-gpu"]
+    done = bootstrap(folder)  # the kernel was started again: nothing is fetched
+    assert done.stdout.splitlines() == [FETCHED, "again", "1797", FOUND], done.stderr
 
 
-def test_beside_the_helpers_it_finds_them(tmp_path):
+@pytest.mark.parametrize("stranger", [False, True])
+def test_beside_the_helpers_it_finds_them(tmp_path, stranger):
+    """Also where another package called helpers is installed. It says nothing: the stored outputs have no word of it."""
     for folder in ("helpers", "virtualgpu", "checks", "data"):
         shutil.copytree(series.ROOT / folder, tmp_path / folder)
     (tmp_path / "notebooks").mkdir()
-    done = bootstrap(tmp_path / "notebooks")
-    assert done.stdout.splitlines()[1:] == ["again", "1797", "../virtualgpu"], done.stderr
+    environment = {}
+    if stranger:
+        (tmp_path / "installed" / "helpers").mkdir(parents=True)
+        (tmp_path / "installed" / "helpers" / "__init__.py").write_text("")
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "installed"), sysconfig.get_path("purelib")])
+    done = bootstrap(tmp_path / "notebooks", environment)
+    assert done.stdout.splitlines() == ["again", "1797", "../checks ../helpers ../virtualgpu"], done.stderr
 
 
 def test_without_helpers_and_network_it_names_the_cure(tmp_path, repository):

@@ -6,10 +6,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
 import series
 
 
-def test_a_missing_python_is_no_success(monkeypatch):
+@pytest.fixture
+def noxfile(monkeypatch):
+    """What noxfile.py defines, read without nox, and the options that it sets."""
+
     def decorator(*arguments, **options):
         return arguments[0] if arguments and callable(arguments[0]) else lambda function: function
 
@@ -17,8 +21,18 @@ def test_a_missing_python_is_no_success(monkeypatch):
     nox = SimpleNamespace(options=options, session=decorator, parametrize=decorator, Session=object)
     monkeypatch.setitem(sys.modules, "nox", nox)
     monkeypatch.setenv("UV_COMPILE_BYTECODE", "1")  # noxfile.py sets it
-    runpy.run_path(str(series.ROOT / "noxfile.py"))
-    assert options.error_on_missing_interpreters is True
+    return SimpleNamespace(**runpy.run_path(str(series.ROOT / "noxfile.py")), options=options)
+
+
+def test_a_missing_python_is_no_success(noxfile):
+    assert noxfile.options.error_on_missing_interpreters is True
+
+
+def test_stored_outputs_are_compared_on_other_processors(noxfile):
+    """02 once printed a loss that hung on the processor's vector instructions: `make test` was red elsewhere."""
+    assert {settings.get("ATEN_CPU_CAPABILITY") for settings in noxfile.PROCESSORS.values()} >= {"default", "avx2"}
+    assert {"OMP_NUM_THREADS": "1"} in noxfile.PROCESSORS.values()
+    assert {f"processors({name})" for name in noxfile.PROCESSORS} <= set(noxfile.options.sessions)
 
 
 def test_a_missing_browser_is_no_success(tmp_path):

@@ -87,7 +87,9 @@ def test_a_failing_notebook_does_not_hide_the_others(ran):
     build, printed = ran
     told = {"[ OK ] 01_good", "[FAIL] 02_bad", "[FAIL] 03_dead", "[ OK ] 04_where"}
     assert set(re.findall(r"^\[.{4}\] \w+", printed, re.M)) == told, "each as soon as it ends"
-    assert "  02_bad: cell 2 of 2: ValueError: the cure is tea\n  with milk\n" in printed, "whole: the cause stands last"
+    assert "  02_bad: cell 2 of 2: ValueError: the cure is tea\n  with milk\n" in printed, (
+        "whole: the cause stands last"
+    )
     assert "03_dead: cell 1 of 1: the kernel died" in printed
     assert "2 of 4 notebooks ran" in printed
     assert {path.name for path in build.glob("0*")} == {

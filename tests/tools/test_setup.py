@@ -1,8 +1,11 @@
-"""make's set-up: once, again only when something changed, and from the start where it was cut off."""
+"""make's set-up: once, again only when something changed, from the start where it was cut off; nothing that somebody else made goes."""
 
+import errno
 import importlib.util
+import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,15 +24,19 @@ def setup(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(module, "STAMP", tmp_path / ".venv" / "finished")
+    monkeypatch.setattr(module, "MARK", tmp_path / ".venv" / "made-by-make")
     # What this machine's disk has free is not what is tested.
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100e9))
     calls = SimpleNamespace(made=0, installed=0, fail=None)
+    run = subprocess.run
 
     def fake_run(command, **options):
+        if "-I" in command:  # is the project installed?
+            return run(command, **options)
         if "venv" in command:
             calls.made += 1
             module.python_in_venv().parent.mkdir(parents=True)
-            module.python_in_venv().touch()
+            module.python_in_venv().symlink_to(sys.executable)
             return SimpleNamespace(returncode=0)
         calls.installed += 1
         if isinstance(calls.fail, BaseException):
@@ -65,6 +72,7 @@ def test_a_set_up_cut_off_in_the_middle_is_repaired(setup, capsys, cut):
         calls.fail = None
     else:
         (root / ".venv" / "lib").mkdir(parents=True)
+        (root / ".venv" / "made-by-make").touch()
     (root / ".venv" / "half-written").touch()
     assert module.main() == 0
     assert "starting over" in capsys.readouterr().out
@@ -88,6 +96,91 @@ def test_another_python_makes_a_new_folder(setup):
     (root / ".venv" / "finished").write_text("3.10 " + module.wanted().split()[1])
     module.main()
     assert calls.made == 2
+
+
+def test_a_python_that_is_gone_makes_a_new_folder(setup):
+    module, calls, _ = setup
+    module.main()
+    module.python_in_venv().unlink()
+    assert module.main() == 0 and calls.made == 2
+
+
+def made_by_hand(folder, installed):
+    """As `python -m venv` makes it, and what pip adds at the end. Returns all that is there, which must stay."""
+    venv.create(folder.resolve())
+    if installed:
+        [packages] = folder.glob("[Ll]ib/**/site-packages")
+        (packages / "beyond_one_gpu-1.0.dist-info").mkdir()
+        (packages / "beyond_one_gpu-1.0.dist-info" / "METADATA").write_text("Name: beyond-one-gpu\nVersion: 1.0\n")
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_environment_made_by_hand_is_left_alone(setup, capsys, linked, installed):
+    """As the README says under "Without make"; it was removed, and fetched again."""
+    module, calls, root = setup
+    (root / "beyond_one_gpu.egg-info").mkdir()  # of an earlier environment: it says nothing of this one
+    (root / "beyond_one_gpu.egg-info" / "PKG-INFO").write_text("Name: beyond-one-gpu\nVersion: 1.0\n")
+    if linked:
+        (root / "elsewhere").mkdir()
+        (root / ".venv").symlink_to("elsewhere")
+    content = made_by_hand(root / ".venv", installed)
+    assert module.main() == (0 if installed else 1)
+    assert (calls.made, calls.installed) == (0, 0) and sorted((root / ".venv").rglob("*")) == content
+    [said] = capsys.readouterr().out.splitlines()
+    assert ("uses it as it is" if installed else "-m pip install -c constraints.txt -e") in said and "remove it" in said
+
+
+def test_a_name_that_is_taken(setup, capsys):
+    module, calls, root = setup
+    (root / ".venv").touch()
+    assert module.main() == 1
+    (root / ".venv").unlink()
+    (root / ".venv").symlink_to("nowhere")
+    assert module.main() == 1
+    file, link = capsys.readouterr().out.splitlines()
+    assert "is a file" in file and "is a link to nothing" in link and "try again" in file and "try again" in link
+    assert calls.made == 0 and (root / ".venv").is_symlink()
+
+
+def test_an_environment_behind_a_link_is_made_and_repaired(setup, capsys):
+    """On another disk, say: the link stays."""
+    module, calls, root = setup
+    (root / "elsewhere").mkdir()
+    (root / ".venv").symlink_to("elsewhere")
+    calls.fail = KeyboardInterrupt()
+    module.main()
+    calls.fail = None
+    assert module.main() == 0 and "starting over" in capsys.readouterr().out
+    assert calls.made == 2 and (root / ".venv").is_symlink() and (root / "elsewhere" / "finished").exists()
+
+
+def test_killed_while_starting_over(setup, monkeypatch):
+    """What is left is known to be make's."""
+    module, calls, root = setup
+    module.main()
+    (root / ".venv" / "finished").write_text("3.10")
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", stopped)
+        assert module.main() == 130
+    assert module.main() == 0 and calls.made == 2
+
+
+def stopped(path):
+    raise KeyboardInterrupt
+
+
+def test_a_checkout_that_may_not_be_written(setup, monkeypatch, capsys):
+    module, calls, _ = setup
+
+    def read_only(path, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(module.Path, "mkdir", read_only)
+    assert module.main() == 1 and calls.made == 0
+    said = capsys.readouterr().out
+    assert "could not be written (Read-only file system): copy the project" in said and "apt install" not in said
 
 
 def test_a_failed_install_names_the_cure(setup, capsys):

@@ -1,9 +1,10 @@
-"""`make wheel`: virtualgpu alone, where nothing is installed but PyTorch and what PyTorch needs."""
+"""`make wheel`: virtualgpu alone, where nothing is installed but PyTorch and what PyTorch needs. And what `pip install .` installs."""
 
 import importlib.metadata as metadata
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -56,10 +57,14 @@ print(virtualgpu.__file__)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def new_setuptools():
     version = metadata.version("setuptools")
     if int(version.split(".")[0]) < 77:
         pytest.skip(f"setuptools {version} is older than the package asks for, and there may be no network")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, new_setuptools):
     folder = tmp_path_factory.mktemp("my wheel")
     command = [sys.executable, str(series.ROOT / "tools" / "wheel.py"), "--offline", str(folder)]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -86,14 +91,49 @@ def modules_of(name: str) -> set[str]:
     }
 
 
-def test_what_is_in_it(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
+def files_of_virtualgpu() -> set[str]:
     folder = series.ROOT / "virtualgpu"
-    ours = {f"virtualgpu/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")} | {
-        "virtualgpu/README.md"
-    }
-    assert {name for name in names if ".dist-info/" not in name} == ours
-    assert any(name.endswith("/LICENSE") for name in names)
+    modules = {f"virtualgpu/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
+    return modules | {"virtualgpu/README.md"}
+
+
+def files_in(wheel) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def test_what_is_in_it(wheel):
+    assert files_in(wheel) == files_of_virtualgpu()
+    assert any(name.endswith("/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory, new_setuptools):
+    """A copy of the series: setuptools leaves its own folders where it builds."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("virtualgpu", "helpers", "checks", "tests/colab", "tools"):
+        shutil.copytree(series.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "conftest.py", "noxfile.py"):
+        shutil.copyfile(series.ROOT / name, folder / name)
+    return folder
+
+
+def test_pip_install_installs_virtualgpu_alone(checkout, tmp_path):
+    """`helpers` and `checks` are names that others use, too."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*command, "--no-build-isolation", "-w", str(tmp_path), "."], cwd=checkout, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert files_in(wheel) == files_of_virtualgpu()
+    (about,) = metadata.distributions(path=[str(wheel)])
+    assert [(entry.group, entry.value) for entry in about.entry_points] == [("pytest11", "virtualgpu.pytest_plugin")]
+
+
+def test_an_editable_install_is_the_checkout_on_the_path(checkout, tmp_path):
+    """So that the tools and the processes of a lesson find `helpers` and `checks` after `make setup`."""
+    code = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=checkout, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    (name,) = files_in(wheel)
+    assert name.endswith(".pth") and zipfile.ZipFile(wheel).read(name).decode().split("\n")[0] == str(checkout)
 
 
 def test_what_it_says_of_itself(wheel):

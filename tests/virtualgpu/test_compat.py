@@ -423,3 +423,21 @@ assert 1 in mode.event_handler.syncs.recorded_sync_states
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_library_keeps_account_of_what_python_registers():
+    library = torch.library.Library("virtualgpu_compat", "FRAGMENT")
+    library.define("own(Tensor x) -> Tensor")
+    for key in ("CPU", "CUDA", "CompositeExplicitAutograd"):
+        library.impl("own", lambda x: x + 1, key)
+        assert f"virtualgpu_compat/own/{key}" in _compat.registered_in_python()
+        kernel = getattr(_compat.DispatchKey, key)
+        assert torch.ops.virtualgpu_compat.own.default._op_dk(kernel, torch.zeros(1)).item() == 1
+    library._destroy()
+    assert "virtualgpu_compat/own/CPU" not in _compat.registered_in_python()
+
+
+def test_a_mode_is_found_on_the_stack():
+    with Listener() as listener:
+        assert _compat.has_mode(lambda mode: mode is listener)
+    assert not _compat.has_mode(lambda mode: mode is listener)

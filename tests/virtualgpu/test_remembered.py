@@ -46,6 +46,24 @@ def types(operation, numbers, forget: bool) -> list:
     return found
 
 
+def test_a_folded_tensor_keeps_the_memory_of_its_columns(one):
+    """CUDA's kernel makes it as large as its input, and leaves it so (Col2Im.cu): twice, since the second is remembered."""
+    one()
+
+    def kept() -> list[int]:
+        columns, found = torch.ones(2, 27, 196, device="cuda"), []
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            image = torch.nn.functional.fold(columns, (16, 16), 3)
+            found.append(torch.cuda.memory_allocated() - before)
+            del image
+        return found
+
+    wanted = kept()
+    with virtualgpu.dry_run():
+        assert kept() == wanted == [42496, 42496]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_numbers_that_are_equal_and_of_another_type(one, operation, order):

@@ -19,6 +19,11 @@ queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # (f)
 _premul: list[float] = []  # factors that were asked for; versions without ReduceOp.unbox do not say them again
 
 
+def rpc_internal():
+    """The module in which RPC pickles, and runs what others call."""
+    return torch.distributed.rpc.internal
+
+
 def group_of(boxed) -> ProcessGroup:
     """The process group that an operation of the dispatcher was given."""
     return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)

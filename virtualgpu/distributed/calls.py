@@ -4,10 +4,13 @@ Python's functions, DDP's C++ reducer, FSDP and DTensor all pass through the dis
 and arguments change least from version to version.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from virtualgpu.distributed import _compat
 
 
 @dataclass
@@ -25,6 +28,11 @@ class Call:
     op: object = None
     root: int = 0
     splits: tuple[list[int], list[int]] | None = None
+
+    @functools.cached_property
+    def reduction(self) -> tuple[str, float | None]:
+        """The name of `op`, and the factor of a PREMUL_SUM."""
+        return _compat.reduction(self.op)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

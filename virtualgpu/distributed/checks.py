@@ -3,7 +3,6 @@
 import torch
 from torch._prims_common import suggest_memory_format
 
-from virtualgpu.distributed import _compat
 from virtualgpu.distributed.calls import Call
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them
@@ -23,6 +22,12 @@ def check(call: Call, rank: int, size: int) -> None:
         _reduction(call)
     if call.kind in ("gather", "scatter"):
         _rooted(call, rank, size)
+    if call.kind in ("all_gather", "reduce_scatter"):
+        for pair in call.pairs:
+            many = pair[call.kind == "reduce_scatter"]
+            if len(many) not in (1, size):
+                way = "output" if call.kind == "all_gather" else "input"
+                raise ValueError(f"{call.kind}: invalid {way} tensor list (expected length {size}, got {len(many)})")
     one = [pair for pair in call.pairs if len(pair[0]) == len(pair[1]) == 1]
     if call.kind == "all_gather":
         for (output,), (given,) in one:
@@ -46,7 +51,7 @@ def check(call: Call, rank: int, size: int) -> None:
 
 
 def _reduction(call: Call) -> None:
-    name, _ = _compat.reduction(call.op)
+    name, _ = call.reduction
     if name in REFUSED:
         raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
     if name == "AVG" and any(tensor.dtype is torch.bool for tensor in call.tensors):

@@ -8,23 +8,24 @@ Nothing here depends on real time. Moments are read when the program asks for th
 current stream, at torch.cuda.synchronize().
 """
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat, numbers
+from virtualgpu.distributed import _compat, agreement, numbers
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check
 from virtualgpu.distributed.counts import counts
-from virtualgpu.distributed.moments import Page, RankEnded, RankLate
+from virtualgpu.distributed.errors import Naming
+from virtualgpu.distributed.moments import Alone, Page
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
 from virtualgpu.distributed.work import Together, VirtualWork
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.simulation.queues import Queue
 
-KINDS = tuple(numbers.CARRIERS)
 KEPT = 1024  # works that nobody waits for are remembered up to so many
 
 
@@ -49,6 +50,9 @@ class Communicator:
         self.together: list[VirtualWork] | None = None  # inside of a coalescing manager
         self._backward: list[VirtualWork] = []  # whose futures are to be complete at the end of the pass
         self.statistics = machine.communicators.statistics
+        self.splits = agreement.SplitsOfRanks(page)
+        self.unlike: VirtualWork | None = None  # that another rank means something else by
+        self.failed: RuntimeError | None = None  # the first error: nothing begins after it
         self.messages: Messages | None = None
         self.batch: Exchange | None = None  # inside of a coalescing manager
 
@@ -57,6 +61,10 @@ class Communicator:
     def start(self, call: Call, gpu: GPU, asynchronous: bool) -> VirtualWork:
         """This rank has come to a collective. Raises what PyTorch does for tensors that NCCL refuses."""
         check(call, self.rank, self.size)
+        if self.unlike is not None:
+            self.unlike.finish()  # raises: the ranks' numbers would not meet any more
+        if self.failed is not None:
+            raise self.failed
         if self.messages is not None and any(exchange.batched for exchange in self.messages.open):
             self.messages.settle()  # on the same stream
         issued, current = self.clock.collectives.come_to(gpu.index)
@@ -68,18 +76,46 @@ class Communicator:
             oldest = next(iter(self.works.values()))
             oldest.finish()
             self.forget(oldest)
-        with self._errors(call.kind):
-            self.page.post(self.number, issued, call.nbytes * len(KINDS) + KINDS.index(call.kind), self.timeout)
-            with self.machine.untracked():
-                carried = counts(call) if self.machine.dry else call
-                if self.gloo is not None and carried is not None:
-                    work.transfer = numbers.start(self.gloo, carried, self.rank, self.size, self.timeout)
+        with self.errors(call.kind):
+            if self._differs(work):
+                self.unlike = work
+            else:
+                self._carry(work)
         if self.together is not None:
             self.together.append(work)
         elif not asynchronous:
             work.join()
             work.release()
         return work
+
+    def _differs(self, work: VirtualWork) -> bool:
+        """This rank says what it has come to; does one that has come to it mean something else? Then its numbers must not meet this
+        rank's.
+        """
+        number, splits = work.number, agreement.splits_of(work.call, self.rank, self.size)
+        if splits is not None:
+            self.splits.write(number, splits)
+        work.words = words = agreement.words_of(work.call, splits)
+        self.page.post(number, work.issued, words, self.timeout)
+        others = self.page.come(number)
+        if splits is not None:
+            others.append((self.rank, words))
+        return any(self._difference(work, rank, said) for rank, said in others)
+
+    def _difference(self, work: VirtualWork, rank: int, said: agreement.Words) -> str | None:
+        """What another rank means that this one does not, or that rank's own two sides that do not fit."""
+        if (said == work.words and not agreement.has_splits(said)) or isinstance(self.page, Alone):
+            return None
+        differs, number, other = agreement.difference, work.number, (rank, said)
+        return differs(number, (self.rank, work.words), other, self.splits, self.ranks) or (
+            differs(number, other, other, self.splits, self.ranks) if agreement.has_splits(said) else None
+        )
+
+    def _carry(self, work: VirtualWork) -> None:
+        with self.machine.untracked():
+            carried = counts(work.call) if self.machine.dry else work.call
+            if self.gloo is not None and carried is not None:
+                work.transfer = numbers.start(self.gloo, carried, self.rank, self.size, self.timeout)
 
     def _own_stream(self, gpu: GPU) -> Queue:
         if self.stream is None or self.stream.gpu != gpu.index:
@@ -90,11 +126,18 @@ class Communicator:
 
     def resolve(self, work: VirtualWork) -> None:
         """When does it end? Those before it in this communicator are asked first."""
+        if self.failed is not None:
+            raise self.failed
         for number in range(self.resolved + 1, work.number + 1):
-            earlier = self.works.get(number)
-            with self._errors(work.call.kind):
-                found = self.page.read(number, self.timeout)
-            nbytes = self._agreed(earlier.call.kind, [what for _, what in found])
+            earlier = self.works[number]
+            with self.errors(work.call.kind):
+                try:
+                    found = self.page.read(number, self.timeout)
+                except RuntimeError:  # of two that differ and a third that does not come, the two are the cause
+                    self._agree(earlier, self.page.come(number))
+                    raise
+            self._agree(earlier, enumerate(said for _, said in found))
+            nbytes = max(agreement.bytes_of(said) for _, said in found)
             last = max(moment for moment, _ in found)
             start = max(last, self.end)
             self.end, self.resolved = start + self.layout.seconds(earlier.call.kind, nbytes), number
@@ -103,16 +146,15 @@ class Communicator:
             if self.size > 1:
                 self.statistics.add(earlier.gpu.index, start, self.end, nbytes, last - earlier.issued)
 
-    def _agreed(self, kind: str, said: list[int]) -> int:
-        """The bytes of the whole. Raises where ranks came to different collectives, which NCCL would hang on."""
-        for rank, what in enumerate(said):
-            theirs = KINDS[what % len(KINDS)]
-            if theirs != kind:
+    def _agree(self, work: VirtualWork, said: Iterable[tuple[int, agreement.Words]]) -> None:
+        """Raises where one of these ranks does not mean the same."""
+        for rank, words in said:
+            difference = self._difference(work, rank, words)
+            if difference:
                 raise dist.DistBackendError(
-                    f"rank {self.ranks[self.rank]} came to {kind} where rank {self.ranks[rank]} came to {theirs}, in group {self.name!r}: "
-                    "all ranks call the same collectives in the same order (with NCCL they would wait for ever)"
+                    f"{difference}, in group {self.name!r}: all ranks call the same collectives in the same order, with as many elements "
+                    "of one dtype (NCCL would wait for ever, or give wrong numbers without a word)"
                 )
-        return max(what // len(KINDS) for what in said)
 
     def arrived(self, work: VirtualWork) -> None:
         """Whoever called has it, and keeps it alive for as long as it is needed."""
@@ -171,38 +213,10 @@ class Communicator:
         if self.messages is not None:
             self.messages.settle()
 
-    def _errors(self, kind: str) -> "_Errors":
-        return _Errors(self, kind)
-
-
-class _Errors:
-    """Whatever keeps ranks from meeting becomes PyTorch's DistBackendError, which says who did not come."""
-
-    def __init__(self, communicator: Communicator, kind: str):
-        self.of, self.kind = communicator, kind
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _, error, trace) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)):
-            return
-        text, of = str(error), self.of
-        where = f"{self.kind} of rank {of.ranks[of.rank]} in group {of.name!r}"
-        if isinstance(error, RankEnded) or "Connection closed by peer" in text or "Connection reset" in text:
-            gone = [error.rank] if isinstance(error, RankEnded) else of.page.ended()
-            who = f"rank {', '.join(str(of.ranks[rank]) for rank in gone)}" if gone else "another rank"
-            raise dist.DistBackendError(
-                f"{where}: {who} has ended, and this rank waited for it. What stopped it stands in its own output"
-            ) from error
-        if isinstance(error, RankLate) or "timed out" in text.lower():
-            late = error.ranks if isinstance(error, RankLate) else of.page.behind(of.number)
-            who = f"rank {', '.join(str(of.ranks[rank]) for rank in late)} had" if late else "another rank had"
-            seconds = of.timeout.total_seconds()
-            raise dist.DistBackendError(
-                f"{where} timed out after {seconds:g} s: {who} not come to it. Do all ranks call the same collectives in the same "
-                "order? The limit is init_process_group(timeout=...)"
-            ) from error
+    def errors(self, what: str) -> Naming:
+        """Around what waits for other ranks: errors name them."""
+        where = f"{what} of rank {self.ranks[self.rank]} in group {self.name!r}"
+        return Naming(where, self.ranks, self.timeout, self.page.ended, lambda: self.page.behind(self.number))
 
 
 def _size(nbytes: int) -> str:

@@ -16,6 +16,8 @@ from virtualgpu.distributed import _compat, numbers
 from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
 from virtualgpu.distributed.counts import Alike
+from virtualgpu.distributed.errors import Naming
+from virtualgpu.distributed.meeting import Meeting, Processes
 from virtualgpu.distributed.moments import Alone, Page
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
 from virtualgpu.distributed.statistics import Statistics
@@ -46,8 +48,11 @@ class ProcessGroupNCCL(_compat.Gloo):
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
-        super().__init__(store, rank, size, timeout=limit)
         self.limit, self.settings = limit, options
+        self.processes = Processes(store, rank, size) if size > 1 else None
+        super().__init__(store, rank, size, timeout=limit)  # all ranks meet
+        if self.processes is not None:
+            self.processes.read()
 
     @property
     def options(self):
@@ -70,6 +75,7 @@ class Communicators:
         ] = {}  # groups inside of a coalescing manager, and which collects
         self.backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
         self.statistics = Statistics(machine.clock)
+        self.launched = None  # the store in which ranks of `launch` say that they have returned
         machine.clock.collectives.settle = self.drain
 
     def keep(self, backend: ProcessGroupNCCL) -> None:
@@ -85,7 +91,9 @@ class Communicators:
         """A group is destroyed; None: all are."""
         for name, index in list(self.known):
             if group is None or name == group.group_name:
-                self.known.pop((name, index), None)
+                communicator = self.known.pop((name, index), None)
+                if communicator is not None:
+                    communicator.page.leave()
         if group is None:
             self.backends.clear()
             numbers.let_go()
@@ -125,14 +133,15 @@ class Communicators:
         for tensor in call.tensors:
             if gpu_of(tensor) is None:  # made by C++: a bucket of DDP
                 self.machine.place(tensor, gpu)
-        return self.of(group, gpu).start(call, gpu, asynchronous)
+        return self.of(group, gpu, call.kind).start(call, gpu, asynchronous)
 
-    def of(self, group, gpu: GPU) -> Communicator:
-        """The group's communicator for that GPU; the first time, all its ranks meet, each with a GPU that is new to the group."""
+    def of(self, group, gpu: GPU, what: str) -> Communicator:
+        """The group's communicator for that GPU; the first time, all its ranks meet, each with a GPU that is new to the group. what:
+        names, in an error, what this rank has come to."""
         name = group.group_name
         communicator = self.known.get((name, gpu.index))
         if communicator is None:
-            communicator = self.known[name, gpu.index] = self._meet(group, gpu, len(self._of_group(group)))
+            communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
         if name in self.coalescing and self.coalescing[name] is None:
             self.coalescing[name], communicator.together = communicator, []
         return communicator
@@ -150,25 +159,50 @@ class Communicators:
         """Those of the GPUs that the group has used, in the order in which they were made: on all ranks the same."""
         return [communicator for (name, _), communicator in self.known.items() if name == group.group_name]
 
-    def _meet(self, group, gpu: GPU, number: int) -> Communicator:
+    def _meet(self, group, gpu: GPU, what: str) -> Communicator:
         rank, size = group.rank(), group.size()
         ranks = dist.get_process_group_ranks(group)
         here, backend = Where.of(self.machine, gpu), self._backend(group)
+        timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
         if _compat.is_fake(group):
             alone = self.machine.alone
             found = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
             page, backend = Alone(rank, size), Alike(rank, size) if self.machine.dry else None
         else:
-            store = dist.PrefixStore(f"virtualgpu/{number}", _compat.store_of(group))
-            page = Page.meet(store, rank, size)
-            store.set(f"virtualgpu/{rank}", json.dumps(here.said()))
-            found = [Where.heard(json.loads(store.get(f"virtualgpu/{other}"))) for other in range(size)]
+            with Naming(f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout):
+                page, found = self._meet_others(group, here, ranks, timeout)
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
                 one_gpu_each(found)
         communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, Layout(found), gpu)
-        if isinstance(backend, ProcessGroupNCCL):
-            communicator.timeout = backend.limit
+        communicator.timeout = timeout
         return communicator
+
+    def _meet_others(self, group, here: Where, ranks: list[int], timeout: timedelta) -> tuple[Page, list[Where]]:
+        """All ranks of the group come here. Raises RankEnded or RankLate for one that does not."""
+        rank, size = group.rank(), group.size()
+        store = dist.PrefixStore(f"virtualgpu/{len(self._of_group(group))}", _compat.store_of(group))
+        processes = getattr(self._backend(group), "processes", None)
+        meeting = Meeting(store, size, timeout, processes, lambda member: self._returned(ranks[member]))
+        page = Page.meet(meeting, rank, size)
+        try:
+            meeting.set(f"virtualgpu/{rank}", json.dumps(here.said()))
+            keys = {f"virtualgpu/{other}": other for other in range(size)}
+            meeting.wait(keys)
+            return page, [Where.heard(json.loads(meeting.get(key, other))) for key, other in keys.items()]
+        finally:
+            page.unname()
+
+    def returned(self, store, rank: int) -> None:
+        """This rank of `launch` has returned from its function: who waits for it need not. In the first communicator of all ranks it
+        comes to one barrier more."""
+        last = self._of_group(dist.group.WORLD)[:1] if dist.is_initialized() else []
+        for communicator in self.known.values():
+            if communicator not in last:
+                communicator.page.leave()
+        store.set(_returned(rank), "")
+
+    def _returned(self, rank: int) -> bool:
+        return self.launched is not None and self.launched.check([_returned(rank)])
 
     def _backend(self, group):
         for device in ("cuda", "cpu"):
@@ -190,7 +224,7 @@ class Communicators:
     def _gpu_of_barrier(self, group, values: dict) -> GPU | None:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
-        used = [communicator.gpu for communicator in self._of_group(group)]
+        used = [communicator.gpu for communicator in self._of_group(group) if communicator.failed is None]
         if not self._only_gpus(group):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
             return used[0] if used else None
         device = getattr(group, "bound_device_id", None)
@@ -233,8 +267,13 @@ class Communicators:
             return func(*args, **kwargs)
         if name == "recv_any_source_":
             raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
-        communicator = self.of(group, gpu)
+        way = ("send to", "recv from")[ways[name]]
+        communicator = self.of(group, gpu, f"{way} rank {dist.get_global_rank(group, args[2])}")
         return communicator.message(ways[name], args[2], args[0][0], gpu).boxed()
+
+
+def _returned(rank: int) -> str:
+    return f"virtualgpu/returned/{rank}"
 
 
 def _check_for_tensors(func, values: dict) -> None:

@@ -5,8 +5,9 @@ they are nearly always there, so that the exchange costs microseconds. What is r
 fast the processes really ran.
 
     page = Page.meet(store, rank, size)               # all ranks of the group call it
-    page.post(1, moment, what, timeout)               # collectives are numbered from 1; `what` is a whole number about it
-    page.read(1, timeout)                             # [(moment, what) of rank 0, of rank 1, ...]
+    page.post(1, moment, words, timeout)              # collectives are numbered from 1; `words`: four whole numbers about it
+    page.come(1)                                      # [(rank, words)] of the others that have come to it so far
+    page.read(1, timeout)                             # [(moment, words) of rank 0, of rank 1, ...]
 """
 
 import contextlib
@@ -15,16 +16,19 @@ import os
 import struct
 import tempfile
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import BinaryIO
 
 from virtualgpu import scratch
 from virtualgpu.memory.ledger import started
 
 SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
-SLOT = 3  # words: the moment, what is said, and both with the number, so that a half-written slot is known
-# words at the head of a rank's part: up to which number it has read, and who it is
-READ, PID, STARTED, HEAD = 0, 1, 2, 4
+Words = tuple[int, int, int, int]  # what a rank says of a collective
+SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
+RECORD = struct.Struct(f"{SLOT}q")
+# words at the head of a rank's part: up to which number it has read, who it is, and whether it will come to nothing more
+READ, PID, STARTED, OVER, HEAD = 0, 1, 2, 3, 4
 
 
 def bits_of(moment: float) -> int:
@@ -38,11 +42,11 @@ def moment_of(bits: int) -> float:
 
 
 class RankEnded(RuntimeError):
-    """A rank's process is gone. `rank`: within the group."""
+    """A rank that will not come. `rank`: within the group; `alive`: its process is there, but done with the group."""
 
-    def __init__(self, rank: int):
-        super().__init__(f"rank {rank} has ended")
-        self.rank = rank
+    def __init__(self, rank: int, alive: bool = False):
+        super().__init__(f"rank {rank} has {'left' if alive else 'ended'}")
+        self.rank, self.alive = rank, alive
 
 
 class RankLate(RuntimeError):
@@ -72,15 +76,23 @@ def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
     return number, path
 
 
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
 class Page:
-    """The moments of one group. Ranks count within the group. file: what the page is mapped from, None where it is one rank's alone;
-    behind the page is room for what ranks write for each other (`tape`).
+    """The moments of one group. Ranks count within the group. file: the number of the open file that the page is mapped from, None
+    where it is one rank's alone; behind the page is room for what ranks write for each other (`tape`, `splits`).
     """
 
-    file: BinaryIO | None = None
+    file: int | None = None
+    _remove: Callable[[], object] | None = None  # takes away the file's name
 
-    def __init__(self, words: memoryview, rank: int, size: int, file: BinaryIO | None = None):
+    def __init__(self, words: memoryview, rank: int, size: int, file: int | None = None):
         self._words, self.rank, self.size, self.file = words, rank, size, file
+        if file is not None:
+            weakref.finalize(self, os.close, file)  # works of a group that is destroyed may still read it
         self._each = HEAD + SLOTS * SLOT
         self._read = 0
         mine = rank * self._each
@@ -95,7 +107,12 @@ class Page:
             return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
         if rank == 0:
             number, path = _new_file(folder, nbytes)
-            store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
+            try:
+                store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
+            except RuntimeError:
+                os.close(number)
+                os.unlink(path)
+                raise
         else:
             path = os.fsdecode(bytes.fromhex(store.get("virtualgpu/page").decode()))
             try:
@@ -104,35 +121,49 @@ class Page:
                 raise RuntimeError(
                     "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
                 ) from None
-        file = open(number, "r+b", buffering=0)  # noqa: SIM115 - as long as the group
-        words = memoryview(mmap.mmap(number, nbytes)).cast("q")
+        page = cls(memoryview(mmap.mmap(number, nbytes)).cast("q"), rank, size, number)
+        page._remove = weakref.finalize(page, _unlink, path) if rank == 0 else None  # also where not all ranks come
         if store.add("virtualgpu/met", 1) == size:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        return cls(words, rank, size, file)
+            _unlink(path)
+        return page
 
-    def post(self, number: int, moment: float, what: int, timeout: timedelta) -> None:
+    def unname(self) -> None:
+        """All ranks have it, or one will never come: its file needs no name any more."""
+        if self._remove is not None:
+            self._remove()
+
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
         """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
         if number > SLOTS:
             self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
         at = self.rank * self._each + HEAD + number % SLOTS * SLOT
         bits = bits_of(moment)
-        self._words[at], self._words[at + 1], self._words[at + 2] = bits, what, bits ^ what ^ number
+        first, second, third, fourth = words
+        check = number ^ bits ^ first ^ second ^ third ^ fourth
+        RECORD.pack_into(self._words, 8 * at, bits, first, second, third, fourth, check)
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, int]]:
+    def come(self, number: int) -> list[tuple[int, Words]]:
+        """The other ranks that have come to it so far, and what they said. Called after `post`: of two ranks, at least one sees the
+        other."""
+        slots = [(rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank]
+        return [(rank, slot[1]) for rank, slot in slots if slot is not None]
+
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
         """When each rank came to it, and what it said. Raises RankEnded or RankLate for one that does not come."""
-        self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
-        found = [self._slot(rank, number) for rank in range(self.size)]
+        slots = [self._slot(rank, number) for rank in range(self.size)]
+        if None in slots:
+            self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
+            slots = [self._slot(rank, number) for rank in range(self.size)]
         self._read = max(self._read, number)
         self._words[self.rank * self._each + READ] = self._read
-        return found
+        return slots
 
-    def _slot(self, rank: int, number: int) -> tuple[float, int] | None:
+    def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
         at = rank * self._each + HEAD + number % SLOTS * SLOT
-        bits, what, check = self._words[at : at + SLOT]
-        if bits ^ what ^ check != number:
+        bits, first, second, third, fourth, check = RECORD.unpack_from(self._words, 8 * at)
+        if number ^ bits ^ first ^ second ^ third ^ fourth != check:
             return None
-        return moment_of(bits), what
+        return moment_of(bits), (first, second, third, fourth)
 
     def _wait(self, arrived, timeout: timedelta) -> None:
         """Until it is true of every rank: at first looking again at once, then with pauses of up to a millisecond."""
@@ -151,14 +182,21 @@ class Page:
             pause = min(1e-3, 1.5 * pause)
 
     def ended(self) -> list[int]:
-        """Ranks whose process is gone."""
-        found = []
-        for rank in range(self.size):
-            at = rank * self._each
-            pid = self._words[at + PID]
-            if pid and started(pid) != self._words[at + STARTED]:
-                found.append(rank)
-        return found
+        """Ranks whose process is gone, or is done with the group."""
+        return [rank for rank in range(self.size) if self.left(rank) or self._gone(rank)]
+
+    def left(self, rank: int) -> bool:
+        """Is a rank done with the group?"""
+        return bool(self._words[rank * self._each + OVER])
+
+    def leave(self) -> None:
+        """This rank will come to nothing more: others need not wait."""
+        self._words[self.rank * self._each + OVER] = 1
+
+    def _gone(self, rank: int) -> bool:
+        at = rank * self._each
+        pid = self._words[at + PID]
+        return bool(pid) and started(pid) != self._words[at + STARTED]
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +210,7 @@ class Page:
     def _look_for_the_dead(self, ranks: list[int], arrived) -> None:
         for rank in self.ended():
             if rank in ranks and not arrived(rank):
-                raise RankEnded(rank)
+                raise RankEnded(rank, alive=not self._gone(rank))
 
 
 class Alone(Page):
@@ -181,13 +219,20 @@ class Alone(Page):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self._posted = rank, size, {}
 
-    def post(self, number: int, moment: float, what: int, timeout: timedelta) -> None:
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
         """Only noted, for `read`; never waits."""
-        self._posted[number] = moment, what
+        self._posted[number] = moment, words
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, int]]:
-        """This rank's own moment and number, once for each rank. A collective can be read once."""
+    def come(self, number: int) -> list[tuple[int, Words]]:
+        """Nobody: there are no other processes."""
+        return []
+
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
+        """This rank's own moment and words, once for each rank. A collective can be read once."""
         return [self._posted.pop(number)] * self.size
+
+    def leave(self) -> None:
+        """Nobody waits."""
 
     def ended(self) -> list[int]:
         """Nobody: there are no other processes."""

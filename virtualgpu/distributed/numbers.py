@@ -93,8 +93,8 @@ def _put(target: torch.Tensor, memory: torch.Tensor) -> Callable[[], None]:
 class _Reduction:
     """An operation of NCCL by those of gloo: what happens to a tensor before and after."""
 
-    def __init__(self, op, size: int):
-        self.name, self.factor = _compat.reduction(op)
+    def __init__(self, call: Call, size: int):
+        self.name, self.factor = call.reduction
         self.size = size
 
     def op(self, tensor: torch.Tensor):
@@ -122,7 +122,7 @@ class _Reduction:
 
 
 def _all_reduce(gloo, call, rank, size, transfer, timeout):
-    reduction = _Reduction(call.op, size)
+    reduction = _Reduction(call, size)
     for outputs, _ in call.pairs:
         memory = reduction.view(outputs[0])
         reduction.before(memory)
@@ -138,7 +138,7 @@ def _carry_sum(gloo, memory, op, transfer, timeout):
 
 
 def _reduce_scatter(gloo, call, rank, size, transfer, timeout):
-    reduction = _Reduction(call.op, size)
+    reduction = _Reduction(call, size)
     for outputs, inputs in call.pairs:
         views = [reduction.view(tensor) for tensor in inputs]
         memory = torch.cat(views) if len(views) > 1 else views[0].clone()
@@ -153,7 +153,7 @@ def _reduce_scatter(gloo, call, rank, size, transfer, timeout):
 
 
 def _reduce(gloo, call, rank, size, transfer, timeout):
-    reduction = _Reduction(call.op, size)
+    reduction = _Reduction(call, size)
     options = _options(dist.ReduceOptions, timeout)
     options.rootRank = call.root
     for outputs, _ in call.pairs:

@@ -163,7 +163,7 @@ class Exchange(_compat.Work):
             return
         communicator = self.of.of
         names = [("send to", "recv from")[way] + f" rank {communicator.ranks[peer]}" for way, peer, _ in self.messages]
-        with communicator._errors(", ".join(names[:4])), communicator.machine.untracked():
+        with communicator.errors(", ".join(names[:4])), communicator.machine.untracked():
             try:
                 deadline = time.monotonic() + communicator.timeout.total_seconds()
                 end = self.of.end(communicator.rank, self.number, deadline)

@@ -14,7 +14,7 @@ def install(machine: Machine, patches: Patches) -> None:
     """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed import _compat, alone, ddp, dtensor, fsdp1, groups, objects, pipelines
+    from virtualgpu.distributed import _compat, alone, ddp, dtensor, fsdp1, groups, objects, pipelines, rpc
 
     communicators = machine.communicators = groups.Communicators(machine)
     _operations()
@@ -30,6 +30,7 @@ def install(machine: Machine, patches: Patches) -> None:
     fsdp1.install(machine, patches)
     objects.install(machine, patches)
     pipelines.install(machine, patches)
+    rpc.install(machine, patches)
 
 
 def _operations() -> None:

@@ -65,7 +65,7 @@ class Tape:
         if self.page.file is not None:
             heads = [(number, len(written), bits, after, m.way, m.peer, m.nbytes) for m in written]
             data = b"".join(RECORD.pack(*head, _check(head)) for head in heads)
-            self._at[self.rank] += os.pwrite(self.page.file.fileno(), data, self._at[self.rank])
+            self._at[self.rank] += os.pwrite(self.page.file, data, self._at[self.rank])
         return number
 
     def batch_of(self, rank: int, way: int, peer: int, nth: int, deadline: float, timeout: timedelta) -> int:
@@ -78,7 +78,7 @@ class Tape:
                 time.sleep(pause)
                 pause = min(1e-3, 1.5 * pause)
                 if pause == 1e-3 and rank in self.page.ended() and not self._read(rank):
-                    raise RankEnded(rank)
+                    raise RankEnded(rank, alive=self.page.left(rank))
         return self.where[rank, way, peer, nth]
 
     @property
@@ -94,13 +94,13 @@ class Tape:
         """Take in what a rank has written since; False where that is nothing."""
         if self.page.file is None:
             return False
-        data = os.pread(self.page.file.fileno(), READ, self._at[rank])
+        data = os.pread(self.page.file, READ, self._at[rank])
         at, found = 0, False
         while at + RECORD.size <= len(data):
             count = RECORD.unpack_from(data, at)[1]
             end = at + count * RECORD.size
             if end > len(data):  # goes on behind what was looked at
-                data = data[:at] + os.pread(self.page.file.fileno(), max(READ, end - at), self._at[rank] + at)
+                data = data[:at] + os.pread(self.page.file, max(READ, end - at), self._at[rank] + at)
                 if end > len(data):
                     break
             records = [RECORD.unpack_from(data, at + i * RECORD.size) for i in range(count)]

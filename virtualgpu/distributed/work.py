@@ -20,6 +20,7 @@ class VirtualWork(_compat.Work):
         self.communicator, self.number, self.call = communicator, number, call
         self.gpu, self.stream, self.issued = gpu, stream, issued
         self.begin = self.end = None
+        self.words = None  # that this rank says of it
         self.transfer = None
         self._value = call.outputs
         self._future = None
@@ -34,13 +35,15 @@ class VirtualWork(_compat.Work):
                 self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
             if self.transfer is not None:
                 transfer = self.transfer
-                with self.communicator._errors(self.call.kind), self.communicator.machine.untracked():
+                with self.communicator.errors(self.call.kind), self.communicator.machine.untracked():
                     transfer.wait()
                 self.transfer = None
         except RuntimeError as error:
             self._failed = error
+            self.communicator.failed = self.communicator.failed or error
             self.communicator.forget(self)
-            numbers.LOST.append(self.call)
+            if self.transfer is not None:
+                numbers.LOST.append(self.call)
             raise
 
     def wait(self, timeout=None) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import alerts, attention, special, values
+from virtualgpu.engine import alerts, attention, extensions, special, values
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
@@ -69,7 +69,10 @@ class Dispatch(TorchDispatchMode):
                     return out
                 with self:  # the operations that it is made of come by
                     return _compat.implementation(func)(*args, **kwargs)
-            op = _operations[func] = Operation(func, special.handler(func))
+            op = Operation(func, special.handler(func))
+            if op.extension:
+                op.on_gpu = extensions.on_gpu(func)
+            _operations[func] = op
         if op.plain:
             tensors = tensors_of(args, kwargs)
             return self._work(op, args, kwargs, tensors, self.place(op, args, kwargs, tensors))
@@ -83,9 +86,8 @@ class Dispatch(TorchDispatchMode):
             return out
         if op.special is not None and (out := op.special(self, func, args, kwargs)) is not NotImplemented:
             return out
-        if op.python is not None:
-            with self:  # a custom operation written in Python: what it calls comes by
-                return op.python(*args, **kwargs)
+        if op.extension and (out := extensions.run(self, func, args, kwargs)) is not NotImplemented:
+            return out
         if op.factory:
             return self.factories.make(op, args, kwargs)
         tensors = tensors_of(args, kwargs)

@@ -80,6 +80,8 @@ class DryRun:
             ) from error
         if op.convolves:
             out = _as_convolved(op, shapes, out)
+        elif op.name == "col2im":
+            out = _as_folded(shapes[0], out)
         results = out if isinstance(out, (tuple, list)) else [out]
         if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in (*tensors, *results)):
             raise _sparse(op)
@@ -161,6 +163,18 @@ def _as_convolved(op: Operation, args, out):
     return laid_out(out) if isinstance(out, torch.Tensor) else tuple(map(laid_out, out))
 
 
+def _as_folded(columns, out):
+    """The kernel makes it as large as its input and then gives it its shape; memory that is left over stays (cuda/Col2Im.cu)."""
+    if columns.numel() <= out.numel():
+        return out
+    return _empty((columns.numel(),), (1,), out.dtype).as_strided(out.shape, out.stride())
+
+
+def _fills_its_storage(tensor) -> bool:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() == (last + 1 if tensor.numel() else 0) * tensor.element_size()
+
+
 def _recipe(op: Operation, out, tensors):
     """A function that makes `out` again, from other arguments of the same shapes; None where it cannot."""
     if out is None:
@@ -180,6 +194,7 @@ def _recipe(op: Operation, out, tensors):
             not isinstance(result, torch.Tensor)
             or result.untyped_storage()._cdata in known
             or result.device.type != "meta"
+            or not _fills_its_storage(result)
         ):
             return None
         else:

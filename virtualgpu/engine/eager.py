@@ -5,6 +5,7 @@ import os
 import torch
 
 from virtualgpu import _compat, errors
+from virtualgpu.engine import halves
 from virtualgpu.engine.draws import GENERATORS, as_default
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
@@ -24,9 +25,12 @@ class Eager:
         if op.may_be_large:
             self._require(op, args, kwargs, tensors, gpu)
         try:
-            if op.random:
-                return self._draw(op, args, kwargs, gpu), False
-            return op.func(*args, **kwargs), False
+            if op.apart:
+                if op.random:
+                    return self._draw(op, args, kwargs, gpu), False
+                if tensors[0].dtype is halves.HALF:
+                    return halves.run(op, args, kwargs, tensors), False
+            return op.on_gpu(*args, **kwargs), False
         except (IndexError, RuntimeError) as error:
             if any(map(_compat.is_really_meta, tensors)):
                 raise errors.without_values() from None
@@ -53,14 +57,14 @@ class Eager:
     def _draw(self, op: Operation, args, kwargs, gpu: GPU):
         """From the generator that was given, or the GPU's own; that one stands in for the CPU's where none can be given."""
         if op.generator and (kwargs.get("generator") is not None or any(isinstance(a, torch.Generator) for a in args)):
-            return op.func(*args, **kwargs)
+            return op.on_gpu(*args, **kwargs)
         generators = torch.cuda.default_generators
         own = generators[gpu.index] if gpu.index < len(generators) else None
         if own is None or own is torch.default_generator:
-            return op.func(*args, **kwargs)
+            return op.on_gpu(*args, **kwargs)
         if op.drawn_with is not None:
             return op.drawn_with(*args, **{**kwargs, "generator": own})
-        return as_default(self.machine, own, op.func, args, kwargs)
+        return as_default(self.machine, own, op.on_gpu, args, kwargs)
 
     # -- room
 

@@ -99,6 +99,10 @@ class GPU:
         history = self.memory.history
         self._freed.append((block, ends, history.gather(freeing=True) if history else None))
 
+    def drop_pool(self, id: tuple[int, int]) -> None:
+        """A MemPool has gone. Only noted here, as a free is: its destructor, too, may run in the middle of malloc."""
+        self._freed.append((None, None, None, id))
+
     def settled(self) -> CachingAllocator:
         """The allocator with every free carried out, for whoever reads figures."""
         with self.lock:
@@ -145,7 +149,10 @@ class Machine(Anywhere):
     """
 
     def __init__(
-        self, specs: list[Spec], visible: list[int] | None = None, clock_settings: ClockSettings = ClockSettings()  # noqa: B008
+        self,
+        specs: list[Spec],
+        visible: list[int] | None = None,
+        clock_settings: ClockSettings = ClockSettings(),  # noqa: B008
     ):
         self.specs, self.choose, self.clock_settings = specs, None, clock_settings
         self.ledger: Ledger | None = None

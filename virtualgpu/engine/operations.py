@@ -1,10 +1,9 @@
 """What is known about each operation of ATen, from its schema and a few lists; and PyTorch's words for tensors in the wrong place."""
 
-import sys
-
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine import halves
 from virtualgpu.engine.alerts import ALERTS
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.home import gpu_of
@@ -22,6 +21,8 @@ LENGTHS = {aten._ctc_loss, aten._ctc_loss_backward}
 STRICT = {aten.cat, aten.stack, aten.index_select, aten.gather, aten.take, aten.embedding, aten.nll_loss_forward}
 # Results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
+# Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
+OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
 MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
@@ -61,14 +62,15 @@ LEGACY_TYPE_NAMES = {
 class Operation:
     """What the schema tells about one operation, once.
 
-    alert: see alerts.ALERTS; None for most. cacheable: a dry run may remember its result's shape. composite: made of other
+    alert: see alerts.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
+    halves.OPERATIONS. cacheable: a dry run may remember its result's shape. composite: made of other
     operations, for all devices alike.
     converts: `_to_copy`. copies: `copy_`. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
-    factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
+    extension: not of PyTorch's own. factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
     the time of one, by its FLOPs and bytes. kind: what limits it, where it only moves memory. indexes: the first argument is what the others index. is_view: shares its
     argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not all its tensors need to
-    be on one device. on_cpu: what carries it out for CPU tensors. plain: none of those that dispatch handles apart. new: makes
-    at least one new tensor. packs: wants lengths on the CPU. product: see PRODUCTS. python: the function behind a custom operation written in Python. random:
+    be on one device. on_cpu, on_gpu: what carries it out for their tensors. plain: none of those that dispatch handles apart. new: makes
+    at least one new tensor. packs: wants lengths on the CPU. product: see PRODUCTS. random:
     draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
     shape_from_values: the host must wait to know the result's shape. special: how dispatch handles it, where not like
@@ -78,12 +80,14 @@ class Operation:
 
     __slots__ = (
         "alert",
+        "apart",
         "cacheable",
         "composite",
         "converts",
         "convolves",
         "copies",
         "drawn_with",
+        "extension",
         "factory",
         "foreach",
         "formula",
@@ -100,11 +104,11 @@ class Operation:
         "name",
         "new",
         "on_cpu",
+        "on_gpu",
         "packs",
         "plain",
         "pointwise",
         "product",
-        "python",
         "random",
         "resizes",
         "returns",
@@ -153,13 +157,15 @@ class Operation:
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = draws(func)
+        self.apart = self.random or func in halves.OPERATIONS
         self.drawn_with = with_generator(func) if self.random else None
         self.on_cpu = from_default(func) if self.random else func
+        self.on_gpu = func
         self.generator = any(argument.name == "generator" for argument in arguments)
         self.takes_device = any(argument.name == "device" for argument in arguments)
         tensors = any("Tensor" in str(argument.type) for argument in arguments if not argument.is_out)
         self.factory = self.takes_device and not tensors
-        self.python = _written_in_python(func)
+        self.extension = func.namespace not in OWN
         self.pointwise = torch.Tag.pointwise in func.tags
         self.grows = packet in GROWING
         self.product = PRODUCTS.get(packet)
@@ -168,7 +174,7 @@ class Operation:
             self.composite
             or self.is_view
             or self.special
-            or self.python
+            or self.extension
             or self.factory
             or self.generator
             or self.takes_device
@@ -179,27 +185,6 @@ class Operation:
             or torch.Tag.inplace_view in func.tags
             or self.name.startswith("rand")
         )
-
-
-def _written_in_python(func):
-    """The function behind an operation of torch.library.custom_op; None for any other.
-
-    Raises NotImplementedError where it has a kernel for CUDA alone.
-    """
-    if func.namespace in ("aten", "prims", "prim"):
-        return None
-    known = sys.modules.get("torch._library.custom_ops")
-    custom = known.OPDEFS.get(func.name().split(".")[0]) if known else None
-    if custom is None:
-        return None
-    kernels = custom._backend_fns
-    found = kernels.get(None) or kernels.get("cpu")
-    if found is None:
-        raise NotImplementedError(
-            f"{func.name()} has a kernel for {', '.join(map(str, kernels))} alone, and virtual GPUs run PyTorch on the CPU: register one for "
-            "the CPU, too"
-        )
-    return found
 
 
 def _alias(info) -> str | None:

@@ -16,7 +16,13 @@ from virtualgpu.hardware.cards import SPECS
 from virtualgpu.hardware.datasheet import TF32, Spec
 
 TABLE = Path(__file__).parent / "data" / "achieved.csv"
-KEYS = {"float32": torch.float32, "tf32": TF32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+KEYS = {
+    "float32": torch.float32,
+    "tf32": TF32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
+}
 # The card whose table stands in for that of another one: the same chip, or the next one of its generation
 NEAREST = {
     "P100-SXM2": "P100",
@@ -87,6 +93,7 @@ def _of(card: str) -> Achieved:
 
     products = {KEYS[dtype]: share for (kind, dtype), share in shares.items() if kind == "product"}
     attention = {
-        way: shares.get((f"attention_{way}", "float16")) or usual(f"attention_{way}", "float16") for way in ("forward", "backward")
+        way: shares.get((f"attention_{way}", "float16")) or usual(f"attention_{way}", "float16")
+        for way in ("forward", "backward")
     }
     return Achieved(products, attention, bandwidth("memory"), bandwidth("softmax"), bandwidth("layer_norm"), card)

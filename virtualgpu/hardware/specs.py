@@ -130,7 +130,21 @@ def table() -> str:
     def tera(rate: float | None) -> str:
         return f"{rate / 1e12:.4g}" if rate else "-"
 
-    head = ("like", "GiB", "capability", "SMs", "float32", "TF32", "float16", "float8", "GB/s", "peer", "host", "measured as", "name")
+    head = (
+        "like",
+        "GiB",
+        "capability",
+        "SMs",
+        "float32",
+        "TF32",
+        "float16",
+        "float8",
+        "GB/s",
+        "peer",
+        "host",
+        "measured as",
+        "name",
+    )
     rows = [head]
     for key, spec in SPECS.items():
         rates = [spec.rates.get(dtype) for dtype in (torch.float32, TF32, torch.float16, torch.float8_e4m3fn)]
@@ -158,7 +172,7 @@ def table() -> str:
     ]
     foot = (
         "Rates in TFLOPS, as the maker prints them: dense, accumulated in float32. What kernels reach of them is that of the card in the\n"
-        "column \"measured as\" (virtualgpu/hardware/data/achieved.csv has each figure and its source). GB/s of its memory, to another GPU (one way) and to the host.\n"
+        'column "measured as" (virtualgpu/hardware/data/achieved.csv has each figure and its source). GB/s of its memory, to another GPU (one way) and to the host.\n'
         f"Without bridges; with NVLink behind the name two cards have theirs ({', '.join(bridges.BRIDGES)}).\n"
         "A card of your own: a .toml file (virtualgpu.hardware.files says its keys)."
     )

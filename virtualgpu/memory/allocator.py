@@ -140,14 +140,16 @@ class CachingAllocator(GeneralAllocator):
             self.statistics.note_peaks(BLOCKS)
         return block
 
-    def free(self, block: Block | None, ends: dict[int, float] | None = None, context=None) -> None:
+    def free(self, block: Block | None, ends: dict[int, float] | None = None, context=None, pool=None) -> None:
         """Give a block back to the cache: it joins its free neighbours, and stays reserved.
 
         A block that other streams use (`record_stream`) waits for them first: `ends` says when each is done with it, as
         it was at the moment of the free; by default that is now. context: where the free was asked for
-        (`history.gather`); by default here.
+        (`history.gather`); by default here. pool: with no block, the id of a MemPool that has gone.
         """
         if block is None:
+            if pool is not None:
+                self.drop_pool(pool)
             return
         if self.special:
             return self.free_generally(block, ends, context)

@@ -73,8 +73,7 @@ def install(machine: Machine, patches: Patches) -> None:
 
         def __del__(self):
             if self._gpu is not None:
-                with memory(self._gpu) as found:
-                    found.drop_pool(self._id)
+                self._gpu.drop_pool(self._id)
 
     MemPool.__module__, MemPool.__qualname__ = "torch.cuda.memory", "MemPool"
     patches.replace_everywhere(torch.cuda.memory, "MemPool", MemPool)

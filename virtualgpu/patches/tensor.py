@@ -108,6 +108,11 @@ class TensorPatches:
     def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool) -> torch.Tensor:
         """As `move`, without gradients. Raises torch.OutOfMemoryError where there is no room."""
         machine, source = self.machine, gpu_of(tensor)
+        if _takes_itself_apart(
+            tensor
+        ):  # as an operation, its parts come by; as `to`, C++ would find it on the CPU already
+            device = CPU if target is None else target.device
+            return torch.ops.aten._to_copy.default(tensor.detach(), device=device, non_blocking=not wait)
         if source is not None:
             machine.own(source)
         if _compat.is_really_meta(tensor) and not machine.dry and (source or target) is not None:
@@ -144,7 +149,7 @@ class TensorPatches:
             where, dtype = self.device(first), first.dtype
             if where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
-            if apart and self.machine.gpu(where) is not gpu_of(tensor):
+            if apart and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
                 return original(tensor, *args, **kwargs)
             plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})
         else:
@@ -157,7 +162,7 @@ class TensorPatches:
                     return torch.empty_like(tensor.detach(), dtype=dtype, device="meta")
             if where is not None and where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
-            if apart and where is not None and self.machine.gpu(where) is not gpu_of(tensor):
+            if apart and where is not None and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
                 return original(
                     tensor, *args, **kwargs
                 )  # its parts come by; where it is already, there is nothing to do
@@ -228,7 +233,7 @@ class TensorPatches:
                     'put them on a GPU before, model.to("cuda")'
                 )
             return original(tensor)
-        if home.block is None or not tensor.numel() or hasattr(tensor, "__tensor_flatten__"):  # a DTensor has no memory of its own
+        if home.block is None or not tensor.numel() or hasattr(tensor, "__tensor_flatten__"):  # a DTensor has none
             return 0
         return home.block.address + tensor.storage_offset() * tensor.element_size()
 

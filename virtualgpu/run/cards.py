@@ -7,10 +7,11 @@ nothing but names stands in, where PyTorch is not imported already; afterwards b
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from virtualgpu.environment import Card
+from virtualgpu.run.smi_topology import Links
 
 HARDWARE = "virtualgpu.hardware"
 DEFAULT = 2  # GPUs, as virtualgpu.gpus()
@@ -52,6 +53,18 @@ def bridge(card: Card, gpus_per_node: int) -> None:
     """Raises ValueError where so many of these cards are to be joined by a bridge for two."""
     with _specs() as specs:
         specs.bridges.check([specs.find(card.like)] * gpus_per_node)
+
+
+def links(cards: Sequence[Card]) -> list[Links]:
+    """How each of them reaches the others."""
+    found = []
+    with _specs() as specs:
+        for card in cards:
+            spec = specs.find(card.like)
+            links, rate = (spec.nvlink.links, spec.nvlink.bandwidth) if spec.nvlink else (0, 0.0)
+            together = round(spec.peer.bandwidth / rate) if links else 0
+            found.append(Links(links, together, rate / 1e9, spec.peer_access))
+    return found
 
 
 def table() -> str:

@@ -93,7 +93,9 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
     from virtualgpu.hardware import specs
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
-    machine = session.activate(cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host)
+    machine = session.activate(
+        cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
+    )
     if settings.alone is not None:
         from virtualgpu.distributed import alone, place
 

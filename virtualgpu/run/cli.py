@@ -1,5 +1,6 @@
 """The command line of `python -m virtualgpu`."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,7 +11,8 @@ from virtualgpu.distributed import place
 from virtualgpu.run import cards
 
 USAGE = """\
-usage: python -m virtualgpu [options] SCRIPT [arguments]       (or a command: torchrun, accelerate launch, bash run.sh)
+usage: python -m virtualgpu [options] SCRIPT [arguments]
+       python -m virtualgpu [options] COMMAND [arguments]      such as torchrun x.py, accelerate launch x.py, bash run.sh
        python -m virtualgpu [options] -m MODULE [arguments]
        python -m virtualgpu [options] -c CODE [arguments]
 
@@ -34,7 +36,18 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --quiet        no table at the end
   --cards        list the cards there are, and end
 """
-WITH_VALUE = ("--gpus", "--like", "--memory", "--trace", "--world-size", "--rank", "--gpus-per-node", "--network", "--clock", "--host")
+WITH_VALUE = (
+    "--gpus",
+    "--like",
+    "--memory",
+    "--trace",
+    "--world-size",
+    "--rank",
+    "--gpus-per-node",
+    "--network",
+    "--clock",
+    "--host",
+)
 WITHOUT = ("--dry", "--sanitize", "--report", "--quiet", "--cards", "--help")
 
 
@@ -71,13 +84,14 @@ def main(arguments: list[str]) -> int:
         if options.cards:
             return _print(cards.table() + "\n")
         if not options.program:
-            raise ValueError("name a program to run: a script, or -m and a module (--help says more)")
+            raise ValueError("name a program to run: a script, a command, or -m and a module (--help says more)")
         settings = _settings(options)
-        from virtualgpu.run import program
+        from virtualgpu.run import misplaced, program
 
+        ours = (*WITH_VALUE, *WITHOUT[:-1])  # all but --help
+        _say(misplaced.at_start(options.program, ours))
         status = program.run(settings, list(options.program), options.trace, options.quiet)
-        if status == 2 and (late := _misplaced(options.program)):  # what argparse and click end with
-            print(f"python -m virtualgpu: {late} stands behind {options.program[0]}, which got it: options of ours come before it", file=sys.stderr)
+        _say(misplaced.at_end(options.program, status, ours))
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}", file=sys.stderr)
         return 2
@@ -88,6 +102,13 @@ def main(arguments: list[str]) -> int:
 
         return warden.end_as(status)
     return status
+
+
+def _say(sentence: str | None) -> None:
+    """One line beside the program's own; nobody may be there to read it."""
+    if sentence is not None and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"python -m virtualgpu: {sentence}", file=sys.stderr, flush=True)
 
 
 def _print(text: str) -> int:
@@ -137,12 +158,6 @@ def parse(arguments: list[str]) -> Options:
     return Options(**found, program=tuple(rest))
 
 
-def _misplaced(program: tuple[str, ...]) -> str | None:
-    """The first word behind the program that is an option of ours."""
-    words = program[1 : program.index("--") if "--" in program else None]
-    return next((word for word in words if word.partition("=")[0] in (*WITH_VALUE, *WITHOUT[:-1])), None)
-
-
 def _settings(options: Options) -> environment.Settings:
     """What the program's processes are told. Raises ValueError, in a sentence."""
     alone, per_node = _alone(options), options.gpus_per_node
@@ -155,7 +170,16 @@ def _settings(options: Options) -> environment.Settings:
     network = None if options.network is None else _checked("--network", cards.network, options.network)
     trace, report, sanitize = bool(options.trace), options.report, options.sanitize
     return environment.Settings(
-        found, options.dry, None, trace, report, sanitize, alone and tuple(alone), per_node, network, *_checked("--clock, --host", cards.clock, options.clock, options.host)
+        found,
+        options.dry,
+        None,
+        trace,
+        report,
+        sanitize,
+        alone and tuple(alone),
+        per_node,
+        network,
+        *_checked("--clock, --host", cards.clock, options.clock, options.host),
     )
 
 

@@ -71,8 +71,8 @@ def take(offered: bytes | None) -> None:
         del os.environ[name]
     os.environ.update(variables)
     machine = _machine()
-    if machine is not None and (list(machine.specs), machine.clock_settings) != (list(specs), clock):
-        session.reset()  # the runner's, in whose place the notebook has others
+    if machine is not None and (machine.ledger is None or machine.ledger.folder != folder):
+        session.reset()  # the runner's, in whose place the notebook has others, with a memory of their own: of the same cards, too
         machine = None
     if machine is None:
         machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes), clock=clock).machine
@@ -85,6 +85,18 @@ def take(offered: bytes | None) -> None:
 def choose(rank: int) -> None:
     """In a rank: its GPU is the current one. That does not count as a use of it: CUDA's variables may still be set."""
     _machine().local.current = rank
+
+
+def meet(store) -> None:
+    """In a rank: where it learns which of the others have returned."""
+    if _machine() is not None:
+        _machine().communicators.launched = store
+
+
+def returned(store, rank: int) -> None:
+    """In a rank: it has returned from its function. Those that still wait for it learn of it."""
+    if _machine() is not None:
+        _machine().communicators.returned(store, rank)
 
 
 def has_gpus() -> bool:

@@ -1,13 +1,14 @@
 """Start a program on virtual GPUs, wait for it, and tell what it did."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from virtualgpu import environment, scratch
@@ -16,6 +17,8 @@ from virtualgpu.run import smi, table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(HERE, "site")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
+MACHINE_CODE = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # Linux, Windows, macOS
 
 
 @contextlib.contextmanager
@@ -43,22 +46,35 @@ def variables(settings: environment.Settings, environ: dict[str, str]) -> dict[s
     return found
 
 
+def defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a program gets that says nothing else.
+
+    Threads that wait for others sleep: by default OpenMP's turn in circles meanwhile, for as long as a processor's whole share of time
+    where ranks, or a neighbour, want it as well (on two shared cores a small GPT took 12 to 15 times as long). Their number stays what it
+    is, so that no sum changes. Triton's kernels are interpreted, which needs NumPy (patches/triton.py): there is no driver to compile for.
+    """
+    found = {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
+    if importlib.util.find_spec("numpy") is not None:
+        found["TRITON_INTERPRET"] = "1"
+    return found
+
+
 def _first(path: str, others: str | None) -> str:
     return os.pathsep.join([path, *(part for part in (others or "").split(os.pathsep) if part and part != path)])
 
 
 def run(settings: environment.Settings, arguments: list[str], trace: str | None, quiet: bool) -> int:
-    """The program's exit status, as Popen gives it (negative: the signal that ended it). `arguments`: what Python would get.
+    """The program's exit status, as Popen gives it (negative: the signal that ended it). `arguments`: what Python would get, or a command.
 
     Raises ValueError where this Python was told to heed no environment, or no site: then virtual GPUs could not be there;
     OSError where there is no room for its folder, or no process more.
     """
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
-    command = _command(arguments)
     with folder() as path:
         settings = settings._replace(folder=path)
-        environ = {**os.environ, **variables(settings, os.environ)}
+        environ = {**defaults(os.environ), **os.environ, **variables(settings, os.environ)}
+        command = _command(arguments, environ["PATH"])
         if os.name == "posix":
             from virtualgpu.run.warden import Warden
 
@@ -74,25 +90,44 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     return status
 
 
-def _command(arguments: list[str]) -> list[str]:
-    """A script goes to this Python, and so does a command on PATH that is one (torchrun); any other command is its own program."""
+def _command(arguments: list[str], search: str) -> list[str]:
+    """What to start. A script goes to this Python, and so does a command that is one (torchrun); any other command runs by itself.
+    search: the PATH on which it is found, the program's own.
+
+    Raises ValueError for a word that is neither a file nor a command.
+    """
     name, *rest = arguments
-    path = None if name.startswith("-") else name if os.path.exists(name) else shutil.which(name)
-    if path is None or os.path.isdir(path) or _is_python(path):
+    path = None if name.startswith("-") else _find(name, search)
+    if path is None or _is_python(path):
         return [sys.executable, *interpreter_flags(sys.orig_argv), path or name, *rest]
     return [path, *rest]
 
 
+def _find(name: str, search: str) -> str:
+    """A file or a folder with a program in it, as Python takes them; otherwise a command, of this Python's environment or on PATH."""
+    if os.path.exists(name) and (not os.path.isdir(name) or os.path.exists(os.path.join(name, "__main__.py"))):
+        return name
+    if os.path.basename(name) != name or name.endswith(".py"):
+        return name  # a path: Python says that there is nothing
+    beside = os.path.dirname(os.path.abspath(sys.executable))
+    found = shutil.which(name, path=beside) or shutil.which(name, path=search)
+    if found is None and not os.path.exists(name):
+        raise ValueError(f"{name!r} is neither a file here nor a command on PATH")
+    return found or name
+
+
 def _is_python(path: str) -> bool:
-    """Source code, rather than something that runs by itself."""
-    if not os.access(path, os.X_OK):
+    """Source code, or something else that Python takes, rather than a program that runs by itself."""
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):
         return True
     try:
         with open(path, "rb") as file:
             first = file.readline(256)
-    except OSError:  # a pipe, or not ours to read: Python says it
+    except OSError:  # not ours to read: Python says it
         return True
-    return b"python" in first if first.startswith(b"#!") else not first.startswith(b"\x7fELF")
+    if first.startswith(b"#!"):
+        return any(os.path.basename(word).startswith(b"python") for word in first[2:].split())
+    return not first.startswith(MACHINE_CODE)
 
 
 def interpreter_flags(command: list[str]) -> list[str]:

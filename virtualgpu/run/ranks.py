@@ -19,28 +19,20 @@ import math
 import multiprocessing
 import numbers
 import os
-import re
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from virtualgpu import scratch
-from virtualgpu.run import inherit, output, watch
+from virtualgpu.run import inherit, output, places, watch
 from virtualgpu.run.family import keep_family, kill_family
 from virtualgpu.run.watch import WorkerError
 
 __all__ = ["WorkerError", "launch"]
 
-LONG = 70  # bytes of a folder's path: multiprocessing adds 32
 _starting = threading.Lock()
 
 
@@ -51,20 +43,20 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
     Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on the
     CPU one thread. Where virtual GPUs are on here, they are on there (`inherit`); dry: ranks work on shapes alone.
     Raises WorkerError when a rank raises, exits, is killed, or has not ended `timeout` seconds after all had begun; it names the rank
-    that was first, and no process is left, nor one that a rank started. Raises ValueError for an impossible nprocs or
-    timeout, ImportError where cloudpickle is missing.
+    that was first, and no process is left, nor one that a rank started. Raises ValueError for an impossible nprocs,
+    timeout or GLOO_SOCKET_IFNAME, OSError where too few files may be open, ImportError where cloudpickle is missing.
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs={nprocs!r}: ask for one process or more")
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 < timeout < math.inf:
         raise ValueError(f"timeout={timeout!r}: say after how many seconds to give up, such as 60")
-    import torch.distributed as dist
 
     cloudpickle = _cloudpickle()
     offered = inherit.offer(dry)
-    payload = cloudpickle.dumps((offered, cloudpickle.dumps((fn, args, kwargs))))
-    store = _store(dist, nprocs)
-    with _folder() as folder:
+    payload = cloudpickle.dumps((offered, places.interface(), cloudpickle.dumps((fn, args, kwargs))))
+    places.require_files(nprocs)
+    store = places.store(nprocs)
+    with places.folder() as folder:
         ranks = [Rank(i, Path(folder)) for i in range(nprocs)]
         try:
             for rank in ranks:
@@ -77,26 +69,6 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
                 output.show(f"[rank {rank.index}] {line}" for line in rank.lines())
     inherit.bring_back([rank.left for rank in ranks])
     return [cloudpickle.loads(rank.result) for rank in ranks]
-
-
-def _store(dist, nprocs: int):
-    """On a port that is free, and for this machine alone: left to itself, it would listen on every network."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    kept = listener.detach()  # the store closes it
-    return dist.TCPStore(
-        "127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept
-    )
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """For what passes between the ranks and here; the next launch removes what a killed one left."""
-    path = scratch.folder()
-    try:
-        yield path
-    finally:
-        scratch.remove(path)
 
 
 def _cloudpickle():
@@ -129,7 +101,7 @@ class Rank:
         context = multiprocessing.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(["virtualgpu.run.warm"])
-            _short_paths()
+            places.for_sockets()
         self.pipe, theirs = context.Pipe()
         printed, their_stdout = context.Pipe(duplex=False)
         self.printed = output.Printed(printed)
@@ -176,16 +148,6 @@ class Rank:
             self.read()
         self.pipe.close()
         self.printed.pipe.close()
-
-
-def _short_paths() -> None:
-    """multiprocessing puts its sockets below TMPDIR, and a socket's path ends after some 100 bytes (unix(7)); a Korean letter is three
-    of them. Where TMPDIR is long, this process's are in /tmp, as later Pythons do by themselves.
-    """
-    config = multiprocessing.current_process()._config
-    if "tempdir" not in config and len(os.fsencode(tempfile.gettempdir())) > LONG and os.access("/tmp", os.W_OK):
-        config["tempdir"] = folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
-        util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
 
 
 @contextlib.contextmanager
@@ -238,17 +200,18 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     ours |= {"MASTER_ADDR": address, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ours.items()})
-    loopback = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    offered, function = cloudpickle.loads(payload)
+    offered, interface, function = cloudpickle.loads(payload)
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     inherit.take(offered)
     store = dist.TCPStore(address, port, world_size, is_master=False)
     dist.init_process_group(_backend(rank, world_size), store=store, rank=rank, world_size=world_size)
+    inherit.meet(store)
     fn, args, kwargs = cloudpickle.loads(function)
     pipe.send(("state", "running"))
     result = cloudpickle.dumps(fn(*args, **kwargs))
     pipe.send(("state", "returned"))
+    inherit.returned(store, rank)
     if dist.is_initialized():
         dist.barrier()
         pipe.send(("left", inherit.leave(offered)))

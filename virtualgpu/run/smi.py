@@ -1,8 +1,9 @@
 """The program's `nvidia-smi`: what people and tools ask of the real one, answered for the virtual GPUs.
 
-Known: the plain table, -L, --query-gpu and --query-compute-apps with --format=csv[,noheader][,nounits], -i, -l, -lms, -f,
---version. What a virtual GPU does not have is [N/A], a field that nvidia-smi does not have is refused in its words, and what
-else nvidia-smi can do is refused in a sentence. It runs without `site`, and imports neither PyTorch nor the package's session.
+Known: the plain table, -L, --query-gpu and --query-compute-apps with --format=csv[,noheader][,nounits], --help-query-gpu, -i, -l,
+-lms, -f, --version, topo -m, topo -p2p r, nvlink -s. What a virtual GPU does not have is [N/A], a field or an option that nvidia-smi
+does not have is refused in its words, and what else nvidia-smi can do is refused in a sentence. It runs without `site`, and imports
+neither PyTorch nor the package's session.
 
 Utilization is the share of simulated time in which kernels ran since the same process last asked.
 """
@@ -23,11 +24,13 @@ if __name__ == "__main__":  # a script: the package without its __init__
 from virtualgpu import environment
 from virtualgpu.memory.ledger import Board, share
 from virtualgpu.patches import nvml
-from virtualgpu.run import smi_fields
-from virtualgpu.run.smi_fields import MIB, NONE
+from virtualgpu.run import cards, smi_fields, smi_topology
+from virtualgpu.run.smi_fields import APPS, FIELDS, MIB, NONE
+from virtualgpu.run.smi_unmodelled import NOT_MODELLED
 
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
 INVALID = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"
+LOOP = 5.0  # seconds: -l without a number
 
 
 class Refused(Exception):
@@ -65,6 +68,12 @@ class Options:
         self.what, self.fields, self.format = "table", [], None
         self.ids: list[str] | None = None
         self.loop = self.file = None
+        if arguments[:1] in (["topo"], ["nvlink"]):
+            try:
+                self.what = smi_topology.read(arguments[0], arguments[1:])
+            except ValueError as error:
+                raise Refused(f"{error}\n", 2) from None
+            return
         rest = list(arguments)
 
         def value() -> str:
@@ -88,14 +97,18 @@ class Options:
                 self.format = [word.strip() for word in value().split(",")]
             elif name in ("-i", "--id"):
                 self.ids = [word.strip() for word in value().split(",")]
+            elif name in ("-l", "--loop") and not given and (not rest or rest[0].startswith("-")):
+                self.loop = LOOP
             elif name in ("-l", "--loop", "-lms", "--loop-ms"):
                 self.loop = self._number(value()) / (1000 if name in ("-lms", "--loop-ms") else 1)
             elif name in ("-f", "--filename"):
                 self.file = value()
+            elif name in ("--help-query-gpu", "--help-query-compute-apps"):
+                self.what, self.fields = "fields", list(FIELDS if name == "--help-query-gpu" else APPS)
+            elif name in NOT_MODELLED:
+                raise Refused(f"nvidia-smi {name} is not modelled by virtual GPUs: {NOT_MODELLED[name]}.\n", 2)
             else:
-                raise Refused(
-                    f"nvidia-smi {name} is not modelled by virtual GPUs: -L, --query-gpu and the plain table are.\n", 2
-                )
+                raise Refused(f"ERROR: Option {name} is not recognized. Please run 'nvidia-smi -h' for help.\n", 2)
 
     @staticmethod
     def _number(text: str) -> float:
@@ -113,7 +126,7 @@ def main(arguments: list[str]) -> int:
             raise Refused("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9)
         with open(options.file, "w", encoding="utf-8") if options.file else contextlib.nullcontext(sys.stdout) as out:
             while True:
-                out.write(answer(options, Board(settings)))
+                out.write(answer(options, Board(settings), settings.gpus_per_node))
                 out.flush()
                 if options.loop is None:
                     return 0
@@ -129,7 +142,7 @@ def main(arguments: list[str]) -> int:
         return 1
 
 
-def answer(options: Options, board: Board) -> str:
+def answer(options: Options, board: Board, gpus_per_node: int | None = None) -> str:
     """The text. Raises Refused."""
     if options.what == "help":
         return __doc__.split("\n\n")[1] + "\n"
@@ -137,9 +150,15 @@ def answer(options: Options, board: Board) -> str:
         return (
             f"NVIDIA-SMI version  : {DRIVER} (virtual)\nDRIVER version      : {DRIVER}\nCUDA Version        : {CUDA}\n"
         )
+    if options.what == "fields":
+        return "".join(f"{name}\n" for name in options.fields)
     chosen = _chosen(options.ids, len(board.cards))
+    titles = [f"GPU {i}: {board.cards[i].name} (UUID: {environment.uuid(i)})" for i in chosen]
     if options.what == "list":
-        return "".join(f"GPU {i}: {board.cards[i].name} (UUID: {environment.uuid(i)})\n" for i in chosen)
+        return "".join(f"{title}\n" for title in titles)
+    if options.what.startswith(("topo", "nvlink")):
+        nodes = [i // (gpus_per_node or len(board.cards)) for i in chosen]
+        return smi_topology.answer(options.what, cards.links(board.cards), nodes, titles)
     before = _asked(board, options.fields)
     gpus = [GPU(board, index, before[index]) for index in chosen]
     if options.what == "table":

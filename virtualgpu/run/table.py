@@ -27,13 +27,16 @@ def lines(entries: list[Entry], settings: Settings) -> list[str]:
 
 def _collectives(entries: list[Entry]) -> list[str]:
     """What each rank's collectives came to, where there were any."""
-    rows = [("rank", "collectives", "bytes", "seconds", "hidden by kernels", "waited for the last")]
-    for number, entry in by_rank(entries):
-        what = entry.communication
-        if what.count:
+    rows = [("launch", "rank", "collectives", "bytes", "seconds", "hidden by kernels", "waited for the last")]
+    numbers = {id(entry): number for number, entry in enumerate(entries)}
+    launches = _launches([entry for entry in entries if entry.communication.count])
+    for launch, ranks in enumerate(launches):
+        for _, entry in by_rank(ranks):
+            what = entry.communication
             rows.append(
                 (
-                    str(entry.rank if entry.rank >= 0 else number),
+                    str(launch),
+                    str(entry.rank if entry.rank >= 0 else numbers[id(entry)]),
                     str(what.count),
                     size(what.nbytes),
                     f"{what.seconds:.3g} s",
@@ -41,7 +44,20 @@ def _collectives(entries: list[Entry]) -> list[str]:
                     f"{what.waited:.3g} s",
                 )
             )
+    if len(launches) < 2:
+        rows = [row[1:] for row in rows]
     return _columns(rows) if len(rows) > 1 else []
+
+
+def _launches(entries: list[Entry]) -> list[list[Entry]]:
+    """Processes that were there together: ranks of one launch meet, and the next one begins when they have ended."""
+    together: list[list[Entry]] = []
+    for entry in sorted(entries, key=lambda entry: (entry.born, entry.pid)):
+        if together and entry.born < max(other.last for other in together[-1]):
+            together[-1].append(entry)
+        else:
+            together.append([entry])
+    return together
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

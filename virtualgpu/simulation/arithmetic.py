@@ -68,7 +68,9 @@ def _convolution_backward(kernels: Kernels, args, tensors, flops, moved, key) ->
     total = 0.0
     size = gradient.itemsize
     if mask[0]:
-        reach = prod(weight.shape[2:]) / (1 if transposed else prod(stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]))
+        reach = prod(weight.shape[2:]) / (
+            1 if transposed else prod(stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2])
+        )
         channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
         bytes_moved = size * (gradient.numel() + image.numel() + weight.numel())
         total += _one_convolution(
@@ -96,7 +98,11 @@ def _one_convolution(kernels, which, made, read, weight, length, stride, groups,
     if tensor_cores:
         length = -(-length // CHANNELS) * CHANNELS
     taken = kernels.multiplying(groups, positions, made.shape[1] // groups, length, key, moved)
-    return spec.kernel + taken * _method(spec, which, weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, made, read)
+    return (
+        spec.kernel
+        + taken * _method(spec, which, weight, stride, key, tensor_cores)
+        + _converting(kernels, tensor_cores, made, read)
+    )
 
 
 def _depthwise(spec, weight, result, moved) -> float:
@@ -114,7 +120,11 @@ def _gradient_of_weight(kernels, image, gradient, weight, stride, groups, key, m
     positions = gradient.shape[0] * prod(gradient.shape[2:])
     rows = weight.shape[1] * prod(weight.shape[2:])
     taken = kernels.multiplying(groups, rows, weight.shape[0] // groups, positions, key, moved)
-    return spec.kernel + taken * _method(spec, "weight", weight, stride, key, tensor_cores) + _converting(kernels, tensor_cores, image, gradient)
+    return (
+        spec.kernel
+        + taken * _method(spec, "weight", weight, stride, key, tensor_cores)
+        + _converting(kernels, tensor_cores, image, gradient)
+    )
 
 
 def _method(spec, which: str, weight, stride, key, tensor_cores: bool) -> float:
@@ -139,7 +149,11 @@ def _converting(kernels: Kernels, tensor_cores: bool, *images) -> float:
     (sm80_xmma_..._tf32f32_..._nchw)."""
     if not tensor_cores:
         return 0.0
-    first = [image for image in images if image.dim() > 3 and image.itemsize == 2 and image.stride(1) != 1 and image.shape[1] > 1]
+    first = [
+        image
+        for image in images
+        if image.dim() > 3 and image.itemsize == 2 and image.stride(1) != 1 and image.shape[1] > 1
+    ]
     return sum(kernels.spec.kernel + 2 * image.nbytes / kernels.bandwidth["memory"] for image in first)
 
 
@@ -147,7 +161,9 @@ def _attention(which: str, efficient: bool = False) -> Callable:
     def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
         keys = args[1].shape[2]
         spec = kernels.spec
-        if efficient and key == torch.float32 and TF32 in spec.rates:  # its kernels for Ampere multiply single precision so in any case
+        if (
+            efficient and key == torch.float32 and TF32 in spec.rates
+        ):  # its kernels for Ampere multiply single precision so in any case
             key, reached = TF32, EFFICIENT_TF32[which] * kernels.achieved.product(TF32)
         elif efficient:
             reached = EFFICIENT[which] * kernels.achieved.product(key)
@@ -155,7 +171,9 @@ def _attention(which: str, efficient: bool = False) -> Callable:
             reached = kernels.achieved.attention[which]
         reached *= keys / (keys + SHORT)
         peak = spec.rates.get(key, spec.rates[torch.float32])
-        return spec.kernel * (1 if which == "forward" else 3) + max(flops / (peak * reached), moved / kernels.bandwidth["memory"])
+        return spec.kernel * (1 if which == "forward" else 3) + max(
+            flops / (peak * reached), moved / kernels.bandwidth["memory"]
+        )
 
     return rule
 

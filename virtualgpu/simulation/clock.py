@@ -24,7 +24,9 @@ from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
-LAUNCH = 4e-6  # of what is no kernel: a copy, an event, a question to the driver; and of each further kernel of one operation
+LAUNCH = (
+    HOSTS["launch"].forward
+)  # of what is no kernel: a copy, an event, a question to the driver; and of each further kernel of one operation
 POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
 NODES = 100_000  # forward operations whose stream is remembered for the backward pass
 

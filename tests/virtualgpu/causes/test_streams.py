@@ -18,6 +18,14 @@ MIB = 1 << 20
 
 
 @pytest.fixture
+def gpus(monkeypatch):
+    """A host that only launches: what is looked at is who waits for whom."""
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    with virtualgpu.gpus(2, host="launch"):
+        yield virtualgpu.machine()
+
+
+@pytest.fixture
 def dry(gpus):
     with virtualgpu.dry_run():
         yield gpus

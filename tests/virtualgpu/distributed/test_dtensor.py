@@ -42,6 +42,28 @@ def test_checkpoints_of_shards(on_gpus, tmp_path):
     assert on_gpus(checkpoint, str(tmp_path)) == [(list(range(8)), "cuda:0"), (list(range(8)), "cuda:1")]
 
 
+def copied_to_the_cpu():
+    import torch.distributed as dist
+    from torch.distributed import _state_dict_utils as staging
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    here = torch.device("cuda", dist.get_rank())
+    mesh = dist.init_device_mesh("cuda", (2,))
+    held = distribute_tensor(torch.arange(4.0, device=here), mesh, [Shard(0)]).requires_grad_()
+    copies = [held.cpu(), held.to("cpu"), held.to("cpu", torch.float16), held.to(torch.zeros(1))]
+    places = {str(copy.device) for copy in copies} | {str(copy.to_local().device) for copy in copies}
+    places |= {str(value.to_local().device) for value in staging._create_cpu_state_dict({"w": held.detach()}).values()}
+    held.cpu().to_local().mul(2).sum().backward()
+    gradient = held.grad.to_local()
+    same = held.device == held.to_local().device == gradient.device == here
+    return places, same, gradient.tolist(), copies[2].to_local().dtype
+
+
+def test_a_copy_on_the_cpu_leaves_the_shards_where_they_are(on_gpus):
+    """`.to("cpu")` was the DTensor itself, and a checkpoint's buffers took the place of an optimizer's state."""
+    assert on_gpus(copied_to_the_cpu) == [({"cpu"}, True, [2.0, 2.0], torch.float16)] * 2
+
+
 def batch_norm_and_gloo():
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

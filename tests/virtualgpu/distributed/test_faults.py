@@ -100,8 +100,9 @@ def mismatched():
 
 def test_ranks_that_call_different_collectives(on_gpus):
     zero, one = on_gpus(mismatched)
-    assert "rank 0 came to broadcast where rank 1 came to all_reduce" in zero[0]
-    assert "rank 1 came to all_reduce where rank 0 came to broadcast" in one[0]
+    broadcast, reduce = "broadcast of 4 float32 from rank 0", "all_reduce of 4 float32 (sum)"
+    assert f"rank 0 came to {broadcast} where rank 1 came to {reduce}, in group" in zero[0]
+    assert f"rank 1 came to {reduce} where rank 0 came to {broadcast}, in group" in one[0]
 
 
 def messages_in_the_wrong_order():

@@ -1,5 +1,7 @@
 """Messages whose sender has gone, or whose group is destroyed, before the receiver looks."""
 
+import gc
+import os
 import tempfile
 import time
 from datetime import timedelta
@@ -83,3 +85,17 @@ def test_a_destroyed_group_keeps_what_was_sent(on_gpus, tmp_path, dry):
     assert device == 1 and (dry or values == [1.0] * 4)
     assert not list(tmp_path.iterdir())
     assert not ranks()
+
+
+def test_a_page_leaves_no_open_file(tmp_path, recwarn):
+    """Neither a number of the system's, nor a warning of Python's, nor a name where not all ranks come."""
+    before = len(os.listdir("/proc/self/fd"))
+    mine = Page.meet(Store(), 0, 2, str(tmp_path))
+    assert list(tmp_path.iterdir())
+    mine.unname()
+    assert not list(tmp_path.iterdir())
+    del mine
+    pages(2, tmp_path)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [warning for warning in recwarn if warning.category is ResourceWarning]

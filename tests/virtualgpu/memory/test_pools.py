@@ -94,6 +94,27 @@ def test_a_pool_on_another_gpu_and_one_inside_another():
     del one, two, there
 
 
+def test_a_pool_may_go_in_the_middle_of_malloc():
+    """As Python's collector has it: its destructor changes nothing while the allocator works."""
+    pools = [torch.cuda.MemPool()]
+    with torch.cuda.use_mem_pool(pools[0]):
+        block(30)
+    allocator, seen = virtualgpu.machine().gpus[0].memory, []
+
+    def listener(*event):
+        if pools:
+            before = allocator.reserved
+            pools.clear()
+            seen.append((before, allocator.reserved))
+
+    allocator.watch(listener)
+    outside = block(40)
+    allocator.watch(listener, on=False)
+    assert len({*seen[0]}) == 1, "the pool's segment was given back inside malloc"
+    assert reserved() == 40
+    del outside
+
+
 def test_no_split():
     pool = torch.cuda.MemPool(no_split=True)
     with torch.cuda.use_mem_pool(pool):

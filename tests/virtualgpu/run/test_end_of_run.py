@@ -7,7 +7,7 @@ import torch
 
 from tests.virtualgpu.run.test_environment import H100, T4
 from virtualgpu.environment import Settings
-from virtualgpu.memory.ledger import Entry, Usage
+from virtualgpu.memory.ledger import Communication, Entry, Usage
 from virtualgpu.run import report, table, traces
 from virtualgpu.run.report import LiveBlock, Peak
 
@@ -46,6 +46,17 @@ def test_processes_in_turn_and_together():
     assert table.merge([first, full])[0].now == 3.0
     lines = table.lines([entry(1, *first[:2], first[2]), entry(2, *beside[:2], beside[2])], Settings((T4,)))
     assert lines[0].endswith("2 processes") and "upper bound" in lines[-1]
+
+
+def test_ranks_of_several_launches():
+    def ranks(*born):
+        used, what = usage(10, 20, 1.0, 2.0), Communication(1, 8, 0.5)
+        return [entry(at, at, at + 9, used)._replace(rank=at % 2, communication=what) for at in born]
+
+    lines = table.lines(ranks(1, 2), Settings((T4,)))
+    assert [line.split()[0] for line in lines[-4:-1]] == ["Where", "rank", "0"]
+    lines = table.lines(ranks(1, 2, 21, 22), Settings((T4,)))
+    assert [line.split()[:2] for line in lines[-5:]] == [["launch", "rank"], *([a, b] for a in "01" for b in "01")]
 
 
 def test_traces_merge_into_one(tmp_path):

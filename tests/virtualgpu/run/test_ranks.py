@@ -86,3 +86,29 @@ def test_ranks_of_a_notebook_that_has_other_gpus_than_the_runners_have_those(run
     (tmp_path / "program.py").write_text(OTHERS)
     done = run("--gpus", 2, "--quiet", tmp_path / "program.py", environ={"OMP_NUM_THREADS": "1"})
     assert done.stdout.splitlines()[-1:] == [str([([3.0, 3.0], 3)] * 3)], done.stderr
+
+
+ALIKE = """
+import torch, virtualgpu
+from virtualgpu.run.ranks import launch
+
+
+def free():
+    return torch.cuda.mem_get_info(0)[0] >> 20
+
+
+if __name__ == "__main__":
+    held = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")  # as another notebook under the same runner may
+    print(launch(free, nprocs=1)[0] < 2 << 10)
+    with virtualgpu.dry_run(2, memory="3 GiB"):
+        print(launch(free, nprocs=1)[0] > 2 << 10)
+"""
+
+
+def test_ranks_of_a_dry_run_have_its_gpus_and_not_the_runners_of_the_same_cards(run, tmp_path):
+    """Beside GPUs that pass for real ones a dry run has its own: what other processes hold of the runner's is not in the way."""
+    (tmp_path / "program.py").write_text(ALIKE)
+    environ = {"OMP_NUM_THREADS": "1", "HELPERS_GPUS": "real"}
+    options = ("--gpus", 2, "--memory", "3 GiB", "--quiet")
+    done = run(*options, tmp_path / "program.py", environ=environ)
+    assert done.stdout.split() == ["True", "True"], done.stderr

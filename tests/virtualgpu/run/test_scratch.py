@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from tests.judges.report import ROOT
-from tests.processes import wait_until
+from tests.processes import family, wait_until
 from virtualgpu import scratch
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no such locks")
@@ -108,3 +108,39 @@ def test_a_killed_runner(temporary, clean_environ):
     mine = scratch.folder()
     assert list(map(str, temporary.glob("virtualgpu-*"))) == [mine]
     scratch.remove(mine)
+
+
+NOTEBOOK = """
+import sys, time, torch, torch.distributed as dist
+from virtualgpu.run.ranks import launch
+
+def worker(wait):
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+    for batch in loader:
+        if wait and dist.get_rank() == 0:
+            open(wait, "w").close()
+        time.sleep(600 if wait else 0)
+
+launch(worker, sys.argv[1])
+"""
+
+
+def test_a_killed_notebook(temporary, tmp_path_factory, clean_environ):
+    """Its sockets, its ranks', their loaders', and what passes between them."""
+    begun = tmp_path_factory.mktemp("notebook") / "begun"
+    mark = str(begun)
+    environ = {**clean_environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "NOTEBOOK": mark}
+    environ["TORCHINDUCTOR_CACHE_DIR"] = str(begun.parent)  # PyTorch's own, which is kept
+    command = [sys.executable, "-c", NOTEBOOK]
+    killed = subprocess.Popen([*command, str(begun)], env=environ)
+    try:
+        wait_until(begun.exists, 100)
+    finally:
+        killed.kill()
+        killed.wait()
+    wait_until(lambda: not family("NOTEBOOK", mark))
+    left = list(temporary.iterdir())
+    assert left and all(path.name.startswith(scratch.PREFIX) for path in left)
+    make_old(*left)
+    subprocess.run([*command, ""], env=environ, check=True)
+    assert list(temporary.iterdir()) == []

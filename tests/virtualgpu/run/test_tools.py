@@ -75,7 +75,31 @@ def test_smi_table(ledger):
         ("--query-gpu=name,speed --format=csv", 2, 'Field "speed" is not a valid field to query.\n\n'),
         ("--query-gpu=name", 1, '"--format=" argument missing'),
         ("-i 2 -L", 6, "No devices were found"),
-        ("topo -m", 2, "nvidia-smi topo is not modelled by virtual GPUs"),
+        (
+            "topo -c 0",
+            2,
+            "nvidia-smi topo -c 0 is not modelled by virtual GPUs: topo -m and topo -p2p with r, w or n are.\n",
+        ),
+        ("nvlink -e", 2, "nvidia-smi nvlink -e is not modelled by virtual GPUs: nvlink -s is.\n"),
+        (
+            "dmon -c 1",
+            2,
+            "nvidia-smi dmon is not modelled by virtual GPUs: --query-gpu=index,utilization.gpu,memory.used ",
+        ),
+        ("pmon", 2, "nvidia-smi pmon is not modelled by virtual GPUs: "),
+        (
+            "-q -d MEMORY",
+            2,
+            "nvidia-smi -q is not modelled by virtual GPUs: --query-gpu with the fields that are wanted",
+        ),
+        ("-i 0 -q", 2, "nvidia-smi -q is not modelled by virtual GPUs: "),
+        (
+            "-pm 1",
+            2,
+            "nvidia-smi -pm is not modelled by virtual GPUs: there is no driver whose settings it could change.\n",
+        ),
+        ("--nonsense", 2, "ERROR: Option --nonsense is not recognized. Please run 'nvidia-smi -h' for help.\n"),
+        ("pony", 2, "ERROR: Option pony is not recognized. Please run 'nvidia-smi -h' for help.\n"),
         ("-l never", 1, "Invalid combination of input arguments"),
     ],
 )
@@ -101,6 +125,19 @@ def test_smi_refuses(ledger, arguments, status, words):
 def test_smi_where_nobody_reads(ledger, command, out, error):
     found = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (found.stdout, found.stderr) == (out, error)
+
+
+def test_smi_loops_without_a_number(ledger):
+    found = subprocess.run("nvidia-smi -l | head -1 | wc -l", shell=True, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("1\n", "")
+
+
+def test_smi_lists_its_fields(ledger):
+    fields = smi("--help-query-gpu").splitlines()
+    assert (
+        "memory.used" in fields and smi(f"--query-gpu={','.join(fields)} --format=csv,noheader -i 0").count("\n") == 1
+    )
+    assert "used_gpu_memory" in smi("--help-query-compute-apps").splitlines()
 
 
 def test_smi_by_id(ledger):

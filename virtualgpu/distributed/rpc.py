@@ -1,0 +1,234 @@
+"""torch.distributed.rpc with virtual GPUs on: what a thread of TensorPipe computes, and tensors that a device map sends to another GPU.
+
+TensorPipe's threads are C++'s, and so are those in which distributed autograd works: each of its pool meets the virtual GPUs once, when
+RPC begins. C++ takes a virtual GPU's tensors for the CPU's, so that it has no device maps to follow: a tensor of a GPU travels as its copy
+on the CPU, with a word about the GPU that it goes to, and its gradient comes back the same way.
+"""
+
+import functools
+import threading
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.distributed._compat import rpc_internal
+from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.machine import Machine
+from virtualgpu.patches.imports import when_imported
+from virtualgpu.patches.registry import Patches
+
+SECONDS = 30  # for all threads of a pool to come
+NO_MAP = (
+    "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending them over RPC, or call "
+    "`set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device mapping. {} device mapping is not available for "
+    "{}, but found tensor on device: {}"
+)
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Stand-ins in torch.distributed.rpc, where PyTorch has it."""
+    if torch.distributed.rpc.is_available():
+        when_imported("torch.distributed.rpc.api", lambda api: Rpc(machine, api).install(patches), patches)
+
+
+class Rpc:
+    """What one process knows of its agent: its name, the device maps of its own and who has one to it."""
+
+    def __init__(self, machine: Machine, api):
+        self.machine, self.api, self.rpc, self.internal = machine, api, torch.distributed.rpc, rpc_internal()
+        self.name, self.maps, self.reverse, self.threads = "", {}, {}, 0
+        self.now = 0.0  # the host's time at the end of the latest call from outside
+        self.to = threading.local()  # .name: the worker to whom this thread is about to send
+
+    def install(self, patches: Patches) -> None:
+        """Replace what sends, what receives, and what begins it all."""
+        api, internal = self.api, self.internal
+        patches.replace(internal, "_run_function", self.run_function(internal._run_function))
+        table = internal._internal_rpc_pickler._dispatch_table
+        reducer = table[torch.Tensor]
+        table[torch.Tensor] = functools.partial(self.reduce, reducer)
+        patches.undo(lambda: table.update({torch.Tensor: reducer}))
+        agent = self.rpc.TensorPipeAgent
+        patches.replace(agent, "_get_device_map", lambda agent, worker: self.maps.get(worker.name, {}))
+        patches.replace(self.rpc, "TensorPipeAgent", self.agent(agent))
+        patches.replace(self.rpc.PyRRef, "to_here", self.to_here(self.rpc.PyRRef.to_here))
+        patches.replace(api, "_init_rpc_states", self.begin(api._init_rpc_states))
+        patches.replace(api, "_invoke_rpc", self.send(api._invoke_rpc))
+        patches.replace_everywhere(api, "remote", self.send(api.remote))
+        _receivers["now"] = self
+
+    # -- the agent and its threads
+
+    def agent(self, original):
+        """What makes the agent; device maps are ours to follow."""
+
+        @functools.wraps(original, updated=())
+        def make(store, name, rank, world_size, options, reverse_device_maps, devices):
+            self.name, self.threads = name, options.num_worker_threads
+            self.maps, self.reverse = dict(options.device_maps), dict(reverse_device_maps)
+            if not self.maps and not devices:
+                return original(store, name, rank, world_size, options, reverse_device_maps, devices)
+            if not world_size:
+                raise NotImplementedError(
+                    "device maps in a group of RPC that workers may join and leave are not modelled on virtual GPUs: "
+                    "give rpc.init_rpc a world_size"
+                )
+            plain = type(options)(
+                num_worker_threads=options.num_worker_threads,
+                rpc_timeout=options.rpc_timeout,
+                init_method=options.init_method,
+            )
+            return original(store, name, rank, world_size, plain, {}, [])
+
+        return make
+
+    def begin(self, original):
+        """Once the agent is there, every thread of its pool meets the virtual GPUs: each waits in a call until all are in one."""
+
+        @functools.wraps(original)
+        def init_rpc_states(agent):
+            original(agent)
+            if self.machine.closed or not self.threads:
+                return
+            _meeting["now"] = threading.Barrier(self.threads)
+            calls = [self.api.rpc_async(self.name, _meet) for _ in range(self.threads)]
+            for call in calls:
+                call.wait()
+
+        return init_rpc_states
+
+    def enter(self) -> None:
+        """The thread of C++ that is here sees the virtual GPUs; Python forgets it between two calls, C++ does not."""
+        if not self.machine.closed and not _compat.has_mode(
+            lambda mode: getattr(mode, "machine", None) is self.machine
+        ):
+            self.machine.enter()
+
+    def run_function(self, original):
+        """What C++ calls for a call from outside."""
+
+        @functools.wraps(original)
+        def run(python_udf):
+            if self.machine.closed:
+                return original(python_udf)
+            self.enter()
+            self.machine.clock.inherit(self.now)
+            try:
+                return original(python_udf)
+            finally:
+                self.now = max(self.now, self.machine.clock.host)
+
+        return run
+
+    # -- what travels
+
+    def send(self, original):
+        """api.remote, and what rpc_sync and rpc_async call: PyTorch's own operations are sent as Python is, which knows of GPUs."""
+
+        @functools.wraps(original)
+        def invoke(to, func, *args, **kwargs):
+            if self.machine.closed or not callable(func):
+                return original(to, func, *args, **kwargs)
+            if isinstance(func, torch.jit.ScriptFunction):
+                _refuse_scripted(func, [*args, *kwargs.values()])
+            elif _compat.builtin_name(func) is not None:
+                func = Builtin(func)
+            before = getattr(self.to, "name", None)
+            self.to.name = self.api._to_worker_info(to).name
+            try:
+                return original(to, func, *args, **kwargs)
+            finally:
+                self.to.name = before
+
+        return invoke
+
+    def reduce(self, original, tensor):
+        """How a tensor is pickled: a GPU's as its copy, and where it goes. Raises RuntimeError where no device map says so."""
+        if self.machine.closed:
+            return original(tensor)
+        here, to = tensor.device, getattr(self.to, "name", None)
+        if to is not None:
+            where = None, self.maps.get(to, {}).get(here, None if here.type == "cuda" else here)
+            if where[1] is None:
+                raise RuntimeError(NO_MAP.format("Request", f"destination {to}", here))
+        elif here.type == "cuda":  # an answer: who has asked knows the map, and this worker that there is one
+            where = self.name, here
+            if not any(here in of for of in self.reverse.values()):
+                raise RuntimeError(NO_MAP.format("Response", "the caller", here))
+        else:
+            where = None, here
+        if here.type != "cuda" and where[1] == here:
+            return original(tensor)
+        return (_receive, (*original(tensor.cpu()), *where))
+
+    def to_here(self, original):
+        """RRef.to_here: C++ fetches a tensor without its label, so its owner is asked where it is."""
+
+        @functools.wraps(original)
+        def fetch(rref, *args, **kwargs):
+            value = original(rref, *args, **kwargs)
+            if (
+                self.machine.closed
+                or not isinstance(value, torch.Tensor)
+                or rref.is_owner()
+                or gpu_of(value) is not None
+            ):
+                return value
+            device = self.api.rpc_sync(rref.owner(), _where, args=(rref,))
+            return value if device.type == "cpu" else self.received(value, rref.owner_name(), device)
+
+        return fetch
+
+    def received(self, tensor, sender, device):
+        """A tensor that has come as a copy, on its GPU. sender: who answers, with a tensor on a GPU of its own; None: who asks."""
+        self.enter()
+        if sender is not None:
+            ours = {theirs: ours for ours, theirs in self.maps.get(sender, {}).items()}
+            if device not in ours:
+                raise RuntimeError(NO_MAP.format("Response", sender, device))
+            device = ours[device]
+        gpu = self.machine.gpu(device)
+        if gpu is not None:  # not a copy: distributed autograd is still to set where this very tensor has come from
+            self.machine.place(tensor, gpu)
+            self.machine.charge_copy(None, gpu, tensor.nbytes, wait=True)
+        return tensor
+
+
+class Builtin:
+    """An operation of PyTorch as a function of Python."""
+
+    def __init__(self, func):
+        self.func, self.__name__ = func, getattr(func, "__name__", "builtin")
+
+    def __call__(self, *args, **kwargs):
+        """The operation's result."""
+        return self.func(*args, **kwargs)
+
+
+def _receive(receiver, place, sender, device):
+    """Unpickles a tensor of a GPU."""
+    return _receivers["now"].received(receiver(*place), sender, device)
+
+
+def _where(rref) -> torch.device:
+    """What the owner of a tensor is asked for."""
+    return rref.local_value().device
+
+
+def _meet() -> None:
+    """What each thread of the pool is called for once."""
+    _meeting["now"].wait(SECONDS)
+
+
+_receivers: dict = {}
+_meeting: dict = {}
+
+
+def _refuse_scripted(func, values) -> None:
+    for value in values:
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor) and gpu_of(tensor) is not None:
+                raise NotImplementedError(
+                    f"a function of TorchScript ({func.name}) with tensors on GPUs is not modelled over RPC on virtual GPUs: "
+                    "send the function of Python that it was made from"
+                )
