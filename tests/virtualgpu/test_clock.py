@@ -230,7 +230,7 @@ def test_the_tutorials_table():
     """Single Machine Model Parallel Best Practices, PyTorch 1.0 to 2.4: two unnamed GPUs, ResNet-50, batch 120 of 128 x 128.
 
     It printed model parallel 7 % slower than one GPU; split sizes 1, 3, 5, 8, 10, 12, 20, 40, 60 with 12 the best; 20 was
-    49 % faster than one GPU, 12 was 54 %. Data-sheet figures of the T4, none fitted to this table.
+    49 % faster than one GPU, 12 was 54 %. tests/tutorial.py says which card and host are taken; no kernel is fitted to this table.
     """
     slower, faster = tutorial.simulated(splits=(5, 8, 10, 12, 20, 40))  # `make bench` has them all
     assert slower == pytest.approx(0.07, abs=0.05)

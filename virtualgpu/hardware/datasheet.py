@@ -1,7 +1,6 @@
 """What is said of one model of GPU: `Spec`, with its `Link`s. Figures as the makers print them, in base units.
 
-Real kernels reach less than the peak, and not all the same share: a step simulated with these figures is a lower bound, and
-comparisons between two ways to run the same model mean more than seconds.
+Real kernels reach less than the peak, and not all the same share: `achieved` has what others measured.
 """
 
 from dataclasses import dataclass
@@ -90,10 +89,6 @@ class Spec:
         for what, figure in figures.items():
             if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not figure > 0:
                 raise wrong(f"{what} is {figure!r}, and must be a number above 0")
-
-    def seconds(self, flops: float, nbytes: int, dtype) -> float:
-        """How long one kernel lasts: bound by arithmetic or by memory, whichever is slower, and never less than `kernel`."""
-        return self.kernel + max(flops / self.rates.get(dtype, self.rates[torch.float32]), nbytes / self.bandwidth)
 
     @property
     def limits(self) -> Capability:

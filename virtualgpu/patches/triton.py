@@ -17,6 +17,7 @@ from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.patches.imports import when_imported
 from virtualgpu.patches.registry import Patches
 from virtualgpu.simulation.costs import moved
+from virtualgpu.simulation.kinds import PLAIN
 
 REFUSED = (
     "Triton compiles a kernel for a GPU's driver, and virtual GPUs have none: set TRITON_INTERPRET=1 before triton is imported, and its "
@@ -53,7 +54,7 @@ def _interpret(machine: Machine, patches: Patches, interpreter) -> None:
         else:
             with machine.untracked():
                 call(executor, *args, **kwargs)
-        seconds = gpu.spec.seconds(0, moved(tensors), torch.float32)
+        seconds = gpu.kernels.moving(moved(tensors), PLAIN)
         machine.clock.launch(gpu.index, seconds, getattr(executor.fn, "__name__", "triton"))
 
     @functools.wraps(to_host)

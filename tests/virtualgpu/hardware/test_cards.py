@@ -7,6 +7,7 @@ import torch
 
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
+from virtualgpu.simulation.kernels import Kernels
 
 GEFORCE = {"RTX 3090", "RTX 4090", "RTX 5090"}
 SOLD_AS = {  # GB on the box
@@ -148,7 +149,7 @@ def test_a_spec_of_ones_own_needs_few_figures():
     link = Link(10e9, 1e-5)
     spec = Spec("Mine", 2**30, (8, 6), 10, {torch.float32: 2.56e12}, 100e9, link, link)
     assert spec.clock_rate == 1_000_000 and spec.L2_cache_size == 0
-    assert spec.seconds(2.56e12, 0, torch.float16) == pytest.approx(1 + 2e-6)
+    assert Kernels(spec, peak=True).plain(2.56e12, 0, torch.float16) == pytest.approx(1 + 2e-6)
     assert Spec(**vars(spec)) == spec
 
 
