@@ -65,9 +65,7 @@ class Timing:
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         if op.formula is None:
-            kind = op.kind
-            if kind.training is not None and not args[kind.training]:
-                kind = PLAIN
+            kind = op.kind if op.kind is PLAIN else op.kind.in_call(args, tensors)
             seconds = gpu.kernels.moving(moved(tensors[:1] if op.write_only else tensors), kind)
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
