@@ -62,6 +62,7 @@ def stage(micro_batches: tuple[int, ...]) -> dict[int, tuple[float, float]]:
     for count in micro_batches:
         schedule = Schedule1F1B(PipelineStage(module, index, STAGES, device), count, loss_fn=loss)
         for _ in range(2):
+            torch.distributed.barrier()  # all begin together, whenever their parameters had come
             torch.cuda.synchronize()
             start, busy = clock.host, clock.busy[index]
             tokens = torch.zeros(count * MICRO, LENGTH, dtype=torch.int64, device=device)
@@ -80,6 +81,6 @@ def rows() -> list[Row]:
         told = launch(stage, tuple(PUBLISHED), nprocs=STAGES, dry=True, timeout=600)
     found = []
     for count, bubble in PUBLISHED.items():
-        cost, busy = max(rank[count] for rank in told)
+        cost, busy = (max(rank[count][at] for rank in told) for at in range(2))
         found.append(Row(f"1F1B, 8 stages, {count} micro-batches: bubble", "ratio", "", bubble, 1 - busy / cost, 10))
     return found
