@@ -90,9 +90,9 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     return status
 
 
-def _command(arguments: list[str], search: str) -> list[str]:
+def _command(arguments: list[str], search: str | None = None) -> list[str]:
     """What to start. A script goes to this Python, and so does a command that is one (torchrun); any other command runs by itself.
-    search: the PATH on which it is found, the program's own.
+    search: the PATH on which it is found; this process's own unless given.
 
     Raises ValueError for a word that is neither a file nor a command.
     """
@@ -103,7 +103,7 @@ def _command(arguments: list[str], search: str) -> list[str]:
     return [path, *rest]
 
 
-def _find(name: str, search: str) -> str:
+def _find(name: str, search: str | None) -> str:
     """A file or a folder with a program in it, as Python takes them; otherwise a command, of this Python's environment or on PATH."""
     if os.path.exists(name) and (not os.path.isdir(name) or os.path.exists(os.path.join(name, "__main__.py"))):
         return name
