@@ -192,10 +192,10 @@ class Machine(Anywhere):
         self.ledger.note(gpu.physical, held, memory.peak_allocated, memory.peak_reserved)
 
     def _note_time(self) -> None:
-        now = self.clock.latest()
+        now, busy, computing = self.clock.latest(), self.clock.busy, self.clock.computing
         for gpu in self.gpus:
-            if self.clock.busy[gpu.index]:
-                self.ledger.time(gpu.physical, self.clock.busy[gpu.index], now)
+            if busy[gpu.index]:
+                self.ledger.time(gpu.physical, busy[gpu.index], now, computing[gpu.index])
 
     @contextlib.contextmanager
     def _in_this_thread(self, name: str, value) -> Iterator[None]:

@@ -45,7 +45,8 @@ class _Host(threading.local):
 
 
 class Clock:
-    """`busy[g]`: for how long the kernels of GPU g ran, added up.
+    """`computing[g]`: for how long the kernels of GPU g ran, added up. `busy[g]`: the same with NCCL's kernels, also while these
+    wait for other ranks; what runs at the same time counts once.
 
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). After `stop`, calls raise as CUDA's do.
     """
@@ -60,7 +61,7 @@ class Clock:
         self.collectives = Collectives(self, gpus)
         self.watched = False  # are kernels' times kept, to see what of the communication they hide?
         self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
-        self.busy = [0.0] * gpus
+        self.computing = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
         self.on_wait: Callable[[], None] | None = None  # told when the host has waited for a GPU
         self.local = _Host()
@@ -68,6 +69,12 @@ class Clock:
         self._streams_of_nodes: dict[tuple[int, int], Queue] = {}
 
     # -- time
+
+    @property
+    def busy(self) -> list[float]:
+        """As nvidia-smi counts: of work already queued, and collectives whose end is known."""
+        beside = self.collectives.beside
+        return [seconds + beside[gpu].alone() for gpu, seconds in enumerate(self.computing)]
 
     @property
     def host(self) -> float:
@@ -130,7 +137,7 @@ class Clock:
             if self.watched:
                 self.compute[gpu].extend(start, start + seconds)
         queue.ready = end = start + seconds
-        self.busy[gpu] += seconds
+        self.computing[gpu] += seconds
         if self.spans is not None:
             self._record(queue, start, end, "backward" if local.backward is not None else local.kind, name)
         if self.blocking:
@@ -205,6 +212,8 @@ class Clock:
         if self.collectives.settle is not None:
             self.collectives.settle()
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
+        for index in gpus:
+            self.collectives.charge(index)
         self.wait_until(max((self.ready(index) for index in gpus), default=0.0))
         for index in gpus:
             self.check(index)

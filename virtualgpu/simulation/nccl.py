@@ -73,6 +73,11 @@ class Fabric:
     between: float
     shared: bool = False
 
+    @property
+    def blocks(self) -> int:
+        """Of a kernel of NCCL, a block for each channel (NCCL's documentation, NCCL_MAX_CTAS): so many multiprocessors it holds."""
+        return CHANNELS[self.generation]
+
     @classmethod
     def of(cls, spec: Spec, network: Network | None = None, peer_to_peer: bool = True) -> "Fabric":
         """Of machines full of these cards. network: between them; unless given, PyTorch's figure for that generation of GPU.
