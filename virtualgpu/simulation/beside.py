@@ -49,9 +49,10 @@ class Beside:
             self._alone += part.end - part.start - part.shared(self.kernels)
             self._open.remove(part)
         self._open += [_Stretch(*part, share) for part in self._covered.cover(came, end)]
-        for one in [one for one in self._slowing if one.end <= came and one.charged]:
-            self._past += one.charged
-            self._slowing.remove(one)
+        for one in [one for one in self._slowing if one.end <= came]:
+            if one.delay(self.kernels) <= one.charged:
+                self._past += one.charged
+                self._slowing.remove(one)
         if share:
             self._slowing.append(_Stretch(came, end, share))
 
@@ -63,7 +64,7 @@ class Beside:
         """What the kernels queued so far lose, and have not been charged yet."""
         more = 0.0
         for one in self._slowing:
-            delay = one.delay(self.kernels)
+            delay = max(one.charged, one.delay(self.kernels))
             more, one.charged = more + delay - one.charged, delay
         self.charged += more
         return more

@@ -3,7 +3,7 @@
 When the other ranks come, and how long it lasts, is `virtualgpu.distributed`'s to say.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from virtualgpu.simulation.beside import Beside
 from virtualgpu.simulation.queues import Queue, Span
@@ -43,6 +43,20 @@ class Collectives:
             if start > came:
                 self.clock.spans.append(Span(queue.gpu, came, start, "waiting", f"{name} (waiting)", queue.id))
             self.clock.spans.append(Span(queue.gpu, start, end, "communication", name, queue.id))
+
+    def together(self, gpus: Sequence[int], seconds: float, name: str, share: float) -> None:
+        """One of a single process, which launches a kernel on the current stream of each of these GPUs: these begin when all have come."""
+        clock, local, came = self.clock, self.clock.local, []
+        clock.watched = True
+        now = max(clock.launched(gpu) for gpu in gpus)
+        for gpu in gpus:
+            self.charge(gpu)
+            if local.backward is not None:  # its thread comes to its next work only now
+                local.backward[gpu] = max(local.backward[gpu], now)
+            came.append(max(now, clock.current(gpu).ready))
+        start = max(came)
+        for gpu, moment in zip(gpus, came, strict=True):
+            self.run(clock.current(gpu), moment, start, start + seconds, name, share)
 
     def charge(self, gpu: int) -> None:
         """The current stream is as much later as kernels have lost beside collectives whose end is known."""

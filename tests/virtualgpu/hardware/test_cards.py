@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from virtualgpu.hardware import specs
-from virtualgpu.hardware import links
+from virtualgpu.hardware import links, specs
 from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
 
 GEFORCE = {"RTX 3090", "RTX 4090", "RTX 5090"}
