@@ -20,6 +20,7 @@ from virtualgpu.errors import device_assert
 from virtualgpu.hardware.processors import DEFAULT as DEFAULT_PROCESSOR
 from virtualgpu.hardware.processors import Processor
 from virtualgpu.simulation.collectives import Collectives
+from virtualgpu.simulation.priorities import Priorities
 from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
@@ -61,6 +62,7 @@ class Clock:
         self.collectives = Collectives(self, gpus)
         self.watched = False  # are kernels' times kept, to see what of the communication they hide?
         self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
+        self.ranked: dict[int, Priorities] = {}  # of GPUs that have a stream with a priority
         self.computing = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
         self.on_wait: Callable[[], None] | None = None  # told when the host has waited for a GPU
@@ -130,7 +132,12 @@ class Clock:
             now = threads[gpu] = threads[gpu] + more + processor.backward
         if self.multi:
             queue = self.current(gpu)
-            start = self.compute[gpu].reserve(max(now, queue.ready, after), seconds)
+            ready = max(now, queue.ready, after)
+            ranked = self.ranked.get(gpu)
+            if ranked is None:
+                start = self.compute[gpu].reserve(ready, seconds)
+            else:
+                start = ranked.reserve(queue, ready, seconds, self.spans)
         else:
             queue = self.default[gpu]
             start = now if now > queue.ready else queue.ready
@@ -253,6 +260,10 @@ class Clock:
         queue = self.queues[gpu].get(id)
         if queue is None:
             queue = self.queues[gpu][id] = Queue(gpu, id, priority)
+        if priority and gpu not in self.ranked:
+            self.ranked[gpu] = Priorities(self.compute[gpu])
+            if not self.multi:
+                self._begin_multi()
         return queue
 
     def current(self, gpu: int) -> Queue:

@@ -54,6 +54,16 @@ class Engine:
         self._insert(at, start, start + seconds)
         return start
 
+    def free(self, start: float, end: float) -> None:
+        """What was reserved then is not needed."""
+        starts, ends = self.starts, self.ends
+        at = bisect_right(ends, start)
+        if at == len(starts) or not starts[at] <= start < end <= ends[at]:
+            return  # forgotten by now
+        first, last = starts[at], ends[at]
+        starts[at : at + 1] = [moment for moment in (first, end) if moment not in (start, last)]
+        ends[at : at + 1] = [moment for moment in (start, last) if moment not in (first, end)]
+
     def extend(self, start: float, end: float) -> None:
         """It was busy then, after all that it is known to have done."""
         if self.ends and start < self.ends[-1]:
