@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import psutil
@@ -38,8 +38,11 @@ GAP = math.nan
 class Reading:
     """One device at one moment; NaN where it could not be read."""
 
-    utilization: float  # percent
+    utilization: float  # percent of the time in which any kernel ran, NCCL's too, also while it waited
     memory: float  # bytes in use
+    computing: float = field(
+        default=math.nan, repr=False
+    )  # percent of the time, other kernels than NCCL's alone; drivers do not tell
 
 
 class Source:
@@ -223,6 +226,10 @@ class Monitor:
     def utilization(self) -> dict[str, list[float]]:
         """Percent per device: one figure an iteration, the mean of its readings, NaN where there was none."""
         return self._per_iteration("utilization", statistics.fmean)
+
+    def computing(self) -> dict[str, list[float]]:
+        """Percent per device as `utilization`, without NCCL's kernels; NaN where nobody tells, as of real GPUs."""
+        return self._per_iteration("computing", statistics.fmean)
 
     def memory(self) -> dict[str, list[float]]:
         """Bytes per device: one figure an iteration, the largest of its readings, NaN where there was none."""

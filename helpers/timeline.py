@@ -5,7 +5,7 @@
     plots.timeline(timeline, ...)
 
 Ranks of `launch` return what recording() gave them, and the parent puts their rows together: Timeline.of_ranks([...]). A
-Span is the engine's, of the kinds forward, backward, optimizer, copy, communication; here also weight gradient, kernel where
+Span is the engine's, of the kinds forward, backward, optimizer, copy, waiting (for the last rank), communication; here also weight gradient, kernel where
 the profiler does not tell them apart, trial or cut in a search.
 """
 

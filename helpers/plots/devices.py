@@ -13,7 +13,8 @@ from virtualgpu.simulation.timeline import passes
 
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
 KINDS |= {"kernel": COLORS[0], "trial": COLORS[2], "cut": COLORS[1], "copy": COLORS[3]}
-KINDS |= {"communication": COLORS[3]}  # a narrow bar below the kernels
+BELOW = {"waiting": "#AAAAAA", "communication": COLORS[3]}  # a narrow bar below the kernels
+KINDS |= BELOW
 
 
 def utilization(monitor: Monitor, title: str) -> None:
@@ -63,15 +64,16 @@ def timeline(timeline: Timeline, title: str) -> None:
     for at, spans in enumerate(timeline.rows.values()):
         for kind, color in KINDS.items():
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
-            place = (at + 0.38, 0.1) if kind == "communication" else (at - 0.36, 0.72)
+            place = (at + 0.38, 0.1) if kind in BELOW else (at - 0.36, 0.72)
             axes.broken_barh(bars, place, color=color, label=kind if bars else None)
         for start, end, stage, number in passes(spans):
             style = {"facecolor": (1, 1, 1, 0.4 * min(stage, 1)), "edgecolor": "white", "linewidth": 0.5}
             axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (at - 0.36, 0.72), **style)
             if end - start > timeline.seconds / 80:  # two digits are as wide
                 axes.text((start + end) * 500, at, number, fontsize=7, ha="center", va="center")
-        computing = sum(s.end - s.start for s in spans if s.kind not in ("copy", "communication"))
-        busy = f"{100 * computing / timeline.seconds:.0f} % busy"
+        computing = sum(s.end - s.start for s in spans if s.kind != "copy" and s.kind not in BELOW)
+        what = "computing" if any(s.kind in BELOW for s in spans) else "busy"  # NCCL's kernels keep a GPU busy, too
+        busy = f"{100 * computing / timeline.seconds:.0f} % {what}"
         axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")
     axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(timeline.rows) - 0.5, -0.5))
     axes.set_yticks(range(len(timeline.rows)), list(timeline.rows))

@@ -126,3 +126,14 @@ def test_a_pipelines_bars_have_the_numbers_of_their_micro_batches(figures):
     plots.timeline(Timeline({"cuda:0": row(spans, 0, 4)}, 4, "simulated"), "Two micro-batches")
     drawn = [(text.get_text(), text.get_position()) for text in figures[0].axes[0].texts[:4]]
     assert drawn == [("0", (500, 0)), ("1", (1500, 0)), ("0", (2500, 0)), ("1", (3500, 0))]
+
+
+def test_waiting_for_other_ranks_is_drawn_as_waiting(figures):
+    parts = [("forward", 0, 1), ("waiting", 1, 3), ("communication", 3, 4)]
+    spans = [Span(0, start, end, kind, kind, 7 * (kind != "forward")) for kind, start, end in parts]
+    plots.timeline(Timeline({"rank 0": row(spans, 0, 4)}, 4, "simulated"), "It waits")
+    axes = figures[0].axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward", "waiting", "communication"]
+    assert axes.texts[-1].get_text() == "25 % computing"
+    grey = next(bars for bars in axes.collections if bars.get_label() == "waiting").get_facecolor()[0]
+    assert len(set(grey[:3])) == 1 and 0.5 < grey[0] < 0.8

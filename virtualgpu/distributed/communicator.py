@@ -44,6 +44,7 @@ class Communicator:
         self.number = 0  # of the latest collective, from 1
         self.resolved = 0  # up to which ends are known
         self.end = 0.0  # of the latest whose end is known
+        self.late = 0.0  # the same, with what this rank's kernels lost beside those before it
         self.works: dict[int, VirtualWork] = {}  # that nobody has waited for: C++ may hold them
         self.latest: VirtualWork | None = None  # on its way through C++ to who called
         self.stream: Queue | None = None
@@ -139,10 +140,19 @@ class Communicator:
             self._agree(earlier, enumerate(said for _, said in found))
             nbytes = max(agreement.bytes_of(said) for _, said in found)
             last = max(moment for moment, _ in found)
-            start = max(last, self.end)
-            self.end, self.resolved = start + self.layout.seconds(earlier.call.kind, nbytes), number
-            earlier.begin, earlier.end = start, self.end
-            self.clock.collectives.run(earlier.stream, start, self.end, f"{earlier.call.kind} {_size(nbytes)}")
+            beside = self.clock.collectives.beside[earlier.gpu.index]
+            seconds, late = (
+                self.layout.seconds(earlier.call.kind, nbytes),
+                beside.lateness(earlier.issued, earlier.charged),
+            )
+            start, came = max(last, self.end), max(earlier.issued, self.end)
+            self.end, self.resolved = start + seconds, number
+            self.late = max(last + late, self.late) + seconds
+            earlier.begin, earlier.end, earlier.late = start, self.end, self.late
+            share = self.layout.fabric.blocks / earlier.gpu.spec.processors if self.size > 1 else 0.0
+            self.clock.collectives.run(
+                earlier.stream, came, start, self.end, f"{earlier.call.kind} {_size(nbytes)}", share
+            )
             if self.size > 1:
                 self.statistics.add(earlier.gpu.index, start, self.end, nbytes, last - earlier.issued)
 

@@ -46,6 +46,7 @@ class Messages:
         if self.alone:
             warnings.warn(NEIGHBOURS, stacklevel=2)
         self.ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]
+        self.begins: dict[int, float] = {}  # of this rank's batches: when the other sides had come to all of it
         self.open: list[Exchange] = []  # that nobody has waited for
         self.last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
         self.streams: dict[int, Queue] = {}
@@ -100,7 +101,7 @@ class Messages:
         if known is not None:
             return known
         batch = self.tape.batches[rank][number]
-        end = ready = self._ready(rank, number, deadline, path)
+        begin = end = ready = self._ready(rank, number, deadline, path)
         for message in batch.messages:
             seconds = self.of.layout.message(message.nbytes, rank, message.peer)
             leaves = message.way == SEND and message.nbytes <= BUFFER
@@ -118,7 +119,10 @@ class Messages:
                 end = max(end, there + seconds, ready + self.of.layout.message(0, rank, message.peer))
             else:
                 end = max(end, max(ready, there) + seconds)
+            begin = max(begin, there)
         self.ends[rank][number] = end
+        if rank == self.of.rank:
+            self.begins[number] = min(begin, end)
         return end
 
     def _agree(self, rank: int, mine: Message, theirs: Message) -> None:
@@ -188,7 +192,8 @@ class Exchange(_compat.Work):
         clock = communicator.clock
         nbytes = sum(tensor.nbytes for _, _, tensor in self.messages)
         ready = self.of._ready(communicator.rank, self.number, 0.0, ())
-        clock.collectives.run(self.stream, ready, end, f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}")
+        name = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
+        clock.collectives.run(self.stream, ready, self.of.begins.pop(self.number, ready), end, name)
         communicator.statistics.add(self.gpu.index, ready, end, nbytes, 0.0, len(self.messages))
         self.messages = []
 

@@ -10,7 +10,8 @@ from virtualgpu.simulation.queues import Queue
 
 
 class VirtualWork(_compat.Work):
-    """One collective of this rank. `issued`: when the rank came to it; `begin`, `end`: known once it is resolved.
+    """One collective of this rank. `issued`: when the rank came to it; `begin`, `end`: known once it is resolved. `late`: its end
+    for this rank's streams, whose kernels were slowed by the collectives before it (simulation.beside).
 
     Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
     """
@@ -19,7 +20,8 @@ class VirtualWork(_compat.Work):
         super().__init__()
         self.communicator, self.number, self.call = communicator, number, call
         self.gpu, self.stream, self.issued = gpu, stream, issued
-        self.begin = self.end = None
+        self.begin = self.end = self.late = None
+        self.charged = communicator.clock.collectives.beside[gpu.index].charged
         self.words = None  # that this rank says of it
         self.transfer = None
         self._value = call.outputs
@@ -56,9 +58,9 @@ class VirtualWork(_compat.Work):
         """As wait(), before whoever called has got it."""
         self.finish()
         clock = self.communicator.clock
-        clock.collectives.wait(self.gpu.index, self.end)
+        clock.collectives.wait(self.gpu.index, self.late)
         if self.call.kind == "barrier":
-            clock.wait_until(self.end)
+            clock.wait_until(self.late)
         self.communicator.forget(self)
         self._value_after_wait()
 
@@ -73,7 +75,7 @@ class VirtualWork(_compat.Work):
     def is_completed(self) -> bool:
         """Has the host's clock passed its end? Asking takes a moment of it."""
         self.finish()
-        return self.communicator.clock.collectives.over(self.end)
+        return self.communicator.clock.collectives.over(self.late)
 
     def is_success(self) -> bool:
         """False once it has failed; True also while nobody has asked for its end."""

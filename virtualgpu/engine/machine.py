@@ -202,10 +202,10 @@ class Machine(Anywhere):
         self.ledger.note(gpu.physical, held, memory.peak_allocated, memory.peak_reserved)
 
     def _note_time(self) -> None:
-        now = self.clock.latest()
+        now, busy, computing = self.clock.latest(), self.clock.busy, self.clock.computing
         for gpu in self.gpus:
-            if self.clock.busy[gpu.index]:
-                self.ledger.time(gpu.physical, self.clock.busy[gpu.index], now)
+            if busy[gpu.index]:
+                self.ledger.time(gpu.physical, busy[gpu.index], now, computing[gpu.index])
 
     @contextlib.contextmanager
     def _in_this_thread(self, name: str, value) -> Iterator[None]:
@@ -219,6 +219,10 @@ class Machine(Anywhere):
     def untracked(self) -> contextlib.AbstractContextManager[None]:
         """Operations in here are the bookkeeper's own: no place, no memory, no time, and devices are what they really are."""
         return self._in_this_thread("bypass", True)
+
+    def by_nccl(self) -> contextlib.AbstractContextManager[None]:
+        """Copies in here are NCCL's: whoever asked for them books their time."""
+        return self._in_this_thread("by_nccl", True)
 
     def made_on(self, gpu: GPU | None) -> contextlib.AbstractContextManager[None]:
         """What C++ makes in here "on the CPU" is this GPU's: its options came from that GPU's tensors."""
@@ -303,6 +307,8 @@ class Machine(Anywhere):
 
     def charge_copy(self, source: GPU | None, target: GPU | None, nbytes: int, wait: bool) -> None:
         """The time of a copy between two places. Only a copy from or to pinned memory leaves the host free."""
+        if self.local.by_nccl:
+            return
         if source is not None and target is not None:
             self.clock.between(source.index, target.index, source.spec.peer.seconds(nbytes))
         elif target is not None:
@@ -326,6 +332,7 @@ class Machine(Anywhere):
 class _PerThread(threading.local):
     current = 0  # torch.cuda.current_device()
     bypass = False  # see untracked()
+    by_nccl = False  # see by_nccl()
     made_on: GPU | None = None  # see made_on()
     counts = False  # see counted_by_cpp()
     last: GPU | None = None  # on which the latest operation ran

@@ -20,10 +20,13 @@ class Meter:
         """Simulated time at which all that is queued is done."""
         return self._clock.latest()
 
-    def read(self) -> list[tuple[float, int]]:
-        """Of each GPU: the percentage of time in which it was busy since the last reading, and the bytes that nvidia-smi
-        would call used (context and reserved memory, other processes' too)."""
-        return [(100 * self._usage.load(gpu.index), used(gpu)) for gpu in self._gpus]
+    def read(self) -> list[tuple[float, int, float]]:
+        """Of each GPU: the percentage of time in which it was busy since the last reading, the bytes that nvidia-smi would
+        call used (context and reserved memory, other processes' too), and the percentage in which it was computing."""
+        shares = [self._usage.read(gpu.index) for gpu in self._gpus]
+        return [
+            (100 * busy, used(gpu), 100 * computing) for gpu, (busy, computing) in zip(self._gpus, shares, strict=True)
+        ]
 
 
 def used(gpu: GPU) -> int:

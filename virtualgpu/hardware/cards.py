@@ -9,11 +9,12 @@ says by what, in posts and files of public repositories.
 
 Cards stand here as they are sold: without the NVLink bridge that may join two of them (`bridges`). GeForce cards do not reach each
 other's memory then (NVIDIA/nccl#1127, nccl-tests#117: 2080 Ti, 3090, 4090; TITAN RTX taken to be like the 2080 Ti, of the same
-chip): copies pass through the host.
+chip): copies pass through the host (`links`).
 """
 
 import torch
 
+from virtualgpu.hardware import links
 from virtualgpu.hardware.datasheet import NVLINK_LATENCY, PCIE3, PCIE4, PCIE5, TF32, Link, NVLink, Spec
 from virtualgpu.hardware.units import MIB
 
@@ -38,14 +39,16 @@ def _chip(clock: float, l2: float, bus: int | None, memory: float | None, power:
     }
 
 
-def _pcie(generation: int, peer_access: bool = True) -> dict:
-    return {"peer": _PCIE[generation], "host": _PCIE[generation], "peer_access": peer_access}
+def _pcie(generation: int, staged: tuple[int, int] | None = None) -> dict:
+    """staged: the capability of a card without peer access, whose copies pass the host's memory."""
+    host = _PCIE[generation]
+    return {"peer": links.copies(staged, host) if staged else host, "host": host, "peer_access": staged is None}
 
 
-def _nvlink(links: int, gigabytes: float, pcie: int, neighbour: int | None = None) -> dict:
-    """`links` of so many GB/s each way to an NVSwitch; or, without one, `neighbour` of them to each neighbour."""
-    peer = Link((neighbour or links) * gigabytes * 1e9, NVLINK_LATENCY)
-    return {"peer": peer, "host": _PCIE[pcie], "nvlink": NVLink(links, gigabytes * 1e9, switch=neighbour is None)}
+def _nvlink(many: int, gigabytes: float, pcie: int, neighbour: int | None = None) -> dict:
+    """`many` of so many GB/s each way to an NVSwitch; or, without one, `neighbour` of them to each neighbour."""
+    peer = Link((neighbour or many) * gigabytes * 1e9, NVLINK_LATENCY)
+    return {"peer": peer, "host": _PCIE[pcie], "nvlink": NVLink(many, gigabytes * 1e9, switch=neighbour is None)}
 
 
 # Looked up by name: of several that fit, the first. The lessons' four come first, then the others by age.
@@ -90,12 +93,12 @@ SPECS = {
     # paper, Quadro RTX 6000, same chip and clock), 672 GB/s, PCIe 3.0, 280 W. float64 1/32. Memory read from PyTorch.
     "TITAN RTX": Spec(
         "NVIDIA TITAN RTX", 24190 * MIB, (7, 5), 72, _rates(0.51, 16.3, fp16=130.5), 672e9,
-        **_pcie(3, peer_access=False), **_chip(1770, 6, 384, 7001, 280)),
+        **_pcie(3, staged=(7, 5)), **_chip(1770, 6, 384, 7001, 280)),
     # NVIDIA Ampere GA102 white paper (2021), table of the RTX 3090: 35.6 TFLOPS float32 and TF32, 71 float16 and bfloat16 with
     # FP32 accumulate (142 with FP16), 936 GB/s, PCIe 4.0, 350 W. float64 1/64. Memory read from PyTorch.
     "RTX 3090": Spec(
         "NVIDIA GeForce RTX 3090", 24259 * MIB, (8, 6), 82, _rates(0.56, 35.6, 35.6, 71), 936e9,
-        **_pcie(4, peer_access=False), **_chip(1695, 6, 384, 9751, 350)),
+        **_pcie(4, staged=(8, 6)), **_chip(1695, 6, 384, 9751, 350)),
     # The same white paper, RTX A6000: 38.7 TFLOPS float32, 77.4 TF32, 154.8 float16 and bfloat16 (no halving here), 768 GB/s,
     # PCIe 4.0, 300 W. float64 1/64. Memory read from PyTorch.
     "RTX A6000": Spec(
@@ -128,7 +131,7 @@ SPECS = {
     # 330.3 float8 (twice that with FP16); 1,008 GB/s, PCIe 4.0, 450 W. float64 1/64. Memory read from deviceQuery (CUDA 13.0).
     "RTX 4090": Spec(
         "NVIDIA GeForce RTX 4090", 24081 * MIB, (8, 9), 128, _rates(1.29, 82.6, 82.6, 165.2, fp8=330.3), 1008e9,
-        **_pcie(4, peer_access=False), **_chip(2520, 72, 384, 10501, 450)),
+        **_pcie(4, staged=(8, 9)), **_chip(2520, 72, 384, 10501, 450)),
     # NVIDIA H100 data sheet (2023), PCIe: 26 TFLOPS float64, 51 float32, 378 TF32, 756.5 float16 and bfloat16, 1,513 float8,
     # 2 TB/s, PCIe 5.0, 350 W. Memory read from PyTorch.
     "H100-PCIe": Spec(
@@ -148,7 +151,7 @@ SPECS = {
     # bfloat16 and 419 float8; 1,792 GB/s, PCIe 5.0, 575 W. float64 1/64. Memory read from deviceQuery (NVIDIA/nccl#1637).
     "RTX 5090": Spec(
         "NVIDIA GeForce RTX 5090", 32120 * MIB, (12, 0), 170, _rates(1.64, 104.8, 104.8, 209.5, fp8=419), 1792e9,
-        **_pcie(5, peer_access=False), **_chip(2407, 96, 512, 14001, 575)),
+        **_pcie(5, staged=(12, 0)), **_chip(2407, 96, 512, 14001, 575)),
     # NVIDIA Blackwell data sheet (2025), HGX B200: 37 TFLOPS float64, 75 float32, 1,125 TF32, 2,250 float16 and bfloat16, 4,500
     # float8, 7.7 TB/s (the bus has 7,680 bits: pytorch/ao#4002), NVLink 1.8 TB/s both ways, PCIe 5.0, 1,000 W. Memory read from
     # PyTorch.

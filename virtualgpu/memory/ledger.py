@@ -33,20 +33,22 @@ SUFFIX = ".ledger"
 PID, STARTED, RANK, BORN, LAST, ENDED = range(6)
 # what its collectives came to (the last three are floats: seconds)
 COUNT, BYTES, LASTED, HIDDEN, WAITED, HEAD = 8, 9, 10, 11, 12, 16
-# and then for each GPU; the last two are floats:
-USED, ALLOCATED, RESERVED, BUSY, NOW, EACH = 0, 1, 2, 3, 4, 8
+# and then for each GPU; the last three are floats:
+USED, ALLOCATED, RESERVED, BUSY, NOW, COMPUTING, EACH = 0, 1, 2, 3, 4, 5, 8
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
 
 
 class Usage(NamedTuple):
-    """One process on one GPU: bytes held now (context included), peaks of its tensors and its segments, simulated seconds."""
+    """One process on one GPU: bytes held now (context included), peaks of its tensors and its segments, simulated seconds.
+    busy: as nvidia-smi counts, with NCCL's kernels; computing: other kernels alone."""
 
     used: int
     peak_allocated: int
     peak_reserved: int
     busy: float
     now: float
+    computing: float = 0.0
 
 
 class Communication(NamedTuple):
@@ -97,12 +99,13 @@ class Ledger:
             words[at + RESERVED] = reserved
         words[LAST] = time.time_ns()
 
-    def time(self, gpu: int, busy: float, now: float) -> None:
-        """The GPU's kernels have run for `busy` of `now` simulated seconds."""
+    def time(self, gpu: int, busy: float, now: float, computing: float | None = None) -> None:
+        """The GPU's kernels have run for `busy` of `now` simulated seconds, those that are not NCCL's for `computing` (None: all)."""
         if self._whole is None:
             self._open()
         at = HEAD + EACH * gpu
         self._real[at + BUSY], self._real[at + NOW] = busy, now
+        self._real[at + COMPUTING] = busy if computing is None else computing
         self._whole[LAST] = time.time_ns()
 
     def communicate(self, what: Communication) -> None:
@@ -188,7 +191,7 @@ class Board:
         return [(entry.pid, usage.used) for entry, usage in self._living(gpu) if usage.used]
 
     def busy(self, gpu: int) -> tuple[float, float]:
-        """For how long its kernels ran, of how many simulated seconds, so far."""
+        """For how long its kernels ran, NCCL's too, of how many simulated seconds, so far."""
         living = [usage for _, usage in self._living(gpu)]
         return sum(usage.busy for usage in living), max((usage.now for usage in living), default=0.0)
 
@@ -226,7 +229,14 @@ def _read(content: bytes) -> Entry | None:
         return None
     words, real = memoryview(content).cast("q"), memoryview(content).cast("d")
     gpus = [
-        Usage(words[at], words[at + ALLOCATED], words[at + RESERVED], real[at + BUSY], real[at + NOW])
+        Usage(
+            words[at],
+            words[at + ALLOCATED],
+            words[at + RESERVED],
+            real[at + BUSY],
+            real[at + NOW],
+            real[at + COMPUTING],
+        )
         for at in range(HEAD, len(words), EACH)
     ]
     if not words[PID]:

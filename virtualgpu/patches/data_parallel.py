@@ -1,19 +1,25 @@
 """nn.DataParallel and torch.cuda.comm: their copies, which PyTorch has in C++ (`torch/csrc/cuda/comm.cpp`), with memory and time.
 
-Without NCCL, as where `torch.cuda.nccl.is_available` says no: each copy goes from one GPU to one other, in turn.
+Where `torch.cuda.nccl.is_available` says yes (tensors that are contiguous and dense, each on a GPU of its own), a broadcast and a
+reduction are one kernel of NCCL on the current stream of each GPU; else each copy goes from one GPU to one other, in turn, as all do
+that scatter and gather. A reduction needs room for its result alone. Numbers are added up in the order of the GPUs either way.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.cuda import nccl
 
+from virtualgpu import environment
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.values import forget
 from virtualgpu.patches.registry import Patches
+from virtualgpu.simulation.nccl import Fabric, seconds, slowest
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Add the C functions behind torch.cuda.comm; torch.cuda.nccl.is_available says no."""
+    """Add the C functions behind torch.cuda.comm."""
 
     def device(index: int | None) -> torch.device:
         gpu = machine.gpu("cuda" if index is None else index)
@@ -24,7 +30,9 @@ def install(machine: Machine, patches: Patches) -> None:
         targets = [device(d if isinstance(d, int) else torch.device(d).index) for d in devices]
         if targets and targets[0] != tensor.device and tensor.is_cuda:
             raise RuntimeError("Expected first device in `devices` to be the same as `tensor.device`")
-        return [tensor if where == tensor.device else tensor.detach().to(where, non_blocking=True) for where in targets]
+        whole = tensor.detach()
+        with _broadcasting(machine, whole, [target for target in targets if target != tensor.device]):
+            return [tensor if where == tensor.device else whole.to(where, non_blocking=True) for where in targets]
 
     def broadcast_out(tensor, out: Sequence[torch.Tensor]):
         for at, target in enumerate(out):
@@ -37,8 +45,27 @@ def install(machine: Machine, patches: Patches) -> None:
                     f"Expected all output tensors to have same shape as the source tensor {list(tensor.shape)}, but output tensor at "
                     f"index {at} has shape {list(target.shape)}"
                 )
-            target.copy_(tensor, non_blocking=True)
+        by_nccl = nccl.is_available([tensor, *out])
+        with _broadcasting(machine, tensor, [target.device for target in out] if by_nccl else []):
+            for target in out:
+                target.copy_(tensor, non_blocking=True)
         return list(out)
+
+    def reduce(inputs, output, root: int, op: int, streams, comms) -> None:
+        if op or streams or comms:
+            raise NotImplementedError(
+                "torch.cuda.nccl.reduce with another operation than SUM, with streams or communicators is not modelled by virtual GPUs: "
+                "leave them out"
+            )
+        with torch.no_grad(), machine.untracked():
+            if machine.dry:
+                forget([output])
+            else:
+                total = inputs[root].clone()
+                for other in (tensor for at, tensor in enumerate(inputs) if at != root):
+                    total.add_(other)
+                output.copy_(total)
+        _book(machine, "reduce", inputs[root].nbytes, [tensor.device for tensor in inputs])
 
     def broadcast_coalesced(tensors, devices: Sequence[int], buffer_size: int = 10 << 20) -> list[list[torch.Tensor]]:
         """Tensors of one type travel together, in buffers of that size; what arrives are views of them."""
@@ -54,8 +81,9 @@ def install(machine: Machine, patches: Patches) -> None:
                 continue
             parts = [tensors[at].detach() for at in chunk]
             flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-            for column, index in zip(found[1:], devices[1:], strict=True):
-                arrived = flat.to(device(index), non_blocking=True)
+            with _broadcasting(machine, flat, [device(index) for index in devices[1:]]):
+                copies = [flat.to(device(index), non_blocking=True) for index in devices[1:]]
+            for column, arrived in zip(found[1:], copies, strict=True):
                 views = [arrived] if len(parts) == 1 else arrived.split([part.numel() for part in parts])
                 for at, part, view in zip(chunk, parts, views, strict=True):
                     column[at] = view.view(part.shape).data if len(parts) > 1 else view  # data: a version counter each
@@ -140,7 +168,28 @@ def install(machine: Machine, patches: Patches) -> None:
     functions = [broadcast, broadcast_out, broadcast_coalesced, scatter, scatter_out, gather, gather_out]
     for function in functions:
         patches.add(torch._C, f"_{function.__name__}", function)
-    patches.replace(nccl, "is_available", lambda tensors: False)
+    patches.add(torch._C, "_nccl_reduce", reduce)
+
+
+@contextlib.contextmanager
+def _broadcasting(machine: Machine, tensor: torch.Tensor, targets: list[torch.device]) -> Iterator[None]:
+    """The copies in here, to `targets`, are one broadcast, where NCCL can do it."""
+    apart = len({tensor.device, *targets}) == 1 + len(targets)
+    if not (targets and apart and nccl.is_available([tensor]) and all(target.type == "cuda" for target in targets)):
+        yield
+        return
+    with machine.by_nccl():
+        yield
+    _book(machine, "broadcast", tensor.nbytes, [tensor.device, *targets])
+
+
+def _book(machine: Machine, kind: str, nbytes: int, devices: list[torch.device]) -> None:
+    gpus = [machine.gpus[device.index] for device in devices]
+    reach = environment.peer_to_peer()
+    fabric = slowest([Fabric.of(gpu.spec, None, reach).shared_by(len(gpus), len(gpus)) for gpu in gpus])
+    share = max(fabric.blocks / gpu.spec.processors for gpu in gpus)
+    lasts = seconds(kind, nbytes, len(gpus), fabric)
+    machine.clock.collectives.together([gpu.index for gpu in gpus], lasts, f"{kind} {nbytes / 2**20:.4g} MiB", share)
 
 
 def _chunks(tensors, limit: int) -> list[list[int]]:

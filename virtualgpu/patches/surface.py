@@ -55,7 +55,7 @@ ANSWERED = {  # {the module of virtualgpu whose `install` puts the answers in pl
         _cuda_maybeExchangeDevice _cuda_setDevice _cuda_sleep _cuda_synchronize _cudart _get_accelerator
         _is_cudnn_attention_decode_disabled _nvtx""",
     "patches.data_parallel": """
-        _broadcast _broadcast_coalesced _broadcast_out _gather _gather_out _scatter _scatter_out""",
+        _broadcast _broadcast_coalesced _broadcast_out _gather _gather_out _nccl_reduce _scatter _scatter_out""",
     "distributed.patches": "_distributed_c10d.ProcessGroupNCCL _distributed_c10d._is_nvshmem_available",
 }
 
@@ -99,8 +99,7 @@ REFUSED = [  # (what is or are not modelled, the cure, names)
     (
         "NCCL's collectives of one process (torch.cuda.nccl) are",
         "use torch.cuda.comm, or torch.distributed with a process for each GPU",
-        """_nccl_all_gather _nccl_all_reduce _nccl_broadcast _nccl_init_rank _nccl_reduce _nccl_reduce_scatter
-        _nccl_unique_id""",
+        "_nccl_all_gather _nccl_all_reduce _nccl_broadcast _nccl_init_rank _nccl_reduce_scatter _nccl_unique_id",
     ),
     (
         "NCCL's own process groups and communicators are",

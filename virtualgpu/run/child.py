@@ -112,6 +112,7 @@ def _last_figures(machine, ledger: Ledger) -> None:
     now = machine.clock.latest()
     for gpu in machine.gpus:
         memory, busy = gpu.settled(), machine.clock.busy[gpu.index]
+        computing = machine.clock.computing[gpu.index]
         if memory.peak_reserved or busy:
             ledger.note(gpu.physical, memory.reserved + memory.context, memory.peak_allocated, memory.peak_reserved)
-            ledger.time(gpu.physical, busy, now)
+            ledger.time(gpu.physical, busy, now, computing)

@@ -13,12 +13,12 @@ def lines(entries: list[Entry], settings: Settings) -> list[str]:
     if not used:
         return [f"{title}: no process used a GPU"]
     shared = False
-    rows = [("GPU", "peak allocated", "peak reserved", "of capacity", "busy", "simulated")]
+    rows = [("GPU", "peak allocated", "peak reserved", "of capacity", "busy", "computing", "simulated")]
     for index, card in enumerate(settings.cards):
         spans = [(e.born, e.last, e.gpus[index]) for e in used if index < len(e.gpus) and _is_used(e.gpus[index])]
         usage, together = merge(spans)
         shared |= together
-        rows.append((str(index), *(_figures(usage, card) if spans else ("not used", "", "", "", ""))))
+        rows.append((str(index), *(_figures(usage, card) if spans else ("not used", "", "", "", "", ""))))
     told = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *_columns(rows)]
     if shared:
         told.append("Where processes shared a GPU at the same time, their peaks are added: an upper bound.")
@@ -79,13 +79,14 @@ def merge(spans: list[tuple[int, int, Usage]]) -> tuple[Usage, bool]:
     total = Usage(0, 0, 0, 0.0, 0.0)
     for group in groups:
         usages = [usage for _, _, usage in group]
-        busy = sum(usage.busy for usage in usages)
+        computing, longest = sum(usage.computing for usage in usages), max(usage.now for usage in usages)
         total = Usage(
             0,
             max(total.peak_allocated, sum(usage.peak_allocated for usage in usages)),
             max(total.peak_reserved, sum(usage.peak_reserved for usage in usages)),
-            total.busy + busy,
-            total.now + max(busy, *(usage.now for usage in usages)),  # kernels of one GPU take turns
+            total.busy + min(sum(usage.busy for usage in usages), max(computing, longest)),
+            total.now + max(computing, longest),  # kernels of one GPU take turns
+            total.computing + computing,
         )
     return total, len(groups) < len(spans)
 
@@ -100,6 +101,7 @@ def _figures(usage: Usage, card: Card) -> tuple[str, ...]:
         size(usage.peak_reserved),
         f"{100 * usage.peak_reserved / card.memory:.0f} % of {size(card.memory)}",
         f"{100 * usage.busy / usage.now:.0f} %" if usage.now else "",
+        f"{100 * usage.computing / usage.now:.0f} %" if usage.now else "",
         f"{usage.now:.3g} s",
     )
 

@@ -20,6 +20,7 @@ from virtualgpu.errors import device_assert
 from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.simulation.collectives import Collectives
+from virtualgpu.simulation.priorities import Priorities
 from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
@@ -47,7 +48,8 @@ class _Host(threading.local):
 
 
 class Clock:
-    """`busy[g]`: for how long the kernels of GPU g ran, added up.
+    """`computing[g]`: for how long the kernels of GPU g ran, added up. `busy[g]`: the same with NCCL's kernels, also while these
+    wait for other ranks; what runs at the same time counts once.
 
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. After `stop`, calls raise as CUDA's do.
     """
@@ -62,7 +64,8 @@ class Clock:
         self.collectives = Collectives(self, gpus)
         self.watched = False  # are kernels' times kept, to see what of the communication they hide?
         self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
-        self.busy = [0.0] * gpus
+        self.ranked: dict[int, Priorities] = {}  # of GPUs that have a stream with a priority
+        self.computing = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
         self.on_wait: Callable[[], None] | None = None  # told when the host has waited for a GPU
         self.local = _Host()
@@ -70,6 +73,12 @@ class Clock:
         self._streams_of_nodes: dict[tuple[int, int], Queue] = {}
 
     # -- time
+
+    @property
+    def busy(self) -> list[float]:
+        """As nvidia-smi counts: of work already queued, and collectives whose end is known."""
+        beside = self.collectives.beside
+        return [seconds + beside[gpu].alone() for gpu, seconds in enumerate(self.computing)]
 
     @property
     def host(self) -> float:
@@ -125,14 +134,19 @@ class Clock:
             now = threads[gpu] = threads[gpu] + more + costs.backward
         if self.multi:
             queue = self.current(gpu)
-            start = self.compute[gpu].reserve(max(now, queue.ready, after), seconds)
+            ready = max(now, queue.ready, after)
+            ranked = self.ranked.get(gpu)
+            if ranked is None:
+                start = self.compute[gpu].reserve(ready, seconds)
+            else:
+                start = ranked.reserve(queue, ready, seconds, self.spans)
         else:
             queue = self.default[gpu]
             start = now if now > queue.ready else queue.ready
             if self.watched:
                 self.compute[gpu].extend(start, start + seconds)
         queue.ready = end = start + seconds
-        self.busy[gpu] += seconds
+        self.computing[gpu] += seconds
         if self.spans is not None:
             self._record(queue, start, end, "backward" if local.backward is not None else local.kind, name)
         if self.blocking:
@@ -207,6 +221,8 @@ class Clock:
         if self.collectives.settle is not None:
             self.collectives.settle()
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
+        for index in gpus:
+            self.collectives.charge(index)
         self.wait_until(max((self.ready(index) for index in gpus), default=0.0))
         for index in gpus:
             self.check(index)
@@ -246,6 +262,10 @@ class Clock:
         queue = self.queues[gpu].get(id)
         if queue is None:
             queue = self.queues[gpu][id] = Queue(gpu, id, priority)
+        if priority and gpu not in self.ranked:
+            self.ranked[gpu] = Priorities(self.compute[gpu])
+            if not self.multi:
+                self._begin_multi()
         return queue
 
     def current(self, gpu: int) -> Queue:

@@ -8,7 +8,7 @@ DEFAULT = 0  # the id of a GPU's default stream
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something a GPU did: `kind` is forward, backward, optimizer, copy or communication; `name` the operation; `annotation` the
+    """Something a GPU did: `kind` is forward, backward, optimizer, copy, waiting (for others, in a collective) or communication; `name` the operation; `annotation` the
     innermost torch.profiler.record_function around its launch."""
 
     gpu: int
@@ -33,7 +33,7 @@ class Engine:
     """Something of a GPU that serves one stream at a time. Work that is ready early takes a gap that is long enough."""
 
     __slots__ = ("ends", "floor", "starts")
-    KEPT = 512  # busy stretches; older ones are forgotten, and nothing is placed among them any more
+    KEPT = 4096  # busy stretches; older ones are forgotten, and nothing is placed among them any more
 
     def __init__(self, floor: float = 0.0):
         self.starts: list[float] = []
@@ -54,11 +54,33 @@ class Engine:
         self._insert(at, start, start + seconds)
         return start
 
+    def free(self, start: float, end: float) -> None:
+        """What was reserved then is not needed."""
+        starts, ends = self.starts, self.ends
+        at = bisect_right(ends, start)
+        if at == len(starts) or not starts[at] <= start < end <= ends[at]:
+            return  # forgotten by now
+        first, last = starts[at], ends[at]
+        starts[at : at + 1] = [moment for moment in (first, end) if moment not in (start, last)]
+        ends[at : at + 1] = [moment for moment in (start, last) if moment not in (first, end)]
+
     def extend(self, start: float, end: float) -> None:
         """It was busy then, after all that it is known to have done."""
         if self.ends and start < self.ends[-1]:
             return
         self._insert(len(self.ends), start, end)
+
+    def cover(self, start: float, end: float) -> list[tuple[float, float]]:
+        """It was busy then, in part perhaps as is known already: the parts that are new."""
+        parts, start, at = [], max(start, self.floor), bisect_right(self.ends, start)
+        while start < end:
+            until = min(end, self.starts[at]) if at < len(self.starts) else end
+            if start < until:
+                parts.append((start, until))
+            start, at = max(until, self.ends[at]) if at < len(self.ends) else end, at + 1
+        for part in parts:
+            self._insert(bisect_right(self.ends, part[0]), *part)
+        return parts
 
     def overlap(self, start: float, end: float) -> float:
         """For how long it was busy between two moments."""

@@ -69,7 +69,7 @@ def passes(spans: Sequence[Span]) -> list[Pass]:
     """What one GPU did for a pipeline, in the order of time: a pass for each annotation, from its first span to its last."""
     found: dict[str, tuple[float, float]] = {}
     for span in spans:
-        if PASS.fullmatch(span.annotation) and span.kind != "communication":
+        if PASS.fullmatch(span.annotation) and span.kind not in ("communication", "waiting"):
             start, end = found.get(span.annotation, (span.start, span.end))
             found[span.annotation] = min(start, span.start), max(end, span.end)
     actions = {name: PASS.fullmatch(name) for name in found}

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 
 import virtualgpu
+from virtualgpu.simulation import nccl
 
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
@@ -276,11 +277,53 @@ def test_comm_reduce_add(gpus):
         comm.reduce_add([torch.ones(2), torch.ones(2)])
 
 
-def test_copies_take_the_links_time(gpus):
-    spec, clock = gpus.gpus[0].spec, gpus.clock
-    x = torch.ones(1 << 22, device=ZERO)
+def spans_of(clock, work) -> list[tuple]:
     clock.wait()
     with virtualgpu.recording() as spans:
-        comm.broadcast(x, (0, 1))
-    assert spans and all(span.kind == "copy" for span in spans)
-    assert sum(span.end - span.start for span in spans if span.gpu == 0) == pytest.approx(spec.peer.seconds(x.nbytes))
+        work()
+    return [(span.kind, span.gpu, span.end - span.start) for span in spans]
+
+
+def test_a_broadcast_is_one_kernel_of_nccl(gpus):
+    """On all GPUs at once, as torch/csrc/cuda/comm.cpp has it where NCCL takes the tensors."""
+    x, fabric = torch.ones(1 << 22, device=ZERO), nccl.Fabric.of(gpus.gpus[0].spec)
+    lasts = pytest.approx(nccl.seconds("broadcast", x.nbytes, 2, fabric))
+    assert spans_of(gpus.clock, lambda: comm.broadcast(x, (0, 1))) == [("communication", gpu, lasts) for gpu in (0, 1)]
+    out = [torch.empty_like(x, device=ONE)]
+    assert [kind for kind, *_ in spans_of(gpus.clock, lambda: comm.broadcast(x, out=out))] == ["communication"] * 2
+    assert torch.equal(out[0].cpu(), x.cpu())
+    columns = torch.ones(1 << 11, 1 << 11, device=ZERO).t()  # not contiguous: a copy, which takes the link's time
+    link = pytest.approx(gpus.gpus[0].spec.peer.seconds(x.nbytes))
+    assert spans_of(gpus.clock, lambda: comm.broadcast(columns, (0, 1)))[-1] == ("copy", 1, link)
+
+
+def test_a_reduction_needs_room_for_its_result_alone(gpus):
+    parts = [torch.full((1 << 22,), float(i + 1), device=f"cuda:{i}") for i in range(2)]
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    found = []
+    kinds = [kind for kind, *_ in spans_of(gpus.clock, lambda: found.append(comm.reduce_add(parts, destination=0)))]
+    assert torch.cuda.max_memory_allocated(0) - before == parts[0].nbytes
+    assert kinds == ["communication"] * 2 and found.pop().cpu().unique().tolist() == [3]
+    strided = [part.view(1 << 11, 1 << 11).t() for part in parts]
+    assert comm.reduce_add(strided, destination=0).cpu().unique().tolist() == [3]
+    assert torch.cuda.max_memory_allocated(0) - before == 2 * parts[0].nbytes  # a copy, and the sum
+    with pytest.raises(NotImplementedError, match="another operation than SUM"):
+        torch.cuda.nccl.reduce(parts, op=2)
+
+
+def test_data_parallel_by_nccl_begins_when_all_have_come(gpus):
+    """A GPU that waits in it is busy, and not computing."""
+    clock = gpus.clock
+    x = torch.ones(2000, 2000, device=ONE)
+    clock.wait()
+    busy, computing = clock.busy[0], clock.computing[0]
+    with virtualgpu.recording() as spans:
+        for _ in range(5):
+            x @ x
+        comm.broadcast(torch.ones(1 << 20, device=ZERO), (0, 1))
+        clock.wait()
+    (waits,) = [span for span in spans if span.kind == "waiting"]
+    (begin,) = {span.start for span in spans if span.kind == "communication"}
+    assert waits.gpu == 0 and waits.end == begin == max(span.end for span in spans if span.name == "mm")
+    assert clock.busy[0] - busy > 5 * (clock.computing[0] - computing)

@@ -23,6 +23,55 @@ def spans_of(program):
     return run
 
 
+def uneven_ranks():
+    """What this rank's GPU came to: (busy, computing, time), and how it waited: [(name, start, end), ...]."""
+    from torch import distributed as dist
+
+    rank = dist.get_rank()
+    clock = virtualgpu.machine().clock
+    x = torch.ones(2000, 2000, device=f"cuda:{rank}")
+    torch.cuda.synchronize()
+    before, start = clock.busy[rank], clock.host
+    with virtualgpu.recording() as spans:
+        for _ in range(1 + 9 * rank):
+            x @ x
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+    waits = [(span.name, span.start, span.end) for span in spans if span.kind == "waiting"]
+    return clock.busy[rank] - before, clock.computing[rank], clock.host - start, waits
+
+
+def test_a_gpu_that_waits_in_a_collective_is_busy(on_gpus):
+    """As nvidia-smi and NVML count NCCL's kernels; computing is the other figure."""
+    zero, one = on_gpus(uneven_ranks)
+    for busy, computing, seconds, _ in (zero, one):
+        assert 0.97 * seconds < busy <= seconds and computing < busy
+    assert 5 * zero[1] < one[1] and zero[2] == pytest.approx(one[2], rel=0.02)
+    ((name, start, end),) = zero[3]
+    assert name == "all_reduce 15.26 MiB (waiting)" and end - start > 0.5 * zero[2] and not one[3]
+
+
+def kernels_beside():
+    from torch import distributed as dist
+
+    x = torch.ones(4000, 4000, device=f"cuda:{dist.get_rank()}")
+    dist.barrier()
+    early = dist.all_reduce(torch.ones(1 << 22, device=x.device), async_op=True)
+    for _ in range(10):
+        x @ x
+    early.wait()
+    torch.relu(x)
+
+
+def test_kernels_beside_a_collective_do_without_its_processors(on_gpus):
+    """A channel of NCCL holds one of the 40 multiprocessors of a T4; it opens two there."""
+    zero, one = on_gpus(spans_of(kernels_beside))
+    collective = communication(zero)[-1]
+    last, after = [span for span in zero if span[1] == "mm"][-1], next(span for span in zero if span[1] == "relu")
+    assert collective[3] < last[3]
+    assert after[2] - last[3] == pytest.approx((collective[3] - collective[2]) * 2 / 40, rel=1e-3) and zero == one
+
+
 def communication(spans) -> list[tuple]:
     return [span for span in spans if span[0] == "communication"]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from virtualgpu.hardware import specs
+from virtualgpu.hardware import links, specs
 from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
 from virtualgpu.simulation.kernels import Kernels
 
@@ -109,7 +109,8 @@ def test_narrower_types_are_twice_as_fast(key):
 def test_links_are_the_bus_or_nvlinks(key):
     spec = SPECS[key]
     if spec.nvlink is None:
-        assert spec.peer == spec.host
+        assert spec.peer == (spec.host if spec.peer_access else links.copies(spec.capability, spec.host))
+        assert spec.peer.bandwidth <= spec.host.bandwidth
         assert spec.peer_access == (key not in GEFORCE and key != "TITAN RTX")
     else:
         assert spec.peer_access and spec.peer.latency < spec.host.latency < spec.host.seconds(1)

@@ -18,16 +18,16 @@ def entry(pid, born, last, *gpus, rank=-1):
     return Entry(pid, rank, born, last, True, 0, list(gpus))
 
 
-def usage(allocated=0, reserved=0, busy=0.0, now=0.0):
-    return Usage(0, allocated, reserved, busy, now)
+def usage(allocated=0, reserved=0, busy=0.0, now=0.0, computing=None):
+    return Usage(0, allocated, reserved, busy, now, busy if computing is None else computing)
 
 
 def test_table_of_one_process():
-    lines = table.lines([entry(1, 0, 9, usage(), usage(GIB, 3 * GIB, 0.25, 1.0))], Settings((T4, H100), dry=True))
+    lines = table.lines([entry(1, 0, 9, usage(), usage(GIB, 3 * GIB, 0.5, 1.0, 0.25))], Settings((T4, H100), dry=True))
     assert lines[0] == "virtualgpu: 1 x Tesla T4, 1 x NVIDIA H100 80GB HBM3, dry run, 1 process"
     assert [line.split() for line in lines[2:]] == [
         ["0", "not", "used"],
-        ["1", "1.00", "GiB", "3.00", "GiB", "4", "%", "of", "79.18", "GiB", "25", "%", "1", "s"],
+        ["1", "1.00", "GiB", "3.00", "GiB", "4", "%", "of", "79.18", "GiB", "50", "%", "25", "%", "1", "s"],
     ]
 
 
@@ -39,9 +39,9 @@ def test_table_without_use():
 
 def test_processes_in_turn_and_together():
     first, later = (0, 5, usage(10, 20, 1.0, 2.0)), (6, 9, usage(12, 15, 1.0, 4.0))
-    assert table.merge([later, first]) == (Usage(0, 12, 20, 2.0, 6.0), False)
+    assert table.merge([later, first]) == (Usage(0, 12, 20, 2.0, 6.0, 2.0), False)
     beside = (3, 8, usage(1, 2, 0.5, 1.0))
-    assert table.merge([first, beside]) == (Usage(0, 11, 22, 1.5, 2.0), True)
+    assert table.merge([first, beside]) == (Usage(0, 11, 22, 1.5, 2.0, 1.5), True)
     full = (3, 8, usage(1, 2, 2.0, 2.0))  # kernels of one GPU take turns: 3 s of work last 3 s
     assert table.merge([first, full])[0].now == 3.0
     lines = table.lines([entry(1, *first[:2], first[2]), entry(2, *beside[:2], beside[2])], Settings((T4,)))
