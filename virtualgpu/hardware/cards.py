@@ -55,10 +55,10 @@ def _nvlink(many: int, gigabytes: float, pcie: int, neighbour: int | None = None
 # fmt: off
 SPECS = {
     # NVIDIA T4 data sheet (2019): 8.1 TFLOPS float32, 65 float16, 320 GB/s, PCIe 3.0, 70 W. float64 1/32 of float32 (Turing
-    # white paper). Memory read from PyTorch on Colab.
+    # white paper). Memory read from PyTorch on Colab. A pair, as Kaggle has it, is one of a virtual machine: no peer access (NVIDIA/nccl#428).
     "T4": Spec(
         "Tesla T4", 15095 * MIB, (7, 5), 40, _rates(0.25, 8.1, fp16=65), 320e9,
-        **_pcie(3), **_chip(1590, 4, 256, 5001, 70)),
+        **_pcie(3, staged=(7, 5)), **_chip(1590, 4, 256, 5001, 70)),
     # NVIDIA V100 data sheet (2020), SXM2: 7.8 TFLOPS float64, 15.7 float32, 125 with tensor cores, 900 GB/s, 300 W. Two of its
     # six NVLinks of 25 GB/s lead to one neighbour (DGX-1 white paper). Memory read from PyTorch.
     "V100": Spec(

@@ -239,7 +239,10 @@ def test_names_of_modules_that_programs_import(gpus):
     """PyTorch's own Python code runs on the virtual driver."""
     assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and torch.backends.cuda.is_built()
     assert torch.cuda.get_arch_list() == ["sm_75"] and not torch.cuda.is_bf16_supported(including_emulation=False)
+    assert not torch.cuda.can_device_access_peer(0, 1)  # two T4s
+    virtualgpu.gpus(2, like="A100")
     assert torch.cuda.can_device_access_peer(0, 1) and not torch.cuda.can_device_access_peer(1, 1)
+    virtualgpu.gpus(2)
     assert torch.cuda.current_blas_handle() == 0
     with torch.cuda.device_of(torch.ones(1, device=ONE)):
         assert torch.cuda.current_device() == 1
