@@ -63,14 +63,14 @@ def stage(micro_batches: tuple[int, ...]) -> dict[int, tuple[float, float]]:
         schedule = Schedule1F1B(PipelineStage(module, index, STAGES, device), count, loss_fn=loss)
         for _ in range(2):
             torch.cuda.synchronize()
-            start, busy = clock.host, clock.busy[index]
+            start, busy = clock.host, clock.computing[index]
             tokens = torch.zeros(count * MICRO, LENGTH, dtype=torch.int64, device=device)
             if index == 0:
                 schedule.step(tokens)
             else:
                 schedule.step(target=tokens) if index == STAGES - 1 else schedule.step()
             torch.cuda.synchronize()
-        told[count] = clock.host - start, clock.busy[index] - busy
+        told[count] = clock.host - start, clock.computing[index] - busy
         module.zero_grad()
     return told
 
