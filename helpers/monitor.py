@@ -40,9 +40,7 @@ class Reading:
 
     utilization: float  # percent of the time in which any kernel ran, NCCL's too, also while it waited
     memory: float  # bytes in use
-    computing: float = field(
-        default=math.nan, repr=False
-    )  # percent of the time, other kernels than NCCL's alone; drivers do not tell
+    computing: float = field(default=math.nan, repr=False)  # percent, without NCCL's kernels; drivers do not tell
 
 
 class Source:

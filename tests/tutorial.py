@@ -17,9 +17,7 @@ PLACES = ("cuda:0", "cuda:1", (3, 4, 6, 3), 1000)
 # The halves share a switch of PCI Express: with peer access it gives 0.66 of its line (three RTX 4090: tinygrad/open-gpu-kernel-modules#6) to 0.90
 PEER = Link(0.66 * PCIE3.bandwidth, PCIE3.latency)
 CARD, HOST = (
-    virtualgpu.Spec(
-        "Tesla K80", 11441 << 20, (6, 0), 13, {torch.float32: 4.37e12}, 240e9, PEER, PCIE3
-    ),
+    virtualgpu.Spec("Tesla K80", 11441 << 20, (6, 0), 13, {torch.float32: 4.37e12}, 240e9, PEER, PCIE3),
     "2023",
 )
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)

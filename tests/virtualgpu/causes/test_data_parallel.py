@@ -327,3 +327,17 @@ def test_data_parallel_by_nccl_begins_when_all_have_come(gpus):
     (begin,) = {span.start for span in spans if span.kind == "communication"}
     assert waits.gpu == 0 and waits.end == begin == max(span.end for span in spans if span.name == "mm")
     assert clock.busy[0] - busy > 5 * (clock.computing[0] - computing)
+
+
+def test_a_step_of_data_parallel_takes_the_same_time_each_run(gpus):
+    def step() -> tuple:
+        virtualgpu.reset()
+        virtualgpu.gpus(2)
+        clock = virtualgpu.machine().clock
+        model = nn.DataParallel(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda())
+        for _ in range(2):
+            model(torch.ones(64, 512, device=ZERO)).sum().backward()
+        clock.wait()
+        return clock.host, clock.busy, clock.computing
+
+    assert step() == step() == step()

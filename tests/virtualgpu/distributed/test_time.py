@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import virtualgpu
+from virtualgpu.engine.meter import Meter
 from virtualgpu.simulation import nccl
 
 
@@ -24,28 +25,34 @@ def spans_of(program):
 
 
 def uneven_ranks():
-    """What this rank's GPU came to: (busy, computing, time), and how it waited: [(name, start, end), ...]."""
+    """What this rank's GPU came to: (busy, computing, time), how it waited: [(name, start, end), ...], and what a meter reads:
+    (utilization, computing)."""
     from torch import distributed as dist
 
     rank = dist.get_rank()
     clock = virtualgpu.machine().clock
     x = torch.ones(2000, 2000, device=f"cuda:{rank}")
     torch.cuda.synchronize()
-    before, start = clock.busy[rank], clock.host
+    before, computing, start, meter = clock.busy[rank], clock.computing[rank], clock.host, Meter(virtualgpu.machine())
     with virtualgpu.recording() as spans:
         for _ in range(1 + 9 * rank):
             x @ x
         dist.all_reduce(x)
         torch.cuda.synchronize()
     waits = [(span.name, span.start, span.end) for span in spans if span.kind == "waiting"]
-    return clock.busy[rank] - before, clock.computing[rank], clock.host - start, waits
+    utilization, _, share = meter.read()[rank]
+    return clock.busy[rank] - before, clock.computing[rank] - computing, clock.host - start, waits, (utilization, share)
 
 
 def test_a_gpu_that_waits_in_a_collective_is_busy(on_gpus):
     """As nvidia-smi and NVML count NCCL's kernels; computing is the other figure."""
     zero, one = on_gpus(uneven_ranks)
-    for busy, computing, seconds, _ in (zero, one):
+    for busy, computing, seconds, _, read in (zero, one):
         assert 0.97 * seconds < busy <= seconds and computing < busy
+        assert read == (
+            pytest.approx(100 * busy / seconds, rel=0.02),
+            pytest.approx(100 * computing / seconds, rel=0.02),
+        )
     assert 5 * zero[1] < one[1] and zero[2] == pytest.approx(one[2], rel=0.02)
     ((name, start, end),) = zero[3]
     assert name == "all_reduce 15.26 MiB (waiting)" and end - start > 0.5 * zero[2] and not one[3]
