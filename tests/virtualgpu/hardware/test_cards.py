@@ -23,7 +23,7 @@ def test_the_lessons_cards_keep_their_figures():
     half, pcie = (torch.float16, torch.bfloat16), [Link(15.75e9 * times, 10e-6) for times in (1, 2, 4)]
     nvlink = {gigabytes: Link(gigabytes * 1e9, 2e-6) for gigabytes in (50, 300, 450)}
     expected = {
-        "T4": ("Tesla T4", 15095, (7, 5), 40, (0.25, 8.1, None, 65, None), 320e9, pcie[0], pcie[0]),
+        "T4": ("Tesla T4", 15095, (7, 5), 40, (0.25, 8.1, None, 65, None), 320e9, Link(4.4e9, 12e-6), pcie[0]),
         "V100": ("Tesla V100-SXM2-16GB", 16160, (7, 0), 80, (7.8, 15.7, None, 125, None), 900e9, nvlink[50], pcie[0]),
         "A100": ("NVIDIA A100-SXM4-40GB", 40326, (8, 0), 108, (9.7, 19.5, 156, 312, 312), 1555e9, nvlink[300], pcie[1]),
         "H100": (
