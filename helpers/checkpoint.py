@@ -14,7 +14,7 @@ import stat
 import uuid
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import torch
@@ -79,37 +79,38 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
     path = Path(path)
     if os.path.isdir(path):
         raise CheckpointError(f"{path} is a folder: name the file in it.")
-    with open(path, "rb") as file:
+    with open(path, "rb") as file:  # once: another thread may put another file under the name meanwhile
         head = file.read(8)
-    if not head:
-        raise CheckpointError(
-            f"{path.name} is empty: its writer was cut off, or the disk was full. Load an earlier checkpoint."
-        )
-    if head.startswith(b"PK"):  # torch.save writes a zip archive
-        _check(path)
-    elif not head.startswith(b"\x80"):  # nor a pickle, as torch.save wrote before version 1.6
-        raise CheckpointError(
-            f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in "
-            "its place?"
-        )
-    try:
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except (MemoryError, torch.OutOfMemoryError):  # says it better, and the file is whole
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path.name} {_why(error, path, map_location)}") from error
+        if not head:
+            raise CheckpointError(
+                f"{path.name} is empty: its writer was cut off, or the disk was full. Load an earlier checkpoint."
+            )
+        if head.startswith(b"PK"):  # torch.save writes a zip archive
+            _check(path, file)
+        elif not head.startswith(b"\x80"):  # nor a pickle, as torch.save wrote before version 1.6
+            raise CheckpointError(
+                f"{path.name} is not a PyTorch checkpoint: it begins with {head!r}. Was a web page or an image saved in "
+                "its place?"
+            )
+        file.seek(0)
+        try:
+            return torch.load(file, map_location=map_location, weights_only=True)
+        except (MemoryError, torch.OutOfMemoryError):  # says it better, and the file is whole
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path.name} {_why(error, file, map_location)}") from error
 
 
-def _check(path: Path) -> None:
+def _check(path: Path, file: BinaryIO) -> None:
     """Is the archive what its checksums say? torch.load compares none, and unpacks what torch.save never packs."""
-    size = path.stat().st_size
+    size = os.fstat(file.fileno()).st_size
     try:
-        if not zipfile.is_zipfile(path):
+        if not zipfile.is_zipfile(file):
             raise CheckpointError(
                 f"{path.name} is truncated ({size:,} bytes): its writer was cut off, or the download was. "
                 "Load an earlier checkpoint, or fetch the file again."
             )
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
                 raise CheckpointError(
                     f"{path.name} was refused: it is a TorchScript program, which is code. Ask its author for a state_dict."
@@ -133,7 +134,7 @@ def _check(path: Path) -> None:
         ) from error
 
 
-def _why(error: Exception, path: Path, map_location: Any) -> str:
+def _why(error: Exception, file: BinaryIO, map_location: Any) -> str:
     """What torch.load's error means for the reader: the rest of a sentence that begins with the file's name."""
     words = str(error)
     code = re.search(r"GLOBAL (\S+)", words)
@@ -149,15 +150,16 @@ def _why(error: Exception, path: Path, map_location: Any) -> str:
             "Ask its author for a state_dict, saved by torch.save with its defaults."
         )
     why = words.strip().partition("\n")[0].rstrip(".")
-    if _is_whole(path):
+    if _is_whole(file):
         return f'is whole, but cannot go to map_location={map_location!r}: {why}. Leave map_location out: "cpu" goes everywhere.'
     return f"is damaged or was not written by torch.save: {why}. Load an earlier checkpoint."
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(file: BinaryIO) -> bool:
     """Does it load where there is no choice of place?"""
     with contextlib.suppress(Exception):
-        torch.load(path, map_location="cpu", weights_only=True)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
         return True
     return False
 

@@ -10,6 +10,7 @@ import re
 import signal
 import stat
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,19 @@ def test_two_threads_save_to_one_path(tmp_path, monkeypatch):
         list(pool.map(lambda size: checkpoint.save({"size": size, "w": torch.ones(size)}, path), [10, 500_000]))
     result = checkpoint.load(path)
     assert len(result["w"]) == result["size"] and os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_loaded_while_another_thread_saves(tmp_path, monkeypatch):
+    """What was there when load() began; its size was compared with the new file's content, which was refused."""
+    path, is_zipfile = tmp_path / "a.pt", zipfile.is_zipfile
+    checkpoint.save(STATE, path)
+
+    def meanwhile(file):
+        checkpoint.save({"w": torch.ones(100_000)}, path)
+        return is_zipfile(file)
+
+    monkeypatch.setattr(zipfile, "is_zipfile", meanwhile)
+    assert same(checkpoint.load(path), STATE)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
