@@ -93,7 +93,9 @@ def modules_of(name: str) -> set[str]:
 
 def files_of_virtualgpu() -> set[str]:
     folder = series.ROOT / "virtualgpu"
-    modules = {f"virtualgpu/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
+    modules = {
+        f"virtualgpu/{path.relative_to(folder).as_posix()}" for kind in ("*.py", "*.csv") for path in folder.rglob(kind)
+    }
     return modules | {"virtualgpu/README.md"}
 
 
