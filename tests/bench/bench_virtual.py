@@ -39,10 +39,23 @@ def rows() -> list[Row]:
         Row("real numbers: added to each operation", 1e6 * added, "us", "< 40 us", added < 40e-6),
         Row("real numbers: operations in that step", operations, "", "", True),
         Row("real numbers: of which an empty dispatch mode", 1e6 * empty_mode(), "us", "", True),
-        Row("PyTorch's own share of a launch (clock.LAUNCH has 2.2)", 1e6 * addition, "us", "", True),
+        Row("PyTorch's own share of a launch (hardware/hosts.py)", 1e6 * addition, "us", "", True),
+        *(
+            Row(f"the same through modules and autograd: {way}", 1e6 * cost, "us", "", True)
+            for way, cost in zip(("forward", "backward"), through_modules(), strict=True)
+        ),
         Row("runner: what a process holds is noted, over a small addition", note, "x", "< 1 x", note < 1),
         Row("runner: how busy a GPU was is noted, over a small addition", moment, "x", "< 1 x", moment < 1),
     ]
+
+
+def through_modules() -> tuple[float, float]:
+    """Seconds of the host for each operation, forward and backward, of layers that compute next to nothing."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(50)])
+    x = torch.randn(4, 8)
+    forward = min(timed(lambda: model(x)) for _ in range(30))
+    both = min(timed(lambda: model(x).sum().backward()) for _ in range(30))
+    return forward / 150, (both - forward) / 250  # a layer: three operations, and five of their gradients
 
 
 def step_of_resnet(device: str) -> float:

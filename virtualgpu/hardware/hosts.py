@@ -21,8 +21,9 @@ class Host(NamedTuple):
 
 
 # Forward: milliseconds of a pass that is bound by its host, over its operations. Optimizer: an operation of AdamW on single tensors, 5.4
-# us on the host of an A100 (pytorch/pytorch#120308, 2024), and in proportion for others. Backward: 0.6 of the forward pass, as the same
-# modules take on a processor whose kernels have nothing to do (tests/bench prints it).
+# us on the host of an A100 (pytorch/pytorch#120308, 2024), and in proportion for others. Backward: 0.6 of the forward pass; nobody
+# published it. Here autograd takes some 6 us for each of its operations on the CPU where they have nothing to compute (tests/bench
+# prints it), and a launch some 4.
 HOSTS = {
     "2024": Host("2024", 20e-6, 12e-6, 5.4e-6, "Llama 3.2 1B on the host of a B200: 17 to 20 us (pytorch 2.13)"),
     "2023": Host(
