@@ -16,10 +16,15 @@ KEPT = 4096  # kernels that may still be moved
 class _Kernel:
     """One that has its time. place: of its span, where spans are recorded."""
 
-    __slots__ = ("end", "place", "queue", "start")
+    __slots__ = ("place", "queue", "seconds", "start")
 
-    def __init__(self, queue: Queue, start: float, end: float, place: tuple[list[Span], int] | None):
-        self.queue, self.start, self.end, self.place = queue, start, end, place
+    def __init__(self, queue: Queue, start: float, seconds: float, place: tuple[list[Span], int] | None):
+        self.queue, self.start, self.seconds, self.place = queue, start, seconds, place
+
+    @property
+    def end(self) -> float:
+        """To the last bit what the engine reserved: a sliver that stayed would be in the way of whatever comes."""
+        return self.start + self.seconds
 
 
 class Priorities:
@@ -40,21 +45,20 @@ class Priorities:
         start = self.engine.reserve(ready, seconds)
         ends: dict[int, float] = {}  # of each stream: of its kernel before
         for one in behind:
-            self._move(one, self.engine.reserve(max(one.start, ends.get(one.queue.id, 0.0)), one.end - one.start))
+            self._move(one, self.engine.reserve(max(one.start, ends.get(one.queue.id, 0.0)), one.seconds))
             ends[one.queue.id] = one.end
             one.queue.ready = max(one.queue.ready, one.end)
         if len(self.kernels) > KEPT:
             del self.kernels[: KEPT // 2]
         place = None if spans is None else (spans, len(spans))
-        self.kernels.append(_Kernel(queue, start, start + seconds, place))
+        self.kernels.append(_Kernel(queue, start, seconds, place))
         return start
 
     def _move(self, one: _Kernel, start: float) -> None:
-        before, end = one.start, start + one.end - one.start
+        before, one.start = one.start, start
         if start == before:
             return
         if one.place is not None:
             spans, index = one.place
             if index < len(spans) and spans[index].start == before:
-                spans[index] = replace(spans[index], start=start, end=end)
-        one.start, one.end = start, end
+                spans[index] = replace(spans[index], start=start, end=one.end)

@@ -72,3 +72,17 @@ def test_what_is_free_again():
     engine.free(4, 8)
     engine.free(4, 8)
     assert (engine.starts, engine.ends) == ([], [])
+
+
+def test_others_are_moved_by_its_length_and_no_more():
+    """Whatever the lengths: a slot that is short by the last bit would send a kernel behind all others."""
+    from virtualgpu.simulation.priorities import Priorities
+    from virtualgpu.simulation.queues import Engine, Queue
+
+    low, high, ranked = Queue(0, 0), Queue(0, 1, -1), Priorities(Engine())
+    for number in range(200):
+        low.ready = ranked.reserve(low, low.ready, 1e-4 / (3 + number % 7), None) + 1e-4 / (3 + number % 7)
+    before, seconds = low.ready, 4.7e-4 / 7
+    for number in range(50):
+        ranked.reserve(high, number * 1e-5, seconds, None)
+    assert low.ready == pytest.approx(before + 50 * seconds, rel=1e-9)
