@@ -76,8 +76,6 @@ def test_what_is_free_again():
 
 def test_others_are_moved_by_its_length_and_no_more():
     """Whatever the lengths: a slot that is short by the last bit would send a kernel behind all others."""
-    from virtualgpu.simulation.priorities import Priorities
-    from virtualgpu.simulation.queues import Engine, Queue
 
     low, high, ranked = Queue(0, 0), Queue(0, 1, -1), Priorities(Engine())
     for number in range(200):

@@ -192,7 +192,7 @@ def test_dropout_between_layers(gpus):
 
 def test_products_in_tf32():
     def seconds(like):
-        with virtualgpu.dry_run(1, like=like):
+        with virtualgpu.dry_run(1, like=like, clock="datasheet", host="launch"):
             layer, x = nn.LSTM(1024, 1024, device="cuda"), torch.randn(50, 256, 1024, device="cuda")
             clock = virtualgpu.machine().clock
             torch.cuda.synchronize()

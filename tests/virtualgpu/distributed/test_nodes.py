@@ -87,9 +87,9 @@ def timed():
 
 
 def test_nodes_of_one_machine(capfd):
-    virtualgpu.gpus(4, like="T4", gpus_per_node=2, network="RoCE 100")
+    virtualgpu.gpus(4, like="A100-PCIE-40GB", gpus_per_node=2, network="RoCE 100")
     found = launch(timed, nprocs=4)
-    fabric = nccl.Fabric.of(SPECS["T4"], networks.find("RoCE 100"))
+    fabric = nccl.Fabric.of(SPECS["A100-PCIE-40GB"], networks.find("RoCE 100"))
     for (kind, seconds), *_ in found:
         assert kind == "all_reduce" and seconds == pytest.approx(nccl.seconds("all_reduce", LARGE, 4, fabric, 2))
     (_, inside), (_, across) = found[1][1:]

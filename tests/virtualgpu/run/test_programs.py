@@ -55,8 +55,8 @@ def test_gpus_everywhere(run, tmp_path):
     }
     title, _, first, second, told = found.stderr.splitlines()[-5:]
     assert title == "virtualgpu: 1 x Tesla T4, 1 x NVIDIA A100-SXM4-40GB, 5 processes"
-    assert re.fullmatch(r" *0 +4.00 MiB +20.00 MiB +2 % of 1.00 GiB +\d+ % +\S+ s", first)
-    assert re.fullmatch(r" *1 +15.75 MiB +20.00 MiB +2 % of 1.00 GiB +\d+ % +\S+ s", second)
+    assert re.fullmatch(r" *0 +4.00 MiB +20.00 MiB +2 % of 1.00 GiB +\d+ % +\d+ % +\S+ s", first)
+    assert re.fullmatch(r" *1 +15.75 MiB +20.00 MiB +2 % of 1.00 GiB +\d+ % +\d+ % +\S+ s", second)
     assert told == f"Trace of 5 processes in {trace}: ui.perfetto.dev opens it."
     events = json.loads(trace.read_text())["traceEvents"]
     assert sorted(event["name"] for event in events if event["ph"] == "X") == ["mm"] + ["ones"] * 5
