@@ -20,6 +20,7 @@ class Row:
     note: str = ""
     source: str = ""
     url: str = ""
+    gpus: int = 1
 
     @property
     def difference(self) -> float:
