@@ -28,6 +28,7 @@ PROGRAMS = (  # the quick ones first
     "zero_recipe",
     "tutorial",
     "vision",
+    "fits",
     "bert_large",
     "gpt2",
     "zero_bubble",

@@ -10,6 +10,7 @@ import contextlib
 import torch
 import torchvision
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import virtualgpu
 from tests.accuracy.published import Published, published
@@ -17,7 +18,7 @@ from tests.accuracy.row import Row
 
 URL = "https://github.com/huggingface/pytorch-image-models/tree/main/results"
 NARROW = {"half": torch.float16, "bfloat16": torch.bfloat16}
-FULL = ("float32", "tf32")
+FUSED = "2023-03"  # PyTorch 2.0: until then attention was a product, a softmax and a product
 
 
 def prepare(row: Published, **options):
@@ -31,8 +32,11 @@ def prepare(row: Published, **options):
         model = model.to(memory_format=torch.channels_last)
         pictures = pictures.contiguous(memory_format=torch.channels_last)
 
+    @contextlib.contextmanager
     def mixed():
-        return torch.autocast("cuda", torch.float16) if row.precision == "AMP" else contextlib.nullcontext()
+        plain = sdpa_kernel(SDPBackend.MATH) if row.date < FUSED else contextlib.nullcontext()
+        with plain, torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
+            yield
 
     if row.mode == "infer":
         model.eval()
@@ -107,9 +111,11 @@ def rows() -> list[Row]:
             took[row.settings] = seconds(row)
         simulated = took[row.settings]
         simulated = 1000 * simulated if row.kind == "time" else row.batch / simulated
-        found.append(Row(name(row), row.kind, row.unit, row.figure, simulated, url=row.source))
+        found.append(Row(name(row), row.kind, row.unit, row.figure, simulated, url=row.source, group=row.what))
     for what, at, other in pairs(table):
         one, base = table[at], table[other]
         published_ratio, simulated = as_ratio((one, took[one.settings]), (base, took[base.settings]))
-        found.append(Row(f"{what}: {name(one)}", "ratio", "", published_ratio, simulated, url=one.source))
+        found.append(
+            Row(f"{what}: {name(one)}", "ratio", "", published_ratio, simulated, url=one.source, group=one.what)
+        )
     return found
