@@ -29,6 +29,8 @@ PROGRAMS = (  # the quick ones first
     "tutorial",
     "vision",
     "fits",
+    "transformer",
+    "ddp",
     "bert_large",
     "gpt2",
     "zero_bubble",
