@@ -3,7 +3,7 @@
 program: the module beside this one that runs it. kind: "time" of a step, "speed" (work per second), "memory" reserved, or "fits" (1: the
 batch was trained; 0: out of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half"
 (the model made float16), "bfloat16" (likewise), or "AMP" (autocast to float16). layout: channels "first" or "last". size: of a picture, or
-tokens. host: what the clock takes for the processor, by the date. The rows were taken before anything was simulated, and all are shown.
+tokens. host: what the clock takes for the processor, by the date. what: who published it (table.TITLES).
 """
 
 import csv

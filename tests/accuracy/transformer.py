@@ -3,9 +3,10 @@
 Settings: a row of published.csv each. GPT-2 124M from "Build a Large Language Model (From Scratch)", 1024 tokens, dropout .1: its LayerNorm,
 GELU and attention in plain operations, then PyTorch's, AdamW; its tokens/s have two evaluated batches in 15 steps. BERT for masked words, 512
 tokens: base with fused attention and Adam (milabench), large in plain operations, forward and backward alone (NeuSight). ViT-L/16 is
-torchvision's with 10 classes and Adam. All are ours, from these settings.
+torchvision's with 10 classes and Adam, gradients dropped between forward and backward. All are ours, from these settings.
 """
 
+import itertools
 import math
 
 import torch
@@ -179,9 +180,9 @@ def pictures(row: Published):
     labels = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
 
     def step():
-        optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
             loss = F.cross_entropy(model(batch), labels)
+        optimizer.zero_grad()  # as the script has it: the last gradients are there in the forward pass
         loss.backward()
         optimizer.step()
 
@@ -232,7 +233,7 @@ def rows() -> list[Row]:
             )
         )
     speeds = [row for row in found if row.kind == "speed" and row.group == "LLMs-from-scratch"]
-    for before, after in zip(speeds, speeds[1:], strict=False):
+    for before, after in itertools.pairwise(speeds):
         what = f"speed against the row before: {after.what}"
         published_ratio, here = after.published / before.published, after.simulated / before.simulated
         found.append(Row(what, "ratio", "", published_ratio, here, url=after.url, group=after.group))
