@@ -31,7 +31,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for percent, colour in BANDS.items():
         axis.axhspan(1 / (1 + percent / 100), 1 + percent / 100, color=colour, zorder=0)
     axis.axhline(1, color="black", linewidth=0.8)
-    for at, (name, group) in enumerate(groups.items()):
+    for at, group in enumerate(groups.values()):
         here = [source for source in sources if any((row.group or row.source) == source for row in group)]
         for place, source in enumerate(here):
             factors = sorted(row.factor for row in group if (row.group or row.source) == source)
