@@ -27,6 +27,10 @@ BUILD = ROOT / "build"
 PROGRAMS = (  # the quick ones first
     "zero_recipe",
     "tutorial",
+    "vision",
+    "fits",
+    "transformer",
+    "ddp",
     "bert_large",
     "gpt2",
     "zero_bubble",
@@ -45,7 +49,8 @@ def rows_of(name: str) -> list[Row]:
     with contextlib.redirect_stdout(io.StringIO()):
         found = program.rows()
     for row in found:
-        row.source, row.url = name, program.URL
+        row.source, row.url = name, row.url or program.URL
+        row.gpus = max(row.gpus, getattr(program, "GPUS", 1))
     return found
 
 

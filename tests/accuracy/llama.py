@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import virtualgpu
 
 GIB = 2**30
+HOST = "2024"  # what the clock takes for the processor, by the date
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def train(
     expandable: as torchtitan's run_llama_train.sh sets it (by December 2024, not yet in June); its script for several nodes does not. From
     the second step on, when the optimizer has its state, steps are alike.
     """
-    with allocator(expandable), virtualgpu.dry_run(like=like, world_size=world_size):
+    with allocator(expandable), virtualgpu.dry_run(like=like, world_size=world_size, host=HOST):
         dist.init_process_group("nccl")
         model = sharded(sizes, length, how, reshard)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=fused, foreach=not fused)

@@ -1,56 +1,64 @@
-"""Published against simulated, drawn: how far memory and ratios are off, and which share of the simulated speed was measured."""
+"""Published against simulated, drawn: a point for each row, measured over simulated, by kind, with bands of 15 and 30 %."""
 
 from pathlib import Path
+from statistics import median
 
 from tests.accuracy.row import Row
+from tests.accuracy.table import KINDS, TITLES, kind
 
-MET, MISSED, SHOWN = "#1a7f5a", "#c0392b", "#4c72b0"
+BANDS = {30: "#e8eef5", 15: "#c5d5e8"}
+TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5)
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """A PNG: differences in memory (percent), in ratios (points), and the factor of each speed."""
+    """A PNG; a row's source has a place of its own across, so that what it has in common is seen."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = (
-        ("Memory: simulated against published, %", [row for row in rows if row.kind == "memory"]),
-        ("Ratios of two rows of one table: points", [row for row in rows if row.kind == "ratio"]),
-        ("Speed: published / simulated", [row for row in rows if row.kind in ("speed", "time")]),
-    )
-    panels = [(title, chosen) for title, chosen in panels if chosen]
-    if not panels:
+    groups = {name: [row for row in rows if kind(row) == name] for name in KINDS.values()}
+    groups = {name: group for name, group in groups.items() if group}
+    if not groups:
         return
-    counts = [len(chosen) + 2 for _, chosen in panels]
-    figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(10, 0.24 * sum(counts) + 1), height_ratios=counts, squeeze=False, layout="constrained"
-    )
-    for axis, (title, chosen) in zip(axes[:, 0], panels, strict=True):
-        values = [row.difference for row in chosen]
-        colours = [SHOWN if row.met is None else MET if row.met else MISSED for row in chosen]
-        axis.barh(range(len(chosen)), values, color=colours, height=0.6)
-        axis.set_yticks(range(len(chosen)), [row.what for row in chosen], fontsize=8)
-        axis.invert_yaxis()
-        axis.set_title(title, fontsize=10, loc="left")
-        for index, row in enumerate(chosen):
-            axis.annotate(
-                row.told(),
-                (max(row.difference, 0), index),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-        low, high = min(0, *values), max(0, *values)
-        axis.set_xlim(low - 0.03 * (high - low), high + 0.15 * (high - low))
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.tick_params(axis="x", labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        "Published figures (measured by others) and simulated ones. Green: within the target; red: missed; blue: shown",
-        fontsize=10,
-    )
+    sources = [
+        source
+        for source in TITLES
+        if any((row.group or row.source) == source for group in groups.values() for row in group)
+    ]
+    colours = dict(zip(sources, pyplot.get_cmap("tab20").colors, strict=False))
+    figure, axis = pyplot.subplots(figsize=(11, 6.5), layout="constrained")
+    for percent, colour in BANDS.items():
+        axis.axhspan(1 / (1 + percent / 100), 1 + percent / 100, color=colour, zorder=0)
+    axis.axhline(1, color="black", linewidth=0.8)
+    for at, group in enumerate(groups.values()):
+        here = [source for source in sources if any((row.group or row.source) == source for row in group)]
+        for place, source in enumerate(here):
+            factors = sorted(row.factor for row in group if (row.group or row.source) == source)
+            across = at + 0.8 * (place + 0.5) / len(here) - 0.4
+            width = 0.5 / len(here)
+            places = [across + width * (index / max(len(factors) - 1, 1) - 0.5) for index in range(len(factors))]
+            axis.plot(places, factors, "o", color=colours.get(source, "grey"), markersize=4.5, alpha=0.85)
+        middle = median(row.factor for row in group)
+        axis.plot([at - 0.42, at + 0.42], [middle, middle], color="black", linewidth=1.2, linestyle="--")
+        axis.annotate(
+            f"median {middle:.2f}",
+            (at + 0.42, middle),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right",
+        )
+    for source in sources:
+        axis.plot([], [], "o", color=colours.get(source, "grey"), markersize=5, label=TITLES[source])
+    axis.set_yscale("log")
+    axis.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axis.minorticks_off()
+    axis.set_xticks(range(len(groups)), [f"{name}\n{len(group)} rows" for name, group in groups.items()])
+    axis.set_ylabel("measured / simulated (times; above 1: the real program took longer)")
+    axis.set_title("Figures that others published, over simulated ones; bands: 15 and 30 %", fontsize=11, loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -1,5 +1,6 @@
 """One line of the table: a figure that others measured and published, and the one that is simulated here."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 class Row:
     """published and simulated: in `unit`. tolerance: percent for memory, points (hundredths) for a ratio; None: shown, not judged.
 
-    kind: "memory", "ratio" of two rows of one table, "count", "time" (seconds), "speed" (work per second), or "cost": measured
-    here, and to stay below `published`, the target. note: what else a reader needs.
+    kind: "memory", "ratio" of two rows of one table, "count", "time" (of a step), "speed" (work per second), "fits" (1 or 0), or
+    "cost": measured here, and to stay below `published`, the target. note: what else a reader needs; such rows are in no statistic.
+    group: of the table by source; `source`, the program, unless given. gpus: those that worked together.
     """
 
     what: str
@@ -20,23 +22,34 @@ class Row:
     note: str = ""
     source: str = ""
     url: str = ""
+    group: str = ""
+    gpus: int = 1
+
+    @property
+    def factor(self) -> float:
+        """Measured over simulated; for a speed the same of its time, so that above 1 the real program took longer."""
+        return self.simulated / self.published if self.kind == "speed" else self.published / self.simulated
 
     @property
     def difference(self) -> float:
-        """Percent for memory; points for a ratio; for time and speed the speed published over the speed simulated (1: data sheet)."""
+        """Percent for memory; points for a ratio; the factor for time and speed."""
         if self.kind == "memory":
             return 100 * (self.simulated / self.published - 1)
-        if self.kind in ("ratio", "count"):
-            return (100 if self.kind == "ratio" else 1) * (self.simulated - self.published)
-        if self.kind == "cost":
-            return self.simulated - self.published
-        return self.published / self.simulated if self.kind == "speed" else self.simulated / self.published
+        if self.kind == "ratio":
+            return 100 * (self.simulated - self.published)
+        return self.factor if self.kind in ("time", "speed") else self.simulated - self.published
 
     @property
     def met(self) -> bool | None:
         if self.kind == "cost":
             return self.simulated <= self.published
+        if self.kind == "fits":
+            return self.simulated == self.published
         return None if self.tolerance is None else abs(self.difference) <= self.tolerance
+
+    def within(self, percent: float) -> bool:
+        """Whether the two are within so many percent, whichever is larger."""
+        return abs(math.log(self.factor)) <= math.log(1 + percent / 100)
 
     def told(self) -> str:
         """The difference as the table prints it."""
@@ -46,4 +59,6 @@ class Row:
             return "within" if self.met else "above"
         if self.kind == "count":
             return f"{self.difference:+.0f}"
-        return f"{self.difference:+.1f} points" if self.kind == "ratio" else f"x {self.difference:.2f}"
+        if self.kind == "fits":
+            return "alike" if self.met else "otherwise"
+        return f"{self.difference:+.1f} points" if self.kind == "ratio" else f"time x {self.difference:.2f}"

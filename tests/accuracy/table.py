@@ -1,12 +1,26 @@
 """The rows as text, and as the READMEs' tables."""
 
+import math
+from collections import Counter
 from pathlib import Path
+from statistics import median
 
 from tests.accuracy.row import Row
 
 BEGIN, END = "<!-- accuracy: written by make accuracy -->", "<!-- accuracy ends -->"
-HEADER = ("what", "published (measured by others)", "simulated", "difference")
-TITLES = {  # of the short table, by program
+KINDS = {"memory": "memory", "one": "time, one GPU", "several": "time, several GPUs", "ratio": "ratios"}
+BANDS, WORDS = (5, 15, 30), 15  # percent
+STATISTICS = ("rows", *(f"within {band} %" for band in BANDS), "median of measured / simulated", "worst")
+TITLES = {  # of the table by source, by program or group
+    "timm": "torchvision's models, RTX 3090, 4090 and 5090, AMP (timm, 2022 to 2026)",
+    "XHMY": "torchvision's models, TITAN RTX, RTX 4090, H100 and H200 (XHMY, 2023 to 2025)",
+    "run_train_infer": "ResNet-50 on a V100, four ways (run_train_infer, 2021)",
+    "NVIDIA": "ResNet-50's inference on a T4 (NVIDIA, 2021)",
+    "rasbt": "ViT-L/16 on an A100 (rasbt, 2023)",
+    "LLMs-from-scratch": "GPT-2 124M on an A100, made faster step by step (LLMs-from-scratch, 2025)",
+    "milabench": "BERT-base on an H100 (milabench, 2025)",
+    "NeuSight": "BERT-large on three cards (NeuSight, 2024)",
+    "mvsjober": "ResNet-50 by DDP on A100s (mvsjober, 2026)",
     "zero_recipe": "DDP and ZeRO, 2 GPUs (PyTorch's recipe)",
     "tutorial": "model parallel and pipeline of a ResNet-50, 2 GPUs (PyTorch's tutorial)",
     "bert_large": "BERT-large on a V100, five ways (transformers, 2022)",
@@ -22,6 +36,8 @@ TITLES = {  # of the short table, by program
 def figure(row: Row, value: float) -> str:
     if row.kind == "ratio":
         return f"{value:.3f}"
+    if row.kind == "fits":
+        return "fits" if value else "out of memory"
     return f"{value:,.0f} {row.unit}".strip() if value >= 300 or row.kind == "count" else f"{value:.2f} {row.unit}"
 
 
@@ -32,79 +48,107 @@ def told(row: Row) -> tuple[str, str, str, str]:
 
 def plain(rows: list[Row]) -> str:
     """For a terminal, with the source of each group."""
-    lines, widths = [], [max(len(told(row)[i]) for row in rows) for i in range(4)]
+    printed, widths = [], [max(len(told(row)[i]) for row in rows) for i in range(4)]
     source = None
     for row in rows:
-        if row.source != source:
-            source = row.source
-            lines.append(f"\n{source}  {row.url}")
+        if (row.group or row.source) != source:
+            source = row.group or row.source
+            printed.append(f"\n{source}  {row.url}")
         cells = told(row)
         note = f"  {row.note}" if row.note else ""
-        lines.append(f"  {cells[0]:<{widths[0]}}  {cells[1]:>{widths[1]}}  {cells[2]:>{widths[2]}}  {cells[3]}{note}")
+        printed.append(f"  {cells[0]:<{widths[0]}}  {cells[1]:>{widths[1]}}  {cells[2]:>{widths[2]}}  {cells[3]}{note}")
     judged = [row for row in rows if row.met is not None]
-    lines.append(f"\n{sum(row.met for row in judged)} of {len(judged)} within their targets; the others say missed")
-    return "\n".join(lines)
+    printed.append(f"\n{sum(row.met for row in judged)} of {len(judged)} within their targets; the others say missed")
+    return "\n".join([*printed, "", by_kind(rows), "", confusion(rows)])
 
 
-def markdown(rows: list[Row]) -> str:
-    """One table, each group with its source."""
-    lines = [f"| {' | '.join(HEADER)} |", "|---|---|---|---|"]
-    source = None
+def kind(row: Row) -> str | None:
+    """Its row of the table by kind; None where it has none."""
+    if row.note or row.kind in ("count", "cost", "fits"):
+        return None
+    if row.kind in ("memory", "ratio"):
+        return KINDS[row.kind]
+    return KINDS["one"] if row.gpus == 1 else KINDS["several"]
+
+
+def statistics(rows: list[Row]) -> list[str]:
+    """Number of rows, those within each band in percent, the median of measured over simulated, and the worst, as cells."""
+    shares = [f"{100 * sum(row.within(band) for row in rows) / len(rows):.0f} %" for band in BANDS]
+    worst = max(rows, key=lambda row: abs(math.log(row.factor)))
+    cells = [str(len(rows)), *shares, f"{median(row.factor for row in rows):.2f}"]
+    return [
+        *cells,
+        f"{worst.what}: {figure(worst, worst.published)}, simulated {figure(worst, worst.simulated)} (x {worst.factor:.2f})",
+    ]
+
+
+def by_kind(rows: list[Row]) -> str:
+    """A row for each kind, in Markdown."""
+    groups = {name: [row for row in rows if kind(row) == name] for name in KINDS.values()}
+    return lines(("", *STATISTICS), [[name, *statistics(group)] for name, group in groups.items() if group])
+
+
+def by_source(rows: list[Row]) -> str:
+    """The same of each source."""
+    cells, titles = [], {}
     for row in rows:
-        if row.kind == "cost":
-            continue
-        cells = list(told(row))
-        if row.source != source:
-            source = row.source
-            cells[0] = f"{cells[0]} ([source]({row.url.split()[0]}))"
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        titles.setdefault(row.group or row.source, row.url.split(" ")[0])
+    for group, url in titles.items():
+        title = f"[{TITLES.get(group, group)}]({url})"
+        for name in KINDS.values():
+            if chosen := [row for row in rows if kind(row) == name and (row.group or row.source) == group]:
+                cells.append([title, name, *statistics(chosen)])
+                title = ""
+    return lines(("source", "kind", *STATISTICS), cells)
 
 
-def speed_sentence(rows: list[Row]) -> str:
-    """Why speeds differ, and by how much; of torchtitan's tables, the most alike, on their own."""
-    factors = sorted(row.difference for row in rows if row.kind in ("speed", "time"))
-    titan = sorted(row.difference for row in rows if row.kind == "speed" and row.source.startswith("torchtitan"))
-    alike = f" ({titan[0]:.2f} to {titan[-1]:.2f} in torchtitan's tables)" if titan else ""
-    return (
-        f"Measured speeds are {factors[0]:.2f} to {factors[-1]:.2f} of the simulated ones{alike}: the simulated clock lets every kernel reach "
-        "the peak that the card's data sheet promises, and real kernels reach a part of it. Read ratios, not seconds."
-    )
+def confusion(rows: list[Row]) -> str:
+    """Batches that were trained, and that ran out of memory: measured against simulated. Nothing without such rows."""
+    pairs = Counter((bool(row.published), bool(row.simulated)) for row in rows if row.kind == "fits")
+    if not pairs:
+        return ""
+    names = {True: "fits", False: "out of memory"}
+    cells = [[f"measured: {names[real]}", *(str(pairs[real, here]) for here in names)] for real in names]
+    return lines(("batch", *(f"simulated: {name}" for name in names.values())), cells)
 
 
-def short(rows: list[Row]) -> str:
-    """A row for each source: the largest differences, and the range of the speeds."""
-    lines = ["| source | memory, at most | ratios, at most | speed measured / simulated |", "|---|---|---|---|"]
-    for name, title in TITLES.items():
-        group = [row for row in rows if row.source == name and not row.note]
-        if not group:
-            continue
-        cells = [f"[{title}]({group[0].url.split()[0]})"]
-        for kinds in (("memory",), ("ratio",)):
-            chosen = [row for row in group if row.kind in kinds]
-            cells.append(max(chosen, key=lambda row: abs(row.difference)).told() if chosen else "")
-        speeds = sorted(row.difference for row in group if row.kind in ("speed", "time"))
-        cells.append(f"{speeds[0]:.2f} to {speeds[-1]:.2f}" if speeds else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def lines(header: tuple[str, ...], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def in_words(rows: list[Row]) -> str:
+    """What the figures say, for one who reads no table."""
+    told = []
+    for name in KINDS.values():
+        if group := [row for row in rows if kind(row) == name]:
+            inside = sum(row.within(WORDS) for row in group)
+            low, *_, high = sorted(row.factor for row in group) * 2
+            told.append(
+                f"{name}: {inside} of {len(group)} within {WORDS} %, measured {low:.2f} to {high:.2f} of simulated"
+            )
+    fits = [row for row in rows if row.kind == "fits"]
+    if fits:
+        told.append(f"whether a batch fits: {sum(row.met for row in fits)} of {len(fits)} told rightly")
+    return "; ".join(told).capitalize() + "."
 
 
 def verdict(rows: list[Row]) -> str:
-    judged = [row for row in rows if row.met is not None and row.kind != "cost"]
+    judged = [row for row in rows if row.met is not None and row.kind not in ("cost", "fits")]
     return (
-        f"{sum(row.met for row in judged)} of {len(judged)} rows are within their targets (memory 1 % for Llama 3, 3 % for the recipe, 10 % "
-        "for older PyTorch; ratios 10 points)."
+        f"{sum(row.met for row in judged)} of the {len(judged)} rows that have a target are within it (memory 1 % for Llama 3, 3 % for the "
+        "recipe, 10 % for older PyTorch; ratios 10 points). Measured over simulated is of times, for speeds too: above 1, the real "
+        "program took longer."
     )
 
 
 def write(rows: list[Row], root: Path) -> None:
     """Between the two marks of each README. Raises ValueError where they are missing."""
-    for name, found in (("README.md", short(rows)), ("virtualgpu/README.md", markdown(rows))):
+    for name, tables in (("README.md", [by_kind(rows)]), ("virtualgpu/README.md", [by_kind(rows), by_source(rows)])):
         path = root / name
         text = path.read_text(encoding="utf-8")
         if text.count(BEGIN) != 1 or text.count(END) != 1:
             raise ValueError(f"{name} has no place for the table: put {BEGIN} and {END} into it, once each")
         before, rest = text.split(BEGIN)
         after = rest.split(END)[1]
-        body = f"{found}\n\n{verdict(rows)} {speed_sentence(rows)}"
+        body = "\n\n".join(filter(None, [*tables, confusion(rows), f"{in_words(rows)} {verdict(rows)}"]))
         path.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")

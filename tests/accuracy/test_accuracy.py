@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 import virtualgpu
-from tests.accuracy import table
+from tests.accuracy import fits, table, vision
 from tests.accuracy.__main__ import PROGRAMS
+from tests.accuracy.published import published
 from tests.accuracy.row import Row
+from virtualgpu.hardware.hosts import HOSTS
+from virtualgpu.hardware.specs import SPECS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -42,8 +45,9 @@ def test_differences():
     assert memory.told() == "+2.5 %" and memory.met is False
     ratio = Row("b", "ratio", "", 1.07, 1.04, 10)
     assert ratio.told() == "-3.0 points" and ratio.met
-    assert Row("c", "speed", "tokens/s", 560, 1000).told() == "x 0.56"
-    assert Row("d", "time", "s", 100, 56).told() == "x 0.56" and Row("d", "time", "s", 100, 56).met is None
+    assert Row("c", "speed", "tokens/s", 500, 1000).told() == "time x 2.00"  # the real program took twice as long
+    assert Row("d", "time", "s", 100, 50).told() == "time x 2.00" and Row("d", "time", "s", 100, 50).met is None
+    assert Row("g", "fits", "", 1, 1).met and Row("g", "fits", "", 0, 1).told() == "otherwise"
     assert Row("e", "count", "", 12, 12, 0).met and not Row("e", "count", "", 12, 20, 0).met
     assert Row("f", "cost", "s", 20, 21).told() == "above"
 
@@ -53,6 +57,65 @@ def test_every_program_says_its_settings_and_its_source():
         program = importlib.import_module(f"tests.accuracy.{name}")
         assert "ettings" in program.__doc__ or program.URL == "measured here"
         assert program.URL.startswith("https://") or program.URL == "measured here"
+
+
+def test_the_published_file_is_well_formed():
+    rows = published()
+    assert len(rows) == len(set(rows)) and {row.program for row in rows} <= set(PROGRAMS)
+    for row in rows:
+        assert row.card in SPECS and row.host in HOSTS and row.kind in ("time", "speed", "memory", "fits"), row
+        assert row.mode in ("train", "infer") and row.precision in ("float32", "tf32", "half", "bfloat16", "AMP"), row
+        assert row.layout in ("first", "last", "") and row.source.startswith("https://") and row.what in table.TITLES, (
+            row
+        )
+        assert row.batch > 0 and row.gpus > 0 and (row.figure > 0 or row.kind == "fits"), row
+        year = int(row.date[:4])
+        assert row.host == ("2021" if year <= 2021 else "2023" if year <= 2023 else "2024"), row
+
+
+def test_pairs_differ_in_one_thing():
+    def row(**changed):
+        return published("vision")[0]._replace(model="m", precision="float32", layout="first", card="A", **changed)
+
+    rows = [
+        row(),
+        row()._replace(precision="half"),
+        row()._replace(layout="last"),
+        row()._replace(card="B", date="later"),
+    ]
+    assert [(at, other) for _, at, other in vision.pairs(rows)] == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_by_kind():
+    rows = [
+        Row("a", "memory", "GiB", 80, 82),
+        Row("b", "time", "s", 130, 100),
+        Row("c", "speed", "/s", 100, 110),
+        Row("d", "speed", "/s", 100, 200, gpus=8),
+        Row("e", "ratio", "", 1.0, 1.0),
+        Row("f", "fits", "", 1, 1),
+        Row("g", "fits", "", 0, 1),
+        Row("h", "memory", "GiB", 80, 10, note="in no statistic"),
+    ]
+    told = table.by_kind(rows).splitlines()[2:]
+    assert told[0].startswith("| memory | 1 | 100 % | 100 % | 100 % | 0.98 |")
+    assert told[1].startswith(
+        "| time, one GPU | 2 | 0 % | 50 % | 100 % | 1.20 | b: 130.00 s, simulated 100.00 s (x 1.30)"
+    )
+    assert told[2].startswith("| time, several GPUs | 1 | 0 % | 0 % | 0 % | 2.00 |") and told[3].startswith(
+        "| ratios | 1 | 100 % |"
+    )
+    assert table.confusion(rows).splitlines()[2:] == [
+        "| measured: fits | 1 | 0 |",
+        "| measured: out of memory | 1 | 0 |",
+    ]
+    assert "whether a batch fits: 1 of 2" in table.in_words(rows)
+    assert table.confusion(rows[:5]) == ""
+
+
+def test_a_batch_that_fits_and_one_that_does_not():
+    rows = [row for row in published("fits") if row.model == "vit_b_16" and row.layout == "first"]
+    assert [fits.fits(row) for row in rows] == [bool(row.figure) for row in rows] == [True, False]
 
 
 def test_tables_are_written_between_their_marks(tmp_path):
@@ -66,9 +129,12 @@ def test_tables_are_written_between_their_marks(tmp_path):
         (tmp_path / name).write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
     table.write(rows, tmp_path)
     text = (tmp_path / "virtualgpu/README.md").read_text(encoding="utf-8")
-    assert "| a ([source](https://x.org)) | 80.00 GiB | 82.00 GiB | +2.5 % (missed) |" in text
+    assert (
+        "](https://x.org) | memory | 1 | 100 % | 100 % | 100 % | 0.98 | a: 80.00 GiB, simulated 82.00 GiB (x 0.98) |"
+        in text
+    )
     assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
-    assert "| +2.5 % |  | 0.56 to 0.56 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| memory | 1 | 100 % |" in (tmp_path / "README.md").read_text(encoding="utf-8")
     (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match=r"README.md has no place"):
         table.write(rows, tmp_path)

@@ -10,6 +10,7 @@ from tests.accuracy.llama import LLAMA3_8B, train
 from tests.accuracy.row import Row
 
 URL = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+GPUS = 8  # at least
 PUBLISHED = {8: (82.4, 5762), 128: (67.0, 5605)}  # GPUs: GiB reserved, tokens/s a GPU
 TOKENS = 2 * 8192
 

@@ -8,6 +8,7 @@ from tests.accuracy.llama import LLAMA3_8B, LLAMA3_70B, Llama, train
 from tests.accuracy.row import Row
 
 URL = "https://github.com/pytorch/torchtitan/blob/9515a140b/docs/performance.md and https://github.com/pytorch/torchtitan/pull/355"
+GPUS = 8  # at least
 PUBLISHED = {("8B", "layer 2"): 2904, ("8B", "op"): 2973, ("70B", "full"): 331}  # tokens/s a GPU
 FUSED = {False: 2627, True: 2718}  # tokens/s a GPU at step 990 and nearby
 RESERVED = 59.48  # GiB of 79.15, both

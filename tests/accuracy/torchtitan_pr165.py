@@ -8,6 +8,7 @@ from tests.accuracy.llama import LLAMA2_7B, train
 from tests.accuracy.row import Row
 
 URL = "https://github.com/pytorch/torchtitan/pull/165"
+GPUS = 8
 GIB = 95.0396
 # percent active, percent reserved, tokens/s a GPU: the middle of 6100-6300 and of 6600-6800
 PUBLISHED = {"full": (23.92, 32.64, 6200), "op": (52.13, 62.51, 6700)}

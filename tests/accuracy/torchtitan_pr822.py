@@ -8,6 +8,7 @@ from tests.accuracy.llama import LLAMA3_8B, train
 from tests.accuracy.row import Row
 
 URL = "https://github.com/pytorch/torchtitan/pull/822"
+GPUS = 8
 PUBLISHED = {
     "default": (49.59, 5605),
     "always": (49.41, 5593),

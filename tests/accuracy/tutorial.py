@@ -7,6 +7,7 @@ from tests.accuracy.row import Row
 from tests.tutorial import simulated
 
 URL = "https://web.archive.org/web/2023/https://pytorch.org/tutorials/intermediate/model_parallel_tutorial.html"
+GPUS = 2
 SLOWER, FASTER = 0.07, {20: 0.49, 12: 0.54}  # against one GPU; by split size
 
 

@@ -16,6 +16,7 @@ from tests.accuracy.row import Row
 from virtualgpu.run.ranks import launch
 
 URL = "https://arxiv.org/abs/2401.10241"
+GPUS = 8
 PUBLISHED = {24: 0.2347, 32: 0.1898, 64: 0.1091}  # micro-batches: bubble of 1F1B
 STAGES, HIDDEN, HEADS, VOCABULARY, LENGTH, MICRO = 8, 4096, 32, 50304, 1024, 3
 

@@ -14,6 +14,7 @@ from tests.accuracy.row import Row
 from virtualgpu.run.ranks import launch
 
 URL = "https://docs.pytorch.org/tutorials/recipes/zero_redundancy_optimizer.html"
+GPUS = 2
 PUBLISHED = {
     "model": 335,
     "after DDP": 656,

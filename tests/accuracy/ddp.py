@@ -1,0 +1,55 @@
+"""ResNet-50 by DDP on one, two and four A100s of a node (mvsjober/ml-benchmarks, 2026): images per second in all.
+
+Settings: a row of published.csv each: 32 random pictures a GPU, SGD without momentum, gradients never set to zero (they add up in
+place), batches copied while the GPU works; AMP or float32 as PyTorch's defaults have it. One rank is played.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from torch.nn.parallel import DistributedDataParallel
+
+import virtualgpu
+from tests.accuracy.published import Published, published
+from tests.accuracy.row import Row
+
+URL = "https://github.com/mvsjober/ml-benchmarks/blob/master/results.md"
+
+
+def seconds(row: Published, steps: int = 3) -> float:
+    """Of the last of so many steps: DDP orders its buckets anew after the first."""
+    with virtualgpu.dry_run(like=row.card, world_size=row.gpus, gpus_per_node=4, host=row.host):
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(getattr(torchvision.models, row.model)().cuda())
+        optimizer, clock, took = torch.optim.SGD(model.parameters(), lr=1e-4), virtualgpu.machine().clock, 0.0
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            start = clock.host
+            pictures = torch.empty(row.batch, 3, row.size, row.size, pin_memory=True).cuda(non_blocking=True)
+            labels = torch.zeros(row.batch, dtype=torch.int64).cuda()
+            with torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
+                loss = F.cross_entropy(model(pictures), labels)
+            loss.backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+            took = clock.host - start
+        dist.destroy_process_group()
+        return took
+
+
+def rows() -> list[Row]:
+    found, table = [], published("ddp")
+    for row in table:
+        what = f"{row.model}, DDP, {row.precision}, {row.gpus} {row.card}"
+        speed = row.gpus * row.batch / seconds(row)
+        found.append(Row(what, row.kind, row.unit, row.figure, speed, url=row.source, group=row.what, gpus=row.gpus))
+    firsts = {row.precision: measured for row, measured in zip(table, found, strict=True) if row.gpus == 1}
+    for row, measured in zip(table, list(found), strict=True):
+        if row.gpus > 1:
+            one = firsts[row.precision]
+            ratio = measured.published / one.published, measured.simulated / one.simulated
+            found.append(
+                Row(f"{measured.what} against one", "ratio", "", *ratio, url=row.source, group=row.what, gpus=row.gpus)
+            )
+    return found
