@@ -124,3 +124,9 @@ def test_between_nodes():
         [nccl.Fabric.of(find("H100"), networks.find("RoCE 100")), nccl.Fabric.of(find("A100-PCIE-40GB"))]
     )
     assert (mixed.inside, mixed.between) == (pytest.approx(24), 12.5)
+
+
+def test_two_nodes_of_cards_without_peer_access_are_no_faster_than_one():
+    t4 = nccl.Fabric.of(find("T4"))
+    one, two = (nccl.seconds("all_reduce", 10**9, 8 * nodes, t4.shared_by(8, 8), nodes) for nodes in (1, 2))
+    assert two > one

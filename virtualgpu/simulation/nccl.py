@@ -71,7 +71,8 @@ PCIE_SHARE = 24e9 / PCIE4.bandwidth
 class Fabric:
     """What joins the GPUs of a group. inside, between: GB/s a GPU can send within its node and to others. shared: all GPUs of a node
     send to others through one card, and `between` is what they have of it together (`shared_by` says what a group has). neighbour:
-    GB/s to one other GPU of the node, where NVLinks are shared out among neighbours.
+    GB/s to one other GPU of the node, where NVLinks are shared out among neighbours. staged: within the node data pass through the host's
+    memory, which holds a ring over several nodes up as well (PyTorch's model, for cards that reach each other, leaves the node out).
     """
 
     generation: int
@@ -80,6 +81,7 @@ class Fabric:
     between: float
     shared: bool = False
     neighbour: float = math.inf
+    staged: bool = False
 
     @property
     def blocks(self) -> int:
@@ -101,7 +103,7 @@ class Fabric:
         elif spec.peer_access and peer_to_peer:
             found = _pcie(spec.capability, spec.peer.bandwidth * PCIE_SHARE)
         else:
-            found = _pcie(spec.capability, links.ring(spec.capability, spec.host))
+            found = replace(_pcie(spec.capability, links.ring(spec.capability, spec.host)), staged=True)
         if network is None:
             return found
         # a network card sits behind PCI Express, as the GPU does
@@ -198,6 +200,8 @@ def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm
         bus = fabric.between * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7))
         if nodes > 2:
             bus *= (max(nbytes, 50_000_000) / 50_000_000) ** 0.17  # larger messages use more of a node's network cards
+        if fabric.staged:
+            bus = min(bus, fabric.inside)
     if protocol == LL:
         return min(LL_BOUND[generation if nodes == 1 else VOLTA][size], bus * (0.5 if algorithm == RING else 1 / 3.8))
     channels = CHANNELS[generation]
