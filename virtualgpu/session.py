@@ -255,7 +255,8 @@ def _announce(session: Session, new: bool) -> Devices:
         what = f"{'s, each' if n > 1 else ','} like a {cards[0].name} with {size(cards[0])}"
     else:
         what = "s: " + ", ".join(f"a {card.name} with {size(card)}" for card in cards)
-    print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated.")
+    worth = "a lower bound" if session.clock.rates == hosts.DATASHEET else "most steps within 30 %"
+    print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated ({worth}).")
     devices = Devices(gpu.device for gpu in session.machine.gpus)
     devices.made_here = new
     return devices

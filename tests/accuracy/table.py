@@ -129,7 +129,8 @@ def in_words(rows: list[Row]) -> str:
     fits = [row for row in rows if row.kind == "fits"]
     if fits:
         told.append(f"whether a batch fits: {sum(row.met for row in fits)} of {len(fits)} told rightly")
-    return "; ".join(told).capitalize() + "."
+    text = "; ".join(told)
+    return text[:1].upper() + text[1:] + "."
 
 
 def verdict(rows: list[Row]) -> str:
