@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.accuracy import picture, table
+from tests.accuracy import kernels, picture, table
 from tests.accuracy.row import Row
 
 ROOT = Path(__file__).parent.parent.parent
@@ -92,6 +92,7 @@ def main() -> int:
         parser.error(f"no program named {', '.join(sorted(unknown))}: there are {', '.join(PROGRAMS)}")
     rows = run(options.programs or list(PROGRAMS))
     print(table.plain(rows))
+    print(f"\n{kernels.table()}\n")
     picture.draw(rows, BUILD / "accuracy.png")
     print("also in build/accuracy.json, and drawn in build/accuracy.png")
     if options.write:
