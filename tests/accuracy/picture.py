@@ -55,7 +55,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axis.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
     axis.minorticks_off()
     axis.set_xticks(range(len(groups)), [f"{name}\n{len(group)} rows" for name, group in groups.items()])
-    axis.set_ylabel("measured / simulated (times; above 1: the real program took longer)")
+    axis.set_ylabel("measured / simulated")
     axis.set_title("Figures that others published, over simulated ones; bands: 15 and 30 %", fontsize=11, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
