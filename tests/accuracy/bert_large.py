@@ -6,8 +6,8 @@ with kernels loaded and one tiny tensor (2 MiB of it that tensor's segment). BER
 and attention in plain operations, as transformers had it then; AdamW step by step over the parameters, as its own was.
 
 Missed, and not explained: without checkpointing the published figures hold some 17 MiB more for each layer and sequence than the 69 MiB
-that the operations above keep (as much as one more float32 attention matrix). fp16 speeds are missed because float32 kernels of a V100
-reach more of their data sheet's peak than its tensor cores do of theirs.
+that the operations above keep (as much as one more float32 attention matrix). With fp16 and batch 4 the real step took 1.22 times as long as
+the simulated one; single precision is within 3 %.
 """
 
 import contextlib

@@ -4,9 +4,8 @@ Settings: run_clm.py on gpt2 (124M), batch 4 a GPU, 1024 tokens, AdamW, 200 step
 or NCCL_P2P_DISABLE=1. GPT-2 is ours, with the sizes and dropouts of the published model and attention in plain operations, as
 transformers had it then; AdamW step by step over the parameters, as its own was. DataParallel averages in the first GPU.
 
-Missed: without NVLink, 148 ms a step were lost and 59 are simulated. NCCL's way through the host is taken at 3.1 GB/s, half of what copies
-both ways reach on PCI Express 3.0 (hardware/data/links.csv), and half of it is hidden behind the backward pass; the machine's slots (x16
-or x8) are not published.
+Missed: without NVLink, 148 ms a step were lost and some 60 are simulated. The way through the host's memory is that of other machines
+(hardware/data/links.csv); this one's slots (x16 or x8) are not published.
 """
 
 import math
