@@ -122,9 +122,11 @@ def _is_python(path: str) -> bool:
         return True
     try:
         with open(path, "rb") as file:
-            first = file.readline(256)
+            first, second = file.readline(256), file.readline(256)
     except OSError:  # not ours to read: Python says it
         return True
+    if first.startswith(b"#!/bin/sh") and second.startswith(b"'''exec' "):
+        return True  # pip's way to start a Python whose path has a space
     if first.startswith(b"#!"):
         return any(os.path.basename(word).startswith(b"python") for word in first[2:].split())
     return not first.startswith(MACHINE_CODE)

@@ -116,7 +116,8 @@ class Fabric:
         Of NVLinks that are shared out, those count that lead to other members: a ring uses two to the neighbour in a pair of V100s,
         four of each GPU in half of such a node (the quads of DGX-1's cube), and all six in the whole.
         """
-        fabric = replace(self, inside=min(self.inside, self.neighbour * max(1, members // 2)))
+        inside = min(self.inside, self.neighbour * max(1, members // 2))
+        fabric = replace(self, inside=inside, staged=self.staged and members > 1)
         if not self.shared:
             return fabric
         return replace(fabric, between=self.between * min(1.0, members / gpus))

@@ -83,6 +83,10 @@ def test_which_program_is_started(tmp_path, monkeypatch):
     assert program._command(["shelly"]) == [shell]
     (tmp_path / "shelly" / "__main__.py").write_text("")
     assert program._command(["shelly"]) == [*python, "shelly"]
+    spaced = script(
+        commands / "spaced", "#!/bin/sh\n'''exec' \"/a b/python3\" \"$0\" \"$@\"\n' '''\n"
+    )  # as pip writes it
+    assert program._command(["spaced", "x"]) == [*python, spaced, "x"]
     (tmp_path / "trainer").write_text("print(2)\n")
     assert program._command(["trainer"]) == [*python, "trainer"]
     script(tmp_path / "x.py", "print(3)\n")  # executable, and without a first line that says by what

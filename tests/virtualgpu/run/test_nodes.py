@@ -64,7 +64,7 @@ def check(found: list[list], seconds: float, gpus: list[tuple[int, int]]) -> Non
 
 
 def expected(network: str | None = None) -> float:
-    fabric = nccl.Fabric.of(SPECS["T4"], network and networks.find(network))
+    fabric = nccl.Fabric.of(SPECS["T4"], network and networks.find(network)).shared_by(1, 1)
     return nccl.seconds("all_reduce", 4_000_000, 2, fabric, 2)
 
 
