@@ -47,7 +47,7 @@ def _matrices(at: int) -> Callable:
         if left.is_complex():
             count *= 4
         aligned = columns * left.itemsize % ROW == 0 and all(
-            min(max(matrix.stride()[-2:]), 1 << 40) * matrix.itemsize % ROW == 0 for matrix in (left, right)
+            max(matrix.stride()[-2:]) * matrix.itemsize % ROW == 0 for matrix in (left, right)
         )
         return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, aligned)
 
@@ -58,51 +58,56 @@ def _convolution(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     image, weight = args[:2]
     result = tensors[-1]
     transposed, groups = args[6], args[8] if len(args) > 8 else 1
-    wide, narrow = (image, result) if transposed else (result, image)
+    made, read = (image, result) if transposed else (result, image)
     length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
-    return _one_convolution(kernels, "forward", wide, narrow, weight, length, args[3], groups, key, moved)
+    if _is_depthwise(weight, groups):
+        return _depthwise(kernels.spec, weight, made, moved)
+    return _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
 
 
 def _convolution_backward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     gradient, image, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
+    moved = gradient.itemsize * (gradient.numel() + image.numel() + weight.numel())  # by each of the two products
     total = 0.0
-    size = gradient.itemsize
-    if mask[0]:
-        reach = prod(weight.shape[2:]) / (
-            1 if transposed else prod(stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2])
-        )
-        channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
-        bytes_moved = size * (gradient.numel() + image.numel() + weight.numel())
-        total += _one_convolution(
-            kernels, "image", image, gradient, weight, max(1, int(channels * reach)), stride, groups, key, bytes_moved
-        )
-    if mask[1]:
-        bytes_moved = size * (gradient.numel() + image.numel() + weight.numel())
-        total += _gradient_of_weight(kernels, image, gradient, weight, stride, groups, key, bytes_moved)
+    if _is_depthwise(weight, groups):
+        total += sum(mask[:2]) * _depthwise(kernels.spec, weight, gradient, moved)
+    else:
+        if mask[0]:
+            steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
+            reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
+            channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
+            length = max(1, int(channels * reach))
+            total += _of_an_image(kernels, "image", image, gradient, weight, length, stride, groups, key, moved)
+        if mask[1]:
+            sizes = weight.shape[1] * prod(weight.shape[2:]), weight.shape[0] // groups, _positions(gradient)
+            total += _one_convolution(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
     if len(mask) > 2 and mask[2]:
         total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
     return total
 
 
+def _positions(image) -> int:
+    return image.shape[0] * prod(image.shape[2:])
+
+
+def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key, moved) -> float:
+    """The image `made` [batch, channels, *size] from `read`: each of its numbers is a sum of `length` products."""
+    if _on_tensor_cores(kernels.spec, key):
+        length = -(-length // CHANNELS) * CHANNELS
+    sizes = _positions(made), made.shape[1] // groups, length
+    return _one_convolution(kernels, which, sizes, (made, read), weight, stride, groups, key, moved)
+
+
+def _one_convolution(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
+    """As a product of these sizes (rows, columns, length), one for each group."""
+    tensor_cores = _on_tensor_cores(kernels.spec, key)
+    taken = kernels.multiplying(groups, *sizes, key, moved)
+    method = _method(kernels.spec, which, weight, stride, key, tensor_cores)
+    return kernels.spec.kernel + taken * method + _converting(kernels, tensor_cores, *images)
+
+
 def _is_depthwise(weight, groups: int) -> bool:
     return groups > 1 and weight.shape[1] == 1
-
-
-def _one_convolution(kernels, which, made, read, weight, length, stride, groups, key, moved) -> float:
-    """The image `made` [batch, channels, *size] from `read`: each of its numbers is a sum of `length` products."""
-    spec = kernels.spec
-    if _is_depthwise(weight, groups):
-        return _depthwise(spec, weight, made if which == "forward" else read, moved)
-    positions = made.shape[0] * prod(made.shape[2:])
-    tensor_cores = _on_tensor_cores(spec, key)
-    if tensor_cores:
-        length = -(-length // CHANNELS) * CHANNELS
-    taken = kernels.multiplying(groups, positions, made.shape[1] // groups, length, key, moved)
-    return (
-        spec.kernel
-        + taken * _method(spec, which, weight, stride, key, tensor_cores)
-        + _converting(kernels, tensor_cores, made, read)
-    )
 
 
 def _depthwise(spec, weight, result, moved) -> float:
@@ -112,32 +117,15 @@ def _depthwise(spec, weight, result, moved) -> float:
     )
 
 
-def _gradient_of_weight(kernels, image, gradient, weight, stride, groups, key, moved) -> float:
-    spec = kernels.spec
-    if _is_depthwise(weight, groups):
-        return _depthwise(spec, weight, gradient, moved)
-    tensor_cores = _on_tensor_cores(spec, key)
-    positions = gradient.shape[0] * prod(gradient.shape[2:])
-    rows = weight.shape[1] * prod(weight.shape[2:])
-    taken = kernels.multiplying(groups, rows, weight.shape[0] // groups, positions, key, moved)
-    return (
-        spec.kernel
-        + taken * _method(spec, "weight", weight, stride, key, tensor_cores)
-        + _converting(kernels, tensor_cores, image, gradient)
-    )
-
-
 def _method(spec, which: str, weight, stride, key, tensor_cores: bool) -> float:
-    """What cuDNN's way takes over a plain product, in single precision."""
-    if tensor_cores or key != torch.float32:
-        return 1.0 / _share(spec, tensor_cores)
+    """What cuDNN's way takes over a plain product of that type."""
+    if tensor_cores:
+        return 1.0 / OLD_INSTRUCTIONS if spec.capability[0] in (9, 10) else 1.0
+    if key != torch.float32:
+        return 1.0
     if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
         return WINOGRAD
     return DIRECT[which]
-
-
-def _share(spec, tensor_cores: bool) -> float:
-    return OLD_INSTRUCTIONS if tensor_cores and spec.capability[0] in (9, 10) else 1.0
 
 
 def _on_tensor_cores(spec, key) -> bool:

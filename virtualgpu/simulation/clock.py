@@ -25,9 +25,8 @@ from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
-LAUNCH = (
-    HOSTS["launch"].forward
-)  # of what is no kernel: a copy, an event, a question to the driver; and of each further kernel of one operation
+# Of what is no kernel (a copy, an event, a question to the driver), and of each further kernel of one operation
+LAUNCH = HOSTS["launch"].forward
 POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
 NODES = 100_000  # forward operations whose stream is remembered for the backward pass
 
