@@ -16,6 +16,7 @@ _FROM = {
     "gpus": "virtualgpu",
     "other_process": "helpers.oom",
     "progress": "helpers.waiting",
+    "reveal": "helpers.predictions",
 }
 _MODULES = ("checkpoint", "data", "oom", "plots", "tuning")
 

@@ -1,5 +1,5 @@
 """What is generated: badges and set-up cell of each notebook, from pyproject's repository name and branch; in the README the
-badges, and its two pictures, which are notebooks' covers.
+table of lessons, and two pictures, which are notebooks' covers.
 
     stamp.py --fix      write them
     stamp.py --check    exit status 1 where one is missing or differs (a guard in the tests)
@@ -10,7 +10,6 @@ After a fork, change `repository` under [tool.series] in pyproject.toml and run 
 import argparse
 import ast
 import base64
-import re
 import sys
 import tomllib
 
@@ -23,6 +22,7 @@ BADGES = (
     "[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/{branch}/notebooks/{name})",
 )
 
+BEGIN, END = "<!-- lessons: written by make stamp -->", "<!-- lessons end -->"
 PICTURES = {
     "02_model_parallel.ipynb": "model_parallel.png",
     "03_pipeline_parallel.ipynb": "pipeline.png",
@@ -113,18 +113,26 @@ def stamp(notebook, name: str) -> list[str]:
     return changed
 
 
+def lessons() -> str:
+    """The table of the README: a row a lesson, from its opening."""
+    rows = ["| lesson | you will | runs in; plan | |", "| --- | --- | --- | --- |"]
+    for path in series.notebooks():
+        found = series.summary(series.read(path))
+        rows.append(
+            f"| [{found.title}](notebooks/{path.name}) | {'; '.join(found.teaches)} | {found.runs}; {found.plan} | {badges(path.name)} |"
+        )
+    return "\n".join(rows)
+
+
 def stamp_readme(fix: bool) -> list[str]:
-    """The README's badges and pictures; return what had to change."""
+    """The README's table of lessons and pictures; return what had to change."""
     changed = []
     readme = series.ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
-    new = re.sub(
-        r"\[!\[Open in Colab\]\S*?/notebooks/([\w.]+)\)( \[!\[Open in Kaggle\]\S*)?",
-        lambda found: badges(found[1]),
-        old,
-    )
+    before, rest = old.split(BEGIN)
+    new = "".join([before, BEGIN, "\n", lessons(), "\n", END, rest.split(END)[1]])
     if new != old:
-        changed.append("badges")
+        changed.append("table of lessons")
         if fix:
             readme.write_text(new, encoding="utf-8")
     for path in series.notebooks():

@@ -1,5 +1,6 @@
 """Guards on the notebooks as they are stored: what nbval would let pass in silence."""
 
+import itertools
 import re
 
 import nbformat
@@ -112,8 +113,9 @@ def test_the_opening_is_complete(notebook):
     assert re.match(r"\d\d · \w", found.title)
     assert 3 <= len(found.teaches) <= 5
     assert found.picture and found.picture_says
+    assert found.runs and found.plan, "**Time:** runs in ... on 2 CPU cores; plan ..."
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    for heading in ("**Time:**", "## What to remember", "## The notes said / today"):
+    for heading in ("**Time:**", "## What to remember", "## You will read elsewhere / today"):
         assert heading in prose
 
 
@@ -140,16 +142,38 @@ def test_cleared_outputs_cost_the_readme_no_picture(tmp_path, monkeypatch):
     assert kept and (tmp_path / "docs" / picture).read_bytes() == kept
 
 
-def test_the_readme_names_each_notebook_and_only_those():
-    rows = re.findall(
-        r"^\| \[(\d\d · .+?)\]\(notebooks/(\S+?)\) .*colab-badge.*\|$",
-        (series.ROOT / "README.md").read_text("utf-8"),
-        re.M,
-    )
-    assert [name for _, name in rows] == [path.name for path in NOTEBOOKS]
-    for title, name in rows:
-        said = series.summary(series.read(series.NOTEBOOKS / name)).title
-        assert said.replace("`", "").startswith(title), f"{name} is titled {said}"
+def test_a_lesson_is_one_sitting(notebook):
+    """06 is two lessons still."""
+    assert len(notebook.cells) <= (210 if notebook.cells[0].source.startswith("# 06") else 95)
+
+
+def test_a_prediction_is_written_before_it_is_answered(notebook):
+    """Nothing is asked in *Run all*: the cell holds None, and the next one of code shows the answer beside it."""
+    cells = series.code_cells(notebook)
+    for at, cell in enumerate(cells):
+        if "prediction" in series.tags(cell):
+            assert re.match(r"guess = None( {2}# .+)?$", cell.source) and not cell.outputs
+            assert any("helpers.reveal(guess, " in after.source for after in cells[at + 1 : at + 4]), cell.source
+
+
+def test_a_lesson_that_moved_is_a_stub_with_a_link():
+    for name in series.MOVED:
+        (cell,) = series.read(series.NOTEBOOKS / name).cells
+        (link,) = re.findall(r"\]\((\S+?)\)", cell.source)
+        assert series.NOTEBOOKS / link in NOTEBOOKS
+
+
+def test_links_between_notebooks_lead_somewhere(notebook):
+    names = {path.name for path in NOTEBOOKS}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            for name in re.findall(r"\]\((\d\d_\w+\.ipynb)", cell.source):
+                assert name in names, cell.source
+
+
+def test_each_lesson_leads_to_the_next():
+    for path, after in itertools.pairwise(NOTEBOOKS):
+        assert f"]({after.name})" in series.read(path).cells[-1].source, f"the last cell of {path.name}"
 
 
 @pytest.mark.parametrize("name", ["sanitize.cfg", "sanitize_versions.cfg"])

@@ -1,4 +1,4 @@
-"""The graders of notebook 07: models that do not fit on one GPU. Each runs the reader's code in processes of its own, so that an
+"""The graders of notebook 09: models that do not fit on one GPU. Each runs the reader's code in processes of its own, so that an
 endless loop ends with them, and no GPU of the notebook is touched."""
 
 import functools

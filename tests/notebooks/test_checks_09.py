@@ -1,4 +1,4 @@
-"""The graders of notebook 07: a plan for tensor parallel, words that hide a gather, and groups of parameters."""
+"""The graders of notebook 09: a plan for tensor parallel, words that hide a gather, and groups of parameters."""
 
 import time
 
