@@ -10,7 +10,7 @@ from checks.notebook_05 import frugal, goes_on, search_space
 from checks.notebook_06 import causes, riddle, within_budget
 from checks.notebook_08 import shards, stays_together
 from checks.notebook_09 import fewest_words, shards_below, tensor_plan
-from checks.notebook_10 import exchanged, micro_batches
+from checks.notebook_10 import exchanged, one_f_one_b
 
 __all__ = [
     "averages",
@@ -22,8 +22,8 @@ __all__ = [
     "frugal",
     "goes_on",
     "loads_what_fits",
-    "micro_batches",
     "most_even",
+    "one_f_one_b",
     "resumes",
     "riddle",
     "search_space",

@@ -137,3 +137,24 @@ def test_waiting_for_other_ranks_is_drawn_as_waiting(figures):
     assert axes.texts[-1].get_text() == "25 % computing"
     grey = next(bars for bars in axes.collections if bars.get_label() == "waiting").get_facecolor()[0]
     assert len(set(grey[:3])) == 1 and 0.5 < grey[0] < 0.8
+
+
+def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
+    from helpers.plots import frames
+
+    monkeypatch.setattr(frames, "display", lambda bundle, raw, metadata: shown.append((bundle, metadata)))
+
+    def draw(n):
+        plots.bars({"a": n}, f"{n} <of> them", "number", "data")
+
+    plots.slider(draw, {"one": 1, "two": 2}, "how many", start=1)
+    ((bundle, metadata),) = shown
+    page = bundle["text/html"]
+    assert page.count("<img ") == 2 == page.count("data:image/png;base64,") and page.count(" hidden>") == 1
+    assert 'max="1" value="1"' in page and ">two</output>" in page and 'alt="Figure (data): 1 &lt;of&gt; them"' in page
+    assert bundle["text/plain"] == metadata["image/png"]["alt"] == "Figure (data): 2 <of> them"
+    assert f'src="data:image/png;base64,{bundle["image/png"]}">' in page
+    with pytest.raises(ValueError, match="a slider over 2 values needs as many pictures, one a value; 0 were drawn"):
+        plots.slider(lambda n: None, [1, 2], "how many")
+    plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again
+    assert len(shown) == 2
