@@ -8,7 +8,7 @@ from checks.notebook_03 import slots
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on, search_space
 from checks.notebook_06 import causes, riddle, within_budget
-from checks.notebook_08 import shards, stays_together
+from checks.notebook_08 import stays_together, trains_on_all
 from checks.notebook_09 import fewest_words, shards_below, tensor_plan
 from checks.notebook_10 import exchanged, one_f_one_b
 
@@ -27,12 +27,12 @@ __all__ = [
     "resumes",
     "riddle",
     "search_space",
-    "shards",
     "shards_below",
     "skip_repaired",
     "slots",
     "stays_together",
     "talks_early",
     "tensor_plan",
+    "trains_on_all",
     "within_budget",
 ]
