@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import virtualgpu
 from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row
+from tests.accuracy.row import Row, ratio
 
 URL = "https://github.com/mvsjober/ml-benchmarks/blob/master/results.md"
 
@@ -39,17 +39,11 @@ def seconds(row: Published, steps: int = 3) -> float:
 
 
 def rows() -> list[Row]:
-    found, table = [], published("ddp")
-    for row in table:
+    found, firsts = [], {}
+    for row in published("ddp"):
         what = f"{row.model}, DDP, {row.precision}, {row.gpus} {row.card}"
-        speed = row.gpus * row.batch / seconds(row)
-        found.append(Row(what, row.kind, row.unit, row.figure, speed, url=row.source, group=row.what, gpus=row.gpus))
-    firsts = {row.precision: measured for row, measured in zip(table, found, strict=True) if row.gpus == 1}
-    for row, measured in zip(table, list(found), strict=True):
-        if row.gpus > 1:
-            one = firsts[row.precision]
-            ratio = measured.published / one.published, measured.simulated / one.simulated
-            found.append(
-                Row(f"{measured.what} against one", "ratio", "", *ratio, url=row.source, group=row.what, gpus=row.gpus)
-            )
+        found.append(row.beside(what, row.gpus * row.batch / seconds(row)))
+        one = firsts.setdefault(row._replace(gpus=1, figure=0, missed=""), found[-1])
+        if one is not found[-1]:
+            found.append(ratio(f"{what} against one", found[-1], one))
     return found

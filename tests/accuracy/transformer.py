@@ -6,6 +6,7 @@ tokens: base with fused attention and Adam (milabench), large in plain operation
 torchvision's with 10 classes and Adam, gradients dropped between forward and backward. All are ours, from these settings.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import virtualgpu
 from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row
+from tests.accuracy.row import Row, ratio
 from tests.accuracy.vision import NARROW, name, prepare
 
 URL = "https://github.com/rasbt/LLMs-from-scratch/tree/main/ch05/10_llm-training-speed"
@@ -209,32 +210,30 @@ def measure(row: Published) -> tuple[float, int]:
 
 def simulated(row: Published, seconds: float, reserved: int) -> float:
     if row.kind == "memory":
-        return reserved / {"GiB": 2**30, "GB": 1e9}[row.unit]
+        return reserved / {"MiB": 2**20, "GiB": 2**30, "GB": 1e9}[row.unit]
     if row.kind == "time":
         return 1000 * seconds
     return row.batch * (row.size if row.unit == "tokens/s" else 1) / seconds
 
 
+def between(before: Row, after: Row) -> Row:
+    """What the larger batch takes more: nvidia-smi's figures have the context with them."""
+    more = after.published - before.published, after.simulated - before.simulated
+    return dataclasses.replace(
+        after, what=f"{after.what}, more than the batch before", published=more[0], simulated=more[1]
+    )
+
+
 def rows() -> list[Row]:
-    found, taken = [], {}
+    found, taken, occupied = [], {}, []
     for row in published("transformer"):
-        if row.settings not in taken:
-            taken[row.settings] = measure(row)
+        run = row._replace(settings="").run
+        if run not in taken:
+            taken[run] = measure(row)
         what = f"{name(row)}: reserved" if row.kind == "memory" else name(row)
-        found.append(
-            Row(
-                what,
-                row.kind,
-                row.unit,
-                row.figure,
-                simulated(row, *taken[row.settings]),
-                url=row.source,
-                group=row.what,
-            )
-        )
+        result = row.beside(what, simulated(row, *taken[run]))
+        (occupied if row.options.get("figure") == "nvidia-smi" else found).append(result)
     speeds = [row for row in found if row.kind == "speed" and row.group == "LLMs-from-scratch"]
     for before, after in itertools.pairwise(speeds):
-        what = f"speed against the row before: {after.what}"
-        published_ratio, here = after.published / before.published, after.simulated / before.simulated
-        found.append(Row(what, "ratio", "", published_ratio, here, url=after.url, group=after.group))
-    return found
+        found.append(ratio(f"speed against the row before: {after.what}", after, before))
+    return [*found, *itertools.starmap(between, itertools.pairwise(occupied))]

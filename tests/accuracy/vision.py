@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import virtualgpu
 from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row
+from tests.accuracy.row import Row, ratio
 
 URL = "https://github.com/huggingface/pytorch-image-models/tree/main/results"
 NARROW = {"half": torch.float16, "bfloat16": torch.bfloat16}
@@ -77,17 +77,11 @@ def name(row: Published) -> str:
     return f"{row.model}, {row.mode}, {row.precision}{' channels last' * (row.layout == 'last')}, batch {row.batch}, {row.card} ({row.what} {row.date})"
 
 
-def as_ratio(one: tuple[Published, float], other: tuple[Published, float]) -> tuple[float, float]:
-    """Speed of one against the other, published and simulated, each a row and its simulated seconds. Rows of a pair have one batch."""
-    published = [1 / row.figure if row.kind == "time" else row.figure for row, _ in (one, other)]
-    return published[0] / published[1], other[1] / one[1]
-
-
 def pairs(rows: list[Published]) -> list[tuple[str, int, int]]:
     """What two rows differ in, and their places: rows of one source that are the same but for that."""
 
     def alike(row: Published, **changed) -> tuple:
-        plain = row._replace(figure=0, precision="float32" if row.precision == "tf32" else row.precision)
+        plain = row._replace(figure=0, missed="", precision="float32" if row.precision == "tf32" else row.precision)
         return plain._replace(**changed)
 
     found = []
@@ -107,15 +101,10 @@ def pairs(rows: list[Published]) -> list[tuple[str, int, int]]:
 def rows() -> list[Row]:
     table, found, took = published("vision"), [], {}
     for row in table:
-        if row.settings not in took:
-            took[row.settings] = seconds(row)
-        simulated = took[row.settings]
-        simulated = 1000 * simulated if row.kind == "time" else row.batch / simulated
-        found.append(Row(name(row), row.kind, row.unit, row.figure, simulated, url=row.source, group=row.what))
+        if row.run not in took:
+            took[row.run] = seconds(row)
+        found.append(row.beside(name(row), 1000 * took[row.run] if row.kind == "time" else row.batch / took[row.run]))
     for what, at, other in pairs(table):
-        one, base = table[at], table[other]
-        published_ratio, simulated = as_ratio((one, took[one.settings]), (base, took[base.settings]))
-        found.append(
-            Row(f"{what}: {name(one)}", "ratio", "", published_ratio, simulated, url=one.source, group=one.what)
-        )
+        pair = (found[at], found[other]) if table[at].kind == "speed" else (found[other], found[at])
+        found.append(ratio(f"{what}: {name(table[at])}", *pair))  # of speeds
     return found
