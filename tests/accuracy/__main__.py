@@ -33,6 +33,7 @@ PROGRAMS = (  # the quick ones first
     "ddp",
     "bert_large",
     "gpt2",
+    "megatron",
     "zero_bubble",
     "scale",
     "torchtitan_pr165",

@@ -1,7 +1,8 @@
-"""ResNet-50 by DDP on one, two and four A100s of a node (mvsjober/ml-benchmarks, 2026): images per second in all.
+"""ResNet-50 by DDP on one to eight A100s and V100s, four in a node (mvsjober/ml-benchmarks, 2024 and 2026): images per second in all.
 
 Settings: a row of published.csv each: 32 random pictures a GPU, SGD without momentum, gradients never set to zero (they add up in
-place), batches copied while the GPU works; AMP or float32 as PyTorch's defaults have it. One rank is played.
+place), batches copied while the GPU works; AMP or float32 as PyTorch's defaults have it. One rank is played. Of nine runs the last on each card. Networks are CSC's: Puhti's
+nodes (V100) have 200 Gb/s on two rails, Mahti's (A100) HDR InfiniBand, of which 200 Gb/s a node are taken.
 """
 
 import torch
@@ -19,7 +20,8 @@ URL = "https://github.com/mvsjober/ml-benchmarks/blob/master/results.md"
 
 def seconds(row: Published, steps: int = 3) -> float:
     """Of the last of so many steps: DDP orders its buckets anew after the first."""
-    with virtualgpu.dry_run(like=row.card, world_size=row.gpus, gpus_per_node=4, host=row.host):
+    network = row.options.get("network")
+    with virtualgpu.dry_run(like=row.card, world_size=row.gpus, gpus_per_node=4, network=network, host=row.host):
         dist.init_process_group("nccl")
         model = DistributedDataParallel(getattr(torchvision.models, row.model)().cuda())
         optimizer, clock, took = torch.optim.SGD(model.parameters(), lr=1e-4), virtualgpu.machine().clock, 0.0
@@ -43,7 +45,7 @@ def rows() -> list[Row]:
     for row in published("ddp"):
         what = f"{row.model}, DDP, {row.precision}, {row.gpus} {row.card}"
         found.append(row.beside(what, row.gpus * row.batch / seconds(row)))
-        one = firsts.setdefault(row._replace(gpus=1, figure=0, missed=""), found[-1])
+        one = firsts.setdefault(row._replace(gpus=1, settings="", figure=0, missed=""), found[-1])
         if one is not found[-1]:
             found.append(ratio(f"{what} against one", found[-1], one))
     return found

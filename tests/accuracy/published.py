@@ -44,8 +44,9 @@ class Published(NamedTuple):
 
     @property
     def run(self) -> tuple:
-        """What a program needs to know: rows that differ in their figure or source alone are run once."""
-        return self[self._fields.index("card") : self._fields.index("figure")]
+        """What a program needs to know: rows that differ in what was measured, or in their source alone, are run once."""
+        settings = tuple(part for part in self.options.items() if part[0] != "figure")
+        return *self[self._fields.index("card") : self._fields.index("settings")], settings
 
     @property
     def options(self) -> dict[str, str]:

@@ -156,13 +156,18 @@ def words(row: Published):
 
     def forward():
         tokens, labels = (torch.zeros(row.batch, row.size, dtype=torch.int64).cuda() for _ in range(2))
-        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        with torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
+            return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+    scaler = torch.amp.GradScaler("cuda", enabled="scaler" in row.options)
 
     def step():
-        model.zero_grad()
-        forward().backward()
+        if "gradients" not in row.options:
+            model.zero_grad()
+        scaler.scale(forward()).backward()
         if optimizer:
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
 
     def evaluate():
         model.eval()
@@ -225,15 +230,17 @@ def between(before: Row, after: Row) -> Row:
 
 
 def rows() -> list[Row]:
-    found, taken, occupied = [], {}, []
+    found, taken, occupied = [], {}, {}
     for row in published("transformer"):
-        run = row._replace(settings="").run
-        if run not in taken:
-            taken[run] = measure(row)
+        if row.run not in taken:
+            taken[row.run] = measure(row)
         what = f"{name(row)}: reserved" if row.kind == "memory" else name(row)
-        result = row.beside(what, simulated(row, *taken[run]))
-        (occupied if row.options.get("figure") == "nvidia-smi" else found).append(result)
+        result = row.beside(what, simulated(row, *taken[row.run]))
+        if row.options.get("figure") == "nvidia-smi":
+            occupied.setdefault((row.card, row.model, row.precision), []).append(result)
+        else:
+            found.append(result)
     speeds = [row for row in found if row.kind == "speed" and row.group == "LLMs-from-scratch"]
     for before, after in itertools.pairwise(speeds):
         found.append(ratio(f"speed against the row before: {after.what}", after, before))
-    return [*found, *itertools.starmap(between, itertools.pairwise(occupied))]
+    return [*found, *(between(*pair) for batches in occupied.values() for pair in itertools.pairwise(batches))]

@@ -45,14 +45,16 @@ def prepare(row: Published, **options):
             with torch.no_grad(), mixed():
                 model(pictures)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=float(row.options.get("momentum", 0.9)))
+        scaler = torch.amp.GradScaler("cuda", enabled="scaler" in row.options)
 
         def step():
             optimizer.zero_grad(set_to_none=True)
             with mixed():
                 loss = nn.functional.cross_entropy(model(pictures), labels)
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
     return model, step
 
