@@ -34,6 +34,7 @@ PROGRAMS = (  # the quick ones first
     "bert_large",
     "gpt2",
     "megatron",
+    "lora",
     "zero_bubble",
     "scale",
     "torchtitan_pr165",

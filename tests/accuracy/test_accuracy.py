@@ -64,7 +64,14 @@ def test_the_published_file_is_well_formed():
     assert len(rows) == len(set(rows)) and {row.program for row in rows} <= set(PROGRAMS)
     for row in rows:
         assert row.card in SPECS and row.kind in ("time", "speed", "memory", "fits", "ratio", "count"), row
-        assert row.mode in ("train", "infer") and row.precision in ("float32", "tf32", "half", "bfloat16", "AMP"), row
+        assert row.mode in ("train", "infer") and row.precision in (
+            "float32",
+            "tf32",
+            "half",
+            "bfloat16",
+            "AMP",
+            "AMP bfloat16",
+        ), row
         assert row.layout in ("first", "last", "") and row.source.startswith("https://") and row.what in table.TITLES, (
             row
         )

@@ -1,7 +1,8 @@
 """Models of torchvision on one GPU, as timm, NVIDIA and others timed them: a step of training, or of inference.
 
-Settings: a row of published.csv each; random pictures, 1000 classes, SGD with momentum, no data loading. timm's models are torchvision's
-own here. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
+Settings: a row of published.csv each; random pictures, 1000 classes, SGD with momentum unless the settings say otherwise, no data loading.
+timm's models are torchvision's own here. Of NVIDIA's and milabench's batches every third is taken, from the first on. flashoptim's precision is
+not in what is public of its script: autocast to bfloat16, since float32 would take half as much again of memory. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
 against another.
 """
 
@@ -23,6 +24,7 @@ FUSED = "2023-03"  # PyTorch 2.0: until then attention was a product, a softmax 
 
 def prepare(row: Published, **options):
     """The model and one step of it, a function. Inside a dry run."""
+    narrow = torch.bfloat16 if row.precision == "AMP bfloat16" else torch.float16
     dtype, last = NARROW.get(row.precision, torch.float32), row.layout == "last"
     torch.backends.cuda.matmul.allow_tf32 = row.precision == "tf32"
     model = getattr(torchvision.models, row.model)(**options).cuda().to(dtype)
@@ -35,7 +37,7 @@ def prepare(row: Published, **options):
     @contextlib.contextmanager
     def mixed():
         plain = sdpa_kernel(SDPBackend.MATH) if row.date < FUSED else contextlib.nullcontext()
-        with plain, torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
+        with plain, torch.autocast("cuda", narrow, enabled=row.precision.startswith("AMP")):
             yield
 
     if row.mode == "infer":
@@ -45,7 +47,10 @@ def prepare(row: Published, **options):
             with torch.no_grad(), mixed():
                 model(pictures)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=float(row.options.get("momentum", 0.9)))
+        if row.options.get("optimizer") == "AdamW":
+            optimizer = torch.optim.AdamW(model.parameters())
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=float(row.options.get("momentum", 0.9)))
         scaler = torch.amp.GradScaler("cuda", enabled="scaler" in row.options)
 
         def step():
@@ -59,8 +64,8 @@ def prepare(row: Published, **options):
     return model, step
 
 
-def seconds(row: Published, steps: int = 2) -> float:
-    """Of the last of so many steps: the first has the allocator's and the optimizer's beginnings."""
+def measure(row: Published, steps: int = 2) -> tuple[float, int]:
+    """Seconds of the last of so many steps (the first has the allocator's and the optimizer's beginnings), and most bytes allocated."""
     with virtualgpu.dry_run(1, like=row.card, host=row.host):
         try:
             _, step = prepare(row)
@@ -70,7 +75,7 @@ def seconds(row: Published, steps: int = 2) -> float:
                 start = clock.host
                 step()
                 torch.cuda.synchronize()
-            return clock.host - start
+            return clock.host - start, torch.cuda.max_memory_allocated()
         finally:
             torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -104,8 +109,12 @@ def rows() -> list[Row]:
     table, found, took = published("vision"), [], {}
     for row in table:
         if row.run not in took:
-            took[row.run] = seconds(row)
-        found.append(row.beside(name(row), 1000 * took[row.run] if row.kind == "time" else row.batch / took[row.run]))
+            took[row.run] = measure(row)
+        seconds, most = took[row.run]
+        if row.kind == "memory":
+            found.append(row.beside(f"{name(row)}: most allocated", most / 2**20))
+        else:
+            found.append(row.beside(name(row), 1000 * seconds if row.kind == "time" else row.batch / seconds))
     for what, at, other in pairs(table):
         pair = (found[at], found[other]) if table[at].kind == "speed" else (found[other], found[at])
         found.append(ratio(f"{what}: {name(table[at])}", *pair))  # of speeds
