@@ -1,9 +1,9 @@
 """Llama 2 7B with LoRA by FSDP on two RTX 3090 (AnswerDotAI/fsdp_qlora, March 2024): memory reserved at the peak.
 
-Settings: a row of published.csv each, all of the page that are neither quantized nor offloaded: bfloat16 throughout, LoRA of rank 64 with dropout
-.1 on all but the attention's output, FSDP with a unit for each block and each adapter, blocks checkpointed (reentrant), AdamW by foreach,
-gradients clipped; "NO_SHARD" is what the page calls ddp. The model is ours, as transformers had it in 2024: norm and logits in float32, rotary
-embedding in halves. Its times are of runs whose length the page does not say.
+Settings: a row of published.csv each, all of the page that are neither quantized nor offloaded: bfloat16 throughout, LoRA of rank 64 with
+dropout .1 on all but the attention's output, FSDP with a unit for each block and each adapter, blocks checkpointed (reentrant), AdamW by
+foreach, gradients clipped; "NO_SHARD" is what the page calls ddp. The model is ours, as transformers had it in 2024: norm and logits in
+float32, rotary embedding in halves. Its times are of runs whose length the page does not say.
 """
 
 import functools

@@ -1,14 +1,15 @@
 """Figures that others measured and published, in one file (`published.csv`): a row is the settings of a program, and what it took.
 
 program: the module beside this one that runs it. kind: "time" of a step (or of the steps that settings say), "speed" (work per second),
-"memory" reserved unless settings say otherwise, "ratio" and "count" where only such were published, or "fits" (1: the batch was trained; 0: out
-of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half" (the model made float16),
-"bfloat16" (likewise), "AMP" (autocast to float16) or "AMP bfloat16". layout: channels "first" or "last". size: of a picture, or tokens. host: what the clock
-takes for the processor, by the date; empty: the default. settings: what else the program needs, "key=value; key=value". what: who published it
-(table.TITLES). licence: of the source's figures or code. missed: why the simulated figure is more than 30 % off, "supposed:" where it is not known.
+"memory" reserved unless settings say otherwise, "ratio" and "count" where only such were published, or "fits" (1: the batch was trained; 0:
+out of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half" (the model made float16),
+"bfloat16" (likewise), "AMP" (autocast to float16) or "AMP bfloat16". layout: channels "first" or "last". size: of a picture, or tokens.
+host: what the clock takes for the processor, by the date; empty: the default. settings: what else the program needs, "key=value;
+key=value". what: who published it (table.TITLES). licence: of the source's figures or code. missed: why the simulated figure is more than
+30 % off, "supposed:" where it is not known.
 
-How rows were chosen, never by what the clock says of them: all that a source has and the program can run, or as the program's docstring says;
-batch 1 and every third batch after it where a source has many (milabench, NVIDIA); of a table measured again and again the last.
+How rows were chosen, never by what the clock says of them: all that a source has and the program can run, or as the program's docstring
+says; batch 1 and every third batch after it where a source has many (milabench, NVIDIA); of a table measured again and again the last.
 """
 
 import csv

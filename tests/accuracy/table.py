@@ -18,6 +18,7 @@ TITLES = {  # of the table by source, by program or group
     "XHMY": "torchvision's models, TITAN RTX, RTX 4090, H100 and H200 (XHMY, 2023 to 2025)",
     "run_train_infer": "ResNet-50 on a V100, four ways (run_train_infer, 2021)",
     "NVIDIA": "ResNet-50 on a T4, V100 and A100 (NVIDIA, 2021)",
+    "lambdal": "ResNet-50 on nine cards (lambdal, 2022)",
     "rasbt": "ViT-L/16 on an A100 (rasbt, 2023)",
     "flashoptim": "ResNet-101 on an H100, AdamW (flashoptim, 2026)",
     "LLMs-from-scratch": "GPT-2 124M on an A100, made faster step by step (LLMs-from-scratch, 2025)",

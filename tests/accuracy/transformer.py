@@ -1,10 +1,11 @@
 """Transformers on one GPU: GPT-2 made faster step by step, BERT as milabench and NeuSight timed it, and the memory of a ViT-L/16.
 
-Settings: a row of published.csv each. GPT-2 124M from "Build a Large Language Model (From Scratch)", 1024 tokens, dropout .1: its LayerNorm,
-GELU and attention in plain operations, then PyTorch's, AdamW; its tokens/s have two evaluated batches in 15 steps. BERT for masked words, 512
-tokens: base with fused attention and Adam, gradients never set to zero (milabench: its memory is nvidia-smi's, so the difference between two
-batches is judged; batch 1 and every third of its batches, or those that figures began with), large in plain operations, forward and backward alone (NeuSight). ViT-L/16 is
-torchvision's with 10 classes and Adam, gradients dropped between forward and backward. All are ours, from these settings.
+Settings: a row of published.csv each. GPT-2 124M from "Build a Large Language Model (From Scratch)", 1024 tokens, dropout .1: its
+LayerNorm, GELU and attention in plain operations, then PyTorch's, AdamW; its tokens/s have two evaluated batches in 15 steps. BERT for
+masked words, 512 tokens: base with fused attention and Adam, gradients never set to zero (milabench: its memory is nvidia-smi's, so the
+difference between two batches is judged; batch 1 and every third of its batches, or those that figures began with), large in plain
+operations, forward and backward alone (NeuSight). ViT-L/16 is torchvision's with 10 classes and Adam, gradients dropped between forward and
+backward. All are ours, from these settings.
 """
 
 import dataclasses
@@ -185,14 +186,16 @@ def words(row: Published):
 def pictures(row: Published):
     """The same of ViT-L/16 with 10 classes and Adam."""
     model, _ = prepare(row, num_classes=10)
-    optimizer = torch.optim.Adam(model.parameters())
+    kind = torch.optim.SGD if row.options.get("optimizer") == "SGD" else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=5e-5)
     batch = torch.randn(row.batch, 3, row.size, row.size, device="cuda", dtype=NARROW.get(row.precision, torch.float32))
     labels = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
 
     def step():
         with torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
             loss = F.cross_entropy(model(batch), labels)
-        optimizer.zero_grad()  # as the script has it: the last gradients are there in the forward pass
+        if "accumulated" not in row.options:
+            optimizer.zero_grad()  # as the script has it: the last gradients are there in the forward pass
         loss.backward()
         optimizer.step()
 

@@ -1,9 +1,10 @@
 """Models of torchvision on one GPU, as timm, NVIDIA and others timed them: a step of training, or of inference.
 
 Settings: a row of published.csv each; random pictures, 1000 classes, SGD with momentum unless the settings say otherwise, no data loading.
-timm's models are torchvision's own here. Of NVIDIA's and milabench's batches every third is taken, from the first on. flashoptim's precision is
-not in what is public of its script: autocast to bfloat16, since float32 would take half as much again of memory. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
-against another.
+timm's models are torchvision's own here. Of NVIDIA's and milabench's batches every third is taken, from the first on, and of milabench's
+H200 the smallest. XHMY's script times 100 steps from the first on: cuDNN's search and the loading of libraries are in its figures.
+flashoptim's precision is not in what is public of its script: autocast to bfloat16, since float32 would take half as much again of memory.
+Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card against another.
 """
 
 import contextlib
