@@ -35,6 +35,7 @@ PROGRAMS = (  # the quick ones first
     "gpt2",
     "megatron",
     "lora",
+    "llama_eager",
     "zero_bubble",
     "scale",
     "torchtitan_pr165",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import virtualgpu
-from tests.accuracy import fits, table, vision
+from tests.accuracy import fits, table, transformer, vision
 from tests.accuracy.__main__ import PROGRAMS
 from tests.accuracy.published import published
 from tests.accuracy.row import Row, ratio
@@ -82,6 +82,22 @@ def test_the_published_file_is_well_formed():
             row.host in (*HOSTS, "") and row.licence and all("=" in part for part in row.settings.split("; ") if part)
         )
         assert not row.missed or len(row.missed) < 150, row
+
+
+def test_what_is_measured_twice_is_run_once():
+    rows = [
+        row
+        for row in published("transformer")
+        if (row.model, row.batch, row.precision) == ("bert_base", 128, "float32")
+    ]
+    assert [row.kind for row in rows] == ["speed", "memory"] and rows[0].run == rows[1].run
+    assert rows[0].run != rows[0]._replace(settings="").run and rows[1].options["figure"] == "nvidia-smi"
+
+
+def test_memory_between_two_batches():
+    before, after = (Row(what, "memory", "MiB", size, size - 500, url="u") for what, size in (("a", 2500), ("b", 4500)))
+    row = transformer.between(before, after)
+    assert (row.what, row.published, row.simulated, row.url) == ("b, more than the batch before", 2000, 2000, "u")
 
 
 def test_pairs_differ_in_one_thing():
