@@ -19,18 +19,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import virtualgpu
-from tests.accuracy.row import Row
+from tests.accuracy.published import Published, published
+from tests.accuracy.row import Row, ratio
 
 URL = "https://huggingface.co/docs/transformers/v4.20.1/en/perf_train_gpu_one"
-HOST = "2023"  # what the clock takes for the processor, by the date
 KERNELS = 1343 - 2
-PUBLISHED = {  # batch, accumulated, checkpointing, fp16: MB occupied, samples/s
-    (4, 1, False, False): (14949, 8.86),
-    (1, 4, False, False): (8681, 7.75),
-    (1, 4, True, False): (6775, 5.99),
-    (4, 1, False, True): (13939, 18.64),
-    (1, 4, True, True): (7275, 10.09),
-}
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, DROPOUT = 1024, 16, 24, 30522, 512, 0.1
 
 
@@ -69,10 +62,11 @@ class Bert(nn.Module):
         return self.head(F.dropout(torch.tanh(self.pool(x[:, 0])), DROPOUT))
 
 
-def train(batch: int, accumulated: int, checkpointing: bool, half: bool) -> tuple[float, float]:
+def train(row: Published) -> tuple[float, float]:
     """MB reserved, and samples a second in the second step."""
-    with virtualgpu.dry_run(1, like="V100", host=HOST):
-        model, clock = Bert(checkpointing).cuda(), virtualgpu.machine().clock
+    batch, accumulated, half = row.batch, int(row.options["accumulated"]), row.precision == "AMP"
+    with virtualgpu.dry_run(1, like=row.card, host=row.host):
+        model, clock = Bert(row.options["checkpointing"] == "yes").cuda(), virtualgpu.machine().clock
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         scaler = torch.amp.GradScaler("cuda", enabled=half)
         for _ in range(2):
@@ -95,22 +89,20 @@ def train(batch: int, accumulated: int, checkpointing: bool, half: bool) -> tupl
 
 
 def rows() -> list[Row]:
-    found, speeds, published = [], {}, {}
-    for settings, (mb, speed) in PUBLISHED.items():
-        batch, accumulated, checkpointing, half = settings
-        parts = (f"batch {batch} x {accumulated}", "checkpointing" * checkpointing, "fp16" * half)
+    found, took = [], {}
+    for row in published("bert_large"):
+        checkpointed = "checkpointing" if row.options["checkpointing"] == "yes" else ""
+        parts = (f"batch {row.batch} x {row.options['accumulated']}", checkpointed, "fp16" * (row.precision == "AMP"))
         what = "BERT-large, V100, " + ", ".join(filter(None, parts))
-        reserved, speeds[what] = train(*settings)
-        published[what] = speed
-        found.append(Row(f"{what}: reserved", "memory", "MB", mb - KERNELS, reserved, 10))
-        found.append(Row(what, "speed", "samples/s", speed, speeds[what]))
-    first, *others = speeds
-    for what in others:
-        ratio = speeds[what] / speeds[first]
-        name = what.removeprefix("BERT-large, V100, ")
-        found.append(
-            Row(
-                f"BERT-large, speed: {name} against batch 4", "ratio", "", published[what] / published[first], ratio, 10
-            )
-        )
+        if row.run not in took:
+            took[row.run] = train(row)
+        reserved, speed = took[row.run]
+        if row.kind == "memory":
+            found.append(row._replace(figure=row.figure - KERNELS).beside(f"{what}: reserved", reserved, 10))
+        else:
+            found.append(row.beside(what, speed))
+    first, *others = (row for row in found if row.kind == "speed")
+    for row in others:
+        name = row.what.removeprefix("BERT-large, V100, ")
+        found.append(ratio(f"BERT-large, speed: {name} against batch 4", row, first, 10))
     return found
