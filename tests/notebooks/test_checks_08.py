@@ -41,7 +41,10 @@ def train_on_all(model, data, epochs, shuffled=True, means=False, reduced=lambda
         (lambda *a: train_on_all(*a, shuffled=False, means=True), "in the order of the first: what tells the sampler"),
         (lambda *a: train_on_all(*a, means=True), "it returns means of means"),
         (lambda *a: train_on_all(*a, reduced=lambda rank: False), "the ranks return different losses"),
-        (lambda *a: train_on_all(*a, reduced=lambda rank: rank == 0), "[not yet] "),
+        (
+            lambda *a: train_on_all(*a, reduced=lambda rank: rank == 0),
+            "the ranks do not do the same: all_reduce of 2 meets all_reduce of 212",
+        ),
         (lambda *a: train_on_all(*a, grouped=False), "epoch "),
         (lambda *a: train_on_all(*a)[:1], "3 numbers are wanted, one an epoch"),
         (lambda *a: None, "3 numbers are wanted"),
