@@ -59,7 +59,11 @@ class Kernels:
         nbytes *= kind.traffic
         if nbytes < self.cache:
             nbytes *= 1 - L2_READS * (1 - nbytes / self.cache)
-        return kind.launches * spec.kernel + nbytes / self.bandwidth[kind.limit]
+        seconds = nbytes / self.bandwidth[kind.limit]
+        if kind.least is not None:
+            part = kind.least.part * seconds
+            seconds += max(part, kind.least.seconds(spec)) - part
+        return kind.launches * spec.kernel + seconds
 
     def plain(self, flops: float, moved: float, key) -> float:
         """A kernel of which no more is known than these: at the share of large products, or of memory."""
@@ -75,23 +79,33 @@ class Kernels:
         return self.spec.kernel + self.multiplying(count, rows, columns, length, key, moved, aligned)
 
     def multiplying(
-        self, count: int, rows: int, columns: int, length: int, key, moved: float, aligned: bool = True
+        self,
+        count: int,
+        rows: int,
+        columns: int,
+        length: int,
+        key,
+        moved: float,
+        aligned: bool = True,
+        share: float = 1.0,
+        fill: int | None = None,
     ) -> float:
-        """The same, for a kernel that moves so many bytes; without its launch."""
+        """The same, for a kernel that moves so many bytes; without its launch. share: of what products reach of the peak. fill: as
+        above, for a kernel that is not of the card's generation."""
         spec = self.spec
         peak = spec.rates.get(key, spec.rates[torch.float32])
         flops = 2.0 * count * rows * columns * length
         if self.peak or not flops:
             return max(flops / peak, moved / spec.bandwidth)
         tensor_cores = peak > spec.rates[torch.float32] or (key == TF32 and key in spec.rates)
-        tiles, fill = (TENSOR_TILES, TENSOR_FILL) if tensor_cores else (TILES, FILL)
-        if tensor_cores and spec.capability[0] >= 9:
-            fill = HOPPER_FILL
-        each = peak * self.achieved.product(key) / spec.processors
+        tiles = TENSOR_TILES if tensor_cores else TILES
+        if fill is None:
+            fill = FILL if not tensor_cores else HOPPER_FILL if spec.capability[0] >= 9 else TENSOR_FILL
+        each = peak * share * self.achieved.product(key) / spec.processors
         if tensor_cores and not aligned:
             each *= UNALIGNED
         best = math.inf
-        for tall, wide, share in tiles:
+        for tall, wide, reached in tiles:
             for height, width in {(tall, wide), (wide, tall)}:
                 blocks = count * -(-rows // height) * -(-columns // width)
                 for parts in SPLITS:
@@ -99,7 +113,7 @@ class Kernels:
                         break
                     rounds = blocks * parts / spec.processors
                     rounds = math.ceil(rounds) if rounds < WAVE else rounds + 0.5
-                    seconds = rounds * 2 * height * width * (-(-length // parts) + fill) / (each * share)
+                    seconds = rounds * 2 * height * width * (-(-length // parts) + fill) / (each * reached)
                     if parts > 1:  # partial sums are written, read and added up
                         seconds += 4 * count * rows * columns * (parts + 1) / spec.bandwidth + spec.kernel
                     best = min(best, seconds)

@@ -1,0 +1,151 @@
+"""How long a convolution takes on a card: cuDNN's ways of doing it, by the order of channels, type and size of the kernel.
+
+A convolution is a product of matrices (implicit GEMM). Of a 1x1 convolution the weight is multiplied with the image as it lies, whatever
+its order of channels. Larger ones want the channels last on tensor cores, and convert images that have them first: of Volta's, Turing's
+and TF32's kernels only what is read, as they write channels first ("..._nhwc2nchw", "..._nhwckrsc_nchw" in traces); Ampere's
+kernels for 16 bits have no such form, so that what they made is converted as well.
+
+`python -m tests.accuracy.kernels` does not cover them. Checked against DeepBench (V100, T4), KernelBench (T4 to B200) and spio (RTX 3090, 4090).
+"""
+
+from math import prod
+
+import torch
+
+from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.simulation.kernels import DIRECT, TENSOR_FILL, WINOGRAD, Kernels
+
+CHANNELS = 8  # tensor cores take so many at once; fewer are filled up
+# Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
+# grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
+MERGED = 64
+# cuDNN's convolutions run on the instructions of Ampere, with which a Hopper reaches 63 % of its peak (arXiv 2402.13499); a Blackwell is
+# taken to be like it
+OLD_INSTRUCTIONS = 0.63
+# A depthwise convolution by cuDNN (channels last, or 16 bits) reaches so much of the bandwidth and of the float32 FLOP/s: RepLKNet
+# (arXiv 2203.06717) table 1, PyTorch on a 2080 Ti, 64 x 384 channels, forward: 36 % with a kernel of 3, 8 % of the FLOP/s with 7 and more
+DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.36, 0.08
+# PyTorch's own kernels take so many cycles of a multiprocessor for each number that they make, and for each of its products: RepLKNet as
+# above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less).
+# float16 takes as long (FlagGems #1697, H20)
+NUMBER, TAP = 2.6, 0.125
+BY_CUDNN = (
+    1,
+    3,
+    5,
+)  # kernels of a depthwise convolution in 16 bits that PyTorch leaves to cuDNN (ATen/native/Convolution.cpp)
+
+
+def forward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+    """convolution, plain or transposed."""
+    image, weight = args[:2]
+    result = tensors[-1]
+    transposed, groups = args[6], args[8] if len(args) > 8 else 1
+    made, read = (image, result) if transposed else (result, image)
+    length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
+    if _is_depthwise(weight, groups):
+        return _depthwise(kernels, weight, made, moved)
+    return _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
+
+
+def backward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+    """convolution_backward: of the image, the weight and the bias, as its mask says."""
+    gradient, image, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
+    moved = gradient.itemsize * (gradient.numel() + image.numel() + weight.numel())  # by each of the two products
+    total = 0.0
+    if _is_depthwise(weight, groups):
+        total += sum(mask[:2]) * _depthwise(kernels, weight, gradient, moved)
+    else:
+        if mask[0]:
+            steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
+            reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
+            channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
+            length = max(1, int(channels * reach))
+            total += _of_an_image(kernels, "image", image, gradient, weight, length, stride, groups, key, moved)
+        if mask[1]:
+            sizes = weight.shape[1] * prod(weight.shape[2:]), weight.shape[0] // groups, _positions(gradient)
+            total += _one(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
+    if len(mask) > 2 and mask[2]:
+        total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
+    return total
+
+
+def _positions(image) -> int:
+    return image.shape[0] * prod(image.shape[2:])
+
+
+def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key, moved) -> float:
+    """The image `made` [batch, channels, *size] from `read`: each of its numbers is a sum of `length` products."""
+    if _on_tensor_cores(kernels.spec, key):
+        length = -(-length // CHANNELS) * CHANNELS
+    sizes = _positions(made), made.shape[1] // groups, length
+    return _one(kernels, which, sizes, (made, read), weight, stride, groups, key, moved)
+
+
+def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
+    """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
+    spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
+    if key == TF32 and tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
+        key, tensor_cores = torch.float32, False
+    if tensor_cores and groups > 1:
+        groups, sizes = _merged(which, sizes, weight, groups)
+    share, fill = 1 / _method(which, weight, stride, key, tensor_cores), None
+    if tensor_cores and spec.capability[0] in (9, 10):
+        share, fill = share * OLD_INSTRUCTIONS, TENSOR_FILL
+    taken = kernels.multiplying(groups, *sizes, key, moved, share=share, fill=fill)
+    return spec.kernel + taken + (_converting(kernels, which, *images, weight, key) if tensor_cores else 0.0)
+
+
+def _merged(which: str, sizes, weight, groups: int):
+    """Groups, and sizes of each, where narrow ones are done side by side."""
+    rows, columns, length = sizes
+    together = 1
+    while groups % (2 * together) == 0 and 2 * together * min(columns, weight.shape[1]) <= MERGED:
+        together *= 2
+    if which == "weight":
+        return groups // together, (rows * together, columns * together, length)
+    return groups // together, (rows, columns * together, length * together)
+
+
+def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
+    """What cuDNN's way takes over a plain product of that type. On tensor cores a 1x1 convolution loses as much as it does without
+    (DeepBench's, V100 and T4: 1.2 forward, 1.2 to 1.5 and 1.5 to 2 backward)."""
+    pointwise = prod(weight.shape[2:]) == 1
+    if tensor_cores:
+        return DIRECT[which] if pointwise else 1.0
+    if key != torch.float32:
+        return 1.0
+    if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
+        return WINOGRAD
+    return DIRECT[which]
+
+
+def _on_tensor_cores(spec, key) -> bool:
+    return key in spec.rates and (key == TF32 or key in (torch.float16, torch.bfloat16)) and spec.capability[0] >= 7
+
+
+def _converting(kernels: Kernels, which: str, made, read, weight, key) -> float:
+    """Channels first to last, and back: each image is read and written once more, and the weight."""
+    if prod(weight.shape[2:]) == 1:
+        return 0.0
+    whole = which != "weight" and key != TF32 and kernels.spec.capability[0] >= 8
+    images = (made, read, weight) if whole else (read, weight)
+    if which == "weight" and kernels.spec.capability[0] >= 8:
+        images = (made, read)
+    first = [image for image in images if image.dim() > 2 and image.stride(1) != 1 and image.shape[1] > 1]
+    return sum(kernels.spec.kernel + 2 * image.nbytes / kernels.bandwidth["memory"] for image in first)
+
+
+def _is_depthwise(weight, groups: int) -> bool:
+    return groups > 1 and weight.shape[1] == 1
+
+
+def _depthwise(kernels: Kernels, weight, made, moved) -> float:
+    spec, taps = kernels.spec, prod(weight.shape[2:])
+    last = made.dim() == 4 and made.stride(1) == 1
+    if last or (made.itemsize == 2 and len(set(weight.shape[2:])) == 1 and weight.shape[-1] in BY_CUDNN):
+        flops = 2 * made.numel() * taps
+        bound = flops / (spec.rates[torch.float32] * DEPTHWISE_FLOPS)
+        return spec.kernel + max(moved / (spec.bandwidth * DEPTHWISE_BANDWIDTH), bound)
+    cycles = made.numel() * (NUMBER + TAP * taps) / spec.processors
+    return spec.kernel + max(moved / kernels.bandwidth["memory"], cycles / (1e3 * spec.clock_rate))
