@@ -19,8 +19,8 @@ CHANNELS = 8  # tensor cores take so many at once; fewer are filled up
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
 MERGED = 64
-# cuDNN's convolutions run on the instructions of Ampere, with which a Hopper reaches 63 % of its peak (arXiv 2402.13499); a Blackwell is
-# taken to be like it
+# cuDNN's convolutions run on the instructions of Ampere ("sm80_xmma_fprop_..." in traces of Hopper and Blackwell), with which a Hopper
+# reaches 63 % of its peak (arXiv 2402.13499); a B200 is taken to be like it. They begin as soon as Ampere's, too
 OLD_INSTRUCTIONS = 0.63
 # A depthwise convolution by cuDNN (channels last, or 16 bits) reaches so much of the bandwidth and of the float32 FLOP/s: RepLKNet
 # (arXiv 2203.06717) table 1, PyTorch on a 2080 Ti, 64 x 384 channels, forward: 36 % with a kernel of 3, 8 % of the FLOP/s with 7 and more
@@ -44,8 +44,12 @@ def forward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     made, read = (image, result) if transposed else (result, image)
     length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
     if _is_depthwise(weight, groups):
-        return _depthwise(kernels, weight, made, moved)
-    return _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
+        taken = _depthwise(kernels, weight, made, moved)
+    else:
+        taken = _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
+    if args[2] is not None and not _own(weight, groups, made):  # added to cuDNN's result by a kernel of its own
+        taken += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
+    return taken
 
 
 def backward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
@@ -89,9 +93,10 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
         key, tensor_cores = torch.float32, False
     if tensor_cores and groups > 1:
         groups, sizes = _merged(which, sizes, weight, groups)
-    share, fill = 1 / _method(which, weight, stride, key, tensor_cores), None
+    share = 1 / _method(which, weight, stride, key, tensor_cores)
     if tensor_cores and spec.capability[0] in (9, 10):
-        share, fill = share * OLD_INSTRUCTIONS, TENSOR_FILL
+        share *= OLD_INSTRUCTIONS
+    fill = TENSOR_FILL if tensor_cores else None
     taken = kernels.multiplying(groups, *sizes, key, moved, share=share, fill=fill)
     return spec.kernel + taken + (_converting(kernels, which, *images, weight, key) if tensor_cores else 0.0)
 
@@ -140,10 +145,15 @@ def _is_depthwise(weight, groups: int) -> bool:
     return groups > 1 and weight.shape[1] == 1
 
 
+def _own(weight, groups: int, made) -> bool:
+    """A depthwise convolution by PyTorch's own kernels, which add the bias as well."""
+    narrow = made.itemsize == 2 and len(set(weight.shape[2:])) == 1 and weight.shape[-1] in BY_CUDNN
+    return _is_depthwise(weight, groups) and made.stride(1) != 1 and not narrow
+
+
 def _depthwise(kernels: Kernels, weight, made, moved) -> float:
     spec, taps = kernels.spec, prod(weight.shape[2:])
-    last = made.dim() == 4 and made.stride(1) == 1
-    if last or (made.itemsize == 2 and len(set(weight.shape[2:])) == 1 and weight.shape[-1] in BY_CUDNN):
+    if not _own(weight, weight.shape[0], made):
         flops = 2 * made.numel() * taps
         bound = flops / (spec.rates[torch.float32] * DEPTHWISE_FLOPS)
         return spec.kernel + max(moved / (spec.bandwidth * DEPTHWISE_BANDWIDTH), bound)

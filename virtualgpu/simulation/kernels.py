@@ -26,7 +26,8 @@ TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.8), (64, 3
 TENSOR_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55), (64, 32, 0.35), (32, 32, 0.2))
 SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum that several multiprocessors share
 # of the sum's length, what the time before the first multiplication is worth: fitted to NeuSight's (float32), DeepBench's (V100 and T4)
-# and torch_benchmark's products (Hopper: 2048 x 2048 x 2048)
+# and torch_benchmark's products (Hopper: 2048 x 2048 x 2048). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
+# ISA, target architectures): its products of 2048 say 64, too
 FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 512
 # Matrices whose rows are no multiple of 16 bytes: NVIDIA's guide above, alignment
 UNALIGNED = 0.6
@@ -100,7 +101,7 @@ class Kernels:
         tensor_cores = peak > spec.rates[torch.float32] or (key == TF32 and key in spec.rates)
         tiles = TENSOR_TILES if tensor_cores else TILES
         if fill is None:
-            fill = FILL if not tensor_cores else HOPPER_FILL if spec.capability[0] >= 9 else TENSOR_FILL
+            fill = FILL if not tensor_cores else HOPPER_FILL if spec.capability[0] in (9, 10) else TENSOR_FILL
         each = peak * share * self.achieved.product(key) / spec.processors
         if tensor_cores and not aligned:
             each *= UNALIGNED
