@@ -15,7 +15,9 @@ import torch
 from virtualgpu.hardware.datasheet import TF32
 from virtualgpu.simulation.kernels import DIRECT, TENSOR_FILL, WINOGRAD, Kernels
 
-CHANNELS = 8  # tensor cores take so many at once; fewer are filled up
+# Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
+# (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
+CHANNELS = 8
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
 MERGED = 64
@@ -89,7 +91,7 @@ def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key
 def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
     """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
-    if key == TF32 and tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
+    if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = torch.float32, False
     if tensor_cores and groups > 1:
         groups, sizes = _merged(which, sizes, weight, groups)
