@@ -19,7 +19,8 @@ from virtualgpu.simulation.kernels import DIRECT, TENSOR_FILL, WINOGRAD, Kernels
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
 CHANNELS = 8
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
-# grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
+# grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
+# an RTX 3090, 144 on a 4090)
 MERGED = 64
 # cuDNN's convolutions run on the instructions of Ampere ("sm80_xmma_fprop_..." in traces of Hopper and Blackwell), with which a Hopper
 # reaches 63 % of its peak (arXiv 2402.13499); a B200 is taken to be like it. They begin as soon as Ampere's, too
@@ -31,11 +32,8 @@ DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.36, 0.08
 # above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less).
 # float16 takes as long (FlagGems #1697, H20)
 NUMBER, TAP = 2.6, 0.125
-BY_CUDNN = (
-    1,
-    3,
-    5,
-)  # kernels of a depthwise convolution in 16 bits that PyTorch leaves to cuDNN (ATen/native/Convolution.cpp)
+# Kernels of a depthwise convolution in 16 bits that PyTorch leaves to cuDNN (ATen/native/Convolution.cpp)
+BY_CUDNN = (1, 3, 5)
 
 
 def forward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
@@ -93,25 +91,24 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = torch.float32, False
-    if tensor_cores and groups > 1:
-        groups, sizes = _merged(which, sizes, weight, groups)
     share = 1 / _method(which, weight, stride, key, tensor_cores)
     if tensor_cores and spec.capability[0] in (9, 10):
         share *= OLD_INSTRUCTIONS
-    fill = TENSOR_FILL if tensor_cores else None
-    taken = kernels.multiplying(groups, *sizes, key, moved, share=share, fill=fill)
-    return spec.kernel + taken + (_converting(kernels, which, *images, weight, key) if tensor_cores else 0.0)
+    together = _together(sizes[1], weight, groups) if tensor_cores else 1
+    if together > 1:
+        taken = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
+    else:
+        fill = TENSOR_FILL if tensor_cores else None
+        taken = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share, fill=fill)
+    return taken + (_converting(kernels, which, *images, weight, key) if tensor_cores else 0.0)
 
 
-def _merged(which: str, sizes, weight, groups: int):
-    """Groups, and sizes of each, where narrow ones are done side by side."""
-    rows, columns, length = sizes
+def _together(columns: int, weight, groups: int) -> int:
+    """So many groups are done side by side."""
     together = 1
     while groups % (2 * together) == 0 and 2 * together * min(columns, weight.shape[1]) <= MERGED:
         together *= 2
-    if which == "weight":
-        return groups // together, (rows * together, columns * together, length)
-    return groups // together, (rows, columns * together, length * together)
+    return together
 
 
 def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:

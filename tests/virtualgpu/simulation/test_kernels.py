@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import virtualgpu
+from tests.accuracy import convolutions as convolved
 from tests.accuracy import kernels as measured
 from virtualgpu.hardware import achieved
 from virtualgpu.hardware.specs import SPECS, TF32
@@ -39,6 +40,15 @@ def test_a_source_that_is_left_out_is_met():
     """A card's share from the other sources alone."""
     logs = [log for rest in measured.left_out(measured.products()).values() for log in rest]
     assert len(logs) > 200 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.7
+
+
+def test_convolutions_take_what_others_measured():
+    """451 of three sources on 12 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table."""
+    found = convolved.convolutions()
+    logs = [one.log for one in found]
+    assert len(logs) > 400 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.5
+    forward = [one.log for one in found if one.direction == "forward" and one.dtype == "float16"]
+    assert len(forward) > 30 and abs(median(forward)) < math.log(1.15) and measured.within(forward, 30) > 0.6
 
 
 def test_a_tile_more_than_the_processors_is_a_round_more():
