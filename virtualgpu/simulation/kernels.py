@@ -52,8 +52,9 @@ class Kernels:
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 
-    def moving(self, nbytes: int, kind: Kind) -> float:
-        """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once."""
+    def moving(self, nbytes: int, kind: Kind, args=()) -> float:
+        """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. args: the operation's, for a kind
+        that takes a while at least."""
         spec = self.spec
         if self.peak:
             return spec.kernel + nbytes / spec.bandwidth
@@ -61,9 +62,13 @@ class Kernels:
         if nbytes < self.cache:
             nbytes *= 1 - L2_READS * (1 - nbytes / self.cache)
         seconds = nbytes / self.bandwidth[kind.limit]
-        if kind.least is not None:
-            part = kind.least.part * seconds
-            seconds += max(part, kind.least.seconds(spec)) - part
+        if kind.blocks is not None and args and (least := kind.blocks(args)) is not None:
+            floor = self.known.get(least)
+            if floor is None:
+                floor = self.known[least] = least.seconds(spec)
+            part = least.part * seconds
+            if floor > part:
+                seconds += floor - part
         return kind.launches * spec.kernel + seconds
 
     def plain(self, flops: float, moved: float, key) -> float:

@@ -18,14 +18,11 @@ class Kind(NamedTuple):
     training: int | None = None
     wide: float | None = None
     blocks: Callable | None = None
-    least: norms.Least | None = None
 
     def in_call(self, args, tensors) -> "Kind":
         """What it is for these arguments, and these tensors that go in or come out."""
         if self.training is not None and not args[self.training]:
             return PLAIN
-        if self.blocks is not None and (least := self.blocks(args)) is not None:
-            return self._replace(least=least)
         if self.wide is not None and tensors[0].dim() and tensors[0].shape[-1] * tensors[0].itemsize > ROW:
             return self._replace(traffic=self.wide)
         return self

@@ -6,6 +6,7 @@ same blocks). PyTorch takes its own kernels for weights in 16 bits and for bfloa
 Channels-last images are cut into tiles, and know no such bound.
 """
 
+import functools
 from math import prod
 from typing import NamedTuple
 
@@ -34,31 +35,35 @@ class Least(NamedTuple):
 
 def forward(args) -> Least | None:
     """native_batch_norm(input, weight, ...) in training."""
-    steps = _steps(args[0])
-    if not steps:
+    image, weight = args[0], args[1]
+    if image.dim() < 3 or image.stride(1) == 1:
         return None
-    if _own(args[0], args[1]):
-        return Least(args[0].shape[1], steps * STATISTICS, 1 / 3)
-    return Least(args[0].shape[1], steps * CUDNN_FORWARD)
+    return _forward(image.shape, image.dtype == torch.bfloat16 or (weight is not None and weight.itemsize == 2))
 
 
 def backward(args) -> Least | None:
     """native_batch_norm_backward(gradient, input, weight, ..., train, eps, mask)."""
-    steps = _steps(args[1]) if args[7] else 0
-    if not steps:
+    image, weight = args[1], args[2]
+    if not args[7] or image.dim() < 3 or image.stride(1) == 1:
         return None
-    return Least(args[1].shape[1], steps * (BACKWARD if _own(args[1], args[2]) else CUDNN_BACKWARD))
+    return _backward(image.shape, image.dtype == torch.bfloat16 or (weight is not None and weight.itemsize == 2))
 
 
-def _own(image, weight) -> bool:
-    """By PyTorch's own kernels."""
-    return image.dtype == torch.bfloat16 or (weight is not None and weight.itemsize == 2)
+@functools.lru_cache(4096)
+def _forward(shape, own: bool) -> Least:
+    """own: by PyTorch's kernels, the statistics apart."""
+    if own:
+        return Least(shape[1], _steps(shape) * STATISTICS, 1 / 3)
+    return Least(shape[1], _steps(shape) * CUDNN_FORWARD)
 
 
-def _steps(image) -> int:
-    """Numbers that one thread works on; 0 where the channels are last, or there is nothing beside them."""
-    if image.dim() < 3 or image.stride(1) == 1:
-        return 0
-    places = prod(image.shape[2:])
+@functools.lru_cache(4096)
+def _backward(shape, own: bool) -> Least:
+    return Least(shape[1], _steps(shape) * (BACKWARD if own else CUDNN_BACKWARD))
+
+
+def _steps(shape) -> int:
+    """Numbers that one thread works on."""
+    places = prod(shape[2:])
     wide = next((width for width in (32, 64, 128, 256) if places <= width), THREADS)
-    return -(-places // wide) * -(-image.shape[0] // (THREADS // wide))
+    return -(-places // wide) * -(-shape[0] // (THREADS // wide))
