@@ -29,9 +29,13 @@ OLD_INSTRUCTIONS = 0.63
 # (arXiv 2203.06717) table 1, PyTorch on a 2080 Ti, 64 x 384 channels, forward: 36 % with a kernel of 3, 8 % of the FLOP/s with 7 and more
 DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.36, 0.08
 # PyTorch's own kernels take so many cycles of a multiprocessor for each number that they make, and for each of its products: RepLKNet as
-# above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less).
-# float16 takes as long (FlagGems #1697, H20)
+# above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less; so on an
+# H200, tensorflow #96396). float16 takes as long (FlagGems #1697, H20)
 NUMBER, TAP = 2.6, 0.125
+# Their backward passes over that: the image's divides for each product, the weight's has a block for each of its numbers, which reads
+# both images (ATen/native/cuda/DepthwiseConv2d.cu). Together 17 times on an A100 (pytorch #18631, 3x3), 25 (8 and 17, #62006, 5x5) and
+# 3.6 (#129609 over #125362, 5x5 and 6x1) on cards that are not named; their geometric mean, the weight twice the image
+GRADIENT = {"image": 4, "weight": 8}
 # Kernels of a depthwise convolution in 16 bits that PyTorch leaves to cuDNN (ATen/native/Convolution.cpp)
 BY_CUDNN = (1, 3, 5)
 
@@ -58,7 +62,9 @@ def backward(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     moved = gradient.itemsize * (gradient.numel() + image.numel() + weight.numel())  # by each of the two products
     total = 0.0
     if _is_depthwise(weight, groups):
-        total += sum(mask[:2]) * _depthwise(kernels, weight, gradient, moved)
+        own = _own(weight, groups, gradient)
+        for wanted, which in zip(mask, GRADIENT, strict=False):
+            total += wanted * (GRADIENT[which] if own else 1) * _depthwise(kernels, weight, gradient, moved)
     else:
         if mask[0]:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
