@@ -95,6 +95,8 @@ def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key
 
 def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
     """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
+    if key == TF32 and key not in kernels.spec.rates:  # on a card before Ampere
+        key = torch.float32
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = torch.float32, False
