@@ -1,18 +1,23 @@
 """Kinds of kernels that are bound by memory: how often they move their tensors, and what limits them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+from virtualgpu.simulation import norms
 
 
 class Kind(NamedTuple):
     """traffic: bytes really moved over those of all tensors that go in or come out, once. limit: whose share of the bandwidth it has
     (`hardware.achieved`). launches: kernels that the operation is made of. training: at which argument it is told whether this is
-    training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor."""
+    training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor. blocks: by the
+    arguments, what the kernel takes at least (`norms`)."""
 
     traffic: float = 1.0
     limit: str = "memory"
     launches: int = 1
     training: int | None = None
     wide: float | None = None
+    blocks: Callable | None = None
 
     def in_call(self, args, tensors) -> "Kind":
         """What it is for these arguments, and these tensors that go in or come out."""
@@ -30,11 +35,11 @@ ROW = 96 << 10
 # Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
 # for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
 KINDS = {
-    "native_batch_norm": Kind(1.5, training=5),
-    "_native_batch_norm_legit": Kind(1.5, training=5),
-    "_batch_norm_with_update": Kind(1.5),
-    "cudnn_batch_norm": Kind(1.5, training=5),
-    "native_batch_norm_backward": Kind(5 / 3, launches=2),
+    "native_batch_norm": Kind(1.5, training=5, blocks=norms.forward),
+    "_native_batch_norm_legit": Kind(1.5, training=5, blocks=norms.forward),
+    "_batch_norm_with_update": Kind(1.5, blocks=norms.forward),
+    "cudnn_batch_norm": Kind(1.5, training=5, blocks=norms.forward),
+    "native_batch_norm_backward": Kind(5 / 3, launches=2, blocks=norms.backward),
     "batch_norm_backward": Kind(5 / 3, launches=2),
     "native_group_norm": Kind(1.5, launches=2),
     "native_group_norm_backward": Kind(5 / 3, launches=3),
