@@ -3,17 +3,21 @@
 Settings: a row of published.csv each. GPT-2 124M from "Build a Large Language Model (From Scratch)", 1024 tokens, dropout .1: its LayerNorm,
 GELU and attention in plain operations, then PyTorch's, AdamW; its tokens/s have two evaluated batches in 15 steps. BERT for masked words, 512
 tokens: base with fused attention and Adam (milabench), large in plain operations, forward and backward alone (NeuSight). ViT-L/16 is
-torchvision's with 10 classes and Adam, gradients dropped between forward and backward. All are ours, from these settings.
+torchvision's with 10 classes and Adam, gradients dropped between forward and backward, FlashAttention 1 in 16 bits. All are ours, from
+these settings.
 """
 
+import contextlib
 import itertools
 import math
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import virtualgpu
+from tests.accuracy.before import flash_attention
 from tests.accuracy.published import Published, published
 from tests.accuracy.row import Row
 from tests.accuracy.vision import NARROW, name, prepare
@@ -29,6 +33,7 @@ GPT2 = {  # options: AdamW fused, mask made on the fly, native LayerNorm and GEL
 ON_THE_FLY, FUSED, NATIVE, FLASH = range(1, 5)
 EVERY, EVALUATED = 15, 2  # steps, and batches evaluated after so many
 BERT = {"bert_base": (768, 12, 12), "bert_large": (1024, 16, 24)}  # hidden, heads, layers
+FLASH_2 = "2024-01"  # PyTorch 2.2
 VOCABULARY, DROPOUT = {"gpt2": 50257, "bert": 30522}, 0.1
 
 
@@ -178,9 +183,14 @@ def pictures(row: Published):
     optimizer = torch.optim.Adam(model.parameters())
     batch = torch.randn(row.batch, 3, row.size, row.size, device="cuda", dtype=NARROW.get(row.precision, torch.float32))
     labels = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
+    older = row.precision != "float32" and row.date < FLASH_2
 
     def step():
-        with torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
+        attention = mock.patch.object(F, "scaled_dot_product_attention", flash_attention)
+        with (
+            attention if older else contextlib.nullcontext(),
+            torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"),
+        ):
             loss = F.cross_entropy(model(batch), labels)
         optimizer.zero_grad()  # as the script has it: the last gradients are there in the forward pass
         loss.backward()
