@@ -1,6 +1,10 @@
 """What operations of older PyTorch kept or copied, where today's do otherwise: for programs that were measured on those."""
 
+import contextlib
+from unittest import mock
+
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 
 class Softmax(torch.autograd.Function):
@@ -50,3 +54,29 @@ def _by_tokens(tensor):
 def flash_attention(query, key, value, *args, **kwargs):
     """In the place of scaled_dot_product_attention, where that would take a flash kernel."""
     return Flash.apply(query, key, value)
+
+
+@contextlib.contextmanager
+def reduced_on_their_stream():
+    """FSDP2 until July 2024 (pytorch/pytorch#129721): gradients are gathered for their reduce-scatter on its own stream, whose memory
+    the default one cannot use at other times; it waits for the copy alone, and the memory is free when the function ends."""
+    reduce, copy = _fsdp_collectives.foreach_reduce, _fsdp_collectives.foreach_reduce_scatter_copy_in
+    caller = None
+
+    def copy_in(*args):
+        copy(*args)
+        caller.wait_stream(torch.cuda.current_stream())
+
+    def foreach_reduce(params, gradients, group, stream, *args, **kwargs):
+        nonlocal caller
+        caller = torch.cuda.current_stream()
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            gathered, *rest = reduce(params, gradients, group, stream, *args, **kwargs)
+        return gathered.new_empty(0), *rest
+
+    with (
+        mock.patch.object(_fsdp_collectives, "foreach_reduce_scatter_copy_in", copy_in),
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce),
+    ):
+        yield
