@@ -66,7 +66,10 @@ class Timing:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         if op.formula is None:
             kind = op.kind if op.kind is PLAIN else op.kind.in_call(args, tensors)
-            seconds = gpu.kernels.moving(moved(tensors[:1] if op.write_only else tensors), kind)
+            counted = tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors
+            seconds = gpu.kernels.moving(moved(counted), kind)
+            if kind.rows is not None and not gpu.kernels.peak:
+                seconds += kind.latency(args)
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()
