@@ -51,17 +51,16 @@ def one_by_one(tensors) -> float:
     """How many times as long an elementwise kernel takes that does not read 16 bytes at once: where its tensors differ in their layout
     (one is broadcast, say) or in their type (CUDALoops.cuh: launch_vectorized_kernel, or one number at a time). That is seen where
     numbers have 16 bits."""
+    halves, single, layouts = False, False, set()
     for tensor in tensors:
-        if tensor.itemsize == 2:
-            break
-    else:
+        if tensor.dim():
+            size = tensor.itemsize
+            halves |= size == 2
+            single |= size == 4 and tensor.is_floating_point()
+            layouts.add((tensor.numel(), tensor.stride()) if tensor.layout is torch.strided else None)
+    if not halves:
         return 1
-    tensors = [tensor for tensor in tensors if tensor.dim() and tensor.layout is torch.strided]
-    if len({tensor.itemsize for tensor in tensors if tensor.is_floating_point()}) > 1:
-        return CONVERTED
-    if len({(tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
-        return UNVECTORIZED
-    return 1
+    return CONVERTED if single else UNVECTORIZED if len(layouts) > 1 else 1
 
 
 # Liger-Kernel's eager PyTorch columns on an A100-80GB (BSD 2-Clause, 2024), largest sizes: rotary embedding in bfloat16 takes 2.0 times its
