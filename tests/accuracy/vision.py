@@ -1,13 +1,15 @@
 """Models of torchvision on one GPU, as timm, NVIDIA and others timed them: a step of training, or of inference.
 
 Settings: a row of published.csv each; random pictures, 1000 classes, SGD with momentum, no data loading. timm's models are torchvision's
-own here. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
+own here, but for the attention of a ViT. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
 against another.
 """
 
 import contextlib
+import types
 
 import torch
+import torch.nn.functional as F
 import torchvision
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,6 +23,13 @@ NARROW = {"half": torch.float16, "bfloat16": torch.bfloat16}
 FUSED = "2023-03"  # PyTorch 2.0: until then attention was a product, a softmax and a product
 
 
+def attend(self: nn.MultiheadAttention, x, *args, **kwargs):
+    """As timm's vision transformer does it: batch first throughout, and nothing is copied before the kernel."""
+    qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).reshape(*x.shape[:2], 3, self.num_heads, -1)
+    mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+    return self.out_proj(mixed.transpose(1, 2).reshape(x.shape)), None
+
+
 def prepare(row: Published, **options):
     """The model and one step of it, a function. Inside a dry run."""
     dtype, last = NARROW.get(row.precision, torch.float32), row.layout == "last"
@@ -28,6 +37,9 @@ def prepare(row: Published, **options):
     model = getattr(torchvision.models, row.model)(**options).cuda().to(dtype)
     pictures = torch.randn(row.batch, 3, row.size, row.size, device="cuda", dtype=dtype)
     labels = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
+    for layer in model.modules() if row.what == "timm" else ():
+        if isinstance(layer, nn.MultiheadAttention):
+            layer.forward = types.MethodType(attend, layer)
     if last:
         model = model.to(memory_format=torch.channels_last)
         pictures = pictures.contiguous(memory_format=torch.channels_last)
