@@ -137,18 +137,25 @@ def test_half_precision_is_read_number_by_number_where_layouts_or_types_differ()
         y = torch.ones(*other or x.shape, dtype=like or dtype, device="cuda")
         return lambda: x * y
 
-    same, row = seconds(lambda: times(torch.bfloat16)), seconds(lambda: times(torch.bfloat16, (4096,)))
-    assert row / same == pytest.approx(2 * 2 / 3, rel=0.02)
-    wide, row = seconds(lambda: times(torch.float32)), seconds(lambda: times(torch.float32, (4096,)))
-    assert row / wide == pytest.approx(2 / 3, rel=0.02)
-    mixed = seconds(lambda: times(torch.bfloat16, like=torch.float32))
-    assert mixed / wide == pytest.approx(1.7 * 10 / 12, rel=0.02)
+    def ratio(one, other, like="A100-80GB"):
+        return seconds(one, like) / seconds(other, like)
+
+    row = (4096,)
+    assert ratio(lambda: times(torch.bfloat16, row), lambda: times(torch.bfloat16)) == pytest.approx(
+        2 * 2 / 3, rel=0.03
+    )
+    assert ratio(lambda: times(torch.float32, row), lambda: times(torch.float32)) == pytest.approx(2 / 3, rel=0.03)
+    mixed, single = lambda: times(torch.bfloat16, like=torch.float32), lambda: times(torch.float32)
+    assert ratio(mixed, single) == pytest.approx(1.7 * 10 / 12, rel=0.03)
+    assert ratio(mixed, single, "RTX 4090") == pytest.approx(
+        10 / 12, rel=0.03
+    )  # its memory is slower than its processors
 
     def turned(dtype):
         x = torch.ones(128, 128, 4096, dtype=dtype, device="cuda")
         return lambda: x.transpose(0, 1).contiguous()
 
-    assert seconds(lambda: turned(HALF)) == pytest.approx(seconds(lambda: turned(torch.float32)), rel=0.02)
+    assert ratio(lambda: turned(HALF), lambda: turned(torch.float32)) == pytest.approx(1, rel=0.03)
 
 
 def test_a_copy_does_not_read_what_it_writes():
