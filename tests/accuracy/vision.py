@@ -1,15 +1,18 @@
 """Models of torchvision on one GPU, as timm, NVIDIA and others timed them: a step of training, or of inference.
 
 Settings: a row of published.csv each; random pictures, 1000 classes, SGD with momentum unless the settings say otherwise, no data loading.
-timm's models are torchvision's own here. Of NVIDIA's and milabench's batches every third is taken, from the first on, and of milabench's
-H200 the smallest. XHMY's script times 100 steps from the first on: cuDNN's search and the loading of libraries are in its figures.
-flashoptim's precision is not in what is public of its script: autocast to bfloat16, since float32 would take half as much again of memory.
-Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card against another.
+timm's models are torchvision's own here, but for the attention of a ViT. Of NVIDIA's and milabench's batches every third is taken, from the
+first on, and of milabench's H200 the smallest. XHMY's script times 100 steps from the first on: cuDNN's search and the loading of libraries
+are in its figures. flashoptim's precision is not in what is public of its script: autocast to bfloat16, since float32 would take half as much
+again of memory. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
+against another.
 """
 
 import contextlib
+import types
 
 import torch
+import torch.nn.functional as F
 import torchvision
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +26,13 @@ NARROW = {"half": torch.float16, "bfloat16": torch.bfloat16}
 FUSED = "2023-03"  # PyTorch 2.0: until then attention was a product, a softmax and a product
 
 
+def attend(self: nn.MultiheadAttention, x, *args, **kwargs):
+    """As timm's vision transformer does it: batch first throughout, and nothing is copied before the kernel."""
+    qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).reshape(*x.shape[:2], 3, self.num_heads, -1)
+    mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+    return self.out_proj(mixed.transpose(1, 2).reshape(x.shape)), None
+
+
 def prepare(row: Published, **options):
     """The model and one step of it, a function. Inside a dry run."""
     narrow = torch.bfloat16 if row.precision == "AMP bfloat16" else torch.float16
@@ -31,6 +41,9 @@ def prepare(row: Published, **options):
     model = getattr(torchvision.models, row.model)(**options).cuda().to(dtype)
     pictures = torch.randn(row.batch, 3, row.size, row.size, device="cuda", dtype=dtype)
     labels = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
+    for layer in model.modules() if row.what == "timm" else ():
+        if isinstance(layer, nn.MultiheadAttention):
+            layer.forward = types.MethodType(attend, layer)
     if last:
         model = model.to(memory_format=torch.channels_last)
         pictures = pictures.contiguous(memory_format=torch.channels_last)

@@ -49,6 +49,7 @@ class Kernels:
         self.achieved = reached = achieved.of(spec)
         share = {"memory": reached.memory, "softmax": reached.softmax, "layer_norm": reached.layer_norm}
         self.bandwidth = {name: spec.bandwidth * (1.0 if peak else part) for name, part in share.items()}
+        self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 
@@ -58,10 +59,13 @@ class Kernels:
         spec = self.spec
         if self.peak:
             return spec.kernel + nbytes / spec.bandwidth
+        bandwidth, beyond = self.bandwidth[kind.limit], 0.0
+        if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory
+            beyond = max(0.0, nbytes / (kind.per_cycle * self.cycles) - nbytes / bandwidth)
         nbytes *= kind.traffic
         if nbytes < self.cache:
             nbytes *= 1 - L2_READS * (1 - nbytes / self.cache)
-        seconds = nbytes / self.bandwidth[kind.limit]
+        seconds = nbytes / bandwidth + beyond
         if kind.blocks is not None and args and (least := kind.blocks(args)) is not None:
             floor = self.known.get(least)
             if floor is None:
