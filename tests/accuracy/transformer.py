@@ -34,9 +34,6 @@ GPT2 = {  # options: AdamW fused, mask made on the fly, native LayerNorm and GEL
 }
 ON_THE_FLY, FUSED, NATIVE, FLASH = range(1, 5)
 EVERY, EVALUATED = 15, 2  # steps, and batches evaluated after so many
-# Seconds in which two loaders begin and end with four workers each: what an epoch was shorter where they were kept, for training and
-# validation (github.com/metatensor/metatrain/pull/1271, 2026: 1.10 to 0.74 s)
-LOADERS = 0.36
 BERT = {"bert_base": (768, 12, 12), "bert_large": (1024, 16, 24)}  # hidden, heads, layers
 FLASH_2 = "2024-01"  # PyTorch 2.2
 VOCABULARY, DROPOUT = {"gpt2": 50257, "bert": 30522}, 0.1
@@ -226,7 +223,7 @@ def measure(row: Published) -> tuple[float, int]:
                 work()
                 torch.cuda.synchronize()
                 taken.append(clock.host - start)
-            share = (EVALUATED * taken[2] + LOADERS) / EVERY if row.model in GPT2 else 0
+            share = EVALUATED / EVERY * taken[2] if row.model in GPT2 else 0
             return taken[1] + share, torch.cuda.max_memory_reserved()
         finally:
             torch.backends.cuda.matmul.allow_tf32 = False
