@@ -45,6 +45,11 @@ class _Process:
             from virtualgpu.run import steps
 
             self.steps = steps.Watch(session.current(), self.settings.steps)
+        elif not self.settings.report:
+            from virtualgpu import session
+            from virtualgpu.run import out_of_memory
+
+            out_of_memory.explain_uncaught(session.current())
 
     def forked(self) -> None:
         """In a process forked by multiprocessing, which ends without atexit: its finalizers run instead."""
