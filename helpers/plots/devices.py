@@ -71,11 +71,9 @@ def timeline(timeline: Timeline, title: str) -> None:
             axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (at - 0.36, 0.72), **style)
             if end - start > timeline.seconds / 80:  # two digits are as wide
                 axes.text((start + end) * 500, at, number, fontsize=7, ha="center", va="center")
-        for span in spans:
-            if span.kind == "communication" and span.annotation.isdecimal():
-                axes.text(
-                    (span.start + span.end) * 500, at + 0.24, span.annotation, fontsize=8, ha="center", va="center"
-                )
+        for span in (span for span in spans if span.kind == "communication" and span.annotation.isdecimal()):
+            axes.text((span.start + span.end) * 500, at + 0.24, span.annotation, fontsize=8, ha="center", va="center")
+            axes.vlines(span.start * 1e3, at + 0.38, at + 0.48, color="white", linewidth=1.5)
         computing = sum(s.end - s.start for s in spans if s.kind != "copy" and s.kind not in BELOW)
         what = "computing" if any(s.kind in BELOW for s in spans) else "busy"  # NCCL's kernels keep a GPU busy, too
         busy = f"{100 * computing / timeline.seconds:.0f} % {what}"
