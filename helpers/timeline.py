@@ -10,9 +10,11 @@ the profiler does not tell them apart, trial or cut in a search.
 """
 
 import contextlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -32,8 +34,11 @@ class Timeline:
         self.rows, self.seconds, self.origin = rows or {}, seconds, origin
 
     @classmethod
-    def of_ranks(cls, spans: Sequence[Sequence[Span]], origin: str = "measured") -> "Timeline":
-        """One row a rank, from what each rank's recording() holds: one clock for all, so that rows compare."""
+    def of_ranks(cls, spans: Sequence[Sequence[Span]], origin: str = "measured", number: str = "") -> "Timeline":
+        """One row a rank, from what each rank's recording() holds: one clock for all, so that rows compare. Collectives of
+        the name `number` stay apart, and are numbered from 0."""
+        if number:
+            spans = [_numbered(own, number) for own in spans]
         every = [span for own in spans for span in own]
         start, end = min((span.start for span in every), default=0.0), max((span.end for span in every), default=0.0)
         rows = {f"rank {number}": row(own, start, end - start) for number, own in enumerate(spans)}
@@ -84,6 +89,11 @@ class Timeline:
         start = min((span.start for own in spans for span in own), default=0.0)
         self.seconds = max((span.end for own in spans for span in own), default=0.0) - start
         self.rows = {f"cuda:{gpu}": row(own, start, self.seconds) for gpu, own in enumerate(spans)}
+
+
+def _numbered(spans: Sequence[Span], name: str) -> list[Span]:
+    count = itertools.count()
+    return [replace(s, annotation=str(next(count))) if s.name.startswith(name) else s for s in spans]
 
 
 def _trace(profiler: profile) -> list[dict]:

@@ -101,6 +101,25 @@ def test_bars_are_drawn_largest_on_top(figures):
     assert [text.get_text() for text in figures[0].axes[0].get_yticklabels()] == ["small", "large"]  # from below
 
 
+def test_bars_that_are_kept_stand_as_given_with_a_color_for_each_kind(figures):
+    plots.bars({"one": 1, "many, 0": 5, "many, 1": 3}, "title", "MiB", "simulated", kept=True)
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["many, 1", "many, 0", "one"]  # from below
+    second, first, one = (bar.get_facecolor() for bar in axes.patches)
+    assert first == second != one
+
+
+def test_a_sweeps_axis_begins_where_it_is_told_to(figures):
+    plots.sweep([1, 2], {"a": [90, 95]}, "title", "GPUs", "%", "simulated", ylim=(0, 100))
+    assert figures[0].axes[0].get_ylim() == (0, 100)
+
+
+def test_numbered_collectives_show_their_numbers(figures):
+    spans = [Span(0, start, start + 1, "communication", "all_reduce") for start in range(3)]
+    plots.timeline(Timeline.of_ranks([spans], number="all_reduce"), "Three buckets")
+    assert [text.get_text() for text in figures[0].axes[0].texts][:3] == ["0", "1", "2"]
+
+
 def test_the_search_plot_rings_the_best(figures):
     plots.search({"a": [(0.1, 8, 50), (1, 16, 70)], "b": [(0.5, 8, 90)]}, "title", "x", "y", "z")
     panels = figures[0].axes[:2]

@@ -20,6 +20,19 @@ def test_rows_of_ranks_begin_together():
     assert Timeline.of_ranks([[], []]).rows == {"rank 0": [], "rank 1": []}
 
 
+def test_collectives_of_one_name_stay_apart_and_are_numbered():
+    """Buckets of DDP that follow each other at once were one bar."""
+    buckets = [Span(0, start, start + 1, "communication", "all_reduce 25 MiB") for start in (10.0, 11.0)]
+    spans = [span(9.0, 10.0, "backward"), Span(0, 9.0, 9.5, "communication", "broadcast 424 B"), *buckets]
+    rows = Timeline.of_ranks([spans], number="all_reduce").rows["rank 0"]
+    assert [(s.kind, s.start, s.annotation) for s in rows if s.kind == "communication"] == [
+        ("communication", 0, ""),
+        ("communication", 1, "0"),
+        ("communication", 2, "1"),
+    ]
+    assert len(Timeline.of_ranks([buckets]).rows["rank 0"]) == 1
+
+
 def test_trials_of_one_process_share_a_row():
     found = Timeline.of_workers([(7, 10.0, 11.0, False), (5, 10.5, 10.6, True), (7, 11.0, 12.0, True)])
     assert found.origin == "measured" and found.seconds == 2.0
