@@ -80,6 +80,7 @@ def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel:
     axes.set(xlabel=xlabel, xlim=(0, (until or timeline.seconds) * 1e3), ylim=(len(timeline.rows) - 0.5, -0.5))
     axes.set_yticks(range(len(timeline.rows)), list(timeline.rows))
     axes.grid(axis="y", visible=False)
+    axes.xaxis.get_major_locator().set_params(integer=timeline.origin == "data")  # slots are counted
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     figures.show(figure, title, timeline.origin)
