@@ -47,7 +47,7 @@ def swapped(rows, one, other):
 @pytest.mark.parametrize(
     "table, complaint",
     [
-        (lambda m, n: [row + [None] for row in gpipe(m, n)], "with 2 stages and 4 micro-batches, each stage waits 3 of 11 slots; it need not wait more than 2"),
+        (lambda m, n: [[*row, None] for row in gpipe(m, n)], "with 2 stages and 4 micro-batches, each stage waits 3 of 11 slots; it need not wait more than 2"),
         (lambda m, n: [[f"F{i}" for i in range(n)] + [f"B{i}" for i in range(n)] for _ in range(m)], "stage 1 begins F0 in slot 0, before stage 0 has finished it"),
         (lambda m, n: [[work and work.replace("B", "F") for work in row] for row in gpipe(m, n)], "stage 0 should have each of F0 to F3 once"),
         (lambda m, n: [[work if work and work[0] == "F" else None for work in row] for row in gpipe(m, n)], "stage 0 should have each of B0 to B3 once"),
