@@ -3,8 +3,8 @@ look next. A grader never raises, so that *Run all* reaches the end with the exe
 """
 
 from checks.notebook_01 import frozen, loads_what_fits, resumes
-from checks.notebook_02 import fastest_that_fits, most_even, skip_repaired
-from checks.notebook_03 import slots
+from checks.notebook_02 import skip_repaired, split_in_two
+from checks.notebook_03 import fastest_plan, slots
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on, search_space
 from checks.notebook_06 import causes, riddle, within_budget
@@ -16,13 +16,12 @@ __all__ = [
     "averages",
     "causes",
     "exchanged",
-    "fastest_that_fits",
+    "fastest_plan",
     "fewest_words",
     "frozen",
     "frugal",
     "goes_on",
     "loads_what_fits",
-    "most_even",
     "one_f_one_b",
     "resumes",
     "riddle",
@@ -30,6 +29,7 @@ __all__ = [
     "shards_below",
     "skip_repaired",
     "slots",
+    "split_in_two",
     "stays_together",
     "talks_early",
     "tensor_plan",

@@ -53,6 +53,21 @@ class Timeline:
             rows[process].append(Span(0, begin - start, end - start, "cut" if cut else "trial", "trial"))
         return cls({f"worker {number}": own for number, own in enumerate(rows.values())}, last - start)
 
+    @classmethod
+    def of_slots(cls, table: Sequence[Sequence[str | None]]) -> "Timeline":
+        """One row a stage, from a table on paper: "F3" and "B3" are forward and backward of micro-batch 3, None is a slot
+        without work. A slot is drawn as a millisecond."""
+        kinds = {"F": "forward", "B": "backward"}
+        rows = {
+            f"stage {stage}": [
+                Span(stage, at / 1e3, (at + 1) / 1e3, kinds[work[0]], work, annotation=f"PP:{stage}{work}")
+                for at, work in enumerate(row)
+                if work is not None
+            ]
+            for stage, row in enumerate(table)
+        }
+        return cls(rows, max(map(len, table), default=0) / 1e3, "data")
+
     def __enter__(self) -> "Timeline":
         virtual = virtualgpu.machine() is not None
         if not virtual and not torch.cuda.is_available():
