@@ -2,7 +2,7 @@
 look next. A grader never raises, so that *Run all* reaches the end with the exercises still open.
 """
 
-from checks.notebook_01 import frozen, loads_what_fits, resumes
+from checks.notebook_01 import frozen, loads_what_fits, resumes, survives
 from checks.notebook_02 import fastest_that_fits, most_even, skip_repaired
 from checks.notebook_03 import slots
 from checks.notebook_04 import averages, talks_early
@@ -32,6 +32,7 @@ __all__ = [
     "skip_repaired",
     "slots",
     "stays_together",
+    "survives",
     "talks_early",
     "tensor_plan",
     "within_budget",
