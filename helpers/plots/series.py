@@ -100,11 +100,11 @@ def scatter(points: Mapping[str, tuple[float, float]], title: str, xlabel: str, 
 
 
 def images(batch: torch.Tensor, labels: Sequence, title: str, rows: int = 1) -> None:
-    """Pictures [n, 1, height, width], dark on light, each under its label."""
+    """Pictures [n, 1 or 3, height, width] from 0 to 1, each under its label; gray ones dark on light."""
     columns = -(-len(batch) // rows)
     figure = Figure(figsize=(WIDTH, rows * WIDTH / columns * 1.25 + 0.5), layout="constrained")
     for axes, picture, label in zip(figure.subplots(rows, columns, squeeze=False).flat, batch, labels, strict=False):
-        axes.imshow(picture[0].cpu().numpy(), cmap="gray_r", vmin=0, vmax=1)
+        axes.imshow(picture.cpu().permute(1, 2, 0).squeeze(2).numpy(), cmap="gray_r", vmin=0, vmax=1)
         axes.set_title(str(label), fontsize=9)
         axes.axis("off")
     figures.show(figure, title, "data")
