@@ -137,3 +137,19 @@ def test_waiting_for_other_ranks_is_drawn_as_waiting(figures):
     assert axes.texts[-1].get_text() == "25 % computing"
     grey = next(bars for bars in axes.collections if bars.get_label() == "waiting").get_facecolor()[0]
     assert len(set(grey[:3])) == 1 and 0.5 < grey[0] < 0.8
+
+
+def test_two_timelines_share_an_axis(figures):
+    plots.timeline(Timeline.of_slots([["F0", "B0"]]), "short", until=0.005, xlabel="slots")
+    assert figures[0].axes[0].get_xlim() == (0, 5) and figures[0].axes[0].get_xlabel() == "slots"
+
+
+def test_a_drawing_has_its_boxes_and_arrows(figures):
+    boxes = {"node": ("a node", 0, 0, 5, 2, 4), "0": ("GPU 0", 0.5, 0.5, 1, 1, 0), "1": ("GPU 1", 3, 0.5, 1, 1, 1)}
+    plots.drawing(boxes, [("0", "<1", "a link")], "two GPUs")
+    (axes,) = figures[0].axes
+    words = {text.get_text(): text for text in axes.texts}
+    assert {"a node", "GPU 0", "GPU 1", "a link"} <= words.keys()
+    assert words["a node"].get_va() == "top" and words["GPU 0"].get_va() == "center"
+    (arrow,) = (text for text in axes.texts if getattr(text, "arrow_patch", None))
+    assert arrow.xy == (3, 1.0)
