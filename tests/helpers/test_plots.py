@@ -177,3 +177,19 @@ def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
         plots.slider(lambda n: None, [1, 2], "how many")
     plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again
     assert len(shown) == 2
+
+
+def test_two_timelines_share_an_axis(figures):
+    plots.timeline(Timeline.of_slots([["F0", "B0"]]), "short", until=0.005, xlabel="slots")
+    assert figures[0].axes[0].get_xlim() == (0, 5) and figures[0].axes[0].get_xlabel() == "slots"
+
+
+def test_a_drawing_has_its_boxes_and_arrows(figures):
+    boxes = {"node": ("a node", 0, 0, 5, 2, 4), "0": ("GPU 0", 0.5, 0.5, 1, 1, 0), "1": ("GPU 1", 3, 0.5, 1, 1, 1)}
+    plots.drawing(boxes, [("0", "<1", "a link")], "two GPUs")
+    (axes,) = figures[0].axes
+    words = {text.get_text(): text for text in axes.texts}
+    assert {"a node", "GPU 0", "GPU 1", "a link"} <= words.keys()
+    assert words["a node"].get_va() == "top" and words["GPU 0"].get_va() == "center"
+    (arrow,) = (text for text in axes.texts if getattr(text, "arrow_patch", None))
+    assert arrow.xy == (3, 1.0)

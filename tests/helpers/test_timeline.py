@@ -80,3 +80,12 @@ def test_passes_of_micro_batches():
     assert [span.kind for span in drawn][4:6] == ["weight gradient", "backward"]
     assert passes(drawn) == [Pass(0, 1, 0, 0), Pass(1, 2, 1, 0), Pass(2, 5, 1, 0), Pass(5, 6, 1, 0), Pass(6, 7, 0, 0)]
     assert len(row([part(0, 1, "PP:1F0"), part(1, 2, "PP:1F1")], 0, seconds=2)) == 2
+
+
+def test_slots_of_a_table_are_numbered_bars(capsys):
+    timeline = Timeline.of_slots([["F0", None, None, "B0"], [None, "F0", "B0", None]])
+    assert list(timeline.rows) == ["stage 0", "stage 1"] and timeline.seconds == 0.004 and timeline.origin == "data"
+    assert [(bar.start, bar.number) for bar in passes(timeline.rows["stage 1"])] == [(0.001, 0), (0.002, 0)]
+    assert [span.kind for span in timeline.rows["stage 1"]] == ["forward", "backward"]
+    plots.timeline(timeline, "turns", until=0.008, xlabel="slots")
+    plots.timeline(Timeline.of_slots([]), "nothing", until=1.0)
