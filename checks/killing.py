@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-CHANGES = {"os.rename": "before a rename", "os.remove": "before a file is removed", "shutil.copyfile": "before a file is copied"}
+CHANGES = {
+    "os.rename": "before a rename",
+    "os.remove": "before a file is removed",
+    "shutil.copyfile": "before a file is copied",
+}
 
 
 def killed_at(moment: int, save: Callable, state: Any, path: Path) -> tuple[str | None, str | None]:
@@ -48,7 +52,9 @@ def _die_at(moment: int, save: Callable, state: Any, path: Path, writing: int) -
                 ending.append(name)
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # as it is a moment after
                 end(1, f"right after {name.name} was opened for writing")
-        elif event in CHANGES and path.parent in (Path(os.fsdecode(name)).parent for name in args[:2] if isinstance(name, (str, bytes, os.PathLike))):
+        elif event in CHANGES and path.parent in (
+            Path(os.fsdecode(name)).parent for name in args[:2] if isinstance(name, (str, bytes, os.PathLike))
+        ):
             if event == "os.rename" and Path(os.fsdecode(args[0])).parent != Path(os.fsdecode(args[1])).parent:
                 end(2, "your second file lies in another folder: where that is on another disk, it cannot be renamed")
             if reached(event):

@@ -56,7 +56,13 @@ def test_each_shipped_file_has_its_origin_and_licence():
     """README.md names each, and git keeps it."""
     said = (data.DATA / "README.md").read_text("utf-8")
     ignored = (data.DATA.parent / ".gitignore").read_text("utf-8")
-    for name in ("digits.npz", "printed.npz", "hands.jpg", "efficientnet_lite0_lower.safetensors", "LICENSE-efficientnet"):
+    for name in (
+        "digits.npz",
+        "printed.npz",
+        "hands.jpg",
+        "efficientnet_lite0_lower.safetensors",
+        "LICENSE-efficientnet",
+    ):
         assert data.shipped(name).stat().st_size < 600_000, "small: everybody who clones the series fetches it"
         assert name in said and f"!data/{name}" in ignored
 
