@@ -71,7 +71,7 @@ def lines(trials: Sequence[Trial], per_hour: dict[str, float], world_size: int |
                 table.size(trial.capacity - trial.reserved) if fits else "",
                 f"{1e3 * trial.step:,.1f} ms" if fits and trial.step else "",
                 f"{1 / trial.step:,.3g}" if fits and trial.step else "",
-                f"{samples(trial, world_size) / trial.step:,.4g}" if fits and trial.step and samples(trial) else "",
+                f"{samples(trial, world_size) / trial.step:,.1f}" if fits and trial.step and samples(trial) else "",
                 f"{100 * one / trial.step:.0f} %" if fits and one and trial.step and trial.gpus > 1 else "",
                 "" if cost is None else f"{cost:.3f}" + (" <" if cost == cheapest and len(trials) > 1 else "  "),
             )
