@@ -7,7 +7,8 @@ from checks.notebook_02 import fastest_that_fits, most_even, skip_repaired
 from checks.notebook_03 import slots
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on, search_space
-from checks.notebook_06 import causes, riddle, within_budget
+from checks.notebook_06 import causes, culprits, riddle, stranger
+from checks.notebook_07 import slims, within_budget
 from checks.notebook_08 import shards, stays_together
 from checks.notebook_09 import fewest_words, shards_below, tensor_plan
 from checks.notebook_10 import exchanged, micro_batches
@@ -15,6 +16,7 @@ from checks.notebook_10 import exchanged, micro_batches
 __all__ = [
     "averages",
     "causes",
+    "culprits",
     "exchanged",
     "fastest_that_fits",
     "fewest_words",
@@ -30,8 +32,10 @@ __all__ = [
     "shards",
     "shards_below",
     "skip_repaired",
+    "slims",
     "slots",
     "stays_together",
+    "stranger",
     "talks_early",
     "tensor_plan",
     "within_budget",

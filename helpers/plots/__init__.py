@@ -7,9 +7,9 @@ numbers were *measured* or *simulated*. The same words become the picture's alte
 from helpers.plots.allocation import blocks, stacked
 from helpers.plots.devices import memory, timeline, utilization, watched
 from helpers.plots.searches import rungs, search
-from helpers.plots.series import bars, curves, dots, images, scatter, sweep
+from helpers.plots.series import bars, curves, dots, images, left, sweep
 
 __all__ = [
-    "bars", "blocks", "curves", "dots", "images", "memory", "rungs", "scatter", "search", "stacked", "sweep", "timeline",
+    "bars", "blocks", "curves", "dots", "images", "left", "memory", "rungs", "search", "stacked", "sweep", "timeline",
     "utilization", "watched",
 ]  # fmt: skip
