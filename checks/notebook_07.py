@@ -106,7 +106,8 @@ def _small(slim, make) -> str | None:
     slim(net)
     with torch.autocast("cpu", dtype=torch.float16):
         after = net(text)
-    apart = float((after - before).norm() / before.norm())
+    now = after.detach()
+    apart = float((now - before).norm() / before.norm())
     if not apart < 0.25:
         return f"the model does not begin as it was: its output is {apart:.0%} off. Does what you add begin with zeros?"
     if any(p.requires_grad for p in net.parameters() if id(p) in there):
