@@ -195,7 +195,9 @@ def culprits(culprit: Callable, timeout: float = 20) -> str | None:
 
 def _asked(culprit: Callable, snapshots: Sequence[dict]) -> list | str:
     try:
-        return [tuple(place) if isinstance(place := culprit(snapshot), list | tuple) else place for snapshot in snapshots]
+        return [
+            tuple(place) if isinstance(place := culprit(snapshot), list | tuple) else place for snapshot in snapshots
+        ]
     except Exception as error:
         return f"your code raised {type(error).__name__}: {error}"
 

@@ -82,9 +82,7 @@ def bars(values: Mapping[str, float], title: str, xlabel: str, origin: Origin) -
     figures.show(figure, title, origin)
 
 
-def left(
-    rows: Mapping[str, Sequence[float]], names: Sequence[str], title: str, xlabel: str, origin: Origin
-) -> None:
+def left(rows: Mapping[str, Sequence[float]], names: Sequence[str], title: str, xlabel: str, origin: Origin) -> None:
     """Under each other, a group of thin bars a name of `rows`, in their order; `names` are what the bars of a group are."""
     figure, axes = figures.new(height=1.0 + 0.34 * len(rows))
     thick = 0.8 / len(names)
