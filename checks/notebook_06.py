@@ -160,7 +160,8 @@ def _snapshot(draw: random.Random) -> tuple[dict, tuple[str, int]]:
     lines = draw.sample(range(8, 90), 5)
     culprit, single, *others = lines
     size = draw.choice([4, 6, 8]) * 2**20
-    blocks = [_block(size, culprit, library=draw.random() < 0.5) for _ in range(draw.randint(10, 14))]
+    library = draw.random() < 0.5
+    blocks = [_block(size, culprit, library) for _ in range(draw.randint(10, 14))]
     blocks.append(_block(6 * size, single))
     blocks += [_block(draw.randint(1, 3) * size // 2, line) for line in others for _ in range(3)]
     blocks.append(_block(3 * size, None))
