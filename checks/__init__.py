@@ -7,7 +7,8 @@ from checks.notebook_02 import skip_repaired, split_in_two
 from checks.notebook_03 import fastest_plan, slots
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on, search_space
-from checks.notebook_06 import causes, riddle, within_budget
+from checks.notebook_06 import causes, culprits, riddle, stranger
+from checks.notebook_07 import slims, within_budget
 from checks.notebook_08 import stays_together, trains_on_all
 from checks.notebook_09 import fewest_words, shards_below, tensor_plan
 from checks.notebook_10 import exchanged, one_f_one_b
@@ -15,6 +16,7 @@ from checks.notebook_10 import exchanged, one_f_one_b
 __all__ = [
     "averages",
     "causes",
+    "culprits",
     "exchanged",
     "fastest_plan",
     "fewest_words",
@@ -28,9 +30,11 @@ __all__ = [
     "search_space",
     "shards_below",
     "skip_repaired",
+    "slims",
     "slots",
     "split_in_two",
     "stays_together",
+    "stranger",
     "survives",
     "talks_early",
     "tensor_plan",

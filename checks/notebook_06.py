@@ -2,14 +2,13 @@
 
 import gc
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from checks.grader import Computing, NoRoom, alone, grader
+from checks.grader import NoRoom, alone, grader
 
 ITERATIONS = 12
 Runs = list[tuple[str, list[float], float]]  # the cause, MiB in tensors after each iteration, MiB of one output
@@ -35,7 +34,7 @@ def _runs(device: torch.device, draw: random.Random, each: int) -> Runs:
         return [(cause, *_watched(SITUATIONS[cause](device, draw), device)) for cause in causes]
     except torch.OutOfMemoryError:
         pass  # outside: the error has let go of what it kept
-    raise NoRoom(_no_room(device))
+    raise NoRoom(no_room(device))
 
 
 def _watched(run: Iterator[float], device: torch.device) -> tuple[list[float], float]:
@@ -46,7 +45,7 @@ def _watched(run: Iterator[float], device: torch.device) -> tuple[list[float], f
     return curve, output
 
 
-def _no_room(device: torch.device) -> str:
+def no_room(device: torch.device) -> str:
     """Who holds the GPU, before the reader's code has begun."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -142,71 +141,74 @@ def _named(cause: Callable, runs: Sequence[tuple[list[float], float]]) -> list[s
         return f"your code raised {type(error).__name__}: {error}"
 
 
+# -- A stranger's snapshot
+
+PROGRAM = "train.py"
+LIBRARY = "/opt/lib/python3/site-packages/toolbox/layers.py"
+
+
+def stranger() -> dict:
+    """A snapshot as torch.cuda.memory._dump_snapshot writes it, of somebody's program that ran out of memory."""
+    return _snapshot(random.Random(7))[0]
+
+
+def _snapshot(draw: random.Random) -> tuple[dict, tuple[str, int]]:
+    """A snapshot, and the line of train.py that holds most.
+
+    What misleads: it holds many small blocks, and another line the largest one; free blocks are larger still; some frames begin in a
+    library; some blocks have no frame at all."""
+    lines = draw.sample(range(8, 90), 5)
+    culprit, single, *others = lines
+    size = draw.choice([4, 6, 8]) * 2**20
+    library = draw.random() < 0.5
+    blocks = [_block(size, culprit, library) for _ in range(draw.randint(10, 14))]
+    blocks.append(_block(6 * size, single))
+    blocks += [_block(draw.randint(1, 3) * size // 2, line) for line in others for _ in range(3)]
+    blocks.append(_block(3 * size, None))
+    blocks += [_block(9 * size, single, state=state) for state in ("inactive", "active_awaiting_free")]
+    draw.shuffle(blocks)
+    cut = len(blocks) // 2
+    segments = [{"total_size": sum(b["size"] for b in part), "blocks": part} for part in (blocks[:cut], blocks[cut:])]
+    return {"segments": segments, "device_traces": [[]]}, (PROGRAM, culprit)
+
+
+def _block(size: int, line: int | None, library: bool = False, state: str = "active_allocated") -> dict:
+    own = [{"filename": PROGRAM, "line": line, "name": "train"}, {"filename": PROGRAM, "line": 99, "name": "<module>"}]
+    inside = [{"filename": LIBRARY, "line": 40, "name": "forward"}]
+    frames = [] if line is None or state == "inactive" else inside * library + own
+    return {"state": state, "size": size, "requested_size": size, "frames": frames}
+
+
 @grader
-def within_budget(
-    step: Callable, make_net: Callable, x: torch.Tensor, y: torch.Tensor, budget: int, timeout: float = 30
-) -> str | None:
-    """step(net, x, y) leaves the gradients of the mean loss over the whole batch in net, returns that loss, and needs
-    at most `budget` bytes for network and step, on the GPU of the net."""
-    torch.cuda.empty_cache()  # the process that does it shares the GPU
-    return alone(_trained, step, make_net, x, y, budget, timeout=timeout)
-
-
-def _trained(step, make_net, x, y, budget) -> str | None:
-    try:
-        wanted, expected, device = _by_the_whole_batch(make_net, x, y)
-        torch.empty(2 * budget, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        device = None
-    if device is None:  # outside: the error has let go of what it kept
-        return _no_room(torch.device("cuda", torch.cuda.current_device()))
-    statistics = torch.cuda.max_memory_allocated  # by this name, whatever the step makes of the other
-    try:
-        got, loss, peak, places = _measured(step, make_net, x.to(device), y.to(device), device, statistics)
-        forged = _forged(step, make_net, x.to(device), y.to(device), device, budget, statistics)
-    except Exception as error:
-        return f"your code raised {type(error).__name__}: {str(error).split('. ')[0]}"
-    if any(gradient is None for gradient in got):
-        return "some parameters have no gradient: call backward() on every part, and leave zero_grad() to the caller"
-    for found, want in zip(got, wanted, strict=True):
-        if not torch.allclose(found, want, rtol=1e-3, atol=1e-5):
-            ratio = float(found.norm() / want.norm())
-            return f"the gradients are not those of the whole batch: {ratio:.2f} times as long. The mean is over {len(x)} images"
-    if loss is None or not math.isclose(float(loss), expected, rel_tol=1e-3):
-        return f"gradients are right; the loss should be {expected:.4f}, and it returned {loss!r}"
-    if elsewhere := places - {str(device)}:
-        return f"right gradients, computed on {', '.join(sorted(elsewhere))}: the task is to stay on {device}"
-    if forged:
-        return "right gradients, but the peak was reset within the step: leave the statistics to the grader"
-    if peak > budget:
-        return f"right gradients, and a peak of {peak / 2**20:.1f} MiB: the budget is {budget / 2**20:.1f}"
+def culprits(culprit: Callable, timeout: float = 20) -> str | None:
+    """culprit(snapshot) returns (file, line) of the stranger's own line that holds most, in each of ten snapshots."""
+    draw = random.Random(11)
+    cases = [_snapshot(draw) for _ in range(10)]
+    said = alone(_asked, culprit, [snapshot for snapshot, _ in cases], timeout=timeout)
+    if isinstance(said, str):
+        return said
+    for got, (_, wanted) in zip(said, cases, strict=True):
+        if got != wanted:
+            right = sum(a == b for a, (_, b) in zip(said, cases, strict=True))
+            return f"it is right for {right} of {len(cases)} snapshots. One more: {_mistaken(got)}"
     return None
 
 
-def _by_the_whole_batch(make_net, x, y) -> tuple[list[torch.Tensor], float, torch.device]:
-    """Gradients and loss that are wanted, and the GPU of the net."""
-    net = make_net()
-    device = next(net.parameters()).device
-    loss = nn.functional.cross_entropy(net(x.to(device)), y.to(device))
-    loss.backward()
-    return [p.grad.cpu() for p in net.parameters()], loss.item(), device
+def _asked(culprit: Callable, snapshots: Sequence[dict]) -> list | str:
+    try:
+        return [
+            tuple(place) if isinstance(place := culprit(snapshot), list | tuple) else place for snapshot in snapshots
+        ]
+    except Exception as error:
+        return f"your code raised {type(error).__name__}: {error}"
 
 
-def _measured(step, make_net, x, y, device, statistics) -> tuple[list, float | None, int, set[str]]:
-    """Gradients, the loss returned, bytes of the peak, and where the step computes."""
-    before = torch.cuda.memory_allocated(device)
-    net = make_net()
-    torch.cuda.reset_peak_memory_stats(device)
-    with Computing() as computing:
-        loss = step(net, x, y)
-    peak = statistics(device) - before
-    return [None if p.grad is None else p.grad.cpu() for p in net.parameters()], loss, peak, computing.places
-
-
-def _forged(step, make_net, x, y, device, budget, statistics) -> bool:
-    """Does the step reset the peak? It starts from one that is twice the budget, and which only a reset lowers."""
-    net = make_net()
-    torch.empty(2 * budget, dtype=torch.uint8, device=device)  # gone at once; its peak stays
-    peak = statistics(device)
-    step(net, x, y)
-    return statistics(device) < peak
+def _mistaken(got: object) -> str:
+    """Which of the known wrong ideas it is; never the answer."""
+    if not (isinstance(got, tuple) and len(got) == 2):
+        return f"it returns {got!r}; a pair of file name and line number is asked for"
+    if got[0] == LIBRARY:
+        return "it names a line of an installed library. Go on to the first frame that is the stranger's own"
+    if got == (PROGRAM, 99):
+        return "it names the outermost frame, which is there in every block"
+    return f"it names line {got[1]}, which does not hold most. Sum up by line, and only what is `active_allocated`"

@@ -14,11 +14,12 @@ _FROM = {
     "dry_run": "virtualgpu",
     "forget_error": "helpers.oom",
     "gpus": "virtualgpu",
-    "other_process": "helpers.oom",
+    "kinds": "virtualgpu.memory.phases",
+    "other_process": "virtualgpu.blocks",
     "progress": "helpers.waiting",
     "reveal": "helpers.predictions",
 }
-_MODULES = ("checkpoint", "data", "oom", "plots", "tuning")
+_MODULES = ("checkpoint", "data", "plots", "tuning")
 
 __all__ = [*_FROM, *_MODULES, "launch"]
 

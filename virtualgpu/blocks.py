@@ -1,14 +1,20 @@
-"""What virtual GPUs do differently, or keep, for as long as a block lasts: `dry_run`, `recording` and `sanitize`."""
+"""What virtual GPUs do differently, or keep, for as long as a block lasts: `dry_run`, `recording`, `sanitize` and `other_process`."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
+import torch
+
 from virtualgpu import session
 from virtualgpu.distributed import alone, place
+from virtualgpu.engine import meter
 from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.hardware import bridges, hosts, networks, specs
 from virtualgpu.hardware.networks import Network
+from virtualgpu.hardware.specs import parse_size
 from virtualgpu.session import check_number, current, reset, turn_on
 from virtualgpu.simulation.trace import Recording
 
@@ -149,3 +155,34 @@ def sanitize() -> Iterator[None]:
         yield
     finally:
         session.look_for_races(before)
+
+
+@contextlib.contextmanager
+def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
+    """In this block, another process holds all of a GPU's free memory but `leave` (bytes, or text such as "40 MB").
+
+    On real GPUs there is such a process; it ends with the block, or with this one.
+    """
+    leave, machine = parse_size(leave), session.machine()
+    if machine is not None:
+        with meter.other_process(machine.gpus[device], leave):
+            yield
+        return
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(device), str(leave)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        try:
+            if not child.stdout.readline():
+                raise RuntimeError(f"the other process found no room on {torch.cuda.get_device_name(device)}")
+            yield
+        finally:
+            child.stdin.close()
+
+
+_HOLD = """
+import sys, torch
+device, leave = map(int, sys.argv[1:])
+held = torch.empty(max(0, torch.cuda.mem_get_info(device)[0] - leave), dtype=torch.uint8, device=device)
+print(held.nbytes, flush=True)
+sys.stdin.read()
+"""

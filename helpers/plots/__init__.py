@@ -9,9 +9,9 @@ from helpers.plots.devices import memory, timeline, utilization, watched
 from helpers.plots.drawings import drawing
 from helpers.plots.frames import slider
 from helpers.plots.searches import rungs, search
-from helpers.plots.series import bars, curves, dots, images, scatter, sweep
+from helpers.plots.series import bars, curves, dots, images, left, sweep
 
 __all__ = [
-    "bars", "blocks", "curves", "dots", "drawing", "images", "memory", "rungs", "scatter", "search", "slider", "stacked", "sweep",
+    "bars", "blocks", "curves", "dots", "drawing", "images", "left", "memory", "rungs", "search", "slider", "stacked", "sweep",
     "timeline", "utilization", "watched",
 ]  # fmt: skip

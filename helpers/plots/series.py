@@ -86,16 +86,18 @@ def bars(values: Mapping[str, float], title: str, xlabel: str, origin: Origin, k
     figures.show(figure, title, origin)
 
 
-def scatter(points: Mapping[str, tuple[float, float]], title: str, xlabel: str, ylabel: str, origin: Origin) -> None:
-    """A numbered dot a name at (x, y), the highest first; the names stand beside."""
-    figure, axes = figures.new(height=4.0)
-    for number, (name, (x, y)) in enumerate(sorted(points.items(), key=lambda item: -item[1][1]), 1):
-        color = COLORS[(number - 1) % len(COLORS)]
-        axes.plot(x, y, "o", color=color, markersize=13, label=f"{number}  {name}")
-        axes.annotate(str(number), (x, y), ha="center", va="center", fontsize=8, weight="bold", color="white")
-    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, None), ylim=(0, None))
-    axes.margins(0.08)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9, markerscale=0.6)
+def left(rows: Mapping[str, Sequence[float]], names: Sequence[str], title: str, xlabel: str, origin: Origin) -> None:
+    """Under each other, a group of thin bars a name of `rows`, in their order; `names` are what the bars of a group are."""
+    figure, axes = figures.new(height=1.0 + 0.34 * len(rows))
+    thick = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [row + (i - (len(names) - 1) / 2) * thick for row in range(len(rows))]
+        drawn = axes.barh(places, [values[i] for values in rows.values()], thick, color=COLORS[i], label=name)
+        axes.bar_label(drawn, fmt="%.0f", padding=3, fontsize=8)
+    axes.set(xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(names), frameon=False)
     figures.show(figure, title, origin)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import virtualgpu
-from helpers import Monitor, forget_error, oom, other_process
+from helpers import Monitor, forget_error, kinds, other_process
 
 MIB = 1 << 20
 
@@ -158,7 +158,7 @@ def test_what_a_step_held_is_told_by_phase_and_by_what_outlives_it():
     trace.alloc(4, 16)
     trace.free(2)
     trace.free(99)  # made before it was recorded
-    found = oom.kinds(trace.events, phases)
+    found = kinds(trace.events, phases)
     assert found == {
         "parameters": [8.0] * 13,
         "activations": [0, 0, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0],
@@ -175,5 +175,5 @@ def test_what_was_held_sums_up_to_what_the_allocator_says(gpu):
     loss = layer(torch.ones(256, 512, device=gpu)).square().sum()
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(None)
-    last = sum(row[-1] for row in oom.kinds(trace, phases).values())
+    last = sum(row[-1] for row in kinds(trace, phases).values())
     assert last == pytest.approx(torch.cuda.memory_allocated() / MIB, abs=0.01) and loss.item() > 0

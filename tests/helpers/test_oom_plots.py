@@ -1,4 +1,4 @@
-"""The figures of notebook 06: a step stacked by kind, segments as strips of blocks, cures as numbered dots, two panels of a monitor."""
+"""The figures of notebook 06: a step stacked by kind, segments as strips of blocks, cures as bars, two panels of a monitor."""
 
 import pytest
 
@@ -47,12 +47,14 @@ def test_segments_of_a_row_follow_each_other_block_by_block(figures):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["in use", "free"]
 
 
-def test_each_dot_has_its_number_and_the_legend_its_name(figures):
-    plots.scatter({"low": (3.0, 1.0), "high": (1.0, 9.0)}, "A trade", "ms", "MiB", "measured")
+def test_bars_of_a_group_lie_side_by_side_in_the_order_given(figures):
+    plots.left({"dear": (50.0, 100.0), "cheap": (20.0, 90.0)}, ["one", "two"], "A trade", "%", "simulated")
     (axes,) = figures[0].axes
-    assert words(axes) == ["1", "2"]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["1  high", "2  low"]
-    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+    one, two = axes.containers
+    assert [bar.get_width() for bar in one] == [50, 20] and [bar.get_width() for bar in two] == [100, 90]
+    assert [bar.get_y() for bar in two] == pytest.approx([bar.get_y() + bar.get_height() for bar in one])
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["dear", "cheap"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
 
 
 class One(Source):

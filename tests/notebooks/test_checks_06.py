@@ -1,5 +1,6 @@
-"""The graders of notebook 06, out of memory: a rule for the riddle's curves, and training within a budget."""
+"""The graders of notebook 06, out of memory: a rule for the riddle's curves, and the line that a stranger's snapshot accuses."""
 
+import collections
 import gc
 import itertools
 import random
@@ -8,9 +9,6 @@ import time
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import checks
 import virtualgpu
@@ -105,105 +103,10 @@ def test_a_rule_that_does_not_end_is_ended(gpu, capsys, hurried):
     assert "your code has not come to an end" in capsys.readouterr().out
 
 
-def make_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).to("cuda:0")
-
-
-def whole(net, x, y):
-    loss = F.cross_entropy(net(x), y)
-    loss.backward()
-    return loss.item()
-
-
-def in_pieces(net, x, y, scale=1, result=True):
-    total = 0
-    for xs, ys in zip(x.chunk(8), y.chunk(8), strict=True):
-        loss = F.cross_entropy(net(xs), ys) / 8
-        (scale * loss).backward()
-        total += loss.detach()
-    return total if result else None
-
-
-def on_the_cpu(net, x, y):
-    loss = whole(net.cpu(), x.cpu(), y.cpu())
-    net.cuda()
-    return loss
-
-
-def on_the_cpu_by_hand(net, x, y):
-    """Without calling the net, whose inputs would tell."""
-    parts = {name: p.cpu() for name, p in net.named_parameters()}
-    hidden = torch.relu(F.linear(x.cpu(), parts["0.weight"], parts["0.bias"]))
-    loss = F.cross_entropy(F.linear(hidden, parts["2.weight"], parts["2.bias"]), y.cpu())
-    loss.backward()
-    return loss.item()
-
-
-def by_keyword(net, x, y):
-    return in_pieces(lambda xs: net(input=xs), x, y)
-
-
-def with_checkpoints(net, x, y):
-    total = 0
-    for xs, ys in zip(x.split(128), y.split(128), strict=True):
-        out = checkpoint(net, xs, use_reentrant=False)
-        loss = F.cross_entropy(out, ys, reduction="sum") / len(x)
-        loss.backward()
-        total = total + loss.detach().cpu()
-    return total
-
-
-def statistics_replaced(net, x, y):
-    loss = whole(net, x, y)
-    torch.cuda.max_memory_allocated = lambda device=None: 0
-    return loss
-
-
-def statistics_reset(net, x, y):
-    loss = whole(net, x, y)
-    torch.cuda.reset_peak_memory_stats()
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        (in_pieces, "[passed]"),
-        (whole, "right gradients, and a peak of"),
-        (lambda *a: in_pieces(*a, scale=8), "8.00 times as long"),
-        (lambda *a: in_pieces(*a, result=False), "the loss should be 2.3"),
-        (lambda net, x, y: 2.3, "some parameters have no gradient"),
-        (
-            lambda net, x, y: torch.zeros(1 << 30, device="cuda"),
-            "your code raised OutOfMemoryError: CUDA out of memory",
-        ),
-        (on_the_cpu, "right gradients, computed on cpu: the task is to stay on cuda:0"),
-        (on_the_cpu_by_hand, "right gradients, computed on cpu: the task is to stay on cuda:0"),
-        (statistics_reset, "the peak was reset within the step"),
-        (statistics_replaced, "right gradients, and a peak of"),
-        (by_keyword, "[passed]"),
-        (with_checkpoints, "[passed]"),
-    ],
-)
-def test_training_within_a_budget_is_graded(capsys, step, said):
-    x, y = torch.randn(2048, 64), torch.arange(2048) % 10
-    checks.within_budget(step, make_net, x, y, budget=4 * MIB)
-    out = capsys.readouterr().out
-    assert said in out, out
-    assert torch.cuda.memory_allocated() == 0
-
-
-def test_a_step_that_does_not_end_is_ended(capsys, hurried):
-    checks.within_budget(endless, make_net, torch.randn(64, 64), torch.arange(64) % 10, budget=4 * MIB)
-    assert "your code has not come to an end" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "grade",
     [
         lambda gpu: checks.causes(right, gpu),
-        lambda gpu: checks.within_budget(in_pieces, make_net, torch.randn(2048, 64), torch.arange(2048) % 10, 4 * MIB),
     ],
 )
 def test_a_full_gpu_is_not_the_readers_fault(gpu, capsys, grade):
@@ -243,3 +146,43 @@ def test_what_an_earlier_cell_left_does_not_go_in_the_middle_of_a_curve(gpu, mon
 
     monkeypatch.setattr(notebook_06, "SITUATIONS", {"nothing": run})
     assert notebook_06._runs(gpu, random.Random(0), 1) == [("nothing", [0.0, 0.0, 0.0], 0.0)]
+
+
+def blocks_of(snapshot):
+    return [block for segment in snapshot["segments"] for block in segment["blocks"]]
+
+
+def accused(snapshot, live=True, own=True, innermost=True, by_line=True):
+    """The right answer; each idea can be left out."""
+    held = collections.Counter()
+    for block in blocks_of(snapshot):
+        frames = [f for f in block["frames"] if not own or "site-packages" not in f["filename"]]
+        if frames and (not live or block["state"] == "active_allocated"):
+            frame = frames[0 if innermost else -1]
+            place = frame["filename"], frame["line"]
+            held[place] = held[place] + block["size"] if by_line else max(held[place], block["size"])
+    return held.most_common(1)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("culprit", "said"),
+    [
+        (accused, "[passed]"),
+        (lambda snapshot: list(accused(snapshot)), "[passed]"),
+        (lambda snapshot: accused(snapshot, by_line=False), "which does not hold most"),
+        (lambda snapshot: accused(snapshot, live=False), "only what is `active_allocated`"),
+        (lambda snapshot: accused(snapshot, own=False), "a line of an installed library"),
+        (lambda snapshot: accused(snapshot, innermost=False), "the outermost frame"),
+        (lambda snapshot: accused(snapshot)[1], "a pair of file name and line number is asked for"),
+        (lambda snapshot: ("train.py", 49), "right for"),
+        (lambda snapshot: blocks_of(snapshot)[0]["frames"][9], "your code raised IndexError"),
+    ],
+)
+def test_a_strangers_snapshot_is_graded(capsys, culprit, said):
+    checks.culprits(culprit)
+    out = capsys.readouterr().out
+    assert said in out and ("[passed]" in out) == (said == "[passed]"), out
+
+
+def test_a_stranger_is_the_same_each_time():
+    assert checks.stranger() == checks.stranger()

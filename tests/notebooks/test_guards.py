@@ -143,8 +143,7 @@ def test_cleared_outputs_cost_the_readme_no_picture(tmp_path, monkeypatch):
 
 
 def test_a_lesson_is_one_sitting(notebook):
-    """06 is two lessons still."""
-    assert len(notebook.cells) <= (210 if notebook.cells[0].source.startswith("# 06") else 95)
+    assert len(notebook.cells) <= 95
 
 
 def test_a_prediction_is_written_before_it_is_answered(notebook):

@@ -8,11 +8,11 @@ import series
 PATH = series.NOTEBOOKS / "06_oom_troubleshooting.ipynb"
 
 
-def test_each_link_of_the_map_leads_to_a_section():
+def test_each_link_of_the_doctor_leads_to_a_section():
     prose = "\n".join(cell.source for cell in series.read(PATH).cells if cell.cell_type == "markdown")
     headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", prose, re.M)}
     links = re.findall(r"\]\(#(\S+?)\)", prose)
-    assert len(links) > 10 and {urllib.parse.unquote(link) for link in links} <= headings
+    assert links and {urllib.parse.unquote(link) for link in links} <= headings
 
 
 def test_a_section_that_a_sentence_names_is_there():

@@ -1,0 +1,205 @@
+"""The graders of notebook 07, make it fit: training within a budget, and a model slimmed for one T4."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import checks
+import virtualgpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    (device,) = virtualgpu.gpus(1, memory="256 MB")
+    yield device
+    virtualgpu.reset()
+
+
+def endless(*args):
+    while True:
+        time.sleep(0.01)
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).to("cuda:0")
+
+
+def whole(net, x, y):
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    return loss.item()
+
+
+def in_pieces(net, x, y, scale=1, result=True):
+    total = 0
+    for xs, ys in zip(x.chunk(8), y.chunk(8), strict=True):
+        loss = F.cross_entropy(net(xs), ys) / 8
+        (scale * loss).backward()
+        total += loss.detach()
+    return total if result else None
+
+
+def on_the_cpu(net, x, y):
+    loss = whole(net.cpu(), x.cpu(), y.cpu())
+    net.cuda()
+    return loss
+
+
+def on_the_cpu_by_hand(net, x, y):
+    """Without calling the net, whose inputs would tell."""
+    parts = {name: p.cpu() for name, p in net.named_parameters()}
+    hidden = torch.relu(F.linear(x.cpu(), parts["0.weight"], parts["0.bias"]))
+    loss = F.cross_entropy(F.linear(hidden, parts["2.weight"], parts["2.bias"]), y.cpu())
+    loss.backward()
+    return loss.item()
+
+
+def by_keyword(net, x, y):
+    return in_pieces(lambda xs: net(input=xs), x, y)
+
+
+def with_checkpoints(net, x, y):
+    total = 0
+    for xs, ys in zip(x.split(128), y.split(128), strict=True):
+        out = checkpoint(net, xs, use_reentrant=False)
+        loss = F.cross_entropy(out, ys, reduction="sum") / len(x)
+        loss.backward()
+        total = total + loss.detach().cpu()
+    return total
+
+
+def statistics_replaced(net, x, y):
+    loss = whole(net, x, y)
+    torch.cuda.max_memory_allocated = lambda device=None: 0
+    return loss
+
+
+def statistics_reset(net, x, y):
+    loss = whole(net, x, y)
+    torch.cuda.reset_peak_memory_stats()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (in_pieces, "[passed]"),
+        (whole, "right gradients, and a peak of"),
+        (lambda *a: in_pieces(*a, scale=8), "8.00 times as long"),
+        (lambda *a: in_pieces(*a, result=False), "the loss should be 2.3"),
+        (lambda net, x, y: 2.3, "some parameters have no gradient"),
+        (
+            lambda net, x, y: torch.zeros(1 << 30, device="cuda"),
+            "your code raised OutOfMemoryError: CUDA out of memory",
+        ),
+        (on_the_cpu, "right gradients, computed on cpu: the task is to stay on cuda:0"),
+        (on_the_cpu_by_hand, "right gradients, computed on cpu: the task is to stay on cuda:0"),
+        (statistics_reset, "the peak was reset within the step"),
+        (statistics_replaced, "right gradients, and a peak of"),
+        (by_keyword, "[passed]"),
+        (with_checkpoints, "[passed]"),
+    ],
+)
+def test_training_within_a_budget_is_graded(capsys, step, said):
+    x, y = torch.randn(2048, 64), torch.arange(2048) % 10
+    checks.within_budget(step, make_net, x, y, budget=4 * MIB)
+    out = capsys.readouterr().out
+    assert said in out, out
+    assert torch.cuda.memory_allocated() == 0
+
+
+def test_a_step_that_does_not_end_is_ended(capsys, hurried):
+    checks.within_budget(endless, make_net, torch.randn(64, 64), torch.arange(64) % 10, budget=4 * MIB)
+    assert "your code has not come to an end" in capsys.readouterr().out
+
+
+def test_a_full_gpu_is_not_the_readers_fault(gpu, capsys):
+    """As when the cells ran in another order, and an error still keeps what it held."""
+    held = [torch.zeros(1 << 20, dtype=torch.uint8, device=gpu) for _ in range(246)]
+    x, y = torch.randn(2048, 64), torch.arange(2048) % 10
+    checks.within_budget(in_pieces, make_net, x, y, 4 * MIB)
+    out = capsys.readouterr().out
+    assert "MiB are taken before your code begins" in out and "your code raised" not in out, out
+    del held
+    checks.within_budget(in_pieces, make_net, x, y, 4 * MIB)
+    assert "[passed]" in capsys.readouterr().out
+
+
+class Block(nn.Module):
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers, dim, heads, hidden, words):
+        super().__init__()
+        self.words = nn.Embedding(words, dim)
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(layers))
+        self.output = nn.Linear(dim, words, bias=False)
+        self.run = lambda block, x: block(x)
+
+    def forward(self, text):
+        x = self.words(text)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.output(x)
+
+
+class Adapter(nn.Module):
+    def __init__(self, layer, zeros=True):
+        super().__init__()
+        self.layer, where = layer, {"bias": False, "device": layer.weight.device}
+        self.a, self.b = nn.Linear(layer.in_features, 4, **where), nn.Linear(4, layer.out_features, **where)
+        if zeros:
+            nn.init.zeros_(self.b.weight)
+        else:
+            nn.init.normal_(self.b.weight)
+
+    def forward(self, x):
+        return self.layer(x) + self.b(self.a(x))
+
+
+def slim(net, freeze=True, blocks=slice(None), zeros=True, again=True):
+    net.requires_grad_(not freeze).half()
+    for block in net.blocks[blocks]:
+        block.up, block.down = Adapter(block.up, zeros), Adapter(block.down, zeros)
+    if again:
+        net.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
+
+
+SIZES = {"layers": 8, "dim": 256, "heads": 4, "hidden": 8192, "words": 500}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (slim, "[passed]"),
+        (lambda net: slim(net, again=False), "the peak is"),
+        (lambda net: slim(net, freeze=False), "freeze them"),
+        (lambda net: slim(net, zeros=False), "does not begin as it was"),
+        (lambda net: slim(net, blocks=slice(1, None)), "block 0 does not learn"),
+        (lambda net: slim(net, blocks=slice(0)), "nothing is left that trains"),
+        (lambda net: net.nothing, "your code raised AttributeError"),
+    ],
+)
+def test_a_slimmed_model_is_graded(capsys, change, said):
+    checks.slims(change, Model, SIZES, budget=0.19)
+    out = capsys.readouterr().out
+    assert said in out and ("[passed]" in out) == (said == "[passed]"), out
+
+
+def test_a_slimming_that_does_not_end_is_ended(capsys, hurried):
+    checks.slims(endless, Model, SIZES, budget=1.0)
+    assert "your code has not come to an end" in capsys.readouterr().out
