@@ -1,9 +1,11 @@
 """`make doctor`: one line per package and device, [ OK ] or [FAIL], and the cure of each failure."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,14 +72,11 @@ def gpus() -> Iterator[Line]:
     import torch
 
     on_path = shutil.which("nvidia-smi") is not None
-    seen = {}
-    for name, source in (("NVML", monitor.NVMLSource), ("nvidia-smi", monitor.SMISource)):
-        try:
-            reader = source()
-            seen[name] = len(reader.devices)
-            reader.close()
-        except monitor.NoSource:
-            seen[name] = 0
+    seen = {"NVML": 0, "nvidia-smi": len(listed()) if on_path else 0}
+    with contextlib.suppress(monitor.NoSource):
+        reader = monitor.NVMLSource()
+        seen["NVML"] = len(reader.devices)
+        reader.close()
     counts = ", ".join(f"{name} {count}" for name, count in {**seen, "torch": torch.cuda.device_count()}.items())
     if not on_path and not any(seen.values()) and not torch.cuda.is_available():
         yield True, "gpu", "none: the lessons use the CPU and virtual GPUs"
@@ -101,6 +100,15 @@ def gpus() -> Iterator[Line]:
             "gpu",
             "nvidia-smi is there but reports no GPU. Cure: run it by hand; restart the machine or reinstall the driver",
         )
+
+
+def listed() -> list[str]:
+    """The GPUs that nvidia-smi lists; none where it fails, hangs or floods."""
+    try:
+        ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in ran.stdout.decode(errors="replace").splitlines() if line.startswith("GPU")]
 
 
 def main() -> int:

@@ -50,7 +50,7 @@ def train_on_all(model, data, epochs, shuffled=True, means=False, reduced=lambda
         (lambda *a: None, "3 numbers are wanted"),
     ],
 )
-def test_trains_on_all(capsys, hurried, train, complaint):
+def test_trains_on_all(capsys, train, complaint):
     checks.trains_on_all(train)
     out = capsys.readouterr().out
     assert complaint in out, out

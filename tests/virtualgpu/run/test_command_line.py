@@ -64,7 +64,9 @@ def test_what_processes_are_told_of_nodes():
     assert (told.gpus_per_node, told.network, told.alone) == (2, "InfiniBand NDR", None)
     told = settings_of("--dry --world-size 64 --rank 9 --network=40Gb/s x.py")
     assert (told.gpus_per_node, told.network, told.alone) == (None, "40Gb/s", (64, 9, 8))
-    assert settings_of("x.py")[-4:-2] == (None, None)
+    told = settings_of("x.py")
+    assert (told.gpus_per_node, told.network, told.alone) == (None, None, None)
+    told = settings_of("--dry --world-size 64 --rank 9 --network=40Gb/s x.py")
     assert environment.settings({"VIRTUALGPU": told.text()})._replace(alone=(64, 9, 8)) == told
 
 
