@@ -10,7 +10,7 @@ from checks.notebook_05 import frugal, goes_on, search_space
 from checks.notebook_06 import causes, culprits, riddle, stranger
 from checks.notebook_07 import slims, within_budget
 from checks.notebook_08 import stays_together, trains_on_all
-from checks.notebook_09 import fewest_words, shards_below, tensor_plan
+from checks.notebook_09 import fits_two_t4s, shards_below, tensor_plan
 from checks.notebook_10 import exchanged, one_f_one_b
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "culprits",
     "exchanged",
     "fastest_plan",
-    "fewest_words",
+    "fits_two_t4s",
     "frozen",
     "frugal",
     "goes_on",

@@ -10,19 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
-from checks.grader import alone, grader, launched_on_gpus, plain
+from checks.grader import alone, grader, launched_on_gpus
 
-CARDS = (("T4", 0.8), ("A100", 0.9), ("H100-PCIe", 0.7), ("T4", 0.999))
-FEWEST, MOST = 64, 8192  # words
-# GPUs whose answer is at either end, and reached exactly there; and one that is never busy enough
-MADE_UP = (
-    ("made-up GPU", lambda words: words / MOST, 1.0),
-    ("made-up GPU", lambda words: 0.75, 0.75),
-    ("made-up GPU", lambda words: 0.5, 0.75),
-)
-HALVINGS = (
-    4  # calls that find one of eight sizes, or none; from the smallest on it takes one for each size up to the answer
-)
+SLOWER = 1.15  # than the best: the clock tells no smaller difference
 TIMEOUT = 300.0  # seconds: an endless loop's only end; dry runs of a right answer take a tenth of it
 
 
@@ -81,29 +71,89 @@ def _compared(plan: Mapping, make: Callable) -> tuple[dict[str, float], dict[str
 
 
 @grader
-def fewest_words(
-    answer: Callable[[Callable, float], int | None], busy: Callable[[str, int], float], timeout: float = TIMEOUT
+def fits_two_t4s(
+    shard: Callable[[nn.Module], nn.Module | None],
+    block: type[nn.Module],
+    make: Callable[..., nn.Module],
+    sizes: Mapping,
+    timeout: float = TIMEOUT,
 ) -> str | None:
-    """answer(busy, wanted) is the smallest power of two from 64 to 8,192 with busy(words) >= wanted, or None, on several cards."""
-    return alone(_without_group, _words, (answer, busy), timeout=timeout)
+    """shard(make(**sizes, block=block)) trains on two T4s, float32 and sharded, nearly as fast as the best way known."""
+    return alone(_without_group, _on_two, (shard, block, make, dict(sizes)), timeout=timeout)
 
 
-def _words(answer: Callable, busy: Callable) -> str | None:
-    cards = [(like, functools.cache(functools.partial(busy, like)), wanted) for like, wanted in CARDS]
-    for like, known, wanted in (*cards, *MADE_UP):
-        asked: list[int] = []
-        got = plain(answer(lambda words, known=known, asked=asked: asked.append(words) or known(words), wanted))
-        sizes = [FEWEST * 2**power for power in range((MOST // FEWEST).bit_length())]
-        if got is not None and got not in sizes:
-            return f"on a {like} it says {got!r}, which is no power of two from {FEWEST} to {MOST:,}"
-        here = f"a {like} that is to be busy for {wanted:.0%} of a step"
-        if got is not None and known(got) < wanted:
-            return f"{here}: with {got:,} words it is for {known(got):.0%}"
-        fewer = [size for size in sizes if got is None or size < got]
-        if (right := next((size for size in fewer if known(size) >= wanted), None)) is not None:
-            return f"{here}: it says {got}, and {right:,} words are enough"
-        if len(asked) > (most := sizes.index(got or MOST) + HALVINGS):
-            return f"{here}: {got} is right, and it asked {len(asked)} times. Each is a dry run, and {most} are plenty"
+def _on_two(shard: Callable, block: type, make: Callable, sizes: dict) -> str | None:
+    from notebooks.scripts.llama import Selective
+
+    try:
+        seconds = _timed(shard, functools.partial(make, **sizes, block=block), sizes["length"])
+    except torch.OutOfMemoryError as error:
+        return f"out of memory: {str(error).split(' Including')[0]}"
+    if isinstance(seconds, str):
+        return seconds
+    best = _timed(_fast, functools.partial(make, **sizes, block=Selective), sizes["length"])
+    if seconds > SLOWER * best:
+        return f"it fits, and a step takes {seconds:.1f} s (simulated); {best:.1f} s are possible"
+    return None
+
+
+def _fast(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16), "offload_policy": CPUOffloadPolicy()}
+    for part in (model.words, *model.blocks, model.output):
+        fully_shard(part, **policies)
+    return fully_shard(model, **policies)
+
+
+def _timed(shard: Callable, make: Callable[[], nn.Module], length: int) -> float | str:
+    """Seconds of a rank's second step, simulated; or what is wrong with its parameters."""
+    with virtualgpu.dry_run(like="T4", world_size=2):
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = make()
+        if wrong := _misplaced(model, shard, "two"):
+            return wrong
+        model.to_empty(device="cpu" if _offloads(model) else "cuda")
+        for buffer in model.buffers():
+            buffer.data = buffer.data.cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        text = torch.zeros(1, length + 1, dtype=torch.long, device="cuda")
+        clock = virtualgpu.machine().clock
+        for _ in range(2):
+            torch.cuda.synchronize()
+            start = clock.host
+            _step(model, optimizer, text)
+            torch.cuda.synchronize()
+        return clock.host - start
+
+
+def _offloads(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    return any(group is not None and isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()).backward()
+    optimizer.step()
+
+
+def _misplaced(model: nn.Module, shard: Callable, ranks: str) -> str | None:
+    """Shards the model; what is wrong with its parameters then."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    before = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
+    shard(model)
+    after = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
+    if after != before:
+        wrong = sorted(before.keys() ^ after.keys()) or [name for name in before if before[name] != after[name]]
+        return f"the parameters are not the model's any more: look at {wrong[0]}"
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
+            return f"{name} is not sharded: each of the {ranks} GPUs holds all of it"
     return None
 
 
@@ -120,28 +170,17 @@ def shards_below(
 
 
 def _sharded(shard: Callable, make: Callable, sizes: dict, budget: float) -> str | None:
-    from torch.distributed.tensor import DTensor, Shard
-
     with virtualgpu.dry_run(like="T4", world_size=4):
         dist.init_process_group("nccl")
         with torch.device("meta"):
             model = make(**sizes)
-        before = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
-        shard(model)
-        after = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
-        if after != before:
-            wrong = sorted(before.keys() ^ after.keys()) or [name for name in before if before[name] != after[name]]
-            return f"the parameters are not the model's any more: look at {wrong[0]}"
-        for name, parameter in model.named_parameters():
-            if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
-                return f"{name} is not sharded: each of the four GPUs holds all of it"
+        if wrong := _misplaced(model, shard, "four"):
+            return wrong
         model.to_empty(device="cuda")
         optimizer = torch.optim.AdamW(model.parameters())
         text = torch.zeros(1, sizes["length"] + 1, dtype=torch.long, device="cuda")
         for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()).backward()
-            optimizer.step()
+            _step(model, optimizer, text)
         peak = torch.cuda.max_memory_allocated() / 2**30
     if peak > budget:
         return f"all is sharded, and a step's peak is {peak:.2f} GiB; the budget is {budget:.2f}. Which group is the largest?"

@@ -10,8 +10,9 @@ from helpers.plots.drawings import drawing
 from helpers.plots.frames import slider
 from helpers.plots.searches import rungs, search
 from helpers.plots.series import bars, curves, dots, images, left, sweep
+from helpers.plots.weights import matrices
 
 __all__ = [
-    "bars", "blocks", "curves", "dots", "drawing", "images", "left", "memory", "rungs", "search", "slider", "stacked", "sweep",
-    "timeline", "utilization", "watched",
+    "bars", "blocks", "curves", "dots", "drawing", "images", "left", "matrices", "memory", "rungs", "search", "slider", "stacked",
+    "sweep", "timeline", "utilization", "watched",
 ]  # fmt: skip

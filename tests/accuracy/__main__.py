@@ -2,7 +2,7 @@
 
     python -m tests.accuracy                  every program, each in a process of its own
     python -m tests.accuracy zero_recipe ...  these; the others' rows are those of the last time
-    --write                                   the table into virtualgpu/README.md and README.md, the picture into docs/
+    --write                                   the table into virtualgpu/README.md and README.md, the picture into docs/, and simulated.json
 
 A program is a module beside this one with a docstring that says the settings, URL, and rows() -> list[Row].
 """
@@ -43,6 +43,7 @@ PROGRAMS = (  # the quick ones first
     "torchtitan_2024_12",
     "torchtitan_a100",
 )
+KEPT = ("source", "what", "kind", "unit", "published", "simulated", "gpus", "note", "missed", "url")
 LIMIT = 900  # seconds a program may take
 
 
@@ -82,6 +83,12 @@ def run(names: list[str]) -> list[Row]:
     return rows
 
 
+def keep(rows: list[Row]) -> None:
+    """For notebook 09, which shows the rows of sharded models: a row a line."""
+    lines = [json.dumps({name: getattr(row, name) for name in KEPT}) for row in rows]
+    (ROOT / "tests" / "accuracy" / "simulated.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
@@ -101,6 +108,7 @@ def main() -> int:
     if options.write:
         table.write(rows, ROOT)
         picture.draw(rows, ROOT / "docs" / "accuracy.png")
+        keep(rows)
     return 0
 
 

@@ -1,6 +1,7 @@
 """The quick programs of `make accuracy` meet their targets, and the table says what it should."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,13 @@ def test_tables_are_written_between_their_marks(tmp_path):
     (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match=r"README.md has no place"):
         table.write(rows, tmp_path)
+
+
+def test_each_published_figure_of_sharded_models_is_among_those_that_notebook_09_shows():
+    kept = {
+        (row["source"], row["published"])
+        for row in json.loads((ROOT / "tests/accuracy/simulated.json").read_text("utf-8"))
+    }
+    for row in published():
+        if row.program.startswith("torchtitan_") or row.program in ("lora", "megatron", "zero_recipe", "llama_eager"):
+            assert (row.program, row.figure) in kept, row

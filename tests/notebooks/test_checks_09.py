@@ -1,8 +1,7 @@
-"""The graders of notebook 09: a plan for tensor parallel, words that hide a gather, and groups of parameters."""
+"""The graders of notebook 09: a plan for tensor parallel, a model on two T4s, and groups of parameters."""
 
 import time
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,66 +62,6 @@ def test_a_plan_that_is_none_is_told(capsys):
     assert "the plan is None; a dictionary is wanted" in capsys.readouterr().out
 
 
-def busy(like, words):
-    """As a GPU whose computing takes so long, beside a gather of fixed length."""
-    return words / (words + {"T4": 200, "A100": 2000, "H100-PCIe": 900}[like])
-
-
-def scan(busy, wanted, powers):
-    return next((words for words in (2**power for power in powers) if busy(words) >= wanted), None)
-
-
-def right(busy, wanted):
-    return scan(busy, wanted, range(6, 14))
-
-
-def asks_for_all(busy, wanted):
-    return min((words for words in (2**power for power in range(6, 14)) if busy(words) >= wanted), default=None)
-
-
-def by_halving(busy, wanted):
-    low, high = 6, 14
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if busy(2**middle) >= wanted else (middle + 1, high)
-    return 2**low if low < 14 else None
-
-
-def endless(busy, wanted):
-    while True:
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (right, "[passed]"),
-        (lambda busy, wanted: 8192, "and 1,024 words are enough"),
-        (lambda busy, wanted: 64, "with 64 words it is for 24%"),
-        (lambda busy, wanted: 300, "no power of two"),
-        (
-            lambda busy, wanted: right(busy, min(wanted, 0.5)),
-            "a T4 that is to be busy for 80% of a step: with 256 words it is for 56%",
-        ),
-        (lambda busy, wanted: 1 / 0, "your code raised ZeroDivisionError"),
-        (
-            lambda busy, wanted: scan(busy, wanted, range(6, 13)),
-            "100% of a step: it says None, and 8,192 words are enough",
-        ),
-        (lambda busy, wanted: scan(busy, wanted, range(7, 14)), "75% of a step: it says 128, and 64 words are enough"),
-        (lambda busy, wanted: right(busy, wanted + 1e-9), "it says None, and 8,192 words are enough"),
-        (lambda busy, wanted: right(busy, wanted) or 8192, "with 8,192 words it is for"),
-        (asks_for_all, "is right, and it asked 8 times. Each is a dry run"),
-        (by_halving, "[passed]"),
-        (lambda busy, wanted: np.int64(words) if (words := right(busy, wanted)) else None, "[passed]"),
-        (endless, f"after {HURRY} seconds"),
-    ],
-)
-def test_the_fewest_words_are_graded(capsys, answer, said):
-    checks.fewest_words(answer, busy, timeout=HURRY if answer is endless else 120)
-    assert said in capsys.readouterr().out
-
-
 class Model(nn.Module):
     def __init__(self, dim, words, length):
         super().__init__()
@@ -178,4 +117,42 @@ def no_end(model):
 )
 def test_groups_of_parameters_are_graded(capsys, shard, said):
     checks.shards_below(shard, Model, SIZES, BUDGET, timeout=HURRY if shard is no_end else 120)
+    assert said in capsys.readouterr().out
+
+
+THREE = {"layers": 28, "dim": 3072, "heads": 24, "kv_heads": 8, "hidden": 8192, "words": 32000, "length": 4096}
+
+
+def on_two(dtype=None, offload=True, grouped=True):
+    def shard(model):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+        if offload:
+            policies["offload_policy"] = CPUOffloadPolicy()
+        for part in (model.words, *model.blocks, model.output) if grouped else ():
+            fully_shard(part, **policies)
+        return fully_shard(model, **policies)
+
+    return shard
+
+
+@pytest.mark.parametrize(
+    ("shard", "block", "said"),
+    [
+        (on_two(torch.float16), "Selective", "[passed]"),
+        (on_two(torch.float16), "Full", "[passed]"),
+        (on_two(torch.float16), "Block", "out of memory"),
+        (on_two(torch.float16, offload=False), "Full", "out of memory"),
+        (on_two(torch.float16, grouped=False), "Full", "out of memory"),
+        (on_two(), "Full", "s are possible"),
+        (on_two(torch.bfloat16), "Full", "s are possible"),
+        (none_at_all, "Full", "is not sharded: each of the two GPUs"),
+        (half, "Full", "look at words.weight"),
+    ],
+)
+def test_a_model_on_two_t4s_is_graded(capsys, shard, block, said):
+    from notebooks.scripts import llama
+
+    checks.fits_two_t4s(shard, getattr(llama, block), llama.Llama, THREE)
     assert said in capsys.readouterr().out

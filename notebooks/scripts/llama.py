@@ -1,0 +1,99 @@
+"""Llama's architecture, small enough to read: notebook 09 trains it. Sizes are arguments; weights are PyTorch's default ones.
+
+Llama(layers=8, dim=256, heads=8, kv_heads=4, hidden=1024, words=2000, length=64)
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+def turn(x, turns):
+    """Rotary position embedding: pairs of numbers, turned by the token's place."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
+
+
+def angles(length, size):
+    angle = torch.outer(torch.arange(length), 500_000.0 ** -torch.linspace(0, 1, size // 2))
+    return torch.polar(torch.ones_like(angle), angle)[:, None]
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads, kv_heads):
+        super().__init__()
+        self.size, self.repeats = dim // heads, heads // kv_heads
+        self.q, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(dim, self.size * kv_heads, bias=False) for _ in range(2))
+
+    def forward(self, x, turns):
+        q, k, v = (layer(x).unflatten(-1, (-1, self.size)) for layer in (self.q, self.k, self.v))
+        k, v = (y.repeat_interleave(self.repeats, dim=2) for y in (turn(k, turns), v))
+        heads = [y.transpose(1, 2) for y in (turn(q, turns), k, v)]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, kv_heads, hidden):
+        super().__init__()
+        self.norm1, self.attention = nn.RMSNorm(dim), Attention(dim, heads, kv_heads)
+        self.norm2, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
+
+    def forward(self, x, turns):
+        x = x + self.attention(self.norm1(x), turns)
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Full(Block):
+    """Full activation checkpointing: the input alone is kept, and the block computed again in backward."""
+
+    def forward(self, *x):
+        return checkpoint(super().forward, *x, use_reentrant=False)
+
+
+class Selective(Block):
+    """Selective activation checkpointing, as torchtitan's "op": attention and every second matrix product are kept."""
+
+    def forward(self, *x):
+        return checkpoint(super().forward, *x, use_reentrant=False, context_fn=keep_some)
+
+
+def keep_some():
+    products = {"forward": 0, "again": 0}
+
+    def policy(context, operation, *args, **kwargs):
+        keep = "attention" in str(operation)
+        if operation is torch.ops.aten.mm.default:
+            when = "again" if context.is_recompute else "forward"
+            products[when] += 1
+            keep = products[when] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Llama(nn.Module):
+    def __init__(self, layers, dim, heads, kv_heads, hidden, words, length, block=Block):
+        super().__init__()
+        self.words = nn.Embedding(words, dim)
+        self.blocks = nn.ModuleList(block(dim, heads, kv_heads, hidden) for _ in range(layers))
+        self.norm, self.output = nn.RMSNorm(dim), nn.Linear(dim, words, bias=False)
+        self.register_buffer("turns", angles(length, dim // heads), persistent=False)
+
+    def forward(self, text):
+        x = self.words(text)
+        for block in self.blocks:
+            x = block(x, self.turns[: text.shape[1]])
+        return self.output(self.norm(x))
