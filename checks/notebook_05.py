@@ -139,7 +139,7 @@ def _run(trainable: Callable, space: Mapping, search, max_failures: int = 0):
 
     if not ray.is_initialized():
         return "Ray does not run: helpers.tuning.start_ray(cpus=2) starts it"
-    from helpers.trials import Watch
+    from helpers.tuning import Watch
 
     tune = _tune()
     with tempfile.TemporaryDirectory(prefix="graded-") as folder:

@@ -6,10 +6,10 @@ numbers were *measured* or *simulated*. The same words become the picture's alte
 
 from helpers.plots.allocation import blocks, stacked
 from helpers.plots.devices import memory, timeline, utilization, watched
-from helpers.plots.searches import rungs, search
+from helpers.plots.searches import rungs, search, workers
 from helpers.plots.series import bars, curves, dots, images, scatter, sweep
 
 __all__ = [
     "bars", "blocks", "curves", "dots", "images", "memory", "rungs", "scatter", "search", "stacked", "sweep", "timeline",
-    "utilization", "watched",
+    "utilization", "watched", "workers",
 ]  # fmt: skip
