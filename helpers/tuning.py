@@ -145,7 +145,9 @@ def _last_words() -> str:
     folder = Path(_folder or "/nowhere") / "ray" / "session_latest" / "logs"
     for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
         lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
-        if lines := [line for line in lines if line.strip() and not line.startswith(":")]:  # :task_name:... is Ray's mark
+        if lines := [
+            line for line in lines if line.strip() and not line.startswith(":")
+        ]:  # :task_name:... is Ray's mark
             return f"; the last one said: {lines[-1]}"
     return ""
 

@@ -54,7 +54,9 @@ def test_room_and_no_trial_begins(watch, clock, monkeypatch):
     clock.seconds = 59
     watch.on_step_begin(2, waiting)
     clock.seconds = 61
-    with pytest.raises(RuntimeError, match=r"no trial has begun for 60 seconds.* the last one said: bash: /my: No such file"):
+    with pytest.raises(
+        RuntimeError, match=r"no trial has begun for 60 seconds.* the last one said: bash: /my: No such file"
+    ):
         watch.on_step_begin(3, waiting)
 
 
