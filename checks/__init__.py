@@ -2,37 +2,38 @@
 look next. A grader never raises, so that *Run all* reaches the end with the exercises still open.
 """
 
-from checks.notebook_01 import frozen, loads_what_fits, resumes
-from checks.notebook_02 import fastest_that_fits, most_even, skip_repaired
-from checks.notebook_03 import slots
+from checks.notebook_01 import frozen, loads_what_fits, resumes, survives
+from checks.notebook_02 import skip_repaired, split_in_two
+from checks.notebook_03 import fastest_plan, slots
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on, search_space
 from checks.notebook_06 import causes, riddle, within_budget
-from checks.notebook_08 import shards, stays_together
+from checks.notebook_08 import stays_together, trains_on_all
 from checks.notebook_09 import fewest_words, shards_below, tensor_plan
-from checks.notebook_10 import exchanged, micro_batches
+from checks.notebook_10 import exchanged, one_f_one_b
 
 __all__ = [
     "averages",
     "causes",
     "exchanged",
-    "fastest_that_fits",
+    "fastest_plan",
     "fewest_words",
     "frozen",
     "frugal",
     "goes_on",
     "loads_what_fits",
-    "micro_batches",
-    "most_even",
+    "one_f_one_b",
     "resumes",
     "riddle",
     "search_space",
-    "shards",
     "shards_below",
     "skip_repaired",
     "slots",
+    "split_in_two",
     "stays_together",
+    "survives",
     "talks_early",
     "tensor_plan",
+    "trains_on_all",
     "within_budget",
 ]

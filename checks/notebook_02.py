@@ -1,61 +1,14 @@
-"""The graders of notebook 02: where to cut a model."""
+"""The graders of notebook 02: a skip over the cut, and a model that the reader splits."""
 
 import copy
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from checks.grader import Computing, grader, launched, launched_on_gpus
-from checks.notebook_03 import answers
-
-
-@grader
-def most_even(choose: Callable, peaks: Mapping) -> str | None:
-    """choose(peaks) returns the cut whose fuller GPU is the least full; peaks: {cut: (MiB, MiB)}."""
-    tables = [(table,) for table in (peaks, *_tables(peaks))]
-    found = launched(answers, choose, tables, ask="does your loop end?")
-    if isinstance(found, str):
-        return found
-    for (table,), cut in zip(tables, found[0], strict=True):
-        best = min(table, key=lambda cut: max(table[cut]))
-        if cut not in list(table):
-            return f"it returned {cut!r}, which is not one of the cuts {min(table)} to {max(table)}"
-        if max(table[cut]) > max(table[best]):
-            where = "" if table is peaks else "right for these peaks, but not for those of another model: "
-            return f"{where}at cut {cut} the fuller GPU holds {max(table[cut]):,.0f} MiB; another cut needs {max(table[best]):,.0f}"
-    return None
-
-
-@grader
-def fastest_that_fits(choose: Callable, peaks: Mapping, times: Mapping, budget: float) -> str | None:
-    """choose(peaks, times, budget) returns the fastest cut that needs no more than budget MiB on either GPU, or None."""
-    given = [(peaks, times, budget)]
-    given += [(table, _shuffled(times, seed), budget) for seed, table in enumerate(_tables(peaks), 3)]
-    fullest = {cut: 1 / max(peaks[cut]) for cut in peaks}  # the fastest, where all fit: not the most even
-    given += [
-        (peaks, times, 0),
-        (peaks, times, min(map(max, peaks.values()))),
-        (peaks, fullest, max(map(max, peaks.values()))),
-    ]
-    found = launched(answers, choose, given, ask="does your loop end?")
-    if isinstance(found, str):
-        return found
-    for (table, times, limit), cut in zip(given, found[0], strict=True):
-        fitting = [cut for cut in table if max(table[cut]) <= limit]
-        if cut is None and fitting:
-            exactly = ", which needs just that" if max(table[fitting[0]]) == limit else ""
-            return f"it found no cut for {limit:,.0f} MiB, but {len(fitting)} fit, cut {fitting[0]} among them{exactly}"
-        if cut is not None and not fitting:
-            return f"nothing fits in {limit:,.0f} MiB, and it should return None, not {cut!r}"
-        if cut is not None and cut not in list(table):
-            return f"it returned {cut!r}, which is not one of the cuts {min(table)} to {max(table)}"
-        if cut is not None and cut not in fitting:
-            return f"cut {cut} needs {max(table[cut]):,.0f} MiB on one GPU, and the budget is {limit:,.0f}"
-        if cut is not None and times[cut] > min(times[c] for c in fitting):
-            return f"cut {cut} fits, with {1e3 * times[cut]:.1f} ms a step; another that fits takes {1e3 * min(times[c] for c in fitting):.1f} ms"
-    return None
+import virtualgpu
+from checks.grader import Computing, grader, launched_on_gpus
 
 
 @grader
@@ -109,14 +62,67 @@ def _parameters(model: nn.Module, plain: list[nn.Module]) -> list[tuple]:
     ]
 
 
-def _tables(peaks: Mapping) -> list[dict]:
-    """The same figures in other orders, so that an answer typed by hand does not pass; and figures of which those that look
-    best in another way (least on one GPU, least in all, even but full) are not the least full."""
-    lures = [(500, 450), (600, 600), (700, 10), (10, 700)]
-    made_up = [*lures, *[(800 + cut, 900) for cut in range(len(peaks))]][: len(peaks)]
-    return [*[_shuffled(peaks, seed) for seed in range(3)], _shuffled(dict(zip(peaks, made_up, strict=True)))]
+@grader
+def split_in_two(
+    make: Callable[[], nn.Module], plain: Callable[[], nn.Module], shape: Sequence[int], memory: str
+) -> str | None:
+    """make() is plain() on two GPUs: the same names, outputs and gradients; and a step on inputs of `shape` fits into two
+    GPUs of `memory`."""
+    results = launched_on_gpus(_split_said, make, plain, tuple(shape), memory, timeout=60, ask="does your forward end?")
+    return results if isinstance(results, str) else results[0]
 
 
-def _shuffled(table: Mapping, seed: int = 0) -> dict:
-    """The same keys, and the same values in another order."""
-    return dict(zip(table, random.Random(seed).sample(list(table.values()), len(table)), strict=True))
+def _split_said(make: Callable, plain: Callable, shape: tuple[int, ...], memory: str) -> str | None:
+    if dist.get_rank():
+        return None
+    try:
+        return _split_complaint(make(), plain(), shape) or _memory_complaint(make, shape, memory)
+    except Exception as error:
+        return f"your code raised {type(error).__name__}: {error}"
+
+
+def _split_complaint(model: nn.Module, whole: nn.Module, shape: tuple[int, ...]) -> str | None:
+    twice = [name for name in model.state_dict() if name not in whole.state_dict()]
+    if twice:
+        return f"its state_dict has the name {twice[0]}, which the plain model has not: register no layer a second time"
+    places = {name: str(parameter.device) for name, parameter in model.named_parameters()}
+    if left := [name for name, place in places.items() if not place.startswith("cuda")]:
+        return f"{left[0]} is still on the CPU"
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(2, *shape[1:-2], 16, 16)
+    with Computing() as computing:
+        out = model(x.to("cuda:0"))
+    if moved := [name for name, parameter in model.named_parameters() if str(parameter.device) != places[name]]:
+        return f"{moved[0]} was moved in forward: let the activations travel, not the weights"
+    expected = whole(x)
+    if out.shape != expected.shape or not torch.allclose(out.detach().cpu(), expected, atol=1e-4):
+        return "it runs, but its outputs are not the plain model's"
+    if not out.requires_grad:
+        return "the outputs are right, but backward cannot go through them: was something detached, or under no_grad?"
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for (name, theirs), mine in zip(whole.named_parameters(), model.parameters(), strict=True):
+        if mine.grad is None or not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-4):
+            return f"the outputs are right, but not the gradient of {name}: was something detached on the way?"
+    if astray := sorted(computing.places - {"cuda:0", "cuda:1"}):
+        return f"outputs and gradients are right, but {astray[0]} computes: let each GPU work on what it holds"
+    return None
+
+
+def _memory_complaint(make: Callable, shape: tuple[int, ...], memory: str) -> str | None:
+    """A step of training in a dry run, on GPUs of that size."""
+    virtualgpu.reset()
+    with virtualgpu.dry_run(2, like="T4", memory=memory):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        try:
+            model(torch.zeros(shape, device="cuda:0")).square().mean().backward()
+            optimizer.step()
+        except torch.OutOfMemoryError as error:
+            full = 0 if "GPU 0" in str(error) else 1
+            other = torch.cuda.max_memory_allocated(1 - full) / 2**20
+            what = f"and cuda:{1 - full} has held {other:,.0f} MiB so far: move work to it"
+            return f"{shape[0]} images do not fit into two GPUs of {memory}: cuda:{full} is full, {what}"
+        if not all(torch.cuda.max_memory_allocated(gpu) for gpu in range(2)):
+            return "it fits on one GPU, and the other does nothing"
+    return None

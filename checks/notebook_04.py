@@ -33,7 +33,7 @@ def talks_early(talk_early: Callable[[nn.Module], Callable[[], None]]) -> str | 
     gradients, hidden = zip(*found, strict=True)
     for step, both in enumerate(zip(*gradients, strict=True)):
         if complaint := _differ(both):
-            return f"in step {step + 1}, {complaint}"
+            return f"in step {step}, {complaint}"
     if min(hidden) < 0.5:
         return f"right, but only {min(hidden):.0%} of the talking is beside backward's computing (simulated); most of it could be"
     return None

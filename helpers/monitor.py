@@ -1,4 +1,4 @@
-"""Utilization and memory per iteration, from whatever there is: virtual GPUs, NVML, nvidia-smi, or the CPU.
+"""Utilization and memory per iteration, from whatever there is: virtual GPUs, the driver (NVML), or the CPU.
 
     with Monitor() as monitor:
         for x, y in loader:
@@ -14,7 +14,6 @@ Virtual GPUs are read at each step instead, on their simulated clock.
 import contextlib
 import math
 import os
-import re
 import statistics
 import threading
 import time
@@ -29,7 +28,6 @@ import torch
 import virtualgpu
 from virtualgpu.engine.meter import Meter
 from virtualgpu.environment import visible
-from virtualgpu.run.family import Program
 
 GAP = math.nan
 
@@ -54,14 +52,6 @@ class Source:
 
     def close(self) -> None:
         """Most have nothing to end."""
-
-    def _seen(self, uuids: list[str], who: str) -> list[int]:
-        """Which of the GPUs that a tool lists are this process's, in CUDA's order. Raises NoSource where none is."""
-        chosen = visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if not chosen:
-            raise NoSource(f"{who} lists {len(uuids)} GPUs, and CUDA_VISIBLE_DEVICES leaves none of them visible")
-        self.devices = [f"cuda:{i}" for i in range(len(chosen))]
-        return chosen
 
 
 class NoSource(RuntimeError):
@@ -103,7 +93,11 @@ class NVMLSource(Source):
             uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
         except Exception as error:  # not installed, no driver, driver and library at odds
             raise NoSource(f"NVML cannot be used: {error}") from error
-        self._nvml, self._handles = pynvml, [handles[i] for i in self._seen(uuids, "NVML")]
+        chosen = visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))  # this process's, in CUDA's order
+        if not chosen:
+            raise NoSource(f"NVML lists {len(uuids)} GPUs, and CUDA_VISIBLE_DEVICES leaves none of them visible")
+        self.devices = [f"cuda:{i}" for i in range(len(chosen))]
+        self._nvml, self._handles = pynvml, [handles[i] for i in chosen]
 
     def read(self) -> list[Reading]:
         return [
@@ -121,39 +115,6 @@ class NVMLSource(Source):
             self._nvml.nvmlShutdown()
 
 
-class SMISource(Source):
-    """Every GPU this process may use, as `nvidia-smi` prints them: a process at every call, hence the slow interval.
-
-    A call that takes longer than `limit` seconds is ended, with all that it started; whatever goes wrong becomes a gap.
-    Raises NoSource where nvidia-smi is missing, or the first call yields no GPU.
-    """
-
-    interval = 1.0
-    command = ("nvidia-smi", "--query-gpu=uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
-
-    def __init__(self, limit: float = 5.0):
-        self._limit, self._program = limit, None
-        uuids = list(self._ask())
-        self._uuids = [uuids[i] for i in self._seen(uuids, "nvidia-smi")]
-
-    def read(self) -> list[Reading]:
-        found = self._ask()
-        return [found.get(uuid, Reading(GAP, GAP)) for uuid in self._uuids]
-
-    def _ask(self) -> dict[str, Reading]:
-        try:
-            self._program = Program(self.command)
-        except OSError:
-            return {}
-        text = self._program.output(self._limit, most=1 << 16).decode(errors="replace")  # a line is some 60 bytes
-        rows = re.findall(r"^(GPU-\S+), *([^,\n]+), *([^,\n]+)$", text, re.M)
-        return {uuid: Reading(_number(busy), _number(used) * 2**20) for uuid, busy, used in rows}  # used in MiB
-
-    def close(self) -> None:
-        if self._program is not None:
-            self._program.end()
-
-
 class CPUSource(Source):
     """This process on this machine's cores: the share of all usable cores it keeps busy, and its resident memory."""
 
@@ -168,8 +129,8 @@ class CPUSource(Source):
 
 
 def best_source() -> Source:
-    """The virtual GPUs that are on, else NVML where there is a driver, else nvidia-smi where it works, else the CPU."""
-    for source in (VirtualSource, NVMLSource, SMISource):
+    """The virtual GPUs that are on, else NVML where there is a driver, else the CPU."""
+    for source in (VirtualSource, NVMLSource):
         with contextlib.suppress(NoSource):
             return source()
     return CPUSource()
@@ -259,10 +220,3 @@ class Monitor:
 def _allocated(device: str) -> float:
     """What PyTorch's tensors hold of a GPU, without waking one that this process does not use."""
     return torch.cuda.memory_allocated(device) if device != "cpu" and torch.cuda.is_initialized() else GAP
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:  # [N/A], [Not Supported]
-        return GAP

@@ -10,9 +10,11 @@ the profiler does not tell them apart, trial or cut in a search.
 """
 
 import contextlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -32,8 +34,11 @@ class Timeline:
         self.rows, self.seconds, self.origin = rows or {}, seconds, origin
 
     @classmethod
-    def of_ranks(cls, spans: Sequence[Sequence[Span]], origin: str = "measured") -> "Timeline":
-        """One row a rank, from what each rank's recording() holds: one clock for all, so that rows compare."""
+    def of_ranks(cls, spans: Sequence[Sequence[Span]], origin: str = "measured", number: str = "") -> "Timeline":
+        """One row a rank, from what each rank's recording() holds: one clock for all, so that rows compare. Collectives of
+        the name `number` stay apart, and are numbered from 0."""
+        if number:
+            spans = [_numbered(own, number) for own in spans]
         every = [span for own in spans for span in own]
         start, end = min((span.start for span in every), default=0.0), max((span.end for span in every), default=0.0)
         rows = {f"rank {number}": row(own, start, end - start) for number, own in enumerate(spans)}
@@ -47,6 +52,21 @@ class Timeline:
         for process, begin, end, cut in trials:
             rows[process].append(Span(0, begin - start, end - start, "cut" if cut else "trial", "trial"))
         return cls({f"worker {number}": own for number, own in enumerate(rows.values())}, last - start)
+
+    @classmethod
+    def of_slots(cls, table: Sequence[Sequence[str | None]]) -> "Timeline":
+        """One row a stage, from a table on paper: "F3" and "B3" are forward and backward of micro-batch 3, None is a slot
+        without work. A slot is drawn as a millisecond."""
+        kinds = {"F": "forward", "B": "backward"}
+        rows = {
+            f"stage {stage}": [
+                Span(stage, at / 1e3, (at + 1) / 1e3, kinds[work[0]], work, annotation=f"PP:{stage}{work}")
+                for at, work in enumerate(row)
+                if work is not None
+            ]
+            for stage, row in enumerate(table)
+        }
+        return cls(rows, max(map(len, table), default=0) / 1e3, "data")
 
     def __enter__(self) -> "Timeline":
         virtual = virtualgpu.machine() is not None
@@ -84,6 +104,11 @@ class Timeline:
         start = min((span.start for own in spans for span in own), default=0.0)
         self.seconds = max((span.end for own in spans for span in own), default=0.0) - start
         self.rows = {f"cuda:{gpu}": row(own, start, self.seconds) for gpu, own in enumerate(spans)}
+
+
+def _numbered(spans: Sequence[Span], name: str) -> list[Span]:
+    count = itertools.count()
+    return [replace(s, annotation=str(next(count))) if s.name.startswith(name) else s for s in spans]
 
 
 def _trace(profiler: profile) -> list[dict]:

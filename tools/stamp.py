@@ -125,16 +125,21 @@ def lessons() -> str:
 
 
 def stamp_readme(fix: bool) -> list[str]:
-    """The README's table of lessons and pictures; return what had to change."""
-    changed = []
+    """The README's table of lessons; return what had to change."""
     readme = series.ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
     before, rest = old.split(BEGIN)
     new = "".join([before, BEGIN, "\n", lessons(), "\n", END, rest.split(END)[1]])
-    if new != old:
-        changed.append("table of lessons")
-        if fix:
-            readme.write_text(new, encoding="utf-8")
+    if new == old:
+        return []
+    if fix:
+        readme.write_text(new, encoding="utf-8")
+    return ["table of lessons"]
+
+
+def stamp_pictures(fix: bool) -> list[str]:
+    """The README's pictures; return what had to change."""
+    changed = []
     for path in series.notebooks():
         if path.name in PICTURES:
             picture = series.ROOT / "docs" / PICTURES[path.name]
@@ -163,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         if changed and options.fix:
             nbformat.write(notebook, path)
         wrong[path.name] = changed
-    wrong["README.md"] = stamp_readme(options.fix)
+    wrong["README.md"] = stamp_readme(options.fix) + stamp_pictures(options.fix)
     for name, changed in wrong.items():
         if changed:
             print(

@@ -6,10 +6,12 @@ numbers were *measured* or *simulated*. The same words become the picture's alte
 
 from helpers.plots.allocation import blocks, stacked
 from helpers.plots.devices import memory, timeline, utilization, watched
+from helpers.plots.drawings import drawing
+from helpers.plots.frames import slider
 from helpers.plots.searches import rungs, search, workers
 from helpers.plots.series import bars, curves, dots, images, scatter, sweep
 
 __all__ = [
-    "bars", "blocks", "curves", "dots", "images", "memory", "rungs", "scatter", "search", "stacked", "sweep", "timeline",
-    "utilization", "watched", "workers",
+    "bars", "blocks", "curves", "dots", "drawing", "images", "memory", "rungs", "scatter", "search", "slider", "stacked", "sweep",
+    "timeline", "utilization", "watched", "workers",
 ]  # fmt: skip

@@ -57,9 +57,11 @@ def watched(monitor: Monitor, title: str) -> None:
     figures.show(figure, title, monitor.source.origin)
 
 
-def timeline(timeline: Timeline, title: str) -> None:
+def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel: str = "time (ms)") -> None:
     """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing. In a
-    pipeline each bar has its micro-batch's number; it is pale for the second of a device's stages."""
+    pipeline each bar has its micro-batch's number; it is pale for the second of a device's stages. Numbered collectives have theirs.
+
+    until: seconds at which the axis ends, so that two pictures compare."""
     figure, axes = figures.new(height=1.2 + 0.55 * len(timeline.rows))
     for at, spans in enumerate(timeline.rows.values()):
         for kind, color in KINDS.items():
@@ -71,13 +73,17 @@ def timeline(timeline: Timeline, title: str) -> None:
             axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (at - 0.36, 0.72), **style)
             if end - start > timeline.seconds / 80:  # two digits are as wide
                 axes.text((start + end) * 500, at, number, fontsize=7, ha="center", va="center")
+        for span in (span for span in spans if span.kind == "communication" and span.annotation.isdecimal()):
+            axes.text((span.start + span.end) * 500, at + 0.24, span.annotation, fontsize=8, ha="center", va="center")
+            axes.vlines(span.start * 1e3, at + 0.38, at + 0.48, color="white", linewidth=1.5)
         computing = sum(s.end - s.start for s in spans if s.kind != "copy" and s.kind not in BELOW)
         what = "computing" if any(s.kind in BELOW for s in spans) else "busy"  # NCCL's kernels keep a GPU busy, too
         busy = f"{100 * computing / timeline.seconds:.0f} % {what}"
         axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")
-    axes.set(xlabel="time (ms)", xlim=(0, timeline.seconds * 1e3), ylim=(len(timeline.rows) - 0.5, -0.5))
+    axes.set(xlabel=xlabel, xlim=(0, (until or timeline.seconds) * 1e3), ylim=(len(timeline.rows) - 0.5, -0.5))
     axes.set_yticks(range(len(timeline.rows)), list(timeline.rows))
     axes.grid(axis="y", visible=False)
+    axes.xaxis.get_major_locator().set_params(integer=timeline.origin == "data")  # slots are counted
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     figures.show(figure, title, timeline.origin)

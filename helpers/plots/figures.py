@@ -4,6 +4,7 @@ import base64
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Literal
 
 import matplotlib
@@ -28,6 +29,9 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",  # also in a dark theme, where black text would vanish on nothing
 }
+FRAMES: ContextVar[list[tuple[str, str]] | None] = ContextVar(
+    "frames", default=None
+)  # (words, PNG in base64) for a slider
 WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
 
 
@@ -56,12 +60,15 @@ def legend(axes: Axes, series: Mapping) -> None:
 
 
 def show(figure: Figure, title: str, origin: Origin) -> None:
-    """Draw into the cell, with the title as alternative text. No pyplot: nothing stays open, nothing is shown twice."""
+    """Draw into the cell (or for a slider), with the title as alternative text. No pyplot: nothing stays open or is shown twice."""
     figure.suptitle(textwrap.fill(title, 95), x=0.01, ha="left", weight="bold", fontsize=11)
     if origin != "data":
         figure.supxlabel(origin, x=0.99, ha="right", style="italic", color="#666666", fontsize=9)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(picture, format="png", dpi=DPI)
-    said = f"Figure ({origin}): {title}"
-    bundle = {"image/png": base64.b64encode(picture.getvalue()).decode(), "text/plain": said}
+    said, encoded = f"Figure ({origin}): {title}", base64.b64encode(picture.getvalue()).decode()
+    if (frames := FRAMES.get()) is not None:
+        frames.append((said, encoded))
+        return
+    bundle = {"image/png": encoded, "text/plain": said}
     display(bundle, raw=True, metadata={"image/png": {"alt": said, "width": int(WIDTH * 100)}})

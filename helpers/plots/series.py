@@ -41,6 +41,7 @@ def sweep(
     ylabel: str,
     origin: Origin,
     points: Mapping[str, Mapping[float, float]] | None = None,
+    ylim: tuple[float, float | None] | None = None,
 ) -> None:
     """One line a series over x, on a logarithmic axis; `points` are somebody else's figures: {"who": {x: y}}."""
     figure, axes = figures.new()
@@ -52,7 +53,7 @@ def sweep(
     crowded = len(series) + len(points or {}) > 4
     beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if crowded else {"loc": "best"}
     axes.legend(**beside, frameon=False)
-    axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log")
+    axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log", ylim=ylim)
     axes.set_xticks(x, [f"{value:g}" for value in x])
     axes.minorticks_off()
     figures.show(figure, title, origin)
@@ -71,11 +72,14 @@ def dots(groups: Mapping[str, Sequence[float]], title: str, xlabel: str, origin:
     figures.show(figure, title, origin)
 
 
-def bars(values: Mapping[str, float], title: str, xlabel: str, origin: Origin) -> None:
-    """One horizontal bar a name, the largest on top, with its figure."""
-    ordered = dict(sorted(values.items(), key=lambda item: item[1]))
+def bars(values: Mapping[str, float], title: str, xlabel: str, origin: Origin, kept: bool = False) -> None:
+    """One horizontal bar a name, the largest on top, with its figure. kept: in the order given, the first on top, with a color
+    for what stands before a name's comma."""
+    ordered = dict(reversed(values.items()) if kept else sorted(values.items(), key=lambda item: item[1]))
+    kinds = [*dict.fromkeys(name.split(",")[0] for name in values)] if kept else []
     figure, axes = figures.new(height=0.8 + 0.3 * len(ordered))
-    drawn = axes.barh(list(ordered), list(ordered.values()), color=COLORS[0])
+    colors = [COLORS[kinds.index(name.split(",")[0]) if kept else 0] for name in ordered]
+    drawn = axes.barh(list(ordered), list(ordered.values()), color=colors)
     axes.bar_label(drawn, fmt="%.0f", padding=3)
     axes.grid(axis="y", visible=False)
     axes.set(xlabel=xlabel)
@@ -96,11 +100,11 @@ def scatter(points: Mapping[str, tuple[float, float]], title: str, xlabel: str, 
 
 
 def images(batch: torch.Tensor, labels: Sequence, title: str, rows: int = 1) -> None:
-    """Pictures [n, 1, height, width], dark on light, each under its label."""
+    """Pictures [n, 1 or 3, height, width] from 0 to 1, each under its label; gray ones dark on light."""
     columns = -(-len(batch) // rows)
     figure = Figure(figsize=(WIDTH, rows * WIDTH / columns * 1.25 + 0.5), layout="constrained")
     for axes, picture, label in zip(figure.subplots(rows, columns, squeeze=False).flat, batch, labels, strict=False):
-        axes.imshow(picture[0].cpu().numpy(), cmap="gray_r", vmin=0, vmax=1)
+        axes.imshow(picture.cpu().permute(1, 2, 0).squeeze(2).numpy(), cmap="gray_r", vmin=0, vmax=1)
         axes.set_title(str(label), fontsize=9)
         axes.axis("off")
     figures.show(figure, title, "data")

@@ -1,6 +1,6 @@
-"""DDP started by torch.multiprocessing.spawn, as the source notes do it; notebook 08 runs it beside torchrun's way.
+"""DDP started by torch.multiprocessing.spawn, as older code does it; notebook 08 runs it beside torchrun's way.
 
-    python spawn_ddp.py build/gradient.pt tcp://127.0.0.1:2568
+    python spawn_ddp.py tcp://127.0.0.1:2568 build/gradient.pt
 
 One step of 512 images, shared by as many processes as there are GPUs.
 """
@@ -42,4 +42,4 @@ def main_worker(gpu, n_gpus, address, path):
 
 if __name__ == "__main__":
     n_gpus = torch.cuda.device_count()
-    torch.multiprocessing.spawn(main_worker, nprocs=n_gpus, args=(n_gpus, sys.argv[2], sys.argv[1]))
+    torch.multiprocessing.spawn(main_worker, nprocs=n_gpus, args=(n_gpus, sys.argv[1], sys.argv[2]))

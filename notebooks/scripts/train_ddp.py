@@ -28,13 +28,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--die-in-epoch", type=int, help="rank 1 kills itself once, in the middle of this epoch")
     options = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # torchrun sets them
-    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", timeout=timedelta(minutes=2))
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timedelta(minutes=2), device_id=device)
     world_size = dist.get_world_size()
 
     data = TensorDataset(*digits())
@@ -48,7 +47,7 @@ def main():
 
     first = 0
     if options.checkpoint.exists():  # every rank loads what rank 0 saved
-        state = checkpoint.load(options.checkpoint, map_location=f"cuda:{local_rank}")
+        state = checkpoint.load(options.checkpoint, map_location=device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["epoch"] + 1
@@ -56,9 +55,7 @@ def main():
     for epoch in range(first, options.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch, the same after a restart
         total = torch.zeros(2, device="cuda")
-        for step, (x, y) in enumerate(loader):
-            if (epoch, step, rank) == (options.die_in_epoch, 5, 1) and first_start:
-                os.kill(os.getpid(), 9)  # as a machine may
+        for x, y in loader:
             x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
             optimizer.zero_grad()
             scores = ddp(x)

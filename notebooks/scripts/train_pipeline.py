@@ -37,7 +37,7 @@ def main():
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets them
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=timedelta(minutes=2))
+    dist.init_process_group("nccl", timeout=timedelta(minutes=2), device_id=device)
 
     layers = 8 // world_size
     part = make_model()[rank * layers : (rank + 1) * layers].to(device)

@@ -28,7 +28,4 @@ def fits(row: Published) -> bool:
 
 
 def rows() -> list[Row]:
-    return [
-        Row(name(row), "fits", "", row.figure, float(fits(row)), url=row.source, group=row.what)
-        for row in published("fits")
-    ]
+    return [row.beside(name(row), float(fits(row))) for row in published("fits")]

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import virtualgpu
-from tests.accuracy.row import Row
+from tests.accuracy.published import published
+from tests.accuracy.row import Row, ratio
 from virtualgpu.run.ranks import launch
 
 URL = "https://huggingface.co/docs/transformers/v4.20.1/en/perf_train_gpu_many"
-STEPS = 200
-PUBLISHED = {"DP, NVLink": 110.5948, "DDP, NVLink": 101.9003, "DDP, no NVLink": 131.4367}  # seconds
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, BATCH, DROPOUT = 768, 12, 12, 50257, 1024, 4, 0.1
 CARD = "TITAN RTX NVLink"
 HOST = "2021"  # what the clock takes for the processor, by the date
@@ -96,11 +95,10 @@ def rows() -> list[Row]:
         }
         with virtualgpu.dry_run():
             told["DP, NVLink"] = seconds(nn.DataParallel(GPT2().cuda()), 2 * BATCH)
-    found = [
-        Row(f"GPT-2, 2 TITAN RTX, 200 steps: {what}", "time", "s", s, STEPS * told[what])
-        for what, s in PUBLISHED.items()
-    ]
-    for one, other in (("DDP, NVLink", "DP, NVLink"), ("DDP, no NVLink", "DDP, NVLink")):
-        published, simulated = PUBLISHED[one] / PUBLISHED[other], told[one] / told[other]
-        found.append(Row(f"GPT-2, time: {one} against {other}", "ratio", "", published, simulated, 10))
-    return found
+    found = {}
+    for row in published("gpt2"):
+        steps, parallel = int(row.options["steps"]), row.options["parallel"]
+        found[parallel] = row.beside(f"GPT-2, 2 TITAN RTX, {steps} steps: {parallel}", steps * told[parallel])
+    pairs = ("DDP, NVLink", "DP, NVLink"), ("DDP, no NVLink", "DDP, NVLink")
+    ratios = [ratio(f"GPT-2, time: {one} against {other}", found[one], found[other], 10) for one, other in pairs]
+    return [*found.values(), *ratios]

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import virtualgpu
+from tests.accuracy.published import Published
 
 GIB = 2**30
 HOST = "2024"  # what the clock takes for the processor, by the date
@@ -38,6 +39,7 @@ class Llama:
 LLAMA2_7B = Llama(kv_heads=32, hidden=11008, vocabulary=32000, float_in_model=True)
 LLAMA3_8B = Llama()
 LLAMA3_70B = Llama(dim=8192, heads=64, hidden=28672, layers=80)
+SIZES = {"llama2_7b": LLAMA2_7B, "llama3_8b": LLAMA3_8B, "llama3_70b": LLAMA3_70B}
 
 
 class Norm(nn.Module):
@@ -233,3 +235,19 @@ def train(
             seconds = clock.host - start
         told = torch.cuda.memory_stats()
         return Told(seconds, told["active_bytes.all.peak"] / GIB, told["reserved_bytes.all.peak"] / GIB)
+
+
+def as_published(row: Published, float_in_model: bool = False, expandable: bool = False) -> Told:
+    """The same with the settings of a row."""
+    sizes, options = SIZES[row.model], row.options
+    return train(
+        replace(sizes, float_in_model=float_in_model or sizes.float_in_model),
+        row.batch,
+        row.size,
+        row.gpus,
+        like=row.card,
+        how=options["checkpointing"],
+        reshard=options.get("reshard", "default"),
+        fused=options.get("optimizer") == "fused",
+        expandable=expandable,
+    )

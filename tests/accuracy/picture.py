@@ -1,5 +1,6 @@
 """Published against simulated, drawn: a point for each row, measured over simulated, by kind, with bands of 15 and 30 %."""
 
+import itertools
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +27,7 @@ def draw(rows: list[Row], path: Path) -> None:
         for source in TITLES
         if any((row.group or row.source) == source for group in groups.values() for row in group)
     ]
-    colours = dict(zip(sources, pyplot.get_cmap("tab20").colors, strict=False))
+    colours = dict(zip(sources, itertools.cycle(pyplot.get_cmap("tab20").colors), strict=False))
     figure, axis = pyplot.subplots(figsize=(11, 6.5), layout="constrained")
     for percent, colour in BANDS.items():
         axis.axhspan(1 / (1 + percent / 100), 1 + percent / 100, color=colour, zorder=0)

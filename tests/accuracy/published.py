@@ -1,14 +1,22 @@
 """Figures that others measured and published, in one file (`published.csv`): a row is the settings of a program, and what it took.
 
-program: the module beside this one that runs it. kind: "time" of a step, "speed" (work per second), "memory" reserved, or "fits" (1: the
-batch was trained; 0: out of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half"
-(the model made float16), "bfloat16" (likewise), or "AMP" (autocast to float16). layout: channels "first" or "last". size: of a picture, or
-tokens. host: what the clock takes for the processor, by the date. what: who published it (table.TITLES).
+program: the module beside this one that runs it. kind: "time" of a step (or of the steps that settings say), "speed" (work per second),
+"memory" reserved unless settings say otherwise, "ratio" and "count" where only such were published, or "fits" (1: the batch was trained; 0:
+out of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half" (the model made float16),
+"bfloat16" (likewise), "AMP" (autocast to float16) or "AMP bfloat16". layout: channels "first" or "last". size: of a picture, or tokens.
+host: what the clock takes for the processor, by the date; empty: the default. settings: what else the program needs, "key=value;
+key=value". what: who published it (table.TITLES). licence: of the source's figures or code. missed: why the simulated figure is more than
+30 % off, "supposed:" where it is not known.
+
+How rows were chosen, never by what the clock says of them: all that a source has and the program can run, or as the program's docstring
+says; batch 1 and every third batch after it where a source has many (milabench, NVIDIA); of a table measured again and again the last.
 """
 
 import csv
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.accuracy.row import Row
 
 TABLE = Path(__file__).parent / "published.csv"
 
@@ -28,25 +36,30 @@ class Published(NamedTuple):
     layout: str
     size: int
     host: str
+    settings: str
     figure: float
     unit: str
     source: str
     date: str
+    licence: str
+    missed: str
 
     @property
-    def settings(self) -> tuple:
-        """What a program needs to know: rows that differ in their source alone are run once."""
-        return (
-            self.card,
-            self.gpus,
-            self.model,
-            self.mode,
-            self.batch,
-            self.precision,
-            self.layout,
-            self.size,
-            self.host,
-        )
+    def run(self) -> tuple:
+        """What a program needs to know: rows that differ in what was measured, or in their source alone, are run once."""
+        settings = tuple(part for part in self.options.items() if part[0] != "figure")
+        return *self[self._fields.index("card") : self._fields.index("settings")], settings
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The settings, by key."""
+        return dict(part.split("=") for part in self.settings.split("; ") if part)
+
+    def beside(self, what: str, simulated: float, tolerance: float | None = None) -> Row:
+        """The published figure beside the simulated one."""
+        row = Row(what, self.kind, self.unit, self.figure, simulated, tolerance, url=self.source, group=self.what)
+        row.gpus, row.missed = self.gpus, self.missed
+        return row
 
 
 NUMBERS = {"gpus": int, "batch": int, "size": int, "figure": float}

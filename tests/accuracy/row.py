@@ -10,7 +10,8 @@ class Row:
 
     kind: "memory", "ratio" of two rows of one table, "count", "time" (of a step), "speed" (work per second), "fits" (1 or 0), or
     "cost": measured here, and to stay below `published`, the target. note: what else a reader needs; such rows are in no statistic.
-    group: of the table by source; `source`, the program, unless given. gpus: those that worked together.
+    group: of the table by source; `source`, the program, unless given. gpus: those that worked together. missed: the reason, shown where
+    the two are far apart.
     """
 
     what: str
@@ -24,6 +25,7 @@ class Row:
     url: str = ""
     group: str = ""
     gpus: int = 1
+    missed: str = ""
 
     @property
     def factor(self) -> float:
@@ -62,3 +64,11 @@ class Row:
         if self.kind == "fits":
             return "alike" if self.met else "otherwise"
         return f"{self.difference:+.1f} points" if self.kind == "ratio" else f"time x {self.difference:.2f}"
+
+
+def ratio(what: str, one: Row, other: Row, tolerance: float | None = None) -> Row:
+    """A row of what two rows of one table say together: one over the other."""
+    published, simulated = one.published / other.published, one.simulated / other.simulated
+    row = Row(what, "ratio", "", published, simulated, tolerance, url=one.url, group=one.group)
+    row.gpus, row.missed = max(one.gpus, other.gpus), one.missed or other.missed
+    return row

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import virtualgpu
-from tests.accuracy import fits, table, vision
+from tests.accuracy import fits, table, transformer, vision
 from tests.accuracy.__main__ import PROGRAMS
 from tests.accuracy.published import published
-from tests.accuracy.row import Row
+from tests.accuracy.row import Row, ratio
 from virtualgpu.hardware.hosts import HOSTS
 from virtualgpu.hardware.specs import SPECS
 
@@ -34,10 +34,10 @@ def test_the_zero_recipe():
 def test_bert_large_checkpointed():
     from tests.accuracy import bert_large
 
-    settings = (1, 4, True, False)
-    published, _ = bert_large.PUBLISHED[settings]
-    reserved, _ = bert_large.train(*settings)
-    assert reserved == pytest.approx(published - bert_large.KERNELS, rel=0.03)
+    row = published("bert_large")[4]
+    assert (row.kind, row.batch, row.options) == ("memory", 1, {"accumulated": "4", "checkpointing": "yes"})
+    reserved, _ = bert_large.train(row)
+    assert reserved == pytest.approx(row.figure - bert_large.KERNELS, rel=0.03)
 
 
 def test_differences():
@@ -63,14 +63,41 @@ def test_the_published_file_is_well_formed():
     rows = published()
     assert len(rows) == len(set(rows)) and {row.program for row in rows} <= set(PROGRAMS)
     for row in rows:
-        assert row.card in SPECS and row.host in HOSTS and row.kind in ("time", "speed", "memory", "fits"), row
-        assert row.mode in ("train", "infer") and row.precision in ("float32", "tf32", "half", "bfloat16", "AMP"), row
+        assert row.card in SPECS and row.kind in ("time", "speed", "memory", "fits", "ratio", "count"), row
+        assert row.mode in ("train", "infer") and row.precision in (
+            "float32",
+            "tf32",
+            "half",
+            "bfloat16",
+            "AMP",
+            "AMP bfloat16",
+        ), row
         assert row.layout in ("first", "last", "") and row.source.startswith("https://") and row.what in table.TITLES, (
             row
         )
         assert row.batch > 0 and row.gpus > 0 and (row.figure > 0 or row.kind == "fits"), row
         year = int(row.date[:4])
-        assert row.host == ("2021" if year <= 2021 else "2023" if year <= 2023 else "2024"), row
+        assert row.host in ("", "2021" if year <= 2021 else "2023" if year <= 2023 else "2024"), row
+        assert (
+            row.host in (*HOSTS, "") and row.licence and all("=" in part for part in row.settings.split("; ") if part)
+        )
+        assert not row.missed or len(row.missed) < 150, row
+
+
+def test_what_is_measured_twice_is_run_once():
+    rows = [
+        row
+        for row in published("transformer")
+        if (row.model, row.batch, row.precision) == ("bert_base", 128, "float32")
+    ]
+    assert [row.kind for row in rows] == ["speed", "memory"] and rows[0].run == rows[1].run
+    assert rows[0].run != rows[0]._replace(settings="").run and rows[1].options["figure"] == "nvidia-smi"
+
+
+def test_memory_between_two_batches():
+    before, after = (Row(what, "memory", "MiB", size, size - 500, url="u") for what, size in (("a", 2500), ("b", 4500)))
+    row = transformer.between(before, after)
+    assert (row.what, row.published, row.simulated, row.url) == ("b, more than the batch before", 2000, 2000, "u")
 
 
 def test_pairs_differ_in_one_thing():
@@ -98,19 +125,36 @@ def test_by_kind():
         Row("h", "memory", "GiB", 80, 10, note="in no statistic"),
     ]
     told = table.by_kind(rows).splitlines()[2:]
-    assert told[0].startswith("| memory | 1 | 100 % | 100 % | 100 % | 0.98 |")
+    assert told[0].startswith("| memory | 1 | 100 % | 100 % | 100 % | 100 % | 100 % | 0.98 |")
     assert told[1].startswith(
-        "| time, one GPU | 2 | 0 % | 50 % | 100 % | 1.20 | b: 130.00 s, simulated 100.00 s (x 1.30)"
+        "| time, one GPU | 2 | 0 % | 50 % | 50 % | 100 % | 100 % | 1.20 | b: 130.00 s, simulated 100.00 s (x 1.30)"
     )
-    assert told[2].startswith("| time, several GPUs | 1 | 0 % | 0 % | 0 % | 2.00 |") and told[3].startswith(
-        "| ratios | 1 | 100 % |"
-    )
+    assert told[2].startswith("| time, several GPUs | 1 | 0 % | 0 % | 0 % | 0 % | 0 % | 2.00 |")
+    assert told[3].startswith("| ratios | 1 | 100 % |")
     assert table.confusion(rows).splitlines()[2:] == [
         "| measured: fits | 1 | 0 |",
         "| measured: out of memory | 1 | 0 |",
     ]
     assert "whether a batch fits: 1 of 2" in table.in_words(rows)
     assert table.confusion(rows[:5]) == ""
+
+
+def test_a_row_that_is_missed_says_why():
+    near, far = (Row(what, "time", "s", s, 100, missed="supposed: dust") for what, s in (("a", 120), ("b", 140)))
+    assert table.reason(near) == "" and table.reason(far) == "supposed: dust"
+    assert table.by_kind([near, far]).endswith("| b: 140.00 s, simulated 100.00 s (x 1.40; supposed: dust) |")
+    assert [line.endswith("  supposed: dust") for line in table.plain([near, far]).splitlines()[2:4]] == [False, True]
+    assert ratio("c", near, far).missed == "supposed: dust"
+    batch = Row("d", "fits", "", 0, 1, missed="supposed: dust")
+    assert table.reason(batch) == "supposed: dust"
+
+
+def test_a_source_with_many_rows_counts_once():
+    rows = [Row("a", "time", "s", 100, 100, group="many") for _ in range(9)] + [
+        Row("b", "time", "s", 200, 100, group="one")
+    ]
+    assert table.alike(rows) == "50 %"
+    assert "| time, one GPU | 10 | 90 % | 90 % | 90 % | 90 % | 50 % |" in table.by_kind(rows)
 
 
 def test_a_batch_that_fits_and_one_that_does_not():
@@ -130,7 +174,7 @@ def test_tables_are_written_between_their_marks(tmp_path):
     table.write(rows, tmp_path)
     text = (tmp_path / "virtualgpu/README.md").read_text(encoding="utf-8")
     assert (
-        "](https://x.org) | memory | 1 | 100 % | 100 % | 100 % | 0.98 | a: 80.00 GiB, simulated 82.00 GiB (x 0.98) |"
+        "](https://x.org) | memory | 1 | 100 % | 100 % | 100 % | 100 % | 0.98 | a: 80.00 GiB, simulated 82.00 GiB (x 0.98) |"
         in text
     )
     assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text

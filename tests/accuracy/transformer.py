@@ -1,21 +1,27 @@
 """Transformers on one GPU: GPT-2 made faster step by step, BERT as milabench and NeuSight timed it, and the memory of a ViT-L/16.
 
-Settings: a row of published.csv each. GPT-2 124M from "Build a Large Language Model (From Scratch)", 1024 tokens, dropout .1: its LayerNorm,
-GELU and attention in plain operations, then PyTorch's, AdamW; its tokens/s have two evaluated batches in 15 steps. BERT for masked words, 512
-tokens: base with fused attention and Adam (milabench), large in plain operations, forward and backward alone (NeuSight). ViT-L/16 is
-torchvision's with 10 classes and Adam, gradients dropped between forward and backward. All are ours, from these settings.
+Settings: a row of published.csv each. GPT-2 124M from "Build a Large Language Model (From Scratch)", 1024 tokens, dropout .1: its
+LayerNorm, GELU and attention in plain operations, then PyTorch's, AdamW; its tokens/s have two evaluated batches in 15 steps. BERT for
+masked words, 512 tokens: base with fused attention and Adam, gradients never set to zero (milabench: its memory is nvidia-smi's, so the
+difference between two batches is judged; batch 1 and every third of its batches, or those that figures began with), large in plain
+operations, forward and backward alone (NeuSight). ViT-L/16 is torchvision's with 10 classes and Adam, gradients dropped between forward and
+backward, FlashAttention 1 in 16 bits. All are ours, from these settings.
 """
 
+import contextlib
+import dataclasses
 import itertools
 import math
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import virtualgpu
+from tests.accuracy.before import flash_attention
 from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row
+from tests.accuracy.row import Row, ratio
 from tests.accuracy.vision import NARROW, name, prepare
 
 URL = "https://github.com/rasbt/LLMs-from-scratch/tree/main/ch05/10_llm-training-speed"
@@ -29,6 +35,7 @@ GPT2 = {  # options: AdamW fused, mask made on the fly, native LayerNorm and GEL
 ON_THE_FLY, FUSED, NATIVE, FLASH = range(1, 5)
 EVERY, EVALUATED = 15, 2  # steps, and batches evaluated after so many
 BERT = {"bert_base": (768, 12, 12), "bert_large": (1024, 16, 24)}  # hidden, heads, layers
+FLASH_2 = "2024-01"  # PyTorch 2.2
 VOCABULARY, DROPOUT = {"gpt2": 50257, "bert": 30522}, 0.1
 
 
@@ -155,18 +162,26 @@ def words(row: Published):
 
     def forward():
         tokens, labels = (torch.zeros(row.batch, row.size, dtype=torch.int64).cuda() for _ in range(2))
-        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        with torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
+            logits = model(tokens)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss, logits if row.model == "bert_base" else None  # transformers returns both
+
+    scaler = torch.amp.GradScaler("cuda", enabled="scaler" in row.options)
 
     def step():
-        model.zero_grad()
-        forward().backward()
+        if "gradients" not in row.options:
+            model.zero_grad()
+        output = forward()  # logits and all live in the backward pass as well
+        scaler.scale(output[0]).backward()
         if optimizer:
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
 
     def evaluate():
         model.eval()
         with torch.no_grad():
-            forward().item()
+            forward()[0].item()
         model.train()
 
     return step, evaluate
@@ -175,14 +190,21 @@ def words(row: Published):
 def pictures(row: Published):
     """The same of ViT-L/16 with 10 classes and Adam."""
     model, _ = prepare(row, num_classes=10)
-    optimizer = torch.optim.Adam(model.parameters())
+    kind = torch.optim.SGD if row.options.get("optimizer") == "SGD" else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=5e-5)
     batch = torch.randn(row.batch, 3, row.size, row.size, device="cuda", dtype=NARROW.get(row.precision, torch.float32))
     labels = torch.zeros(row.batch, dtype=torch.int64, device="cuda")
+    older = row.precision != "float32" and row.date < FLASH_2
 
     def step():
-        with torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"):
+        attention = mock.patch.object(F, "scaled_dot_product_attention", flash_attention)
+        with (
+            attention if older else contextlib.nullcontext(),
+            torch.autocast("cuda", torch.float16, enabled=row.precision == "AMP"),
+        ):
             loss = F.cross_entropy(model(batch), labels)
-        optimizer.zero_grad()  # as the script has it: the last gradients are there in the forward pass
+        if "accumulated" not in row.options:
+            optimizer.zero_grad()  # as the script has it: the last gradients are there in the forward pass
         loss.backward()
         optimizer.step()
 
@@ -209,32 +231,32 @@ def measure(row: Published) -> tuple[float, int]:
 
 def simulated(row: Published, seconds: float, reserved: int) -> float:
     if row.kind == "memory":
-        return reserved / {"GiB": 2**30, "GB": 1e9}[row.unit]
+        return reserved / {"MiB": 2**20, "GiB": 2**30, "GB": 1e9}[row.unit]
     if row.kind == "time":
         return 1000 * seconds
     return row.batch * (row.size if row.unit == "tokens/s" else 1) / seconds
 
 
+def between(before: Row, after: Row) -> Row:
+    """What the larger batch takes more: nvidia-smi's figures have the context with them."""
+    more = after.published - before.published, after.simulated - before.simulated
+    return dataclasses.replace(
+        after, what=f"{after.what}, more than the batch before", published=more[0], simulated=more[1]
+    )
+
+
 def rows() -> list[Row]:
-    found, taken = [], {}
+    found, taken, occupied = [], {}, {}
     for row in published("transformer"):
-        if row.settings not in taken:
-            taken[row.settings] = measure(row)
+        if row.run not in taken:
+            taken[row.run] = measure(row)
         what = f"{name(row)}: reserved" if row.kind == "memory" else name(row)
-        found.append(
-            Row(
-                what,
-                row.kind,
-                row.unit,
-                row.figure,
-                simulated(row, *taken[row.settings]),
-                url=row.source,
-                group=row.what,
-            )
-        )
+        result = row.beside(what, simulated(row, *taken[row.run]))
+        if row.options.get("figure") == "nvidia-smi":
+            occupied.setdefault((row.card, row.model, row.precision), []).append(result)
+        else:
+            found.append(result)
     speeds = [row for row in found if row.kind == "speed" and row.group == "LLMs-from-scratch"]
     for before, after in itertools.pairwise(speeds):
-        what = f"speed against the row before: {after.what}"
-        published_ratio, here = after.published / before.published, after.simulated / before.simulated
-        found.append(Row(what, "ratio", "", published_ratio, here, url=after.url, group=after.group))
-    return found
+        found.append(ratio(f"speed against the row before: {after.what}", after, before))
+    return [*found, *(between(*pair) for batches in occupied.values() for pair in itertools.pairwise(batches))]

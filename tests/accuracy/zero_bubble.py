@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import virtualgpu
+from tests.accuracy.published import published
 from tests.accuracy.row import Row
 from virtualgpu.run.ranks import launch
 
 URL = "https://arxiv.org/abs/2401.10241"
 GPUS = 8
-PUBLISHED = {24: 0.2347, 32: 0.1898, 64: 0.1091}  # micro-batches: bubble of 1F1B
 STAGES, HIDDEN, HEADS, VOCABULARY, LENGTH, MICRO = 8, 4096, 32, 50304, 1024, 3
 
 
@@ -78,10 +78,11 @@ def stage(micro_batches: tuple[int, ...]) -> dict[int, tuple[float, float]]:
 
 
 def rows() -> list[Row]:
+    table = {int(row.options["micro_batches"]): row for row in published("zero_bubble")}
     with virtualgpu.gpus(STAGES, like="A100-80GB"):
-        told = launch(stage, tuple(PUBLISHED), nprocs=STAGES, dry=True, timeout=600)
+        told = launch(stage, tuple(table), nprocs=STAGES, dry=True, timeout=600)
     found = []
-    for count, bubble in PUBLISHED.items():
+    for count, row in table.items():
         cost, busy = (max(rank[count][at] for rank in told) for at in range(2))
-        found.append(Row(f"1F1B, 8 stages, {count} micro-batches: bubble", "ratio", "", bubble, 1 - busy / cost, 10))
+        found.append(row.beside(f"1F1B, 8 stages, {count} micro-batches: bubble", 1 - busy / cost, 10))
     return found

@@ -10,18 +10,12 @@ import torch
 from torch import nn
 
 import virtualgpu
+from tests.accuracy.published import published
 from tests.accuracy.row import Row
 from virtualgpu.run.ranks import launch
 
 URL = "https://docs.pytorch.org/tutorials/recipes/zero_redundancy_optimizer.html"
 GPUS = 2
-PUBLISHED = {
-    "model": 335,
-    "after DDP": 656,
-    "before the step": 992,
-    "after the step": 1697,
-    "after the step, ZeRO": 1361,
-}
 
 
 def train(sharded: bool) -> dict[str, float]:
@@ -57,4 +51,5 @@ def train(sharded: bool) -> dict[str, float]:
 def rows() -> list[Row]:
     with virtualgpu.gpus(2, like="V100"):
         told = launch(train, True, nprocs=2, dry=True)[0] | launch(train, False, nprocs=2, dry=True)[0]
-    return [Row(f"DDP and Adam: {when}", "memory", "MB", mb, told[when], 3) for when, mb in PUBLISHED.items()]
+    found = [(row, row.options["when"]) for row in published("zero_recipe")]
+    return [row.beside(f"DDP and Adam: {when}", told[when], 3) for row, when in found]

@@ -26,49 +26,49 @@ def test_the_shipped_file_is_the_one_that_the_script_makes():
 
 def test_digits_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="clone it whole"):
-        data.digits(tmp_path)
+        data.digits(folder=tmp_path)
 
 
 def test_printed_digits():
-    images, labels = data.printed_digits(copies=50)
-    assert images.shape == (500, 1, 8, 8) and labels.shape == (500,)
-    assert images.min() >= 0 and torch.allclose(images.amax((1, 2, 3)), torch.ones(500))
+    images, labels = data.digits("printed.npz")
+    assert images.shape == (12_500, 1, 8, 8) and labels.shape == (12_500,)
+    assert images.min() == 0 and torch.equal(images.amax((1, 2, 3)), torch.ones(12_500))
     assert labels.unique().tolist() == list(range(10))
-    again, other = data.printed_digits(copies=50), data.printed_digits(copies=50, seed=1)
-    assert torch.equal(images, again[0]) and torch.equal(labels, again[1])
-    assert not torch.equal(images, other[0])
 
 
-def test_printed_digits_leave_the_random_state_alone():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    data.printed_digits(copies=5)
-    assert torch.equal(before, torch.get_rng_state())
+def test_hands():
+    """A row of ten is a student, and the sheet is cut where it was put together."""
+    images, signs = data.hands()
+    assert images.shape == (600, 3, 64, 64) and images.dtype == torch.float32
+    assert signs.tolist() == 60 * list(range(10))
+    assert images.min() >= 0 and images.max() <= 1 and images.std((1, 2, 3)).min() > 0.02
 
 
-def test_photos():
-    images, names = data.photos()
-    assert images.shape == (6, 1, 320, 320) and images.dtype == torch.float32
-    assert images.min() >= 0 and images.max() <= 1 and images.std((1, 2, 3)).min() > 0.05
-    assert names == ["brick", "grass", "gravel", "cat", "coffee", "temple"]
-
-
-def test_the_shipped_photographs_are_those_that_the_script_makes():
-    found = hashlib.sha256((data.DATA / "photos.npz").read_bytes()).hexdigest()
-    assert found == "2d72fce13290daff6e6acbbeb3fa971e37a4c990967af066182ec27f3df5bff3"
+@pytest.mark.parametrize("name, digest", [
+    ("printed.npz", "3cb2bbb09bee1dc5d78c21061a0d8f2a20f0098a00995f3a8cef05339041a5af"),
+    ("hands.jpg", "41effd2951aa9be4c42e662e68c48dc94090d7fdeca3b263d1036b7f2f7e2b10"),
+])  # fmt: skip
+def test_the_other_shipped_files_are_those_that_the_scripts_make(name, digest):
+    assert hashlib.sha256((data.DATA / name).read_bytes()).hexdigest() == digest
 
 
 def test_each_shipped_file_has_its_origin_and_licence():
     """README.md names each, and git keeps it."""
     said = (data.DATA / "README.md").read_text("utf-8")
     ignored = (data.DATA.parent / ".gitignore").read_text("utf-8")
-    for name in ("digits.npz", "photos.npz", "efficientnet_lite0_lower.safetensors", "LICENSE-efficientnet"):
+    for name in (
+        "digits.npz",
+        "printed.npz",
+        "hands.jpg",
+        "efficientnet_lite0_lower.safetensors",
+        "LICENSE-efficientnet",
+    ):
         assert data.shipped(name).stat().st_size < 600_000, "small: everybody who clones the series fetches it"
         assert name in said and f"!data/{name}" in ignored
 
 
 def test_a_shipped_file_that_is_missing_names_its_script(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"clone it whole, or run data/make_photos.py"):
-        data.photos(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"clone it whole, or run data/make_hands.py"):
+        data.hands(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"or run data/make_efficientnet.py"):
         data.shipped("efficientnet_lite0_lower.safetensors", tmp_path)

@@ -7,9 +7,17 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from helpers import data
-from helpers.efficientnet import FEATURES, Block, lower_half
 
 PATH = data.DATA / "efficientnet_lite0_lower.safetensors"
+FEATURES = 80
+
+
+def lower_half():
+    """As lesson 01 builds it."""
+    return torch.hub.load(str(data.DATA), "efficientnet_lite0_lower", source="local")
+
+
+Block = type(lower_half()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +57,13 @@ def test_the_way_around_a_block():
 
 
 def test_it_was_trained(trained):
-    """Its features tell bricks from grass; those of random weights hardly differ from photograph to photograph."""
-    photos, _ = data.photos()
-    x = (2 * photos[:3] - 1).expand(-1, 3, -1, -1)
+    """Its features tell one photograph from another; those of random weights hardly do."""
+    x = 2 * data.hands()[0][:10] - 1
 
     def alike(model):
         with torch.no_grad():
             features = model(x).mean((2, 3))
-        return F.cosine_similarity(features[:1], features[1:]).max().item()
+        return F.cosine_similarity(features[:1], features[1:]).mean().item()
 
     torch.manual_seed(0)
-    assert alike(trained) < 0.9 < alike(lower_half().eval())
+    assert alike(trained) < alike(lower_half().eval()) - 0.01

@@ -10,16 +10,7 @@ import pynvml
 import pytest
 
 from helpers import monitor
-from helpers.monitor import CPUSource, Monitor, NoSource, NVMLSource, Reading, SMISource, Source, best_source
-from tests.processes import alive, wait_until
-
-BROKEN = {
-    "an error": "echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9",
-    "a short line": "echo 'GPU-00, 5'",
-    "a long line": "echo 'GPU-00, 5, 0, 7'",
-    "garbage": "head -c 2000 /dev/urandom",
-    "nothing": "exit 0",
-}
+from helpers.monitor import CPUSource, Monitor, NVMLSource, Reading, Source, best_source
 
 
 class Scripted(Source):
@@ -129,86 +120,7 @@ def test_without_a_driver_nvml_says_so(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     with pytest.raises(RuntimeError, match="NVML"):
         NVMLSource()
-
-
-def test_what_nvidia_smi_prints_is_read(nvidia_smi, monkeypatch):
-    nvidia_smi()
-    source = SMISource()
-    assert source.devices == ["cuda:0", "cuda:1", "cuda:2"]
-    assert source.read() == [Reading(10 * (i + 1), 1000 * (i + 1) * 2**20) for i in range(3)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert SMISource().read() == [Reading(30, 3000 * 2**20)]
-
-
-@pytest.mark.parametrize("commands", BROKEN.values(), ids=BROKEN)
-def test_a_broken_nvidia_smi_is_as_good_as_none(nvidia_smi, monkeypatch, commands):
-    nvidia_smi(commands)
-    monkeypatch.setattr(monitor, "NVMLSource", _no_nvml)
-    with pytest.raises(NoSource, match="nvidia-smi"):
-        SMISource()
     assert isinstance(best_source(), CPUSource)
-
-
-@pytest.mark.parametrize("commands", BROKEN.values(), ids=BROKEN)
-def test_an_nvidia_smi_that_breaks_later_leaves_gaps(nvidia_smi, commands):
-    nvidia_smi()
-    source = SMISource()
-    nvidia_smi(commands)
-    assert all(math.isnan(reading.utilization) and math.isnan(reading.memory) for reading in source.read())
-
-
-@pytest.mark.parametrize("words", ["[N/A]", "[Not Supported]"])
-def test_not_available_is_a_gap(nvidia_smi, words):
-    nvidia_smi(f"echo 'GPU-00, {words}, 1000'")
-    (reading,) = SMISource().read()
-    assert math.isnan(reading.utilization) and reading.memory == 1000 * 2**20
-
-
-def test_a_hanging_nvidia_smi_leaves_no_process(nvidia_smi, tmp_path):
-    nvidia_smi()
-    source = SMISource(limit=60)
-    nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; wait")
-    with pytest.warns(UserWarning, match="could not read"), Monitor(source, interval=0.01) as watched:
-        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip(), 5)
-        watched.step()
-    assert not watched._thread.is_alive(), "the block ended although nvidia-smi had not"
-    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
-    assert not [
-        child for child in psutil.Process().children(recursive=True) if "nvidia-smi" in " ".join(child.cmdline())
-    ]
-
-
-def test_a_hanging_nvidia_smi_is_given_up(nvidia_smi, tmp_path):
-    nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; wait")
-    with pytest.raises(NoSource, match="nvidia-smi"):
-        SMISource(limit=0.3)
-    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
-
-
-def test_what_nvidia_smi_leaves_behind_is_not_awaited(nvidia_smi, tmp_path):
-    """It has ended, and a process of it still holds the pipe."""
-    nvidia_smi(f"sleep 600 & echo $! > {tmp_path}/pid; echo 'GPU-00, 5, 1000'")
-    source = SMISource(limit=0.5)
-    assert source.devices == ["cuda:0"] and source.read() == [Reading(5, 1000 * 2**20)]
-    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
-
-
-def test_an_nvidia_smi_that_floods_is_cut_off(nvidia_smi):
-    nvidia_smi("exec yes 'GPU-00, 5, 1000'")
-    assert SMISource(limit=60).read() == [Reading(5, 1000 * 2**20)]
-
-
-def test_a_missing_nvidia_smi(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoSource, match="nvidia-smi"):
-        SMISource()
-
-
-def test_nvml_comes_before_nvidia_smi(nvml, nvidia_smi, monkeypatch):
-    nvidia_smi()
-    assert isinstance(best_source(), NVMLSource)
-    monkeypatch.setattr(monitor, "NVMLSource", _no_nvml)
-    assert isinstance(best_source(), SMISource)
 
 
 def test_a_fault_of_ours_is_not_taken_for_a_missing_source(monkeypatch):
@@ -233,7 +145,3 @@ def test_the_cpu_source_sees_this_process_work():
     (reading,) = source.read()
     assert 0 < reading.utilization <= 110
     assert reading.memory == pytest.approx(psutil.Process(os.getpid()).memory_info().rss, rel=0.2)
-
-
-def _no_nvml():
-    raise NoSource("no driver")

@@ -101,6 +101,25 @@ def test_bars_are_drawn_largest_on_top(figures):
     assert [text.get_text() for text in figures[0].axes[0].get_yticklabels()] == ["small", "large"]  # from below
 
 
+def test_bars_that_are_kept_stand_as_given_with_a_color_for_each_kind(figures):
+    plots.bars({"one": 1, "many, 0": 5, "many, 1": 3}, "title", "MiB", "simulated", kept=True)
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["many, 1", "many, 0", "one"]  # from below
+    second, first, one = (bar.get_facecolor() for bar in axes.patches)
+    assert first == second != one
+
+
+def test_a_sweeps_axis_begins_where_it_is_told_to(figures):
+    plots.sweep([1, 2], {"a": [90, 95]}, "title", "GPUs", "%", "simulated", ylim=(0, 100))
+    assert figures[0].axes[0].get_ylim() == (0, 100)
+
+
+def test_numbered_collectives_show_their_numbers(figures):
+    spans = [Span(0, start, start + 1, "communication", "all_reduce") for start in range(3)]
+    plots.timeline(Timeline.of_ranks([spans], number="all_reduce"), "Three buckets")
+    assert [text.get_text() for text in figures[0].axes[0].texts][:3] == ["0", "1", "2"]
+
+
 def test_the_search_plot_rings_the_best(figures):
     plots.search({"a": [(0.1, 8, 50), (1, 16, 70)], "b": [(0.5, 8, 90)]}, "title", "x", "y", "z")
     panels = figures[0].axes[:2]
@@ -137,3 +156,40 @@ def test_waiting_for_other_ranks_is_drawn_as_waiting(figures):
     assert axes.texts[-1].get_text() == "25 % computing"
     grey = next(bars for bars in axes.collections if bars.get_label() == "waiting").get_facecolor()[0]
     assert len(set(grey[:3])) == 1 and 0.5 < grey[0] < 0.8
+
+
+def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
+    from helpers.plots import frames
+
+    monkeypatch.setattr(frames, "display", lambda bundle, raw, metadata: shown.append((bundle, metadata)))
+
+    def draw(n):
+        plots.bars({"a": n}, f"{n} <of> them", "number", "data")
+
+    plots.slider(draw, {"one": 1, "two": 2}, "how many", start=1)
+    ((bundle, metadata),) = shown
+    page = bundle["text/html"]
+    assert page.count("<img ") == 2 == page.count("data:image/png;base64,") and page.count(" hidden>") == 1
+    assert 'max="1" value="1"' in page and ">two</output>" in page and 'alt="Figure (data): 1 &lt;of&gt; them"' in page
+    assert bundle["text/plain"] == metadata["image/png"]["alt"] == "Figure (data): 2 <of> them"
+    assert f'src="data:image/png;base64,{bundle["image/png"]}">' in page
+    with pytest.raises(ValueError, match="a slider over 2 values needs as many pictures, one a value; 0 were drawn"):
+        plots.slider(lambda n: None, [1, 2], "how many")
+    plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again
+    assert len(shown) == 2
+
+
+def test_two_timelines_share_an_axis(figures):
+    plots.timeline(Timeline.of_slots([["F0", "B0"]]), "short", until=0.005, xlabel="slots")
+    assert figures[0].axes[0].get_xlim() == (0, 5) and figures[0].axes[0].get_xlabel() == "slots"
+
+
+def test_a_drawing_has_its_boxes_and_arrows(figures):
+    boxes = {"node": ("a node", 0, 0, 5, 2, 4), "0": ("GPU 0", 0.5, 0.5, 1, 1, 0), "1": ("GPU 1", 3, 0.5, 1, 1, 1)}
+    plots.drawing(boxes, [("0", "<1", "a link")], "two GPUs")
+    (axes,) = figures[0].axes
+    words = {text.get_text(): text for text in axes.texts}
+    assert {"a node", "GPU 0", "GPU 1", "a link"} <= words.keys()
+    assert words["a node"].get_va() == "top" and words["GPU 0"].get_va() == "center"
+    (arrow,) = (text for text in axes.texts if getattr(text, "arrow_patch", None))
+    assert arrow.xy == (3, 1.0)

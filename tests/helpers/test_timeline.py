@@ -20,6 +20,19 @@ def test_rows_of_ranks_begin_together():
     assert Timeline.of_ranks([[], []]).rows == {"rank 0": [], "rank 1": []}
 
 
+def test_collectives_of_one_name_stay_apart_and_are_numbered():
+    """Buckets of DDP that follow each other at once were one bar."""
+    buckets = [Span(0, start, start + 1, "communication", "all_reduce 25 MiB") for start in (10.0, 11.0)]
+    spans = [span(9.0, 10.0, "backward"), Span(0, 9.0, 9.5, "communication", "broadcast 424 B"), *buckets]
+    rows = Timeline.of_ranks([spans], number="all_reduce").rows["rank 0"]
+    assert [(s.kind, s.start, s.annotation) for s in rows if s.kind == "communication"] == [
+        ("communication", 0, ""),
+        ("communication", 1, "0"),
+        ("communication", 2, "1"),
+    ]
+    assert len(Timeline.of_ranks([buckets]).rows["rank 0"]) == 1
+
+
 def test_trials_of_one_process_share_a_row():
     found = Timeline.of_workers([(7, 10.0, 11.0, False), (5, 10.5, 10.6, True), (7, 11.0, 12.0, True)])
     assert found.origin == "measured" and found.seconds == 2.0
@@ -67,3 +80,12 @@ def test_passes_of_micro_batches():
     assert [span.kind for span in drawn][4:6] == ["weight gradient", "backward"]
     assert passes(drawn) == [Pass(0, 1, 0, 0), Pass(1, 2, 1, 0), Pass(2, 5, 1, 0), Pass(5, 6, 1, 0), Pass(6, 7, 0, 0)]
     assert len(row([part(0, 1, "PP:1F0"), part(1, 2, "PP:1F1")], 0, seconds=2)) == 2
+
+
+def test_slots_of_a_table_are_numbered_bars(capsys):
+    timeline = Timeline.of_slots([["F0", None, None, "B0"], [None, "F0", "B0", None]])
+    assert list(timeline.rows) == ["stage 0", "stage 1"] and timeline.seconds == 0.004 and timeline.origin == "data"
+    assert [(bar.start, bar.number) for bar in passes(timeline.rows["stage 1"])] == [(0.001, 0), (0.002, 0)]
+    assert [span.kind for span in timeline.rows["stage 1"]] == ["forward", "backward"]
+    plots.timeline(timeline, "turns", until=0.008, xlabel="slots")
+    plots.timeline(Timeline.of_slots([]), "nothing", until=1.0)

@@ -2,6 +2,10 @@
 run under nbval.)"""
 
 import copy
+import io
+import os
+import shutil
+import tempfile
 import time
 
 import pytest
@@ -11,6 +15,7 @@ from torch import nn
 
 import checks
 from checks.grader import alone, launched
+from helpers import checkpoint
 from tests.processes import HURRY
 
 
@@ -58,8 +63,8 @@ def momentum_alone(saved, model, optimizer, averaged):
 
 
 @pytest.mark.parametrize("pack, unpack, complaint", [
-    (objects, unpack_objects, "packed['model'] is of type torch.nn.modules.container.Sequential, which load() would refuse"),
-    (with_a_function, lambda *args: unpack_without(None)(*args), "packed['load'] is of type function"),
+    (objects, unpack_objects, "has to go through torch.load, which refuses it for torch.nn.modules.container.Sequential"),
+    (with_a_function, lambda *args: unpack_without(None)(*args), "your code raised"),
     (pack_aside, lambda saved, *parts: unpack_without(None)(KEPT, *parts), "your code raised KeyError: 'model'"),
     (pack, momentum_alone, "the optimizer is not"),
     (lambda *parts: tuple(pack(*parts).values()),
@@ -243,9 +248,89 @@ def test_frozen(capsys, make, complaint):
     assert complaint in said(capsys)
 
 
+def in_place(state, path):
+    torch.save(state, path)
+
+
+def by_its_bytes(state, path):
+    content = io.BytesIO()
+    torch.save(state, content)
+    path.write_bytes(content.getvalue())
+
+
+def beside(state, path):
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        torch.save(state, file)
+    os.replace(part, path)
+
+
+def beside_by_tempfile(state, path):
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        torch.save(state, file)
+    os.rename(file.name, path)
+
+
+def removed_first(state, path):
+    torch.save(state, path.with_suffix(".part"))
+    path.unlink()
+    os.rename(path.with_suffix(".part"), path)
+
+
+def copied_over(state, path):
+    torch.save(state, path.with_suffix(".part"))
+    shutil.copyfile(path.with_suffix(".part"), path)
+    path.with_suffix(".part").unlink()
+
+
+def kept_aside(state, path):
+    os.replace(path, path.with_suffix(".old"))
+    torch.save(state, path)
+
+
+def with_a_way_back(state, path):
+    """A kill asks no except."""
+    earlier = path.read_bytes()
+    try:
+        torch.save(state, path)
+    except BaseException:
+        path.write_bytes(earlier)
+
+
+def in_another_folder(state, path):
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        torch.save(state, file)
+    try:
+        os.replace(file.name, path)
+    finally:
+        os.unlink(file.name)
+
+
+@pytest.mark.parametrize("save, complaint", [
+    (in_place, "killed right after a.pt was opened for writing, the earlier checkpoint is gone"),
+    (by_its_bytes, "killed right after a.pt was opened for writing, the earlier checkpoint is gone"),
+    (with_a_way_back, "killed right after a.pt was opened for writing, the earlier checkpoint is gone"),
+    (copied_over, "killed right after a.pt was opened for writing, the earlier checkpoint is gone"),
+    (removed_first, "killed before a rename, there is no file of that name any more"),
+    (kept_aside, "killed right after a.pt was opened for writing, the earlier checkpoint is gone"),
+    (in_another_folder, "your second file lies in another folder"),
+    (lambda state, path: torch.save(state, path.with_suffix(".part")), "the file still holds the earlier state"),
+    (lambda state, path: (beside(state, path), torch.save(state, path.with_suffix(".bak"))), "a.bak is left behind"),
+    (lambda state, path: 1 / 0, "your code raised ZeroDivisionError"),
+    (beside, "[passed]"),
+    (beside_by_tempfile, "[passed]"),
+    (checkpoint.save, "[passed]"),
+])  # fmt: skip
+def test_survives(capsys, save, complaint):
+    """Writing in place, and each half measure, dies at one of its moments."""
+    checks.survives(save)
+    assert complaint in said(capsys)
+
+
 @pytest.mark.parametrize("grade", [
     lambda: checks.resumes(pack, no_end, timeout=HURRY),
     lambda: checks.loads_what_fits(no_end, Net, timeout=HURRY),
+    lambda: checks.survives(no_end, timeout=HURRY),
     lambda: checks.frozen(no_end, trained, part="backbone[:3]", timeout=HURRY),
 ])  # fmt: skip
 def test_code_without_an_end_is_ended(capsys, grade):

@@ -1,6 +1,5 @@
-"""The graders of notebook 02: where to cut a model, and a skip over the cut."""
+"""The graders of notebook 02: a skip over the cut, and a model that the reader splits."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,80 +10,6 @@ from virtualgpu import session
 from virtualgpu.hardware.specs import find_all
 
 pytestmark = pytest.mark.usefixtures("no_gpus_before")
-
-
-PEAKS = {1: (100.0, 900.0), 2: (400.0, 500.0), 3: (450.0, 480.0), 4: (800.0, 60.0)}
-TIMES = {1: 0.4, 2: 0.3, 3: 0.2, 4: 0.1}
-
-
-@pytest.mark.parametrize(
-    "choose, complaint",
-    [
-        (lambda peaks: 4, "at cut 4 the fuller GPU holds 800 MiB; another cut needs 480"),
-        (lambda peaks: 3, "right for these peaks, but not for those of another model"),
-        (lambda peaks: 7, "it returned 7, which is not one of the cuts 1 to 4"),
-        (lambda peaks: None, "it returned None"),
-        (lambda peaks: peaks["x"], "raised KeyError"),
-        (lambda peaks: [3], "it returned [3], which is not one of"),
-        (
-            lambda peaks: min(peaks, key=lambda cut: abs(peaks[cut][0] - peaks[cut][1])),
-            "not for those of another model",
-        ),
-        (lambda peaks: min(peaks, key=lambda cut: max(peaks[cut])), "[passed]"),
-        (lambda peaks: torch.tensor([*peaks])[torch.tensor([*peaks.values()]).amax(1).argmin()], "[passed]"),
-        (lambda peaks: np.array([*peaks])[np.array([*peaks.values()]).max(1).argmin()], "[passed]"),
-    ],
-)
-def test_most_even(capsys, choose, complaint):
-    checks.most_even(choose, PEAKS)
-    assert complaint in capsys.readouterr().out
-
-
-def fastest(peaks, times, budget):
-    return min((cut for cut in peaks if max(peaks[cut]) <= budget), key=times.get, default=None)
-
-
-@pytest.mark.parametrize(
-    "choose, complaint",
-    [
-        (
-            lambda peaks, times, budget: min(times, key=times.get),
-            "cut 4 needs 800 MiB on one GPU, and the budget is 500",
-        ),
-        (lambda peaks, times, budget: 2, "cut 2 fits, with 300.0 ms a step; another that fits takes 200.0 ms"),
-        (lambda peaks, times, budget: None, "it found no cut for 500 MiB, but 2 fit, cut 2 among them"),
-        (
-            lambda peaks, times, budget: fastest(peaks, times, budget or 500),
-            "nothing fits in 0 MiB, and it should return None, not 3",
-        ),
-        (lambda peaks, times, budget: min(c for c in peaks), "cut 1 needs 900 MiB"),
-        (
-            lambda peaks, times, budget: fastest(peaks, times, budget - (budget == 480)),
-            "it found no cut for 480 MiB, but 1 fit, cut 3 among them, which needs just that",
-        ),
-        # the notebook's own times fall from cut to cut, and its even cut fits
-        (
-            lambda peaks, times, budget: max((c for c in peaks if max(peaks[c]) <= budget), default=None),
-            "another that fits takes",
-        ),
-        (
-            lambda peaks, times, budget: fastest(peaks, {c: max(peaks[c]) for c in peaks}, budget),
-            "another that fits takes",
-        ),
-        (fastest, "[passed]"),
-        (lambda peaks, times, budget: empty_after(fastest(peaks, times, budget), peaks, times), "[passed]"),
-    ],
-)
-def test_fastest_that_fits(capsys, choose, complaint):
-    checks.fastest_that_fits(choose, PEAKS, TIMES, budget=500)
-    assert complaint in capsys.readouterr().out
-
-
-def empty_after(cut, *tables):
-    """An answer that uses up what it was handed."""
-    for table in tables:
-        table.clear()
-    return cut
 
 
 def skip_net(forward, above="cuda:1"):
@@ -154,6 +79,95 @@ def test_skip_repaired(capsys, make, complaint):
     assert complaint in capsys.readouterr().out
 
 
+class Chain(nn.Module):
+    """Three convolutions and a skip, which need some 260 MiB for a step on eight images of 256 x 256."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.three = nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        first = torch.relu(self.one(x))
+        return self.three(torch.relu(self.two(first)) + first)
+
+
+SHAPE = (8, 3, 256, 256)
+
+
+def split_chain(places=("cuda:0", "cuda:0", "cuda:1"), forward=None, extra=None):
+    class Split(Chain):
+        def __init__(self):
+            super().__init__()
+            for layer, place in zip((self.one, self.two, self.three), places, strict=True):
+                layer.to(place)
+            if extra:
+                extra(self)
+
+    if forward:
+        Split.forward = forward
+    return Split
+
+
+def crossing(self, x, first=lambda x: x):
+    first = torch.relu(self.one(x.to(self.one.weight.device)))
+    second = torch.relu(self.two(first.to(self.two.weight.device)))
+    place = self.three.weight.device
+    return self.three(second.to(place) + first.to(place))
+
+
+def detached_skip(self, x):
+    first = torch.relu(self.one(x))
+    return self.three((torch.relu(self.two(first)) + first.detach()).to("cuda:1"))
+
+
+def without_skip(self, x):
+    return self.three(torch.relu(self.two(torch.relu(self.one(x)))).to("cuda:1"))
+
+
+def weights_travel(self, x):
+    out = Chain.forward(self.to("cuda:0"), x)
+    self.to("cuda:1")
+    return out
+
+
+def on_the_cpu(self, x):
+    weights = [part.cpu() for layer in (self.one, self.two, self.three) for part in (layer.weight, layer.bias)]
+    first = F.conv2d(x.cpu(), *weights[:2], padding=1).relu()
+    return F.conv2d(F.conv2d(first, *weights[2:4], padding=1).relu() + first, *weights[4:], padding=1)
+
+
+def twice(self):
+    self.all = nn.Sequential(self.one, self.two)
+
+
+@pytest.mark.parametrize(
+    "make, complaint",
+    [
+        (split_chain(("cuda:0",) * 3), "8 images do not fit into two GPUs of 200 MiB: cuda:0 is full, and cuda:1 has held 0"),
+        (split_chain(("cuda:1",) * 3, crossing), "cuda:1 is full, and cuda:0 has held 6 MiB so far"),
+        (split_chain(("cuda:0", "cpu", "cuda:1"), crossing), "two.weight is still on the CPU"),
+        (split_chain(forward=without_skip), "its outputs are not the plain model's"),
+        (split_chain(forward=detached_skip), "not the gradient of one.weight: was something detached"),
+        (split_chain(forward=torch.no_grad()(crossing)), "or under no_grad?"),
+        (split_chain(forward=weights_travel), "was moved in forward: let the activations travel"),
+        (split_chain(forward=on_the_cpu), "cpu computes"),
+        (split_chain(forward=crossing, extra=twice), "has the name all.0.weight"),
+        (split_chain(), "Expected all tensors to be on the same device"),
+        (split_chain(forward=crossing), "[passed]"),
+        (split_chain(("cuda:1", "cuda:1", "cuda:0"), crossing), "[passed]"),
+    ],
+)  # fmt: skip
+def test_split_in_two(capsys, make, complaint):
+    checks.split_in_two(make, Chain, SHAPE, memory="200 MiB")
+    assert complaint in capsys.readouterr().out
+
+
+def test_a_model_that_fits_on_one_gpu_must_use_both(capsys):
+    checks.split_in_two(split_chain(("cuda:0",) * 3), Chain, SHAPE, memory="2 GiB")
+    assert "it fits on one GPU, and the other does nothing" in capsys.readouterr().out
+
+
 def for_ever(*what):
     while True:
         pass
@@ -162,9 +176,8 @@ def for_ever(*what):
 @pytest.mark.parametrize(
     "grade",
     [
-        lambda: checks.most_even(for_ever, PEAKS),
-        lambda: checks.fastest_that_fits(for_ever, PEAKS, TIMES, budget=500),
         lambda: checks.skip_repaired(skip_net(for_ever)),
+        lambda: checks.split_in_two(split_chain(forward=for_ever), Chain, SHAPE, "200 MiB"),
     ],
 )
 def test_an_endless_loop_is_told(capsys, hurried, grade):

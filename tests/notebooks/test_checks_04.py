@@ -122,9 +122,9 @@ def waits_in_the_hook(model):
         (early, "[passed]"),
         (late, "only 0% of the talking is beside backward's computing"),
         (waits_in_the_hook, "of the talking is beside backward's computing"),
-        (lambda model: early(model, dist.ReduceOp.SUM), "in step 1, on rank 0 a gradient is 3.00 times as long"),
-        (lambda model: early(model, forgotten=("the first",)), "in step 1, on rank 0 a gradient is"),
-        (lambda model: early(model, halved=True), "in step 1, on rank 0 a gradient is 1.50 times as long"),
+        (lambda model: early(model, dist.ReduceOp.SUM), "in step 0, on rank 0 a gradient is 3.00 times as long"),
+        (lambda model: early(model, forgotten=("the first",)), "in step 0, on rank 0 a gradient is"),
+        (lambda model: early(model, halved=True), "in step 0, on rank 0 a gradient is 1.50 times as long"),
         (lambda model: None, "raised TypeError"),
     ],
 )

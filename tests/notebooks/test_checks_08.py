@@ -1,50 +1,59 @@
-"""The graders of notebook 08: samples dealt out to ranks, and a training that stays together."""
+"""The graders of notebook 08: a training with three faults, and one that stays together."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 import checks
 
 pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
 
-def shard(length, rank, world_size):
-    return [index % length for index in range(rank, -(-length // world_size) * world_size, world_size)]
-
-
-def asks_the_sampler(length, rank, world_size):
-    """A cheat."""
-    return list(DistributedSampler(range(length), num_replicas=world_size, rank=rank, shuffle=False))
+def train_on_all(model, data, epochs, shuffled=True, means=False, reduced=lambda rank: True, world=None, grouped=True):
+    ddp, sampler, history = DistributedDataParallel(model) if grouped else model, DistributedSampler(data), []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        if shuffled:
+            sampler.set_epoch(epoch)
+        sums = torch.zeros(2, device="cuda")
+        for x, y in DataLoader(data, 20, sampler=sampler):
+            loss = nn.functional.cross_entropy(ddp(x.cuda()), y.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            weight = 1 if means else len(y)
+            sums += torch.tensor([loss.item() * weight, weight], device="cuda")
+        if reduced(dist.get_rank()):
+            dist.all_reduce(sums)
+        history.append((sums[0] / sums[1]).item())
+    return history
 
 
 @pytest.mark.parametrize(
-    "deal, complaint",
+    "train, complaint",
     [
-        (shard, "[passed]"),
-        (lambda length, rank, n: list(range(rank, length, n)), "10 samples, rank 2 of 4: it gives [2, 6]"),
-        (lambda length, rank, n: list(range(length))[rank * length // n : (rank + 1) * length // n], "rank 0 of 2"),
-        (lambda length, rank, n: None, "raised TypeError"),
-        (asks_the_sampler, "that is DistributedSampler itself: deal the samples yourself"),
+        (train_on_all, "[passed]"),
+        (lambda *a: [torch.tensor(loss) for loss in train_on_all(*a)], "[passed]"),
+        (lambda *a: train_on_all(*a, shuffled=False), "in the order of the first: what tells the sampler"),
+        (lambda *a: train_on_all(*a, shuffled=False, means=True), "in the order of the first: what tells the sampler"),
+        (lambda *a: train_on_all(*a, means=True), "it returns means of means"),
+        (lambda *a: train_on_all(*a, reduced=lambda rank: False), "the ranks return different losses"),
+        (
+            lambda *a: train_on_all(*a, reduced=lambda rank: rank == 0),
+            "the ranks do not do the same: all_reduce of 2 meets all_reduce of 212",
+        ),
+        (lambda *a: train_on_all(*a, grouped=False), "epoch "),
+        (lambda *a: train_on_all(*a)[:1], "3 numbers are wanted, one an epoch"),
+        (lambda *a: None, "3 numbers are wanted"),
     ],
 )
-def test_shards(capsys, deal, complaint):
-    checks.shards(deal)
-    assert complaint in capsys.readouterr().out
-
-
-def deals_for_ever(length, rank, world_size):
-    while True:
-        pass
-
-
-def test_an_endless_deal_is_told(capsys, hurried):
-    checks.shards(deals_for_ever)
+def test_trains_on_all(capsys, hurried, train, complaint):
+    checks.trains_on_all(train)
     out = capsys.readouterr().out
-    assert out.startswith("[not yet] after ") and "does your loop end?" in out, out
+    assert complaint in out, out
 
 
 def train_with(call, batches_of=lambda batches: batches):

@@ -1,6 +1,5 @@
-"""The graders of notebook 10: the number of micro-batches, and an exchange that must not wait for ever."""
+"""The graders of notebook 10: 1F1B's table, and an exchange that must not wait for ever."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,37 +14,45 @@ def for_ever(*what):
         pass
 
 
-def smallest(stages, batch, budget):
-    return next(
-        n for n in range(1, 10_000) if (stages - 1) / (n + stages - 1) < 0.1 and batch * min(stages, n) / n <= budget
-    )
+def table(stages, number, first=lambda stages, stage: stages - 1 - stage):
+    orders = []
+    for stage in range(stages):
+        ahead = min(first(stages, stage), number)
+        order = [f"F{n}" for n in range(ahead)]
+        for n in range(ahead, number):
+            order += [f"F{n}", f"B{n - ahead}"]
+        orders.append(order + [f"B{n}" for n in range(number - ahead, number)])
+    return orders
+
+
+def gpipe(stages, number):
+    return [[f"{kind}{n}" for kind in "FB" for n in range(number)] for _ in range(stages)]
 
 
 @pytest.mark.parametrize(
-    "choose, complaint",
+    "write, complaint",
     [
-        (lambda stages, batch, budget: stages, "n = 2: the bubble is 33%, not under 10 %"),
-        (lambda stages, batch, budget: 9 * (stages - 1) + 1, "a stage holds 571.4 MiB"),
-        (lambda stages, batch, budget: smallest(stages, batch, budget) + 1, "right, but 10 would do"),
-        (lambda stages, batch, budget: 2.5, "it should be a whole number"),
-        (
-            lambda stages, batch, budget: max(9 * (stages - 1) + 1, batch * stages // budget),
-            "n = 42: a stage holds 71.4 MiB",
-        ),
-        (smallest, "[passed]"),
-        (lambda *case: float(smallest(*case)), "[passed]"),
-        (lambda *case: np.int64(smallest(*case)), "[passed]"),
-        (lambda *case: torch.tensor(smallest(*case)), "[passed]"),
+        (gpipe, "with 3 stages and 4 micro-batches, stage 0 keeps 4 micro-batches at once; 3 are enough"),
+        (lambda m, n: table(m, n, lambda m, s: 0), "with 3 stages and 4 micro-batches, it takes "),
+        (lambda m, n: table(m, n, lambda m, s: m - 1), "stage 1 keeps 3 micro-batches at once; 2 are enough"),
+        (lambda m, n: [[work for work in order if work != "B1"] for order in table(m, n)], "of B0 to B3 once; it does F0 F1"),
+        (lambda m, n: [["B0", "F0", *(w for w in order if w[1] != "0")] for order in table(m, n)], "none can go on"),
+        (lambda m, n: table(m, n)[:-1], "a list for each stage is wanted: 3 lists"),
+        (lambda m, n: None, "a list for each stage is wanted"),
+        (lambda m, n: 1 / 0, "raised ZeroDivisionError"),
+        (lambda m, n: table(m, n) if (m, n) == (3, 4) else gpipe(m, n), "with 2 stages and 4 micro-batches, stage 0 keeps 4"),
+        (table, "[passed]"),
+        (lambda m, n: tuple(iter(order) for order in table(m, n)), "[passed]"),
     ],
-)
-def test_micro_batches(capsys, choose, complaint):
-    checks.micro_batches(choose)
-    assert complaint in capsys.readouterr().out
+)  # fmt: skip
+def test_one_f_one_b(capsys, write, complaint):
+    checks.one_f_one_b(write)
+    out = capsys.readouterr().out
+    assert complaint in out, out
 
 
-@pytest.mark.parametrize("grade", [checks.micro_batches])
-def test_an_endless_loop_is_told(capsys, hurried, grade):
-    grade(for_ever)
+def test_an_endless_loop_is_told(capsys, hurried):
+    checks.one_f_one_b(for_ever)
     out = capsys.readouterr().out
     assert out.startswith("[not yet] after ") and "in for_ever" in out and "does your loop end?" in out, out
 

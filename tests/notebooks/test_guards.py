@@ -138,7 +138,7 @@ def test_cleared_outputs_cost_the_readme_no_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(series, "NOTEBOOKS", tmp_path / "notebooks")
     monkeypatch.setattr(stamp, "settings", lambda found=stamp.settings(): found)  # noqa: B008 - read before ROOT moves
     monkeypatch.setattr(series, "ROOT", tmp_path)
-    assert stamp.stamp_readme(fix=True) == []
+    assert stamp.stamp_pictures(fix=True) == []
     assert kept and (tmp_path / "docs" / picture).read_bytes() == kept
 
 

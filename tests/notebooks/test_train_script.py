@@ -14,12 +14,12 @@ NOTEBOOK = series.NOTEBOOKS / "08_ddp_in_the_wild.ipynb"
 SCRIPT = series.NOTEBOOKS / "scripts" / "train_ddp.py"
 
 
-def start(*options):
+def start(*options, scripts=(SCRIPT,)):
     # torchrun sets the threads itself where a node has several processes; the last bits depend on their number
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     gpus = ["-m", "virtualgpu", "--gpus", "2", "--quiet"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *gpus, *torchrun, str(SCRIPT), *map(str, options)]
+    command = [sys.executable, *gpus, *torchrun, *map(str, (*scripts, *options))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -29,7 +29,7 @@ def test_without_a_restart_the_checkpoint_is_there_to_go_on_from(tmp_path, monke
     shown = next(cell for cell in series.code_cells(series.read(NOTEBOOK)) if "undisturbed.pt" in cell.source)
     lines = shown.outputs[0].text.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"epoch {i}" for i in range(4)]
-    run = start("--checkpoint", tmp_path / "a.pt", "--die-in-epoch", 2)
+    run = start("--checkpoint", tmp_path / "a.pt", scripts=(SCRIPT.with_name("kill_rank_1.py"), SCRIPT))
     said, errors = run.communicate(timeout=300)
     assert run.returncode != 0 and "SIGKILL" in errors and said.splitlines() == lines[:2]
     assert not family("MARK", str(tmp_path))

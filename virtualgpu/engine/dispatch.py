@@ -150,7 +150,8 @@ class Dispatch(TorchDispatchMode):
             target = gpu_of(args[0])
             source = gpu_of(args[1]) if isinstance(args[1], Tensor) else target  # a number is no copy
             if target is source:
-                self.timing.launch(op, args, kwargs, tensors, out, gpu)
+                moves = args[:2] if isinstance(args[1], Tensor) else args[:1]  # what it writes it does not read
+                self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
                 free = len(args) > 2 and args[2] and self._may_run_on(args[0], args[1])
                 machine.charge_copy(source, target, args[1].nbytes, wait=not free)

@@ -3,6 +3,7 @@
 Remembering is what makes a dry run cheap: PyTorch's meta kernels are written in Python, and take ten times as long.
 """
 
+import sys
 import warnings
 from typing import ClassVar
 
@@ -115,9 +116,16 @@ class DryRun:
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
         if gpu is not None and not self.machine.warned_about_nan:
             self.machine.warned_about_nan = True
-            warnings.warn(
+            frame = sys._getframe()
+            while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+                ("virtualgpu.", "torch.")
+            ):
+                frame = frame.f_back  # to the reader's line
+            warnings.warn_explicit(
                 "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)",
-                stacklevel=5,
+                UserWarning,
+                frame.f_code.co_filename,
+                frame.f_lineno,
             )
         if op.name != "_local_scalar_dense":
             return False

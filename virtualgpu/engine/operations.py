@@ -9,7 +9,7 @@ from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.workspaces import USERS
 from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
-from virtualgpu.simulation.kinds import KINDS, PLAIN
+from virtualgpu.simulation.kinds import ELEMENTWISE, KINDS, PLAIN
 
 aten = torch.ops.aten
 
@@ -151,7 +151,7 @@ class Operation:
         written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
         self.writes = [(at, argument.name) for at, argument in enumerate(arguments) if written[at]]
         self.formula = formula(func)
-        self.kind = KINDS.get(self.name, PLAIN)
+        self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
         self.write_only = func in WRITE_ONLY
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.host_result = HOST_RESULTS.get(packet)

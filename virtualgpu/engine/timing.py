@@ -9,11 +9,11 @@ from virtualgpu.engine.operations import Operation
 from virtualgpu.simulation import arithmetic
 from virtualgpu.simulation.clock import LAUNCH
 from virtualgpu.simulation.costs import OF_CUDNN, moved, rate
-from virtualgpu.simulation.kinds import KINDS, PLAIN
+from virtualgpu.simulation.kinds import ELEMENTWISE, KINDS, PLAIN
 
 FLOAT = torch.float32
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
-
+SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
 
 # One kernel of a list: up to so many tensors, and chunks of so many numbers (aten/src/ATen/native/cuda/MultiTensorApply.cuh and
 # ForeachFunctors.cuh). What an entry costs the host: 0.3 us, as a list of small CPU tensors shows (tests/bench prints it)
@@ -65,8 +65,13 @@ class Timing:
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         if op.formula is None:
-            kind = op.kind if op.kind is PLAIN else op.kind.in_call(args, tensors)
-            seconds = gpu.kernels.moving(moved(tensors[:1] if op.write_only else tensors), kind)
+            kind = op.kind
+            nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
+            if kind is not PLAIN and (kind is not ELEMENTWISE or nbytes > SHORT):
+                kind = kind.in_call(args, tensors)
+            seconds = gpu.kernels.moving(nbytes, kind, args)
+            if kind.rows is not None and not gpu.kernels.peak:
+                seconds += kind.latency(args)
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()

@@ -2,5 +2,5 @@
 
 `cli` reads the command line, `program` starts the program and waits for it, `warden` keeps signals straight, `child` is what
 happens inside each of the program's processes (`site/sitecustomize.py` calls it), `table`, `traces` and `report` are what is
-told at the end, `smi` is the program's `nvidia-smi`.
+told at the end, `smi` is the program's `nvidia-smi`. `fit` tries a program over cards and options, `steps` counts its optimizer's.
 """

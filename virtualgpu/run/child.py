@@ -13,7 +13,7 @@ class _Process:
     """This process's part of the run. `finish` may be called several times."""
 
     def __init__(self, settings: environment.Settings):
-        self.settings, self.recorded, self.recording = settings, None, None
+        self.settings, self.recorded, self.recording, self.steps = settings, None, None, None
         self.ledger = Ledger(settings.folder, len(settings.cards)) if settings.folder else None
 
     def start(self) -> None:
@@ -34,12 +34,22 @@ class _Process:
             self.recorded = self.recording.__enter__()
 
     def watch(self) -> None:
-        """For --report: what lies on the GPUs at their peak."""
+        """For --report: what lies on the GPUs at their peak. For fit: the optimizer's steps."""
         if self.settings.report:
             from virtualgpu import session
             from virtualgpu.run import peaks, report
 
             report.register(peaks.Peaks(session.current()).peaks)
+        if self.settings.steps is not None:
+            from virtualgpu import session
+            from virtualgpu.run import steps
+
+            self.steps = steps.Watch(session.current(), self.settings.steps)
+        elif not self.settings.report:
+            from virtualgpu import session
+            from virtualgpu.run import out_of_memory
+
+            out_of_memory.explain_uncaught(session.current())
 
     def forked(self) -> None:
         """In a process forked by multiprocessing, which ends without atexit: its finalizers run instead."""
@@ -61,6 +71,8 @@ class _Process:
             from virtualgpu.run import report
 
             _left("report", report.leave, self.settings.folder)
+        if self.steps is not None:
+            _left("steps", self.steps.leave, self.settings.folder)
         self.ledger.end()
 
 

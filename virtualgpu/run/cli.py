@@ -15,6 +15,7 @@ usage: python -m virtualgpu [options] SCRIPT [arguments]
        python -m virtualgpu [options] COMMAND [arguments]      such as torchrun x.py, accelerate launch x.py, bash run.sh
        python -m virtualgpu [options] -m MODULE [arguments]
        python -m virtualgpu [options] -c CODE [arguments]
+       python -m virtualgpu fit [options] SCRIPT [arguments]   will it fit, on which cards, and how fast? (fit --help)
 
 Run a program as if this machine had GPUs. They are there before its first line, also in the processes that it starts.
 
@@ -77,6 +78,10 @@ def main(arguments: list[str]) -> int:
     """Run what the command line says. The status is the program's; 2, after one sentence, where it says nothing useful, or nothing
     could be started.
     """
+    if arguments[:1] == ["fit"]:
+        from virtualgpu.run import fit_cli
+
+        return fit_cli.main(arguments[1:])
     try:
         options = parse(arguments)
         if options.help:

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
 
 SUBREAPER = 36  # linux/prctl.h, PR_SET_CHILD_SUBREAPER
 
@@ -51,35 +49,3 @@ def _below(pid: int) -> list[int]:
     for member in family:
         family += [child for child, parent in parents.items() if parent == member]
     return family[1:]
-
-
-class Program:
-    """A program that others may have broken: what it prints is awaited within limits, and nothing of it is left.
-
-    Raises OSError where it cannot be started.
-    """
-
-    def __init__(self, command: Sequence[str]):
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
-        self._child: subprocess.Popen | None = subprocess.Popen(command, **options)
-
-    def output(self, seconds: float, most: int) -> bytes:
-        """What it prints in that time, up to `most` bytes."""
-        stream, output = self._child.stdout, []
-        reader = threading.Thread(target=lambda: output.append(stream.read(most)), daemon=True)
-        reader.start()
-        reader.join(seconds)
-        self.end()
-        reader.join(1.0)  # not for ever: a process that waits for a broken driver cannot be killed
-        if output:
-            stream.close()
-        return b"".join(output)
-
-    def end(self) -> None:
-        """A wrapper script may have children; it may have ended, and have left some behind."""
-        child, self._child = self._child, None
-        if child is not None:
-            kill_family(child.pid)
-            child.kill()  # Windows has no process groups
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(1.0)

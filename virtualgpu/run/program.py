@@ -74,23 +74,23 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
     with folder() as path:
         settings = settings._replace(folder=path)
         environ = {**defaults(os.environ), **os.environ, **variables(settings, os.environ)}
-        command = _command(arguments, environ["PATH"])
+        started = command(arguments, environ["PATH"])
         if os.name == "posix":
             from virtualgpu.run.warden import Warden
 
             warden = Warden(path)
             try:
-                status = warden.wait(subprocess.Popen(command, env=environ))
+                status = warden.wait(subprocess.Popen(started, env=environ))
             finally:
                 warden.dismiss()
         else:  # Windows knows neither groups nor these signals
-            with subprocess.Popen(command, env=environ) as program:
+            with subprocess.Popen(started, env=environ) as program:
                 status = _wait(program)
         _tell(settings, trace, quiet, sys.stderr)
     return status
 
 
-def _command(arguments: list[str], search: str | None = None) -> list[str]:
+def command(arguments: list[str], search: str | None = None) -> list[str]:
     """What to start. A script goes to this Python, and so does a command that is one (torchrun); any other command runs by itself.
     search: the PATH on which it is found; this process's own unless given.
 

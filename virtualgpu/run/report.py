@@ -97,12 +97,7 @@ def collect(folder: str) -> list[str]:
 def lines(peak: Peak, who: str = "") -> list[str]:
     """The report on one GPU."""
     total = sum(block.bytes for block in peak.blocks)
-    when = "at its peak" if peak.asked is None else "when it ran out of memory"
-    told = [
-        f"{who}GPU {peak.gpu} ({peak.card}, {size(peak.capacity)}) {when}: {size(total)} in {len(peak.blocks)} blocks"
-    ]
-    kinds = {kind: _sum(block for block in peak.blocks if _kind(block) == kind) for kind in KINDS}
-    told += _table([(kind, nbytes, "") for kind, (nbytes, _) in kinds.items() if nbytes], total)
+    told = [f"{_title(peak, total, who)} in {len(peak.blocks)} blocks", *_kinds(peak, total)]
     told.append("  by the line that made them")
     made: dict[str, list[LiveBlock]] = {}
     for block in peak.blocks:
@@ -115,6 +110,22 @@ def lines(peak: Peak, who: str = "") -> list[str]:
     if rest:
         rows.append((f"{len(rest)} more lines", sum(row[1] for row in rest), _what(sum(row[2] for row in rest), [])))
     return told + _table(rows, total) + ["  " + verdict(peak)]
+
+
+def kinds_and_verdict(peak: Peak) -> list[str]:
+    """The report without lines, where nobody has watched who made what."""
+    total = sum(block.bytes for block in peak.blocks)
+    return [_title(peak, total), *_kinds(peak, total), "  " + verdict(peak)]
+
+
+def _title(peak: Peak, total: int, who: str = "") -> str:
+    when = "at its peak" if peak.asked is None else "when it ran out of memory"
+    return f"{who}GPU {peak.gpu} ({peak.card}, {size(peak.capacity)}) {when}: {size(total)}"
+
+
+def _kinds(peak: Peak, total: int) -> list[str]:
+    kinds = {kind: _sum(block for block in peak.blocks if _kind(block) == kind) for kind in KINDS}
+    return _table([(kind, nbytes, "") for kind, (nbytes, _) in kinds.items() if nbytes], total)
 
 
 def place(block: LiveBlock) -> str:

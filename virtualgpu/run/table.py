@@ -19,7 +19,7 @@ def lines(entries: list[Entry], settings: Settings) -> list[str]:
         usage, together = merge(spans)
         shared |= together
         rows.append((str(index), *(_figures(usage, card) if spans else ("not used", "", "", "", "", ""))))
-    told = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *_columns(rows)]
+    told = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *columns(rows)]
     if shared:
         told.append("Where processes shared a GPU at the same time, their peaks are added: an upper bound.")
     return told + _collectives(used)
@@ -46,7 +46,7 @@ def _collectives(entries: list[Entry]) -> list[str]:
             )
     if len(launches) < 2:
         rows = [row[1:] for row in rows]
-    return _columns(rows) if len(rows) > 1 else []
+    return columns(rows) if len(rows) > 1 else []
 
 
 def _launches(entries: list[Entry]) -> list[list[Entry]]:
@@ -60,7 +60,8 @@ def _launches(entries: list[Entry]) -> list[list[Entry]]:
     return together
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of text, each column as wide as its widest cell, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

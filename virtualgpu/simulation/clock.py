@@ -327,10 +327,10 @@ class Clock:
         node = _compat.current_node()
         leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
         key = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
-        if key == local.node and node is not None:
+        if key == local.node:  # also None: a callback at the end of the pass, which may have chosen streams of its own
             return
         local.node = key
-        if node is None:  # callbacks at the end of the pass
+        if node is None:  # the first of these callbacks
             local.streams = local.outside
             return
         if leaf is not None:

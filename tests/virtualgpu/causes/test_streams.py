@@ -564,3 +564,23 @@ def test_one_stream_is_as_without_them(gpus):
     with torch.cuda.stream(side):
         torch.ones(1, device="cuda")
     assert times() == pytest.approx(plain)
+
+
+def test_a_callback_at_the_end_of_a_backward_pass_keeps_its_stream(dry):
+    """FSDP2 reduces the root's gradients there."""
+    side, current = torch.cuda.Stream(), []
+
+    def end():
+        with torch.cuda.stream(side):
+            current.append(torch.cuda.current_stream())
+        current.append(torch.cuda.current_stream())
+
+    def begin(gradient):
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return gradient
+
+    x = torch.ones(4, device=ZERO, requires_grad=True)
+    y = x * 2
+    y.register_hook(begin)
+    y.sum().backward()
+    assert current == [side, torch.cuda.default_stream()]

@@ -74,26 +74,26 @@ def test_which_program_is_started(tmp_path, monkeypatch):
     python = [sys.executable, "-u"]
     console = script(commands / "trainer", "#!/opt/some/python3.11\nprint(1)\n")
     shell = script(commands / "shelly", "#!/bin/sh /home/python/x\n")
-    assert program._command(["trainer", "fit", "--gpus", "2"]) == [*python, console, "fit", "--gpus", "2"]
-    assert program._command(["shelly", "x"]) == [shell, "x"]
-    assert program._command(["bash", "run.sh"])[0].endswith("/bash")
-    assert program._command(["-m", "trainer"]) == [*python, "-m", "trainer"]
-    assert program._command(["-"]) == [*python, "-"]
+    assert program.command(["trainer", "fit", "--gpus", "2"]) == [*python, console, "fit", "--gpus", "2"]
+    assert program.command(["shelly", "x"]) == [shell, "x"]
+    assert program.command(["bash", "run.sh"])[0].endswith("/bash")
+    assert program.command(["-m", "trainer"]) == [*python, "-m", "trainer"]
+    assert program.command(["-"]) == [*python, "-"]
     (tmp_path / "shelly").mkdir()  # a folder without a program does not hide a command
-    assert program._command(["shelly"]) == [shell]
+    assert program.command(["shelly"]) == [shell]
     (tmp_path / "shelly" / "__main__.py").write_text("")
-    assert program._command(["shelly"]) == [*python, "shelly"]
+    assert program.command(["shelly"]) == [*python, "shelly"]
     spaced = script(
         commands / "spaced", "#!/bin/sh\n'''exec' \"/a b/python3\" \"$0\" \"$@\"\n' '''\n"
     )  # as pip writes it
-    assert program._command(["spaced", "x"]) == [*python, spaced, "x"]
+    assert program.command(["spaced", "x"]) == [*python, spaced, "x"]
     (tmp_path / "trainer").write_text("print(2)\n")
-    assert program._command(["trainer"]) == [*python, "trainer"]
+    assert program.command(["trainer"]) == [*python, "trainer"]
     script(tmp_path / "x.py", "print(3)\n")  # executable, and without a first line that says by what
-    assert program._command(["./x.py", "1"]) == [*python, "./x.py", "1"]
+    assert program.command(["./x.py", "1"]) == [*python, "./x.py", "1"]
     (tmp_path / "plain.sh").write_text("#!/bin/sh\n")  # not executable
-    assert program._command(["plain.sh"]) == [*python, "plain.sh"]
-    assert program._command([script(tmp_path / "run.sh", "#!/bin/sh\n")]) == [str(tmp_path / "run.sh")]
+    assert program.command(["plain.sh"]) == [*python, "plain.sh"]
+    assert program.command([script(tmp_path / "run.sh", "#!/bin/sh\n")]) == [str(tmp_path / "run.sh")]
 
 
 def test_torchrun_of_this_python_without_a_path(monkeypatch):
@@ -101,7 +101,7 @@ def test_torchrun_of_this_python_without_a_path(monkeypatch):
     beside = os.path.join(os.path.dirname(sys.executable), "torchrun")
     if not os.path.exists(beside):
         pytest.skip("this Python has no torchrun beside it")
-    assert program._command(["torchrun", "x.py"]) == [sys.executable, beside, "x.py"]
+    assert program.command(["torchrun", "x.py"]) == [sys.executable, beside, "x.py"]
 
 
 def test_neither_a_file_nor_a_command(capsys):

@@ -42,6 +42,14 @@ def test_several_processes(tmp_path, clean_environ):
     assert told[-len(shown) :] == shown  # torchrun has words of its own before
 
 
+@of_2_15
+def test_what_fits(tmp_path, clean_environ):
+    told, shown = example("translate.py", tmp_path, clean_environ)
+    assert told == shown
+    front = (README.parent.parent / "README.md").read_text("utf-8")
+    assert "\n".join(shown) in front
+
+
 def test_a_race(tmp_path, clean_environ):
     told, shown = example("race.py", tmp_path, clean_environ, status=1)
     assert told[-len(shown) :] == shown  # a traceback before

@@ -1,4 +1,7 @@
-"""The lower half of EfficientNet-Lite0, as layers alone: the weights lie in data/ (origin and licence: data/README.md).
+"""The lower half of EfficientNet-Lite0, as layers alone: the weights lie beside it (origin and licence: README.md). `torch.hub.load`
+looks for a file of this name:
+
+    torch.hub.load("data", "efficientnet_lite0_lower", source="local")
 
 The network is Google's (https://arxiv.org/abs/1905.11946, made simpler for small devices). Of its 16 blocks, those up to the
 eighth are here: enough to tell textures and small shapes, and half a megabyte.
@@ -16,10 +19,9 @@ STAGES = [
     (2, 5, 2, 6, 40),
     (3, 3, 2, 6, 80),
 ]  # blocks, kernel, stride, wider, channels
-FEATURES = STAGES[-1][-1]
 
 
-def lower_half() -> nn.Sequential:
+def efficientnet_lite0_lower() -> nn.Sequential:
     """With random weights. In: float32 [n, 3, height, width], from -1 to 1. Out: [n, 80, height / 16, width / 16]."""
     layers, channels = [*_convolution(3, 32, 3, 2), nn.ReLU6()], 32
     for blocks, kernel, stride, wider, outputs in STAGES:

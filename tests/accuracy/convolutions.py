@@ -1,0 +1,107 @@
+"""Convolutions that others timed, one by one, beside what the clock says of them: `convolutions.csv`, a sample of each source's.
+
+    python -m tests.accuracy.convolutions     by source, direction, kind and card
+
+direction: forward, or of the gradient of the image or of the weight. made: channels of the result. layout: channels first or last. One
+kernel, or the few that cuDNN makes of it; no bias. DeepBench's on a GPU with tensor cores by cuDNN 7.6, the others by PyTorch 2.4 and 2.5.
+"""
+
+import csv
+import math
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from tests.accuracy.kernels import within
+from virtualgpu.hardware.achieved import KEYS
+from virtualgpu.hardware.specs import SPECS
+from virtualgpu.simulation import convolving
+from virtualgpu.simulation.kernels import Kernels
+
+TABLE = Path(__file__).parent / "convolutions.csv"
+DTYPES = {"float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
+
+
+class Convolution(NamedTuple):
+    """One measured convolution, by the row's words, and the log of measured over simulated."""
+
+    card: str
+    dtype: str
+    source: str
+    direction: str
+    kind: str
+    log: float
+
+
+def convolutions() -> list[Convolution]:
+    """All of the table."""
+    cards: dict[str, Kernels] = {}
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        return [_timed(row, cards.setdefault(row["card"], Kernels(SPECS[row["card"]]))) for row in csv.DictReader(file)]
+
+
+def _timed(row: dict, kernels: Kernels) -> Convolution:
+    image, weight, result, setting = _tensors(row)
+    key, direction = KEYS[row["dtype"]], row["direction"]
+    if direction == "forward":
+        moved = image.nbytes + weight.nbytes + result.nbytes
+        seconds = convolving.forward(kernels, (image, weight, None, *setting), (image, weight, result), 0, moved, key)
+    else:
+        mask = [direction == "image", direction == "weight", False]
+        seconds = convolving.backward(kernels, (result, image, weight, None, *setting, mask), (), 0, 0, key)
+    return Convolution(
+        row["card"],
+        row["dtype"],
+        row["source"],
+        direction,
+        _kind(row, weight),
+        math.log(float(row["us"]) / 1e6 / seconds),
+    )
+
+
+def _tensors(row: dict):
+    """The image, the weight and the result, without memory, and what else the operation is told."""
+    stride, padding, dilation = ([int(n) for n in row[name].split("x")] for name in ("stride", "padding", "dilation"))
+    groups, transposed = int(row["groups"]), row["transposed"] == "1"
+    layout = torch.channels_last if row["layout"] == "last" else torch.contiguous_format
+    channels, made = int(row["channels"]), int(row["made"])
+    kernel = int(row["kernel_height"]), int(row["kernel_width"])
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=DTYPES[row["dtype"]], device="meta").contiguous(memory_format=layout)
+
+    image = empty(int(row["batch"]), channels, int(row["height"]), int(row["width"]))
+    weight = empty(*((channels, made // groups) if transposed else (made, channels // groups)), *kernel)
+    setting = (stride, padding, dilation, transposed, [0, 0], groups)
+    result = torch.ops.aten.convolution(image, weight, None, *setting)
+    return image, weight, empty(*result.shape), setting
+
+
+def _kind(row: dict, weight) -> str:
+    size = f"{row['kernel_height']}x{row['kernel_width']}"
+    if int(row["groups"]) > 1:
+        return "depthwise" if weight.shape[1] == 1 else "grouped"
+    if int(row["channels"]) < convolving.CHANNELS:
+        return "of few channels"
+    return ("transposed " if row["transposed"] == "1" else "") + (size if size in ("1x1", "3x3") else "other sizes")
+
+
+def table() -> str:
+    """As text."""
+    groups: dict[str, list[float]] = {}
+    for found in convolutions():
+        cores = "float32" if found.dtype == "float32" else "on tensor cores"
+        names = (found.source, f"{found.direction}, {cores}", f"{found.kind}, {cores}", f"{found.card}, {found.dtype}")
+        for name in ("all", *names):
+            groups.setdefault(name, []).append(found.log)
+    lines = [f"{'convolutions':<48}{'number':>7}{'measured / simulated':>22}{'within 15 %':>13}{'30 %':>7}"]
+    for name, logs in groups.items():
+        shares = "".join(f"{within(logs, percent):>10.0%}" for percent in (15, 30))
+        lines.append(f"{name:<48}{len(logs):>7}{math.exp(median(logs)):>22.2f}{shares}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,50 @@
+"""An uncaught OutOfMemoryError under the runner: what lay on the GPU by kind, and what would have had to go."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.randn(8, 4096, device="cuda")).sum().backward()
+optimizer.step()
+{last}
+"""
+
+
+def run(last):
+    command = [
+        sys.executable,
+        "-m",
+        "virtualgpu",
+        "--gpus",
+        "1",
+        "--memory",
+        "1GB",
+        "--dry",
+        "-c",
+        PROGRAM.format(last=last),
+    ]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_what_lay_there_by_kind():
+    ended = run('kept = torch.empty(2**26, device="cuda"); torch.empty(2**27, device="cuda")')
+    assert ended.returncode == 1
+    told = ended.stderr[ended.stderr.index("GPU 0 (Tesla T4, 1.00 GiB) when it ran out of memory") :].splitlines()
+    kinds = {line.split()[0]: line.split()[1] for line in told[1:5]}
+    assert kinds.keys() == {"parameters", "gradients", "optimizer", "activations"}
+    assert kinds["parameters"] == "128.03" and kinds["optimizer"] == "256.06" and float(kinds["activations"]) >= 256
+    assert told[5].startswith("  It does not fit: 512.00 MiB more were asked for") and "would have to go" in told[5]
+    assert "--report" in told[6]
+
+
+@pytest.mark.parametrize(
+    "last", ["1 / 0", "try:\n    torch.empty(2**30, device='cuda')\nexcept torch.OutOfMemoryError:\n    pass"]
+)
+def test_nothing_else_is_told(last):
+    assert "when it ran out of memory" not in run(last).stderr

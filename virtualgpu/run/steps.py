@@ -1,0 +1,66 @@
+"""Optimizer steps of a program, on the simulated clock: `python -m virtualgpu fit` asks for a few and ends the program after them.
+
+Each process notes when its optimizer has stepped, and whether a GPU ran out of memory; at the end it leaves both in the runner's folder.
+A step is one of the optimizer that stepped first, so that two optimizers (of a GAN, say) are one step.
+"""
+
+import json
+import os
+import statistics
+from typing import NamedTuple
+
+SUFFIX = ".steps"
+
+
+class Steps(NamedTuple):
+    """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None."""
+
+    rank: int
+    ends: list[float]
+    asked: int | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step: the median, without the first one, which has the allocator's and the optimizer's beginnings."""
+        lasted = [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
+        return statistics.median(lasted) if lasted else None
+
+
+class Watch:
+    """Counts this process's steps. After `most` of them it raises SystemExit, as if the program had come to its end; 0: it never does."""
+
+    def __init__(self, machine, most: int):
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.machine, self.most, self.first, self.ends, self.asked = machine, most, None, [], None
+        register_optimizer_step_post_hook(self._stepped)
+        for gpu in machine.gpus:
+            gpu.memory.watch(self._heard)
+
+    def _stepped(self, optimizer, *_) -> None:
+        self.first = self.first or id(optimizer)
+        if id(optimizer) == self.first:
+            self.ends.append(self.machine.clock.latest())
+            if len(self.ends) == self.most:
+                raise SystemExit(0)
+
+    def _heard(self, action: str, address: int, size: int, stream: int, block) -> None:
+        if action == "oom":
+            self.asked = size
+
+    def leave(self, folder: str) -> None:
+        """For `collect`."""
+        from virtualgpu import environment
+
+        with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
+            json.dump(Steps(environment.rank(), self.ends, self.asked), file)
+
+
+def collect(folder: str) -> list[Steps]:
+    """What the processes left, by rank."""
+    found = []
+    for name in os.listdir(folder):
+        if name.endswith(SUFFIX):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                found.append(Steps(*json.load(file)))
+    return sorted(found)
