@@ -6,7 +6,7 @@ from checks.notebook_01 import frozen, loads_what_fits, resumes, survives
 from checks.notebook_02 import skip_repaired, split_in_two
 from checks.notebook_03 import fastest_plan, slots
 from checks.notebook_04 import averages, talks_early
-from checks.notebook_05 import frugal, goes_on, search_space
+from checks.notebook_05 import frugal, goes_on, tunes
 from checks.notebook_06 import causes, riddle, within_budget
 from checks.notebook_08 import stays_together, trains_on_all
 from checks.notebook_09 import fewest_words, shards_below, tensor_plan
@@ -25,7 +25,6 @@ __all__ = [
     "one_f_one_b",
     "resumes",
     "riddle",
-    "search_space",
     "shards_below",
     "skip_repaired",
     "slots",
@@ -35,5 +34,6 @@ __all__ = [
     "talks_early",
     "tensor_plan",
     "trains_on_all",
+    "tunes",
     "within_budget",
 ]
