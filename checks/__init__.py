@@ -6,7 +6,7 @@ from checks.notebook_01 import frozen, loads_what_fits, resumes, survives
 from checks.notebook_02 import skip_repaired, split_in_two
 from checks.notebook_03 import fastest_plan, slots
 from checks.notebook_04 import averages, talks_early
-from checks.notebook_05 import frugal, goes_on, search_space
+from checks.notebook_05 import frugal, goes_on, tunes
 from checks.notebook_06 import causes, culprits, riddle, stranger
 from checks.notebook_07 import slims, within_budget
 from checks.notebook_08 import stays_together, trains_on_all
@@ -27,7 +27,6 @@ __all__ = [
     "one_f_one_b",
     "resumes",
     "riddle",
-    "search_space",
     "shards_below",
     "skip_repaired",
     "slims",
@@ -39,5 +38,6 @@ __all__ = [
     "talks_early",
     "tensor_plan",
     "trains_on_all",
+    "tunes",
     "within_budget",
 ]

@@ -1,72 +1,51 @@
 """The graders of notebook 05: tuning."""
 
+import copy
 import math
 import random
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from checks.grader import grader
 
 
 @grader
-def search_space(space: Mapping) -> str | None:
-    """lr log-uniform from 1e-4 to 0.1, batch_size one of 16, 32, 64, dropout uniform from 0 to 0.5; judged by drawing."""
-    if not isinstance(space, Mapping) or set(space) != {"lr", "batch_size", "dropout"}:
-        has = sorted(map(str, space)) if isinstance(space, Mapping) else space
-        return f"it has {has}, and should have batch_size, dropout, lr"
-    try:
-        drawn = {name: sorted(domain.sample(size=DRAWS, random_state=0)) for name, domain in space.items()}
-    except AttributeError:
-        return "each entry should be something of tune's that can be drawn from, such as tune.uniform(0, 1)"
-    complaint = _not_even("lr", drawn["lr"], 1e-4, 0.1, math.log10, lambda exponent: 10**exponent)
-    complaint = complaint or _not_even("dropout", drawn["dropout"], 0, 0.5)
-    if complaint:
-        return complaint
-    shares = {size: count / DRAWS for size, count in Counter(drawn["batch_size"]).items()}
-    if set(shares) != {16, 32, 64}:
-        return f"batch_size: it draws {list(shares)[:5]}"
-    for size, share in shares.items():
-        if abs(share - 1 / 3) > 0.05:
-            return f"batch_size: {size} is {share:.0%} of the draws; it should be a third"
-    return None
-
-
-def _not_even(name: str, drawn: list[float], low: float, high: float, scale=float, unscale=float) -> str | None:
-    """Where sorted draws are not spread evenly from low to high, on a scale."""
-    if drawn[0] < low * (1 - 1e-9) or drawn[-1] > high * (1 + 1e-9):
-        return f"{name}: 2,000 draws lie between {drawn[0]:.4f} and {drawn[-1]:.4f}, not {low} and {high}"
-    for part, word in ((2, "half"), (4, "a quarter"), (4 / 3, "three quarters")):
-        found, wanted = drawn[int(DRAWS / part)], unscale(scale(low) + (scale(high) - scale(low)) / part)
-        if abs(scale(found) - scale(wanted)) > 0.05 * (scale(high) - scale(low)):
-            return f"{name}: {word} of the draws are below {found:.4f}; it should be about {wanted:.4f}"
-    for found, end in ((drawn[0], low), (drawn[-1], high)):
-        if abs(scale(found) - scale(end)) > 0.01 * (scale(high) - scale(low)):
-            return f"{name}: 2,000 draws come no nearer to {end} than {found:.5f}"
+def frugal(scheduler) -> str | None:
+    """A scheduler of Ray's, replayed on 100 searches: at most 60 % of the rounds, the best stopped in at most 8."""
+    if not hasattr(scheduler, "on_trial_result"):
+        return f"{type(scheduler).__name__} is not a scheduler of Ray's, such as ASHAScheduler(...)"
+    spent, lost = 0, 0
+    for number in range(SEARCHES):
+        losses = _crossing(random.Random(number))
+        rounds = _replay(copy.deepcopy(scheduler), losses)
+        best = min(range(len(losses)), key=lambda trial: losses[trial][-1])
+        spent, lost = spent + sum(rounds), lost + (rounds[best] < ROUNDS)
+    share = 100 * spent / (SEARCHES * TRIALS * ROUNDS)
+    summary = f"it spends {share:.0f} % of the rounds, and stops the best trial in {lost} of {SEARCHES} searches"
+    if share > 60:
+        return f"{summary}; at most 60 % are allowed: stop more, or earlier"
+    if lost > 8:
+        return f"{summary}; at most 8 are allowed: where do the late bloomers overtake?"
     return None
 
 
 @grader
-def frugal(search) -> str | None:
-    """search: a tune.TuneConfig that tries 20 learning rates, spends at most three quarters of their rounds, and stops not the best of them."""
-    centre = random.Random().uniform(-4, -1)
-    space = {"lr": _tune().loguniform(1e-5, 1)}
-    results = _run(_training(centre), space, replace(search, reuse_actors=True, time_budget_s=LIMIT))
-    if isinstance(results, str):
-        return results
-    if silent := sum("training_iteration" not in (trial.metrics or {}) for trial in results):
-        return f"{silent} of {len(results)} trials had not reported when {LIMIT} seconds were over"
-    spent = [trial.metrics["training_iteration"] for trial in results]
-    if len({trial.config["lr"] for trial in results}) < 20:
-        return f"it tried {len(results)} learning rates; try at least 20"
-    # by chance ASHA needs more than half now and then, where good ones come late; of 20 trials more than this in 1 of 500
-    if sum(spent) > (budget := int(0.75 * ROUNDS * len(spent))):
-        return f"{len(spent)} trials spent {sum(spent)} rounds, and the budget is {budget}"
-    best = min(range(len(spent)), key=lambda trial: abs(math.log10(results[trial].config["lr"]) - centre))
-    if spent[best] < ROUNDS:
-        return f"the best of {len(spent)} learning rates was stopped after {spent[best]} of {ROUNDS} rounds"
+def tunes(search: Callable[[Callable, int], object]) -> str | None:
+    """The network of the lowest validation loss, within a budget, on hidden test images of two sets of brightness."""
+    for words, scale in (("pale", 1 / 6), ("dark", 100.0)):
+        reads, complaint = _searched(search, scale)
+        if complaint:
+            return f"on the {words} images {complaint}"
+        if reads < WANTED:
+            default, _ = _searched(lambda start, budget: start(0.01).train(budget), scale)
+            return (
+                f"on the {words} images your network reads {reads:.0f} % of the test images; lr=0.01 for the whole "
+                f"budget reads {default:.0f} %, and {WANTED} % are asked for"
+            )
     return None
 
 
@@ -95,25 +74,105 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
     return None
 
 
-DRAWS = 2000
-ROUNDS = 16
-LIMIT = 120  # seconds for a search
+ROUNDS, TRIALS, SEARCHES = 16, 20, 100
+BUDGET, STEPS, WANTED = 200, 8, 80  # rounds for all networks together, steps in a round, % of the test images
+
+
+class _Stand:
+    """What a scheduler sees of a trial."""
+
+    def __init__(self, number: int):
+        self.trial_id = str(number)
+
+
+def _crossing(draw: random.Random) -> list[list[float]]:
+    """Losses of 20 learning rates: the higher a rate, the sooner its loss falls, and above the best the higher it ends."""
+    centre, losses = draw.uniform(-3, -1), []
+    for _ in range(TRIALS):
+        above = draw.uniform(-4, 0) - centre  # powers of ten
+        slow, end = 4 * 10**-above, min(2.3, 0.3 + (1.6 * above if above > 0 else -0.1 * above))
+        losses.append([end + (2.3 - end) * math.exp(-r / slow) + draw.gauss(0, 0.02) for r in range(1, ROUNDS + 1)])
+    return losses
+
+
+def _replay(scheduler, losses: list[list[float]], workers: int = 4) -> list[int]:
+    """How many rounds of each trial a scheduler lets run, four at a time. No process is started."""
+    scheduler.set_search_properties("loss", "min")
+    waiting, running, rounds = list(range(len(losses))), {}, [0] * len(losses)
+    while waiting or running:
+        while waiting and len(running) < workers:
+            running[waiting[0]] = _Stand(waiting[0])
+            scheduler.on_trial_add(None, running[waiting.pop(0)])
+        for trial, stand in list(running.items()):
+            rounds[trial] += 1
+            result = {"training_iteration": rounds[trial], "loss": losses[trial][rounds[trial] - 1]}
+            result["time_total_s"] = float(rounds[trial])
+            if rounds[trial] == ROUNDS:
+                scheduler.on_trial_complete(None, running.pop(trial), result)
+            elif scheduler.on_trial_result(None, stand, result) != "CONTINUE":
+                del running[trial]
+    return rounds
+
+
+class _Training:
+    """A network of the reader's search; `spend` takes its rounds from the budget."""
+
+    def __init__(self, lr: float, seed: int, train, valid, spend: Callable[[int], None]):
+        torch.manual_seed(seed)
+        hidden = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()]
+        self.net = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, 10))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr, momentum=0.9)
+        self.data, self.valid, self.spend, self.loss = train, valid, spend, None
+        self.batches = torch.Generator().manual_seed(seed)
+
+    def train(self, rounds: int) -> float:
+        """Train on for so many rounds; the validation loss."""
+        self.spend(rounds)
+        images, labels = self.data
+        for _ in range(STEPS * rounds):
+            batch = torch.randint(len(images), (16,), generator=self.batches)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.net(images[batch]), labels[batch]).backward()
+            self.optimizer.step()
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(self.net(self.valid[0]), self.valid[1]).nan_to_num(10.0).item()
+        self.loss = min(10.0, loss)
+        return self.loss
+
+
+def _searched(search: Callable, scale: float) -> tuple[float, str]:
+    """Percent of the test images that the chosen network reads; a complaint where there is none."""
+    from helpers import data
+
+    images, labels = data.digits()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
+    images, labels = images[order] * scale, labels[order]
+    parts = [(images[part], labels[part]) for part in (slice(200), slice(200, 600), slice(600, None))]
+    left, begun = BUDGET, []
+
+    def spend(rounds: int) -> None:
+        nonlocal left
+        if not isinstance(rounds, int) or rounds < 1:
+            raise ValueError(f"train({rounds!r}): rounds are whole numbers from 1 on")
+        if rounds > left:
+            raise ValueError(f"train({rounds}): of the budget of {BUDGET} rounds {left} are left")
+        left -= rounds
+
+    def start(lr: float) -> _Training:
+        begun.append(_Training(lr, len(begun), *parts[:2], spend))
+        return begun[-1]
+
+    search(start, BUDGET)
+    done = [training for training in begun if training.loss is not None]
+    if not done:
+        return 0.0, "no network was trained"
+    chosen = min(done, key=lambda training: training.loss)
+    with torch.no_grad():
+        right = chosen.net(parts[2][0]).argmax(1) == parts[2][1]
+    return 100 * right.float().mean().item(), ""
 
 
 # What goes to a trial's process is a function in a function: it travels whole, and nothing of ours, which brings PyTorch, is imported.
-
-
-def _training(centre: float) -> Callable[[Mapping], None]:
-    """Sixteen rounds; the nearer to the centre the learning rate's logarithm, the lower the loss, from the first round on."""
-
-    def training(config: Mapping) -> None:
-        from ray import tune
-
-        distance = abs(math.log10(config["lr"]) - centre)
-        for round in range(1, ROUNDS + 1):
-            tune.report({"loss": distance + 1 / round})
-
-    return training
 
 
 def _work(diary: Path, numbers: dict[int, int], breaks: int) -> Callable[[int], int]:
@@ -139,7 +198,7 @@ def _run(trainable: Callable, space: Mapping, search, max_failures: int = 0):
 
     if not ray.is_initialized():
         return "Ray does not run: helpers.tuning.start_ray(cpus=2) starts it"
-    from helpers.trials import Watch
+    from helpers.tuning import Watch
 
     tune = _tune()
     with tempfile.TemporaryDirectory(prefix="graded-") as folder:

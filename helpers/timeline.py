@@ -45,15 +45,6 @@ class Timeline:
         return cls(rows, end - start, origin)
 
     @classmethod
-    def of_workers(cls, trials: Sequence[tuple[int, float, float, bool]]) -> "Timeline":
-        """One row a worker process, from (its number, start, end, whether it was cut) of each trial of a search."""
-        start, last = min((trial[1] for trial in trials), default=0.0), max((trial[2] for trial in trials), default=0.0)
-        rows: dict[int, list[Span]] = {process: [] for process in sorted({process for process, *_ in trials})}
-        for process, begin, end, cut in trials:
-            rows[process].append(Span(0, begin - start, end - start, "cut" if cut else "trial", "trial"))
-        return cls({f"worker {number}": own for number, own in enumerate(rows.values())}, last - start)
-
-    @classmethod
     def of_slots(cls, table: Sequence[Sequence[str | None]]) -> "Timeline":
         """One row a stage, from a table on paper: "F3" and "B3" are forward and backward of micro-batch 3, None is a slot
         without work. A slot is drawn as a millisecond."""

@@ -1,4 +1,4 @@
-"""Start Ray without messages and remove all of its files and processes: what notebook 05 needs beside Ray Tune."""
+"""Ray for notebook 05: started quietly, ended without a trace; and a word where a search would wait for ever."""
 
 import atexit
 import contextlib
@@ -6,14 +6,16 @@ import logging
 import os
 import secrets
 import shlex
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-import psutil
+import torch
 
+from helpers.waiting import progress
 from virtualgpu import scratch
 from virtualgpu.run import inherit
 
@@ -26,16 +28,12 @@ QUIET = {
     "TUNE_GLOBAL_CHECKPOINT_S": "1",  # a killed experiment loses no more; Ray's own choice is 10 s and more
     "TUNE_FORCE_TRIAL_CLEANUP_S": "5",  # a trial that does not end is killed then; Ray's own choice is 600 s
 }
-# Ray listens on every network of this machine: who has no token is refused (from Ray 2.52 on), and may read the autoscaler's
-# counters alone. In the environment, not in a file in the home folder
+# Ray listens on every network of this machine: who has no token is refused (from Ray 2.52 on). In the environment, not in a file
 PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 LIMIT = 60  # seconds in which the first worker has to answer: starting one takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
-_folder: str | None = None
-_watcher: subprocess.Popen | None = None
-_environment = contextlib.ExitStack()  # what puts it back as it was
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
 WATCH = """
 import contextlib, psutil, select, sys
@@ -53,120 +51,8 @@ for process in seen:
 """
 
 
-def start_ray(address: str | None = None, cpus: int | None = None, gpus: int | None = None) -> dict[str, float]:
-    """Start Ray here, or join the cluster at `address` ("10.0.0.1:6379"); what there is to use: {"CPU": 2.0, ...}.
-
-    gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
-    of virtual GPUs with each other and with the notebook, as processes do on real ones.
-
-    Ray's files go to a folder that stop_ray() removes, or where a notebook was killed, the next start. Calling it again
-    starts afresh. Raises ConnectionError where no cluster answers at `address`; ValueError where the GPUs are not there;
-    RuntimeError where no worker process starts, with what it said.
-    """
-    global _folder, _watcher
-    stop_ray()
-    if gpus:
-        _count(gpus)
-    if address is not None:
-        _require_listener(address)  # ray.init would end this whole process where nobody answers
-    atexit.register(stop_ray)
-    _folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
-    ours = QUIET | {"RAY_TMPDIR": _folder} | (PRIVATE if address is None else {})
-    _environment.enter_context(_in_environment(ours))
-    import ray
-
-    _read_environment()
-    options = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address is None:
-        options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-        options |= {"num_cpus": cpus, "num_gpus": gpus}
-        command = [sys.executable, "-c", WATCH, str(os.getpid())]
-        # in a session of its own: an interrupted cell must not interrupt it
-        _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    quoted = shlex.quote(sys.executable)
-    if quoted != sys.executable and (address is None or address.rpartition(":")[0] in _own_addresses()):
-        # Ray puts the interpreter's path into a line for bash as it stands: a folder such as "my course" ends it
-        options["runtime_env"] = {"py_executable": quoted}
-    with _in_environment(inherit.variables() if gpus else {}):  # Ray's processes, and all they start, have it from here
-        try:
-            ray.init(address=address, **options)
-        except Exception as error:  # 30 s: from a cold disk too little, and enough the second time
-            if "timed out during startup" not in str(error):
-                stop_ray()
-                raise
-            ray.shutdown()
-            ray.init(address=address, **options)
-    ray._private.worker._worker_logs_enabled = False  # what Ray says of a node that died, which no option turns off
-    # a trial's error is in its result; not its traceback here, too
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-    _hear_a_worker(ray)
-    return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
-
-
-def stop_ray() -> None:
-    """End Ray's processes and remove its files. Does nothing where Ray was not started."""
-    global _folder, _watcher
-    atexit.unregister(stop_ray)
-    ray = sys.modules.get("ray")  # not imported for this: that takes seconds, and would be before QUIET is set
-    if ray is not None and ray.is_initialized():
-        ray.shutdown()
-    if _watcher is not None:
-        _watcher.communicate()
-        _watcher = None
-    if _folder is not None:
-        scratch.remove(_folder)
-        _folder = None
-    _environment.close()
-    if ray is not None:
-        _read_environment()
-
-
-def last_words() -> str:
-    """What Ray's processes said last: the reason, where workers do not start. Empty where they said nothing."""
-    folder = Path(_folder or "/nowhere") / "ray" / "session_latest" / "logs"
-    for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
-        lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
-        lines = [
-            line for line in lines if line.strip() and not line.startswith(":")
-        ]  # :task_name:... is Ray's own mark
-        if lines:
-            return lines[-1]
-    return ""
-
-
-def _read_environment() -> None:
-    """Ray does so when it is imported, and remembers."""
-    from ray._raylet import AuthenticationTokenLoader, Config
-
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
-
-
-def _hear_a_worker(ray) -> None:
-    """Ray starts a process that failed again and again, and would have everybody wait for ever."""
-
-    @ray.remote(num_cpus=0)
-    def answer() -> bool:
-        return True
-
-    try:
-        ray.get(answer.remote(), timeout=LIMIT)
-    except ray.exceptions.GetTimeoutError:
-        words = last_words()
-        stop_ray()
-        said = f"; the last one said: {words}" if words else ""
-        raise RuntimeError(f"Ray runs, but no worker process of it answered within {LIMIT} seconds{said}") from None
-
-
-def _count(gpus: int) -> None:
-    import torch
-
-    if (there := torch.cuda.device_count()) < gpus:
-        raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
-
-
 @contextlib.contextmanager
-def _in_environment(variables: dict[str, str]):
+def _environment(variables: dict[str, str]):
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -179,14 +65,152 @@ def _in_environment(variables: dict[str, str]):
                 os.environ[name] = value
 
 
-def _own_addresses() -> set[str]:
-    return {address.address for addresses in psutil.net_if_addrs().values() for address in addresses} | {"localhost"}
+with _environment(QUIET):
+    import ray
+    from ray import tune
+    from ray.tune.experiment import Trial
+
+_started = contextlib.ExitStack()  # what stop_ray() undoes
+_folder: str | None = None
 
 
-def _require_listener(address: str) -> None:
-    host, _, port = address.rpartition(":")
+def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, float]:
+    """Start Ray afresh; what there is to use: {"CPU": 2.0, ...}. stop_ray(), or the next start after a kill, removes its files.
+
+    gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
+    of virtual GPUs with each other and with the notebook, as processes do on real ones.
+
+    Raises ValueError where the GPUs are not there; RuntimeError where no worker process starts, with what it said.
+    """
+    global _folder
+    stop_ray()
+    if gpus and (there := torch.cuda.device_count()) < gpus:
+        raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
+    atexit.register(stop_ray)
+    _started.callback(atexit.unregister, stop_ray)
+    _started.callback(_read_environment)
+    _folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
+    _started.enter_context(_environment(QUIET | PRIVATE | {"RAY_TMPDIR": _folder}))
+    _started.callback(scratch.remove, _folder)
+    _read_environment()
+    # in a session of its own: an interrupted cell must not interrupt it
+    command = [sys.executable, "-c", WATCH, str(os.getpid())]
+    _started.callback(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True).communicate)
+    _started.callback(ray.shutdown)
+    options = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+    options |= {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": OBJECT_STORE}
+    if (quoted := shlex.quote(sys.executable)) != sys.executable:
+        # Ray puts the interpreter's path into a line for bash as it stands: a folder such as "my course" ends it
+        options["runtime_env"] = {"py_executable": quoted}
+    with _environment(inherit.variables() if gpus else {}):  # Ray's processes, and all they start, have it from here
+        try:
+            ray.init(**options)
+        except Exception as error:  # 30 s: from a cold disk too little, and enough the second time
+            if "timed out during startup" not in str(error):
+                stop_ray()
+                raise
+            ray.shutdown()
+            ray.init(**options)
+    ray._private.worker._worker_logs_enabled = False  # what Ray says of a node that died, which no option turns off
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # a trial's error is in its result
+    _hear_a_worker()
+    return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
+
+
+def stop_ray() -> None:
+    """End Ray's processes and remove its files. Does nothing where Ray was not started."""
+    _started.close()
+
+
+def _read_environment() -> None:
+    """Ray does so when it is imported, and remembers."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    AuthenticationTokenLoader.instance().reset_cache()
+    Config.initialize("")
+
+
+def _hear_a_worker() -> None:
+    """Ray starts a process that failed again and again, and would have everybody wait for ever."""
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
-        cure = "start one with `ray start --head --port=6379`, and give its address as host:port"
-        raise ConnectionError(f"no Ray cluster answers at {address!r} ({error}): {cure}") from None
+        ray.get(ray.remote(num_cpus=0)(lambda: True).remote(), timeout=LIMIT)
+    except ray.exceptions.GetTimeoutError:
+        words = _last_words()
+        stop_ray()
+        raise RuntimeError(f"Ray runs, but no worker process of it answered within {LIMIT} seconds{words}") from None
+
+
+def _last_words() -> str:
+    """What Ray's processes said last: the reason, where workers do not start."""
+    folder = Path(_folder or "/nowhere") / "ray" / "session_latest" / "logs"
+    for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
+        lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
+        if lines := [
+            line for line in lines if line.strip() and not line.startswith(":")
+        ]:  # :task_name:... is Ray's mark
+            return f"; the last one said: {lines[-1]}"
+    return ""
+
+
+class Watch(tune.Callback):
+    """RunConfig(callbacks=[Watch()]): a bar that moves with every trial that ends.
+
+    Raises ValueError where every trial that waits asks for more than the cluster has, RuntimeError where none has begun for
+    `limit` seconds or none has reported for `silence` seconds, KeyboardInterrupt where the search was interrupted: Ray itself
+    waits on, or returns from an interrupted search as from one that is done.
+    """
+
+    def __init__(self, limit: float = LIMIT, silence: float = 10 * LIMIT):
+        self.limit, self.silence = limit, silence
+        self.bar = None
+        self.handler = self.rays = signal.getsignal(signal.SIGINT)
+
+    def __reduce__(self):
+        """A Tuner writes its callbacks to a file; a bar and handlers cannot be written."""
+        return Watch, (self.limit, self.silence)
+
+    def setup(self, **info) -> None:
+        self.bar = progress(range(info.get("total_num_samples") or 1), "trials")
+        self.begun = self.heard = time.monotonic()
+        self.rays = signal.getsignal(signal.SIGINT)
+
+    def on_step_begin(self, iteration: int, trials: list[Trial], **info) -> None:
+        now = time.monotonic()
+        if any(trial.status == Trial.RUNNING for trial in trials):
+            self.begun = now
+            if now - self.heard > self.silence:
+                raise RuntimeError(f"no trial has reported for {self.silence:g} seconds: does one of them end?")
+            return
+        self.heard = now
+        waiting = [trial for trial in trials if trial.status == Trial.PENDING]
+        lacks = [_lacking(trial) for trial in waiting]
+        if lacks and all(lacks):
+            raise ValueError(lacks[0])
+        if waiting and now - self.begun > self.limit:
+            raise RuntimeError(f"no trial has begun for {self.limit:g} seconds, although there is room{_last_words()}")
+
+    def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict, **info) -> None:
+        self.heard = time.monotonic()
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info) -> None:
+        if hasattr(self.bar, "refresh"):
+            self.bar.n = 1 + sum(other.is_finished() for other in trials if other is not trial)
+            self.bar.refresh()
+
+    def on_experiment_end(self, trials: list[Trial], **info) -> None:
+        if hasattr(self.bar, "close"):
+            self.bar.close()
+        interrupted = signal.getsignal(signal.SIGINT) is not self.rays  # Ray's own gives way when it has been called
+        if self.rays is not self.handler:
+            signal.signal(signal.SIGINT, self.handler)  # else the first interrupt of what follows would be lost, too
+        if interrupted:
+            raise KeyboardInterrupt  # trials have been stopped by now, and the experiment's state is written
+
+
+def _lacking(trial: Trial) -> str:
+    """What this trial asks for and nobody has; empty where there is enough."""
+    there = ray.cluster_resources()
+    for name, wanted in trial.placement_group_factory.required_resources.items():
+        if wanted > there.get(name, 0):
+            return f"a trial asks for {wanted:g} {name}, and the cluster has {there.get(name, 0):g}: it would wait for ever"
+    return ""

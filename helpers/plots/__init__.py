@@ -8,11 +8,11 @@ from helpers.plots.allocation import blocks, stacked
 from helpers.plots.devices import memory, timeline, utilization, watched
 from helpers.plots.drawings import drawing
 from helpers.plots.frames import slider
-from helpers.plots.searches import rungs, search
+from helpers.plots.searches import rungs, search, workers
 from helpers.plots.series import bars, curves, dots, images, left, sweep
 from helpers.plots.weights import matrices
 
 __all__ = [
     "bars", "blocks", "curves", "dots", "drawing", "images", "left", "matrices", "memory", "rungs", "search", "slider", "stacked",
-    "sweep", "timeline", "utilization", "watched",
+    "sweep", "timeline", "utilization", "watched", "workers",
 ]  # fmt: skip

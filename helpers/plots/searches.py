@@ -1,4 +1,4 @@
-"""Searches for hyper-parameters: where trials were made, and how far each was given."""
+"""Searches for hyper-parameters: where trials were made, how far each was trained, and on which worker."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,20 +10,18 @@ from helpers.plots.figures import COLORS, STYLE, WIDTH
 
 
 def search(
-    found: Mapping[str, Sequence[tuple[float, float, float]]],
+    tried: Mapping[str, Sequence[tuple[float, float, float]]],
     title: str,
     xlabel: str,
     ylabel: str,
     value: str,
     xscale: str = "log",
 ) -> None:
-    """One panel a way to search: a dot a trial at (x, y), y logarithmic, coloured by its third; a ring: the best."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-        panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
-    low = min(z for points in found.values() for *_, z in points)
-    high = max(z for points in found.values() for *_, z in points)
-    for axes, (name, points) in zip(panels, found.items(), strict=True):
+    """One panel per way to search: a dot per trial at (x, y), y logarithmic, coloured by its third; a ring: the best."""
+    figure, panels = _panels(len(tried), height=3.2, columns=len(tried))
+    low = min(z for points in tried.values() for *_, z in points)
+    high = max(z for points in tried.values() for *_, z in points)
+    for axes, (name, points) in zip(panels, tried.items(), strict=True):
         x, y, z = zip(*points, strict=True)
         drawn = axes.scatter(x, y, c=z, s=70, cmap="viridis", vmin=low, vmax=high)
         best = max(points, key=lambda point: point[2])
@@ -39,35 +37,65 @@ def search(
 
 def rungs(
     curves: Sequence[Sequence[float]],
-    given: Mapping[int, int],
+    rounds: Sequence[int],
     at: Sequence[int],
     title: str,
-    xlabel: str,
     ylabel: str,
     named: Mapping[int, str],
-    ylim: tuple[float, float] | None = None,
+    ylim: tuple[float, float],
 ) -> None:
-    """One curve a trial against 1, 2, 3, ... on a logarithmic axis: drawn as far as it was `given` rounds, dotted beyond where it is named, with a
-    cross where it was stopped; a dashed line at each rung. `named`: {trial: what the legend calls it}."""
+    """One curve per trial, as far as its `rounds`, with a cross where it was stopped; dotted beyond for those that are `named`."""
     figure, axes = figures.new(height=3.6)
-    colors = dict(zip(named, (COLORS[5], COLORS[0], COLORS[2]), strict=False))
-    for trial, values in enumerate(curves):
-        color, end = colors.get(trial, "#b0b0b0"), given[trial]
-        style = {"color": color, "zorder": 3 if trial in named else 1}
-        beyond = trial in named and end < len(values)
-        axes.plot(range(1, end + 1), values[:end], linewidth=1.8, label=None if beyond else named.get(trial), **style)
-        if beyond:
-            axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", linewidth=1.8, label=named[trial], **style)
+    for trial, (values, end) in enumerate(zip(curves, rounds, strict=True)):
+        color = COLORS[5 * list(named).index(trial)] if trial in named else "#b0b0b0"
+        style = {"color": color, "zorder": 3 if trial in named else 1, "linewidth": 1.8 if trial in named else 1}
+        axes.plot(range(1, end + 1), values[:end], label=named.get(trial), **style)
         if end < len(values):
-            axes.plot(end, values[end - 1], "x", markersize=6, **style)
+            axes.plot(end, values[end - 1], "x", markersize=6, color=color)
+            if trial in named:
+                axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", **style)
     for rung in at:
-        left = sum(rounds > rung for rounds in given.values())
         axes.axvline(rung, color="#888888", linestyle="--", linewidth=1)
-        axes.annotate(f"{left} go on", (rung, 1), xycoords=("data", "axes fraction"), fontsize=8, xytext=(3, -9),
-                      textcoords="offset points", color="#666666", backgroundcolor=(1, 1, 1, 0.8))  # fmt: skip
+        axes.annotate(f"{sum(end > rung for end in rounds)} go on", (rung, 1), (3, -9), ("data", "axes fraction"),
+                      "offset points", fontsize=8, color="#666666", backgroundcolor=(1, 1, 1, 0.8))  # fmt: skip
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
-    axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log", xlim=(0.9, None), ylim=ylim)
+    axes.set(xlabel="round", ylabel=ylabel, xscale="log", xlim=(0.9, None), ylim=ylim)
     ticks = sorted({*at, max(map(len, curves))})
     axes.set_xticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
     figures.show(figure, title, "measured")
+
+
+def workers(
+    schedules: Mapping[str, Sequence[tuple[int, int, float, float, int]]], title: str, xlabel: str, end: float
+) -> None:
+    """One panel per schedule, one row per worker up to the time `end`; a bar per (worker, trial, start, end, rung that it reaches).
+
+    Darker bars reach later rungs; white is waiting.
+    """
+    figure, panels = _panels(len(schedules), height=1.6 * len(schedules) + 0.9, columns=1)
+    reached = sorted({bar[4] for bars in schedules.values() for bar in bars})
+    for axes, (name, bars) in zip(panels, schedules.items(), strict=True):
+        for worker, trial, start, stop, rung in bars:
+            if start < end:
+                color = matplotlib.colormaps["Blues"]((reached.index(rung) + 1.5) / (len(reached) + 1))
+                axes.barh(worker, stop - start, left=start, color=color, edgecolor="white", height=0.8)
+                if stop - start > end / 60:
+                    dark = "white" if reached.index(rung) >= len(reached) / 2 else "black"
+                    axes.text(min(start + stop, start + end) / 2, worker, trial, ha="center", va="center", fontsize=7,
+                              color=dark, clip_on=True)  # fmt: skip
+        rows = len({bar[0] for bar in bars})
+        busy = sum(max(0.0, min(stop, end) - start) for _, _, start, stop, _ in bars) / (rows * end)
+        axes.set_title(f"{name}: workers busy {100 * busy:.0f} % of the time", fontsize=10, loc="left")
+        axes.set(xlim=(0, end), ylim=(rows - 0.5, -0.5))
+        axes.set_yticks(range(rows), [f"worker {row}" for row in range(rows)])
+        axes.grid(axis="y", visible=False)
+    panels[-1].set_xlabel(xlabel)
+    figures.show(figure, title, "simulated")
+
+
+def _panels(count: int, height: float, columns: int) -> tuple[Figure, list]:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        grid = figure.subplots(count // columns, columns, sharex=True, sharey=True, squeeze=False)
+    return figure, list(grid.flat)

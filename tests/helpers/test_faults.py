@@ -54,9 +54,8 @@ if __name__ == "__main__":
     there = tuning.start_ray(cpus=2)
     from ray import tune
     import ray
-    from helpers.trials import Watch
     large = ray.get(ray.put(torch.ones(5_000_000).numpy()))
-    quiet = {"verbose": 0, "progress_reporter": tune.CLIReporter(), "callbacks": [Watch()]}
+    quiet = {"verbose": 0, "progress_reporter": tune.CLIReporter(), "callbacks": [tuning.Watch()]}
     run = tune.RunConfig(name="run", storage_path=str(folder), **quiet)
     space = {"n": tune.grid_search([1, 2]), "slow": slow, "folder": str(folder)}
     try:

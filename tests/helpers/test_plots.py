@@ -127,6 +127,30 @@ def test_the_search_plot_rings_the_best(figures):
     assert [axes.texts[0].get_text() for axes in panels] == ["70", "90"]
 
 
+def test_a_stopped_trial_has_a_cross_and_a_named_one_its_rest_dotted(figures):
+    plots.rungs([[3, 2, 1], [3, 3, 3], [3, 3, 3]], [1, 3, 1], [1, 2], "title", "loss", {0: "late"}, ylim=(0, 4))
+    lines = figures[0].axes[0].lines
+    assert [line.get_marker() for line in lines].count("x") == 2
+    (rest,) = [line for line in lines if line.get_linestyle() == ":"]
+    assert list(rest.get_ydata()) == [3, 2, 1]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["1 go on", "1 go on"]
+
+
+def test_workers_are_rows_and_their_bars_end_with_the_picture(figures):
+    schedules = {
+        "halving": [(0, 0, 0, 2, 1), (1, 1, 0, 1, 1)],
+        "ASHA": [(0, 0, 0, 2, 1), (1, 1, 0, 1, 1), (1, 2, 1, 5, 2)],
+    }
+    plots.workers(schedules, "title", "minutes", end=2)
+    panels = figures[0].axes
+    assert [axes.get_title(loc="left") for axes in panels] == [
+        "halving: workers busy 75 % of the time",
+        "ASHA: workers busy 100 % of the time",
+    ]
+    assert [len(axes.patches) for axes in panels] == [2, 3]
+    assert panels[0].get_xlim() == (0, 2)
+
+
 @pytest.mark.parametrize("disabled", [None, "1"])
 def test_the_bar_is_drawn_unless_disabled(monkeypatch, disabled):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)

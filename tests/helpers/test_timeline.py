@@ -1,8 +1,6 @@
-"""Rows of ranks and of workers, and neighbours that become one bar."""
+"""Rows of ranks, and neighbours that become one bar."""
 
 from dataclasses import replace
-
-import pytest
 
 from helpers import Timeline, plots
 from virtualgpu.simulation.clock import Span
@@ -31,16 +29,6 @@ def test_collectives_of_one_name_stay_apart_and_are_numbered():
         ("communication", 2, "1"),
     ]
     assert len(Timeline.of_ranks([buckets]).rows["rank 0"]) == 1
-
-
-def test_trials_of_one_process_share_a_row():
-    found = Timeline.of_workers([(7, 10.0, 11.0, False), (5, 10.5, 10.6, True), (7, 11.0, 12.0, True)])
-    assert found.origin == "measured" and found.seconds == 2.0
-    kinds = {name: [(span.start, span.end, span.kind) for span in row] for name, row in found.rows.items()}
-    assert kinds == {
-        "worker 0": [(0.5, pytest.approx(0.6), "cut")],
-        "worker 1": [(0.0, 1.0, "trial"), (1.0, 2.0, "cut")],
-    }
 
 
 def test_ranks_rows_are_drawn_as_bars(capsys):

@@ -8,21 +8,21 @@ from types import SimpleNamespace
 import pytest
 from ray.tune.experiment import Trial
 
-from helpers import trials
+from helpers import tuning
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A time that tests set."""
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(trials.time, "monotonic", lambda: now.seconds)
-    monkeypatch.setattr(trials.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(tuning.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
     return now
 
 
 @pytest.fixture
 def watch(clock):
-    watch = trials.Watch(limit=60, silence=100)
+    watch = tuning.Watch(limit=60, silence=100)
     watch.setup(total_num_samples=2)
     return watch
 
@@ -48,13 +48,15 @@ def test_a_resource_that_nobody_has(watch):
 
 
 def test_room_and_no_trial_begins(watch, clock, monkeypatch):
-    monkeypatch.setattr(trials.tuning, "last_words", lambda: "bash: /my: No such file or directory")
+    monkeypatch.setattr(tuning, "_last_words", lambda: "; the last one said: bash: /my: No such file or directory")
     waiting = [trial(Trial.PENDING)]
     watch.on_step_begin(1, waiting)
     clock.seconds = 59
     watch.on_step_begin(2, waiting)
     clock.seconds = 61
-    with pytest.raises(RuntimeError, match=r"no trial has begun for 60 seconds.* last: bash: /my: No such file"):
+    with pytest.raises(
+        RuntimeError, match=r"no trial has begun for 60 seconds.* the last one said: bash: /my: No such file"
+    ):
         watch.on_step_begin(3, waiting)
 
 
@@ -92,7 +94,7 @@ def test_an_interrupted_search_raises(clock, interrupted):
     Ray leaves its own, which would take the next one from whatever runs then.
     """
     before = signal.getsignal(signal.SIGINT)
-    watch = pickle.loads(pickle.dumps(trials.Watch()))  # as Tuner.restore has it
+    watch = pickle.loads(pickle.dumps(tuning.Watch()))  # as Tuner.restore has it
     signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         watch.setup()
