@@ -1,6 +1,6 @@
 """PyTorch's model-parallel tutorial: ResNet-50 on two GPUs, in halves and as a pipeline.
 
-Settings: batch 120 of 128 x 128, SGD, two GPUs that the tutorial does not name: two T4s here. The experiment is tests/tutorial.py.
+Settings: batch 120 of 128 x 128, SGD, two GPUs that the tutorial does not name: two halves of a K80 here. The experiment is tests/tutorial.py.
 """
 
 from tests.accuracy.published import published
