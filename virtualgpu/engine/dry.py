@@ -3,8 +3,6 @@
 Remembering is what makes a dry run cheap: PyTorch's meta kernels are written in Python, and take ten times as long.
 """
 
-import sys
-import warnings
 from typing import ClassVar
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import crosscheck, values
+from virtualgpu.engine import crosscheck, values, warn
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -116,16 +114,8 @@ class DryRun:
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
         if gpu is not None and not self.machine.warned_about_nan:
             self.machine.warned_about_nan = True
-            frame = sys._getframe()
-            while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-                ("virtualgpu.", "torch.")
-            ):
-                frame = frame.f_back  # to the reader's line
-            warnings.warn_explicit(
-                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)",
-                UserWarning,
-                frame.f_code.co_filename,
-                frame.f_lineno,
+            warn.at_the_program(
+                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)"
             )
         if op.name != "_local_scalar_dense":
             return False

@@ -70,8 +70,6 @@ class Timing:
             if kind is not PLAIN and (kind is not ELEMENTWISE or nbytes > SHORT):
                 kind = kind.in_call(args, tensors)
             seconds = gpu.kernels.moving(nbytes, kind, args)
-            if kind.rows is not None and not gpu.kernels.peak:
-                seconds += kind.latency(args)
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()

@@ -34,22 +34,22 @@ class _Process:
             self.recorded = self.recording.__enter__()
 
     def watch(self) -> None:
-        """For --report: what lies on the GPUs at their peak. For fit: the optimizer's steps."""
+        """For --report: what lies on the GPUs at their peak; for fit: the optimizer's steps; else: what to say of an out of memory."""
+        from virtualgpu import session
+
+        machine = session.current()
         if self.settings.report:
-            from virtualgpu import session
             from virtualgpu.run import peaks, report
 
-            report.register(peaks.Peaks(session.current()).peaks)
+            report.register(peaks.Peaks(machine).peaks)
         if self.settings.steps is not None:
-            from virtualgpu import session
             from virtualgpu.run import steps
 
-            self.steps = steps.Watch(session.current(), self.settings.steps)
+            self.steps = steps.Watch(machine, self.settings.steps)
         elif not self.settings.report:
-            from virtualgpu import session
             from virtualgpu.run import out_of_memory
 
-            out_of_memory.explain_uncaught(session.current())
+            out_of_memory.explain_uncaught(machine)
 
     def forked(self) -> None:
         """In a process forked by multiprocessing, which ends without atexit: its finalizers run instead."""

@@ -155,7 +155,7 @@ def parse(arguments: list[str]) -> Options:
         found["gpus"] = number(found["gpus"])
     for name in ("world_size", "rank", "gpus_per_node"):
         if name in found:
-            found[name] = _whole(name, found[name])
+            found[name] = whole(name, found[name])
     if found.get("trace") is not None:
         found["trace"] = _writable(found["trace"])
     if found.get("quiet") and found.get("report"):
@@ -210,7 +210,8 @@ def _checked(option: str, check, *values):
         raise ValueError(f"{option}: {error}") from None
 
 
-def _whole(name: str, text: str) -> int:
+def whole(name: str, text: str) -> int:
+    """The value of the option `name`. Raises ValueError."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"--{name.replace('_', '-')} {text!r}: give a whole number")
     return int(text)

@@ -18,6 +18,7 @@ from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import cards, program, steps
 from virtualgpu.run.family import kill_family
+from virtualgpu.run.table import size
 
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
 TAIL = 4000  # bytes of what a program printed, in which its error is looked for
@@ -194,7 +195,7 @@ def _trial(
         return result if any(peaks) else result._replace(status="failed", words="the program used no GPU")
     asked = [rank.asked for rank in left if rank.asked is not None]
     if asked and "OutOfMemoryError" in said:
-        return result._replace(status="out of memory", words=f"{_size(max(asked))} more were asked for", step=None)
+        return result._replace(status="out of memory", words=f"{size(max(asked))} more were asked for", step=None)
     return result._replace(status="failed", words=_error(said) or f"ended with status {status}")
 
 
@@ -209,12 +210,6 @@ def _error(said: str) -> str:
     where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
     words = errors[-1] if errors else lines[-1] if lines else ""
     return words[:300] + where if words else ""
-
-
-def _size(nbytes: int) -> str:
-    from virtualgpu.run.table import size
-
-    return size(nbytes)
 
 
 class _Programs:

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from virtualgpu.run import fit, fit_table
+from virtualgpu.run import cli, fit, fit_table
 
 USAGE = """\
 usage: python -m virtualgpu fit [options] SCRIPT [arguments]        (or -m MODULE, or a COMMAND such as torchrun)
@@ -104,11 +104,7 @@ def _list(options: dict[str, list[str]], name: str, default: str, form: str = r"
 
 
 def _number(name: str, options: dict[str, list[str]], default: int | None = None) -> int | None:
-    if name not in options:
-        return default
-    if not options[name][-1].isdigit():
-        raise ValueError(f"{name} {options[name][-1]!r}: give a whole number")
-    return int(options[name][-1])
+    return cli.whole(name.lstrip("-"), options[name][-1]) if name in options else default
 
 
 class _Bar:

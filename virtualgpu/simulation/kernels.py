@@ -73,7 +73,8 @@ class Kernels:
             part = least.part * seconds
             if floor > part:
                 seconds += floor - part
-        return kind.launches * spec.kernel + seconds
+        seconds += kind.launches * spec.kernel
+        return seconds + kind.latency(args) if kind.rows is not None and args else seconds
 
     def plain(self, flops: float, moved: float, key) -> float:
         """A kernel of which no more is known than these: at the share of large products, or of memory."""

@@ -46,9 +46,9 @@ class Kind(NamedTuple):
         return self
 
     def latency(self, args) -> float:
-        """Seconds beyond those for what it moves."""
-        rows = self.rows
-        return ROUND * args[rows].shape[0] / BLOCK if rows is not None and args[rows].dim() == 2 else 0.0
+        """Seconds beyond those for what it moves, of a kind with `rows`."""
+        rows = args[self.rows]
+        return ROUND * rows.shape[0] / BLOCK if rows.dim() == 2 else 0.0
 
 
 def one_by_one(tensors) -> float | None:
