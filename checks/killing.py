@@ -41,14 +41,14 @@ def _die_at(moment: int, save: Callable, state: Any, path: Path, writing: int) -
         os.write(writing, said.encode())
         os._exit(status)  # nothing is tidied up: no except, no finally, no buffer is written
 
-    def reached(doing: str) -> bool:
-        return next(moments) == moment and doing != ""
+    def reached() -> bool:
+        return next(moments) == moment
 
     def hook(event: str, args: tuple) -> None:
         if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)) and isinstance(args[2], int):
             name = Path(os.fsdecode(args[0]))
             writes = args[2] & (os.O_WRONLY | os.O_RDWR)
-            if writes and name.parent == path.parent and not ending and reached("opens"):
+            if writes and name.parent == path.parent and not ending and reached():
                 ending.append(name)
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # as it is a moment after
                 end(1, f"right after {name.name} was opened for writing")
@@ -57,7 +57,7 @@ def _die_at(moment: int, save: Callable, state: Any, path: Path, writing: int) -
         ):
             if event == "os.rename" and Path(os.fsdecode(args[0])).parent != Path(os.fsdecode(args[1])).parent:
                 end(2, "your second file lies in another folder: where that is on another disk, it cannot be renamed")
-            if reached(event):
+            if reached():
                 end(1, CHANGES[event])
 
     def in_two_halves(state: Any, file: Any, *args, **options) -> None:
@@ -67,7 +67,7 @@ def _die_at(moment: int, save: Callable, state: Any, path: Path, writing: int) -
         target = file if hasattr(file, "write") else open(file, "wb")  # noqa: SIM115 - closed below
         target.write(content.getvalue()[:half])
         target.flush()
-        if reached("saves"):
+        if reached():
             end(1, "in the middle of torch.save")
         target.write(content.getvalue()[half:])
         if target is not file:

@@ -58,7 +58,7 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
         diary = Path(folder, "diary")
         # a checkpoint every second round, or third, has lost some by one of these
         work = _work(diary, numbers, breaks=draw.choice((2, 6)))
-        results = _run(trainable, {"work": work}, _tune().TuneConfig(), max_failures=1)
+        results = _run(trainable, {"work": work})
         if isinstance(results, str):
             return results
         worked = [int(line) for line in diary.read_text("utf-8").split()] if diary.exists() else []
@@ -192,35 +192,26 @@ def _work(diary: Path, numbers: dict[int, int], breaks: int) -> Callable[[int], 
     return work
 
 
-def _run(trainable: Callable, space: Mapping, search, max_failures: int = 0):
-    """The results, or what is to be done first."""
-    import ray
+def _run(trainable: Callable, space: Mapping):
+    """The results of one trial, which may fail once; or what is to be done first."""
+    import ray  # takes seconds: only those who are graded here wait for it
+    from ray import tune
 
     if not ray.is_initialized():
         return "Ray does not run: helpers.tuning.start_ray(cpus=2) starts it"
     from helpers.tuning import Watch
 
-    tune = _tune()
     with tempfile.TemporaryDirectory(prefix="graded-") as folder:
         run_config = tune.RunConfig(
             storage_path=folder,
             verbose=0,
             callbacks=[Watch(silence=SILENCE)],
             progress_reporter=tune.CLIReporter(),
-            failure_config=tune.FailureConfig(max_failures=max_failures),
+            failure_config=tune.FailureConfig(max_failures=1),
         )
-        cpus = min(
-            2, ray.cluster_resources().get("CPU", 1)
-        )  # one trial at a time, in one process: sooner than two processes
-        trainable = tune.with_resources(trainable, {"cpu": cpus})
-        return tune.Tuner(trainable, param_space=dict(space), tune_config=search, run_config=run_config).fit()
+        # one trial at a time, in one process: sooner than two processes
+        trainable = tune.with_resources(trainable, {"cpu": min(2, ray.cluster_resources().get("CPU", 1))})
+        return tune.Tuner(trainable, param_space=dict(space), run_config=run_config).fit()
 
 
 SILENCE = 20.0  # seconds without a report, after which a trial is taken not to end
-
-
-def _tune():
-    """Ray's import takes seconds: only those who are graded here wait for it."""
-    from ray import tune
-
-    return tune

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import virtualgpu
-from helpers.timeline import Timeline
+from helpers.timeline import Timeline, computing
 from virtualgpu.run.ranks import launch
 
 
@@ -26,9 +26,8 @@ class Recorded:
     @property
     def idle(self) -> float:
         """Percent of the time in which a GPU computes nothing, all GPUs together."""
-        rows, talking = self.timeline.rows.values(), ("waiting", "communication", "copy")
-        computing = sum(span.end - span.start for row in rows for span in row if span.kind not in talking)
-        return 100 * (1 - computing / (len(rows) * self.seconds))
+        rows = self.timeline.rows.values()
+        return 100 * (1 - sum(map(computing, rows)) / (len(rows) * self.seconds))
 
 
 def record(build: Callable[..., Callable[[], object]], jobs: Iterable[tuple], nprocs: int) -> dict[tuple, Recorded]:

@@ -5,8 +5,8 @@
     plots.timeline(timeline, ...)
 
 Ranks of `launch` return what recording() gave them, and the parent puts their rows together: Timeline.of_ranks([...]). A
-Span is the engine's, of the kinds forward, backward, optimizer, copy, waiting (for the last rank), communication; here also weight gradient, kernel where
-the profiler does not tell them apart, trial or cut in a search.
+Span is the engine's, of the kinds forward, backward, optimizer, copy, waiting (for the last rank), communication; here also weight gradient, and
+kernel where the profiler does not tell them apart.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 import virtualgpu
 from virtualgpu.simulation.clock import Span
 from virtualgpu.simulation.timeline import recorded, row
+
+NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
 
 
 class Timeline:
@@ -95,6 +97,11 @@ class Timeline:
         start = min((span.start for own in spans for span in own), default=0.0)
         self.seconds = max((span.end for own in spans for span in own), default=0.0) - start
         self.rows = {f"cuda:{gpu}": row(own, start, self.seconds) for gpu, own in enumerate(spans)}
+
+
+def computing(spans: Sequence[Span]) -> float:
+    """Seconds in which a GPU computes: neither copies nor messages, nor the waiting for them."""
+    return sum(span.end - span.start for span in spans if span.kind not in NOT_COMPUTING)
 
 
 def _numbered(spans: Sequence[Span], name: str) -> list[Span]:

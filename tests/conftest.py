@@ -64,6 +64,17 @@ def pytest_unconfigure():
 
 
 @pytest.fixture
+def gpu(monkeypatch):
+    """A virtual GPU of 256 MB, the only one there is."""
+    import virtualgpu
+
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    (device,) = virtualgpu.gpus(1, memory="256 MB")
+    yield device
+    virtualgpu.reset()
+
+
+@pytest.fixture
 def ctrl_c():
     """SIGINT raises KeyboardInterrupt, also where Ray Tune has left its own handler in this process."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

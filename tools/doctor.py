@@ -103,7 +103,7 @@ def gpus() -> Iterator[Line]:
 
 
 def listed() -> list[str]:
-    """The GPUs that nvidia-smi lists; none where it fails, hangs or floods."""
+    """The GPUs that nvidia-smi lists; none where it fails or hangs."""
     try:
         ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from helpers.monitor import Monitor
 from helpers.plots import figures
 from helpers.plots.figures import COLORS, STYLE, WIDTH
-from helpers.timeline import Timeline
+from helpers.timeline import Timeline, computing
 from virtualgpu.simulation.timeline import passes
 
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
@@ -76,9 +76,8 @@ def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel:
         for span in (span for span in spans if span.kind == "communication" and span.annotation.isdecimal()):
             axes.text((span.start + span.end) * 500, at + 0.24, span.annotation, fontsize=8, ha="center", va="center")
             axes.vlines(span.start * 1e3, at + 0.38, at + 0.48, color="white", linewidth=1.5)
-        computing = sum(s.end - s.start for s in spans if s.kind != "copy" and s.kind not in BELOW)
         what = "computing" if any(s.kind in BELOW for s in spans) else "busy"  # NCCL's kernels keep a GPU busy, too
-        busy = f"{100 * computing / timeline.seconds:.0f} % {what}"
+        busy = f"{100 * computing(spans) / timeline.seconds:.0f} % {what}"
         axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")
     axes.set(xlabel=xlabel, xlim=(0, (until or timeline.seconds) * 1e3), ylim=(len(timeline.rows) - 0.5, -0.5))
     axes.set_yticks(range(len(timeline.rows)), list(timeline.rows))

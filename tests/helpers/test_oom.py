@@ -13,12 +13,7 @@ from helpers import Monitor, forget_error, kinds, other_process
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    (device,) = virtualgpu.gpus(1, memory="256 MB")
-    yield device
-    virtualgpu.reset()
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def in_a_shell(*cells):

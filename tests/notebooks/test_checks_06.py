@@ -11,19 +11,13 @@ import pytest
 import torch
 
 import checks
-import virtualgpu
 from checks import notebook_06
 from checks.grader import NoRoom
 
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    (device,) = virtualgpu.gpus(1, memory="256 MB")
-    yield device
-    virtualgpu.reset()
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def steps_of(curve):

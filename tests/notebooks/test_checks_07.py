@@ -9,17 +9,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import checks
-import virtualgpu
 
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    (device,) = virtualgpu.gpus(1, memory="256 MB")
-    yield device
-    virtualgpu.reset()
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def endless(*args):
