@@ -77,8 +77,7 @@ class Site:
             ("index.html", "All notebooks"),
             *((link, f"{title} →") for link, title in after),
         ]
-        # from notebook to notebook: from page to page
-        text = re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', self._rendered(notebook, around))
+        text = re.sub(r'href="(?!https?:|data:|#|index\.html)([^"]+)"', onward, self._rendered(notebook, around))
         (series.BUILD / names[at]).write_text(text, encoding="utf-8")
 
     def index(self, results: list[dict]) -> Path:
@@ -99,9 +98,31 @@ class Site:
             return self._exporter.from_notebook_node(notebook, resources=resources)[0]
 
 
+def onward(link: re.Match) -> str:
+    """A notebook's link to a file as its page has it: to the other notebook's page, the engine's, or the file in the repository."""
+    target, _, section = link[1].partition("#")
+    if re.fullmatch(r"\d\d_\w+\.(ipynb|html)", target):
+        return f'href="{target.partition(".")[0]}.html{section and f"#{section}"}"'
+    target = posixpath.normpath(f"{series.NOTEBOOKS.name}/{target}")
+    if target == f"{ENGINE}/README.md":
+        return f'href="{ENGINE}.html{section and f"#{anchors(series.ROOT / target)[section]}"}"'
+    return f'href="{in_repository(target)}"'
+
+
+def anchors(path: Path) -> dict[str, str]:
+    """What GitHub calls each section of a README: what nbconvert calls it."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-"): text.replace(" ", "-") for text in headings}
+
+
+def in_repository(target: str) -> str:
+    """The address of a file of the project."""
+    project = stamp.settings()
+    return f"https://github.com/{project['repository']}/blob/{project['branch']}/{target}"
+
+
 def read_me(path: Path):
     """A README as a notebook of one cell: its pictures within, its links to other files leading to the repository."""
-    project = stamp.settings()
 
     def within(match) -> str:
         kind = match[2].rsplit(".", 1)[1]
@@ -110,8 +131,7 @@ def read_me(path: Path):
         )
 
     def outside(match) -> str:
-        target = posixpath.normpath(f"{path.parent.name}/{match[1]}")
-        return f"](https://github.com/{project['repository']}/blob/{project['branch']}/{target})"
+        return f"]({in_repository(posixpath.normpath(f'{path.parent.name}/{match[1]}'))})"
 
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"(!\[[^]]*\])\(([^):]+\.(?:png|svg))\)", within, text)

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import nbformat
+import pages
 import psutil
 import pytest
 import run
@@ -146,6 +147,18 @@ def test_the_pages_are_a_small_site(folder):
     assert link.text == "What? · Now, and then"
     assert unquote(link["href"][1:]) == one.find("h2")["id"], "as a browser reads it"
     assert one.find("a", string="02")["href"] == "02_bad.html#x"
+
+
+def test_a_link_to_a_file_leads_where_a_browser_can_read_it():
+    """A browser shows Markdown as it stands, without sections; and a page is read away from the repository, too."""
+
+    def led(target: str) -> str:
+        return re.sub(r'href="([^"]+)"', pages.onward, f'href="{target}"').removeprefix('href="').removesuffix('"')
+
+    assert led("../virtualgpu/README.md#how-near-it-comes") == "virtualgpu.html#How-near-it-comes"
+    assert led("../virtualgpu/README.md") == "virtualgpu.html"
+    assert led("scripts/llama.py").endswith("/blob/main/notebooks/scripts/llama.py")
+    assert led("../tests/accuracy/published.csv").endswith("/blob/main/tests/accuracy/published.csv")
 
 
 def test_a_page_asks_nothing_of_the_outside(folder):
