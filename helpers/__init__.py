@@ -10,7 +10,7 @@ from helpers.launch import launch
 
 _FROM = {
     "Monitor": "helpers.monitor",
-    "Timeline": "helpers.timeline",
+    "Timeline": "virtualgpu",
     "dry_run": "virtualgpu",
     "forget_error": "helpers.oom",
     "gpus": "virtualgpu",

@@ -13,6 +13,7 @@ import importlib
 _FROM = {
     "SPECS": "hardware.specs",
     "Spec": "hardware.specs",
+    "Timeline": "timeline",
     "dry_run": "blocks",
     "gpus": "session",
     "machine": "session",
@@ -21,7 +22,7 @@ _FROM = {
     "sanitize": "blocks",
 }
 
-__all__ = ["SPECS", "Spec", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
+__all__ = ["SPECS", "Spec", "Timeline", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
 
 
 def __getattr__(name: str):

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from helpers.monitor import Monitor
 from helpers.plots import figures
 from helpers.plots.figures import COLORS, STYLE, WIDTH
-from helpers.timeline import Timeline, computing
-from virtualgpu.simulation.timeline import passes
+from virtualgpu.simulation.rows import passes
+from virtualgpu.timeline import Timeline, computing
 
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
 KINDS |= {"kernel": COLORS[0], "copy": COLORS[3]}

@@ -14,9 +14,9 @@ import virtualgpu
 from helpers import data, plots
 from helpers.monitor import Monitor, Reading, Source
 from helpers.plots import figures as drawing
-from helpers.timeline import Timeline
 from virtualgpu.simulation.clock import Span
-from virtualgpu.simulation.timeline import row
+from virtualgpu.simulation.rows import row
+from virtualgpu.timeline import Timeline
 
 
 @pytest.fixture
@@ -201,6 +201,14 @@ def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
         plots.slider(lambda n: None, [1, 2], "how many")
     plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again
     assert len(shown) == 2
+
+
+def test_a_ranks_row_without_work_and_a_table_without_slots(figures):
+    late = Span(0, 10, 11, "backward", "mm", annotation="PP:0W0")
+    plots.timeline(Timeline.of_ranks([[late], []], origin="simulated"), "Weights last")
+    plots.timeline(Timeline.of_slots([]), "nothing", until=1.0)
+    names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert names == ["weight gradient"] and len(figures) == 2
 
 
 def test_two_timelines_share_an_axis(figures):

@@ -218,7 +218,7 @@ def test_timeline_tells_kinds_apart(gpus, capsys):
 
 
 def test_timeline_without_gpus():
-    with pytest.raises(RuntimeError, match=r"call helpers.gpus\(2\) first"), helpers.Timeline():
+    with pytest.raises(RuntimeError, match=r"call gpus\(2\) first"), helpers.Timeline():
         pass
 
 
