@@ -43,7 +43,7 @@ def new(height: float = 3.0) -> tuple[Figure, Axes]:
 
 def readings(axes: Axes, monitor: Monitor, table: Mapping[str, Sequence[float]]) -> None:
     """Join the iterations in which a reading was due; one that failed (NaN) breaks the line."""
-    due = sorted({iteration for iteration, _, _ in monitor.samples if iteration < len(monitor.step_times)})
+    due = sorted({iteration for iteration, _ in monitor.samples if iteration < len(monitor.step_times)})
     for device, values in table.items():
         line(axes, due, [values[iteration] for iteration in due], device)
     axes.xaxis.get_major_locator().set_params(integer=True)

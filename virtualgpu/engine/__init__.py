@@ -4,5 +4,4 @@
 is what is known of it, `place` finds its GPU, `eager` carries it out with numbers (`draws`: random ones) and `dry` on shapes alone
 (`crosscheck` looks whether what it remembers is right, `in_thread` says for whom), `results` places what it returns,
 `timing` tells the clock. `factories` are operations that make a tensor, `special` those that are like no other, with `norms` and `attention`; `kernels` and `meta` have kernels that the CPU and a dry run lack.
-`meter` looks at the GPUs from outside.
 """
