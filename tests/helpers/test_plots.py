@@ -161,11 +161,7 @@ def test_waiting_for_other_ranks_is_drawn_as_waiting(figures):
     assert len(set(grey[:3])) == 1 and 0.5 < grey[0] < 0.8
 
 
-def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
-    from helpers.plots import frames
-
-    monkeypatch.setattr(frames, "display", lambda bundle, raw, metadata: shown.append((bundle, metadata)))
-
+def test_a_slider_holds_a_picture_for_each_value(shown):
     def draw(n):
         plots.bars({"a": n}, f"{n} <of> them", "number", "data")
 
