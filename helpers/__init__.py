@@ -9,7 +9,7 @@ import importlib
 from helpers.launch import launch
 
 _FROM = {
-    "Monitor": "helpers.monitor",
+    "Monitor": "virtualgpu",
     "Timeline": "virtualgpu",
     "dry_run": "virtualgpu",
     "forget_error": "helpers.oom",

@@ -11,6 +11,7 @@ import importlib
 
 # Found when first used: the runner and the pytest plugin do without PyTorch until a program imports it
 _FROM = {
+    "Monitor": "monitor",
     "SPECS": "hardware.specs",
     "Spec": "hardware.specs",
     "Timeline": "timeline",
@@ -22,7 +23,7 @@ _FROM = {
     "sanitize": "blocks",
 }
 
-__all__ = ["SPECS", "Spec", "Timeline", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
+__all__ = ["SPECS", "Monitor", "Spec", "Timeline", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
 
 
 def __getattr__(name: str):

@@ -1,8 +1,8 @@
 """Iteration by iteration: how busy each device was; and what each did when."""
 
-from helpers.monitor import Monitor
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
+from virtualgpu.monitor import Monitor
 from virtualgpu.simulation.rows import passes
 from virtualgpu.timeline import Timeline, computing
 

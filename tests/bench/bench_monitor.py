@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import virtualgpu
-from helpers import Monitor
 from tests.bench.row import Row
+from virtualgpu.monitor import Monitor
 from virtualgpu.sources import CPUSource, NVMLSource
 
 LINE = "{0}, GPU-{0}, 10, 15360, 1000, 14360, 550.54, Tesla T4, 0, Disabled, Disabled, 40"  # what GPUtil asks for

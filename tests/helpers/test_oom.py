@@ -1,4 +1,4 @@
-"""What notebook 06 uses: an error forgotten, the curve of what tensors hold."""
+"""An error that notebook 06 forgets, and what it kept alive."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 
-from helpers import Monitor, forget_error
+from helpers import forget_error
 
 MIB = 1 << 20
 
@@ -85,12 +85,3 @@ def test_an_error_raised_from_another_gives_both_back(gpu):
     assert torch.cuda.memory_allocated() == 8 * MIB
     forget_error()
     assert torch.cuda.memory_allocated() == 0
-
-
-def test_the_monitor_tells_what_tensors_hold(gpu):
-    kept = []
-    with Monitor() as monitor:
-        for _ in range(3):
-            kept.append(torch.zeros(MIB, device=gpu))
-            monitor.step()
-    assert monitor.allocated() == {"cuda:0": [4 * MIB, 8 * MIB, 12 * MIB]}

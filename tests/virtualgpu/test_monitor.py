@@ -4,8 +4,9 @@ import math
 import time
 
 import pytest
+import torch
 
-from helpers import Monitor
+from virtualgpu import Monitor
 from virtualgpu.sources import CPUSource, Reading, Source
 
 
@@ -72,3 +73,12 @@ def test_the_thread_ends_with_the_block_also_when_it_raises():
 def test_a_source_that_never_answers_is_reported():
     with pytest.warns(UserWarning, match="could not read cuda:0: its plots are empty"):
         watch(Scripted(["cuda:0"], [OSError("driver gone")]), 1, lambda m, step: m.samples)
+
+
+def test_the_monitor_tells_what_tensors_hold(gpu):
+    kept = []
+    with Monitor() as monitor:
+        for _ in range(3):
+            kept.append(torch.zeros(1024, 1024, device=gpu))
+            monitor.step()
+    assert monitor.allocated() == {"cuda:0": [4 << 20, 8 << 20, 12 << 20]}

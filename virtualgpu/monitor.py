@@ -1,10 +1,10 @@
-"""Utilization and memory per iteration, from whatever there is: virtual GPUs, the driver (NVML), or the CPU.
+"""Utilization and memory, iteration by iteration, of whatever there is: virtual GPUs, real ones, or the CPU.
 
     with Monitor() as monitor:
         for x, y in loader:
             ...
             monitor.step()          # an iteration ends here
-    plots.utilization(monitor, ...)
+    monitor.utilization()["cuda:0"]
 
 A thread does the reading, so that a training step never waits for a driver. Each reading carries the number of the
 iteration it fell into. A reading that fails becomes a gap (NaN), never an error: watching must not stop a training.
