@@ -66,7 +66,6 @@ with _environment(QUIET):
     from ray.tune.experiment import Trial
 
 _started = contextlib.ExitStack()  # what stop_ray() undoes
-_folder: str | None = None
 
 
 def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, float]:
@@ -77,16 +76,15 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
 
     Raises ValueError where the GPUs are not there.
     """
-    global _folder
     stop_ray()
     if gpus and (there := torch.cuda.device_count()) < gpus:
         raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
     atexit.register(stop_ray)
     _started.callback(atexit.unregister, stop_ray)
     _started.callback(_read_environment)
-    _folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
-    _started.enter_context(_environment(QUIET | PRIVATE | {"RAY_TMPDIR": _folder}))
-    _started.callback(scratch.remove, _folder)
+    folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
+    _started.enter_context(_environment(QUIET | PRIVATE | {"RAY_TMPDIR": folder}))
+    _started.callback(scratch.remove, folder)
     _read_environment()
     # in a session of its own: an interrupted cell must not interrupt it
     command = [sys.executable, "-c", WATCH, str(os.getpid())]
@@ -185,7 +183,7 @@ def _lacking(trial: Trial) -> str:
 
 def _last_words() -> str:
     """What Ray's processes said last: the reason, where workers do not start. Ray begins lines of its own with a colon."""
-    logs = Path(_folder or "/nowhere") / "ray" / "session_latest" / "logs"
+    logs = Path(os.environ.get("RAY_TMPDIR", "/nowhere")) / "ray" / "session_latest" / "logs"
     for path in [*logs.glob("raylet.err"), *sorted(logs.glob("worker-*.err"))]:
         lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line.strip() and line[0] != ":"]
         if lines:

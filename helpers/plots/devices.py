@@ -29,24 +29,24 @@ def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel:
     until: seconds at which the axis ends, so that two pictures compare."""
     end = (until or timeline.seconds) * 1e3
     with figures.drawn(title, timeline.origin, 1.2 + 0.55 * len(timeline.rows), xlabel=xlabel, xlim=(0, end)) as axes:
-        for at, spans in enumerate(timeline.rows.values()):
+        for row, spans in enumerate(timeline.rows.values()):
             for kind, color in KINDS.items():
                 bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
-                place = (at + 0.38, 0.1) if kind in BELOW else (at - 0.36, 0.72)
+                place = (row + 0.38, 0.1) if kind in BELOW else (row - 0.36, 0.72)
                 axes.broken_barh(bars, place, color=color, label=kind if bars else None)
             for start, end, stage, number in passes(spans):
                 style = {"facecolor": (1, 1, 1, 0.4 * min(stage, 1)), "edgecolor": "white", "linewidth": 0.5}
-                axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (at - 0.36, 0.72), **style)
+                axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (row - 0.36, 0.72), **style)
                 if end - start > timeline.seconds / 80:  # two digits are as wide
-                    axes.text((start + end) * 500, at, number, fontsize=7, ha="center", va="center")
+                    axes.text((start + end) * 500, row, number, fontsize=7, ha="center", va="center")
             for span in spans:
                 if span.kind == "communication" and span.annotation.isdecimal():
                     middle = (span.start + span.end) * 500
-                    axes.text(middle, at + 0.24, span.annotation, fontsize=8, ha="center", va="center")
-                    axes.vlines(span.start * 1e3, at + 0.38, at + 0.48, color="white", linewidth=1.5)
+                    axes.text(middle, row + 0.24, span.annotation, fontsize=8, ha="center", va="center")
+                    axes.vlines(span.start * 1e3, row + 0.38, row + 0.48, color="white", linewidth=1.5)
             what = "computing" if any(s.kind in BELOW for s in spans) else "busy"  # NCCL's kernels keep a GPU busy, too
             busy = f"{100 * computing(spans) / timeline.seconds:.0f} % {what}"
-            axes.annotate(busy, (1.01, at), xycoords=("axes fraction", "data"), va="center")
+            axes.annotate(busy, (1.01, row), xycoords=("axes fraction", "data"), va="center")
         figures.rows(axes, timeline.rows, grid=False)
         axes.xaxis.get_major_locator().set_params(integer=timeline.origin == "data")  # slots are counted
         figures.legend_above(axes, 4)

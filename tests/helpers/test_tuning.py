@@ -169,9 +169,9 @@ def test_why_a_worker_does_not_start_is_told(monkeypatch, tmp_path):
     logs.mkdir(parents=True)
     (logs / "raylet.err").write_text("\n")
     (logs / "worker-1.err").write_text("ImportError: no such thing\n:task_name:answer\n")
-    monkeypatch.setattr(tuning, "_folder", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert tuning._last_words() == "; the last one said: ImportError: no such thing"
-    monkeypatch.setattr(tuning, "_folder", None)
+    monkeypatch.delenv("RAY_TMPDIR")
     assert tuning._last_words() == ""
 
 
