@@ -107,50 +107,6 @@ def _state(part):
 
 
 @grader
-def loads_what_fits(load_what_fits: Callable, make: Callable[..., nn.Module], timeout: float = 60) -> str | None:
-    """load_what_fits(model, weights) with weights of a wrapped model whose head has 52 classes, then with a file that fits still
-    less; make(classes) builds a model."""
-    return alone(_loads_two_files, load_what_fits, make, timeout=timeout)
-
-
-def _loads_two_files(load_what_fits: Callable, make: Callable) -> str | None:
-    torch.manual_seed(0)
-    # + 1: equal to no fresh model
-    weights = {f"module.{name}": tensor + 1 for name, tensor in make(52).state_dict().items()}
-    complaint = _loads(load_what_fits, make(10), weights)
-    if complaint:
-        return complaint
-    other, *_, flat = [name for name, tensor in weights.items() if tensor.dim() > 1 and "head." not in name]
-    weights |= {other: weights[other][:1], flat: weights[flat].flatten(), "module.scale": torch.ones(3)}
-    try:
-        complaint = _loads(load_what_fits, make(10), weights)
-    except Exception as error:
-        complaint = f"your code raised {type(error).__name__}: {str(error).splitlines()[-1].strip()}"
-    second = f"In a second one, {other} and {flat} have other shapes, and module.scale is new"
-    return complaint and f"the first file is right. {second}: {complaint}"
-
-
-def _loads(load_what_fits: Callable, model: nn.Module, weights: dict[str, torch.Tensor]) -> str | None:
-    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    given = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-    fits = [name for name, tensor in given.items() if name in own and tensor.shape == own[name].shape]
-    left_out = load_what_fits(model, dict(weights))
-    if left_out is None:
-        return "it returns None; the names of what it left out are wanted"
-    now = model.state_dict()
-    loaded = sum(torch.equal(now[name], given[name]) for name in fits)
-    if loaded < len(fits):
-        return f"{loaded} of the {len(fits)} tensors that fit hold the file's values. Did the names lose their prefix?"
-    changed = [name for name in own.keys() - fits if not torch.equal(now[name], own[name])]
-    if changed:
-        return f"{min(changed)} was changed; its shape does not fit, so it should stay as it was"
-    wanted, said = sorted(given.keys() - fits), sorted(str(name).removeprefix("module.") for name in left_out)
-    if said != wanted:
-        return f"all that fits is loaded; now return the names left out: {wanted}, not {said}"
-    return None
-
-
-@grader
 def frozen(make: Callable[[], nn.Module], whole: Callable[[], nn.Module], part: str, timeout: float = 60) -> str | None:
     """Two epochs of training make()'s model, each begun by model.train(): `part` ("backbone[:8]") must stay as whole() has it, and
     everything else must move."""

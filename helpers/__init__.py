@@ -9,8 +9,8 @@ import importlib
 from helpers.launch import launch
 
 _FROM = {
-    "Monitor": "helpers.monitor",
-    "Timeline": "helpers.timeline",
+    "Monitor": "virtualgpu",
+    "Timeline": "virtualgpu",
     "dry_run": "virtualgpu",
     "forget_error": "helpers.oom",
     "gpus": "virtualgpu",

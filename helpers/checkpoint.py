@@ -5,6 +5,7 @@ accepts tensors and plain values, never code.
 """
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -34,8 +35,10 @@ def save(state: Any, path: str | Path) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob("*.part"):  # of a writer that was killed: a living one wrote within the hour
-            if left.name.startswith(f"{path.name}.") and time.time() - left.stat().st_mtime > 3600:
+        for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+            if (
+                time.time() - left.stat().st_mtime > 3600
+            ):  # of a writer that was killed: a living one wrote within the hour
                 left.unlink(missing_ok=True)
         with open(part, "wb") as file:
             torch.save(state, file)
@@ -49,9 +52,9 @@ def save(state: Any, path: str | Path) -> None:
         if path.exists():
             shutil.copymode(path, part)
         os.replace(part, path)
+    except (CheckpointError, MemoryError):
+        raise
     except Exception as error:
-        if isinstance(error, (CheckpointError, MemoryError)):
-            raise
         cause = error  # torch.save wraps a full disk in an error of its own
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
@@ -71,24 +74,22 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
     since (by its checksums), no checkpoint at all, or one that would run code; also for a place that is not there.
     """
     with open(path, "rb") as file:
-        complaint = _complaint(file)
-        if complaint is None:
-            try:
-                file.seek(0)
-                return torch.load(file, map_location=map_location, weights_only=True)
-            except (MemoryError, torch.OutOfMemoryError):  # says it better, and the file is whole
-                raise
-            except Exception as error:
-                # around what it refuses, PyTorch's message advises to let it run
-                named = re.search(r"GLOBAL (\S+)|WeightsUnpickler error:\s*(.+)", str(error))
+        if complaint := _complaint(file):
+            raise CheckpointError(f"{Path(path).name} {complaint}")
+        file.seek(0)
+        try:
+            return torch.load(file, map_location=map_location, weights_only=True)
+        except (MemoryError, torch.OutOfMemoryError):  # says it better, and the file is whole
+            raise
+        except Exception as error:
+            complaint = f"cannot be loaded: {str(error).strip().splitlines()[0]}"
+            # around what it refuses, PyTorch's message advises to let it run
+            if named := re.search(r"GLOBAL (\S+)|WeightsUnpickler error:\s*(.+)", str(error)):
                 complaint = (
-                    f"was refused: it is more than tensors and plain values ({(named[1] or named[2]).rstrip('.')}). Ask its author "
-                    "for a state_dict; allow code only from someone whom you would let use your keyboard."
-                    if named
-                    else f"cannot be loaded: {str(error).strip().partition(chr(10))[0]}"
+                    f"was refused: it is more than tensors and plain values ({(named[1] or named[2]).rstrip('.')}). Ask its "
+                    "author for a state_dict; allow code only from someone whom you would let use your keyboard."
                 )
-                raise CheckpointError(f"{Path(path).name} {complaint}") from error
-    raise CheckpointError(f"{Path(path).name} {complaint}")
+            raise CheckpointError(f"{Path(path).name} {complaint}") from error
 
 
 def _complaint(file: BinaryIO) -> str | None:

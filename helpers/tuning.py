@@ -30,7 +30,7 @@ QUIET = {
 }
 # Ray listens on every network of this machine: who has no token is refused (from Ray 2.52 on). In the environment, not in a file
 PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-LIMIT = 60  # seconds in which the first worker has to answer: starting one takes some five
+LIMIT = 60  # seconds in which a trial has to begin where there is room: starting a worker takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
@@ -40,29 +40,24 @@ import contextlib, psutil, select, sys
 notebook, seen = psutil.Process(int(sys.argv[1])), set()
 while not select.select([sys.stdin], [], [], 1)[0]:
     with contextlib.suppress(psutil.Error):
-        for child in notebook.children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
-                if "ray" in child.name() or "/ray/" in " ".join(child.cmdline()):
-                    seen.add(child)
-seen.discard(psutil.Process())
-for process in seen:
-    with contextlib.suppress(psutil.Error):
-        process.kill()
+        seen.update(notebook.children(recursive=True))
+for process in seen - {psutil.Process()}:
+    with contextlib.suppress(psutil.Error):  # most have ended
+        if "ray" in process.name() or "/ray/" in " ".join(process.cmdline()):
+            process.kill()
 """
 
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]):
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 with _environment(QUIET):
@@ -71,7 +66,6 @@ with _environment(QUIET):
     from ray.tune.experiment import Trial
 
 _started = contextlib.ExitStack()  # what stop_ray() undoes
-_folder: str | None = None
 
 
 def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, float]:
@@ -80,18 +74,17 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
     gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
     of virtual GPUs with each other and with the notebook, as processes do on real ones.
 
-    Raises ValueError where the GPUs are not there; RuntimeError where no worker process starts, with what it said.
+    Raises ValueError where the GPUs are not there.
     """
-    global _folder
     stop_ray()
     if gpus and (there := torch.cuda.device_count()) < gpus:
         raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
     atexit.register(stop_ray)
     _started.callback(atexit.unregister, stop_ray)
     _started.callback(_read_environment)
-    _folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
-    _started.enter_context(_environment(QUIET | PRIVATE | {"RAY_TMPDIR": _folder}))
-    _started.callback(scratch.remove, _folder)
+    folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
+    _started.enter_context(_environment(QUIET | PRIVATE | {"RAY_TMPDIR": folder}))
+    _started.callback(scratch.remove, folder)
     _read_environment()
     # in a session of its own: an interrupted cell must not interrupt it
     command = [sys.executable, "-c", WATCH, str(os.getpid())]
@@ -113,7 +106,6 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
             ray.init(**options)
     ray._private.worker._worker_logs_enabled = False  # what Ray says of a node that died, which no option turns off
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # a trial's error is in its result
-    _hear_a_worker()
     return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
 
 
@@ -130,76 +122,49 @@ def _read_environment() -> None:
     Config.initialize("")
 
 
-def _hear_a_worker() -> None:
-    """Ray starts a process that failed again and again, and would have everybody wait for ever."""
-    try:
-        ray.get(ray.remote(num_cpus=0)(lambda: True).remote(), timeout=LIMIT)
-    except ray.exceptions.GetTimeoutError:
-        words = _last_words()
-        stop_ray()
-        raise RuntimeError(f"Ray runs, but no worker process of it answered within {LIMIT} seconds{words}") from None
-
-
-def _last_words() -> str:
-    """What Ray's processes said last: the reason, where workers do not start."""
-    folder = Path(_folder or "/nowhere") / "ray" / "session_latest" / "logs"
-    for path in [folder / "raylet.err", *sorted(folder.glob("worker-*.err"))]:
-        lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
-        if lines := [
-            line for line in lines if line.strip() and not line.startswith(":")
-        ]:  # :task_name:... is Ray's mark
-            return f"; the last one said: {lines[-1]}"
-    return ""
-
-
 class Watch(tune.Callback):
     """RunConfig(callbacks=[Watch()]): a bar that moves with every trial that ends.
 
-    Raises ValueError where every trial that waits asks for more than the cluster has, RuntimeError where none has begun for
-    `limit` seconds or none has reported for `silence` seconds, KeyboardInterrupt where the search was interrupted: Ray itself
-    waits on, or returns from an interrupted search as from one that is done.
+    Raises ValueError where every trial that waits asks for more than the cluster has, RuntimeError where none has begun for a
+    minute or none has reported for `silence` seconds, KeyboardInterrupt where the search was interrupted: Ray itself waits on, or
+    returns from an interrupted search as from one that is done.
     """
 
-    def __init__(self, limit: float = LIMIT, silence: float = 10 * LIMIT):
-        self.limit, self.silence = limit, silence
-        self.bar = None
+    def __init__(self, silence: float = 10 * LIMIT):
+        self.silence, self.running, self.bar = silence, False, None
         self.handler = self.rays = signal.getsignal(signal.SIGINT)
 
     def __reduce__(self):
         """A Tuner writes its callbacks to a file; a bar and handlers cannot be written."""
-        return Watch, (self.limit, self.silence)
+        return Watch, (self.silence,)
 
     def setup(self, **info) -> None:
         self.bar = progress(range(info.get("total_num_samples") or 1), "trials")
-        self.begun = self.heard = time.monotonic()
+        self.since = time.monotonic()  # nothing has happened since
         self.rays = signal.getsignal(signal.SIGINT)
 
     def on_step_begin(self, iteration: int, trials: list[Trial], **info) -> None:
-        now = time.monotonic()
-        if any(trial.status == Trial.RUNNING for trial in trials):
-            self.begun = now
-            if now - self.heard > self.silence:
-                raise RuntimeError(f"no trial has reported for {self.silence:g} seconds: does one of them end?")
-            return
-        self.heard = now
-        waiting = [trial for trial in trials if trial.status == Trial.PENDING]
-        lacks = [_lacking(trial) for trial in waiting]
-        if lacks and all(lacks):
+        running = any(trial.status == Trial.RUNNING for trial in trials)
+        if running != self.running:
+            self.running, self.since = running, time.monotonic()
+        waiting = [trial for trial in trials if trial.status == Trial.PENDING and not running]
+        if waiting and all(lacks := [_lacking(trial) for trial in waiting]):
             raise ValueError(lacks[0])
-        if waiting and now - self.begun > self.limit:
-            raise RuntimeError(f"no trial has begun for {self.limit:g} seconds, although there is room{_last_words()}")
+        quiet = time.monotonic() - self.since
+        if waiting and quiet > LIMIT:
+            raise RuntimeError(f"no trial has begun for {LIMIT} seconds, although there is room{_last_words()}")
+        if running and quiet > self.silence:
+            raise RuntimeError(f"no trial has reported for {self.silence:g} seconds: does one of them end?")
 
     def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict, **info) -> None:
-        self.heard = time.monotonic()
+        self.since = time.monotonic()
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info) -> None:
-        if hasattr(self.bar, "refresh"):
-            self.bar.n = 1 + sum(other.is_finished() for other in trials if other is not trial)
-            self.bar.refresh()
+        self.bar.n = 1 + sum(other.is_finished() for other in trials if other is not trial)
+        self.bar.refresh()
 
     def on_experiment_end(self, trials: list[Trial], **info) -> None:
-        if hasattr(self.bar, "close"):
-            self.bar.close()
+        self.bar.close()
         interrupted = signal.getsignal(signal.SIGINT) is not self.rays  # Ray's own gives way when it has been called
         if self.rays is not self.handler:
             signal.signal(signal.SIGINT, self.handler)  # else the first interrupt of what follows would be lost, too
@@ -213,4 +178,14 @@ def _lacking(trial: Trial) -> str:
     for name, wanted in trial.placement_group_factory.required_resources.items():
         if wanted > there.get(name, 0):
             return f"a trial asks for {wanted:g} {name}, and the cluster has {there.get(name, 0):g}: it would wait for ever"
+    return ""
+
+
+def _last_words() -> str:
+    """What Ray's processes said last: the reason, where workers do not start. Ray begins lines of its own with a colon."""
+    logs = Path(os.environ.get("RAY_TMPDIR", "/nowhere")) / "ray" / "session_latest" / "logs"
+    for path in [*logs.glob("raylet.err"), *sorted(logs.glob("worker-*.err"))]:
+        lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line.strip() and line[0] != ":"]
+        if lines:
+            return f"; the last one said: {lines[-1]}"
     return ""

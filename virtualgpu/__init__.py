@@ -11,8 +11,10 @@ import importlib
 
 # Found when first used: the runner and the pytest plugin do without PyTorch until a program imports it
 _FROM = {
+    "Monitor": "monitor",
     "SPECS": "hardware.specs",
     "Spec": "hardware.specs",
+    "Timeline": "timeline",
     "dry_run": "blocks",
     "gpus": "session",
     "machine": "session",
@@ -21,7 +23,7 @@ _FROM = {
     "sanitize": "blocks",
 }
 
-__all__ = ["SPECS", "Spec", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
+__all__ = ["SPECS", "Monitor", "Spec", "Timeline", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
 
 
 def __getattr__(name: str):

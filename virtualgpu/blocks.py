@@ -10,8 +10,8 @@ import torch
 
 from virtualgpu import session
 from virtualgpu.distributed import alone, place
-from virtualgpu.engine import meter
 from virtualgpu.engine.in_thread import dry_here
+from virtualgpu.engine.machine import GPU
 from virtualgpu.hardware import bridges, hosts, networks, specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import parse_size
@@ -165,7 +165,7 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
     """
     leave, machine = parse_size(leave), session.machine()
     if machine is not None:
-        with meter.other_process(machine.gpus[device], leave):
+        with _taken(machine.gpus[device], leave):
             yield
         return
     with subprocess.Popen(
@@ -177,6 +177,22 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
             yield
         finally:
             child.stdin.close()
+
+
+@contextlib.contextmanager
+def _taken(gpu: GPU, leave: int) -> Iterator[None]:
+    with gpu.lock:
+        memory, before = (
+            gpu.settled(),
+            gpu.memory.others,
+        )  # a number, or a function where a run's processes share the GPU
+        taken = max(0, memory.free_on_gpu - leave)
+        memory.others = lambda: taken + (before() if callable(before) else before)
+    try:
+        yield
+    finally:
+        with gpu.lock:
+            memory.others = before
 
 
 _HOLD = """

@@ -5,7 +5,7 @@ numbers were *measured* or *simulated*. The same words become the picture's alte
 """
 
 from helpers.plots.allocation import blocks, stacked
-from helpers.plots.devices import memory, timeline, utilization, watched
+from helpers.plots.devices import timeline, utilization
 from helpers.plots.drawings import drawing
 from helpers.plots.frames import slider
 from helpers.plots.searches import rungs, search, workers
@@ -13,6 +13,6 @@ from helpers.plots.series import bars, curves, dots, images, left, sweep
 from helpers.plots.weights import matrices
 
 __all__ = [
-    "bars", "blocks", "curves", "dots", "drawing", "images", "left", "matrices", "memory", "rungs", "search", "slider", "stacked",
-    "sweep", "timeline", "utilization", "watched", "workers",
+    "bars", "blocks", "curves", "dots", "drawing", "images", "left", "matrices", "rungs", "search", "slider", "stacked",
+    "sweep", "timeline", "utilization", "workers",
 ]  # fmt: skip

@@ -1,19 +1,18 @@
-"""What all figures share: the style, the lines of a table of readings, and how one comes into the cell."""
+"""What all figures share: the style, rows and legends, and how one comes into the cell."""
 
 import base64
+import contextlib
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from helpers.monitor import Monitor
 
 Origin = Literal["measured", "simulated", "data"]
 
@@ -29,34 +28,52 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",  # also in a dark theme, where black text would vanish on nothing
 }
-FRAMES: ContextVar[list[tuple[str, str]] | None] = ContextVar(
-    "frames", default=None
-)  # (words, PNG in base64) for a slider
+# (words, PNG in base64) for a slider, which shows them later
+FRAMES: ContextVar[list[tuple[str, str]] | None] = ContextVar("frames", default=None)
 WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
 
 
-def new(height: float = 3.0) -> tuple[Figure, Axes]:
+def new(height: float = 3.0, **grid) -> tuple[Figure, Any]:
+    """A figure as wide as a cell, `height` inches high, and its axes: one, or an array of them (nrows=, ncols=)."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        return figure, figure.subplots()
+        return figure, figure.subplots(**grid)
 
 
-def readings(axes: Axes, monitor: Monitor, table: Mapping[str, Sequence[float]]) -> None:
-    """Join the iterations in which a reading was due; one that failed (NaN) breaks the line."""
-    due = sorted({iteration for iteration, _, _ in monitor.samples if iteration < len(monitor.step_times)})
-    for device, values in table.items():
-        line(axes, due, [values[iteration] for iteration in due], device)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    legend(axes, table)
+@contextlib.contextmanager
+def drawn(title: str, origin: Origin, height: float = 3.0, **settings) -> Iterator[Axes]:
+    """Axes to draw on in this block, which are shown when it ends. settings: of the axes (xlabel=, ylim=, ...)."""
+    figure, axes = new(height)
+    yield axes
+    axes.set(**settings)
+    show(figure, title, origin)
 
 
-def line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str) -> None:
-    axes.plot(x, y, marker="o", markersize=3.5, linewidth=1.5, label=name)
-
-
-def legend(axes: Axes, series: Mapping) -> None:
+def lines(axes: Axes, x: Sequence[float], series: Mapping[str, Sequence[float]]) -> None:
+    """A line a series over x, as far as it goes; several are named where each has a color of its own."""
+    for name, values in series.items():
+        axes.plot(x[: len(values)], values, marker="o", markersize=3.5, linewidth=1.5, label=name)
     if 1 < len(series) <= len(COLORS):
         axes.legend(loc="best")
+
+
+def rows(axes: Axes, names: Collection[str], grid: bool = True) -> None:
+    """A row a name, the first on top. grid: with lines across them."""
+    axes.set_yticks(range(len(names)), list(names))
+    axes.set(ylim=(len(names) - 0.5, -0.5))
+    axes.grid(visible=grid, axis="y")
+
+
+def ticks(axes: Axes, x: Sequence[float]) -> None:
+    """There, and nowhere else: a logarithmic axis would have those of its own."""
+    axes.set_xticks(x, [f"{value:g}" for value in x])
+    axes.minorticks_off()
+
+
+def legend_above(axes: Axes, columns: int) -> None:
+    """Each name once, in so many columns."""
+    names = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(names.values(), names, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False)
 
 
 def show(figure: Figure, title: str, origin: Origin) -> None:
@@ -66,9 +83,14 @@ def show(figure: Figure, title: str, origin: Origin) -> None:
         figure.supxlabel(origin, x=0.99, ha="right", style="italic", color="#666666", fontsize=9)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(picture, format="png", dpi=DPI)
-    said, encoded = f"Figure ({origin}): {title}", base64.b64encode(picture.getvalue()).decode()
-    if (frames := FRAMES.get()) is not None:
-        frames.append((said, encoded))
-        return
-    bundle = {"image/png": encoded, "text/plain": said}
-    display(bundle, raw=True, metadata={"image/png": {"alt": said, "width": int(WIDTH * 100)}})
+    words, encoded = f"Figure ({origin}): {title}", base64.b64encode(picture.getvalue()).decode()
+    if (frames := FRAMES.get()) is None:
+        put(words, encoded)
+    else:
+        frames.append((words, encoded))
+
+
+def put(words: str, encoded: str, **more: str) -> None:
+    """A picture in base64 into the cell. more: other forms of it, for those who can show them ({"text/html": ...})."""
+    bundle = {**more, "image/png": encoded, "text/plain": words}
+    display(bundle, raw=True, metadata={"image/png": {"alt": words, "width": int(WIDTH * 100)}})

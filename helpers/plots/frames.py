@@ -4,9 +4,7 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from IPython.display import display
-
-from helpers.plots.figures import FRAMES, WIDTH
+from helpers.plots.figures import FRAMES, WIDTH, put
 
 PAGE = """<figure style="margin: 0; max-width: {width}px">
 <label style="font: 14px sans-serif">{label} <input type="range" min="0" max="{last}" value="{start}" style="width: 50%; vertical-align: middle"
@@ -20,32 +18,26 @@ def slider(draw: Callable[[Any], None], values: Sequence[Any] | Mapping[str, Any
     """draw(value) for each of `values` calls one function of plots; a slider called `label` shows the picture of one of them.
 
     values: or {what stands beside the slider: value}. start: the place of the first to be seen; it alone is seen where there is no browser.
+
+    Raises ValueError where it draws another number of pictures.
     """
     named = values if isinstance(values, Mapping) else {str(value): value for value in values}
-    token = FRAMES.set([])
+    token = FRAMES.set(frames := [])
     try:
         for value in named.values():
             draw(value)
-        frames = FRAMES.get()
     finally:
         FRAMES.reset(token)
     if len(frames) != len(named):
         raise ValueError(
             f"a slider over {len(named)} values needs as many pictures, one a value; {len(frames)} were drawn"
         )
+    width, names = int(WIDTH * 100), list(map(html.escape, named))
     pictures = "\n".join(
-        f'<img data-value="{html.escape(name)}" alt="{html.escape(words)}" width="{int(WIDTH * 100)}" style="max-width: 100%; height: auto"'
+        f'<img data-value="{name}" alt="{html.escape(words)}" width="{width}" style="max-width: 100%; height: auto"'
         f' src="data:image/png;base64,{encoded}"{"" if place == start else " hidden"}>'
-        for place, (name, (words, encoded)) in enumerate(zip(named, frames, strict=True))
+        for place, (name, (words, encoded)) in enumerate(zip(names, frames, strict=True))
     )
-    page = PAGE.format(
-        width=int(WIDTH * 100),
-        label=html.escape(label),
-        last=len(named) - 1,
-        start=start,
-        value=html.escape(list(named)[start]),
-        pictures=pictures,
-    )
-    words, encoded = frames[start]
-    bundle = {"text/html": page, "image/png": encoded, "text/plain": words}
-    display(bundle, raw=True, metadata={"image/png": {"alt": words, "width": int(WIDTH * 100)}})
+    last, label, value = len(named) - 1, html.escape(label), names[start]
+    page = PAGE.format(width=width, label=label, last=last, start=start, value=value, pictures=pictures)
+    put(*frames[start], **{"text/html": page})

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import matplotlib
-from matplotlib.figure import Figure
 
 from helpers.plots import figures
-from helpers.plots.figures import COLORS, STYLE, WIDTH
+from helpers.plots.figures import COLORS
+
+SHARED = {"sharex": True, "sharey": True, "squeeze": False}  # axes of panels
 
 
 def search(
@@ -18,12 +19,11 @@ def search(
     xscale: str = "log",
 ) -> None:
     """One panel per way to search: a dot per trial at (x, y), y logarithmic, coloured by its third; a ring: the best."""
-    figure, panels = _panels(len(tried), height=3.2, columns=len(tried))
-    low = min(z for points in tried.values() for *_, z in points)
-    high = max(z for points in tried.values() for *_, z in points)
+    figure, (panels,) = figures.new(3.2, ncols=len(tried), **SHARED)
+    scores = [z for points in tried.values() for *_, z in points]
     for axes, (name, points) in zip(panels, tried.items(), strict=True):
         x, y, z = zip(*points, strict=True)
-        drawn = axes.scatter(x, y, c=z, s=70, cmap="viridis", vmin=low, vmax=high)
+        drawn = axes.scatter(x, y, c=z, s=70, cmap="viridis", vmin=min(scores), vmax=max(scores))
         best = max(points, key=lambda point: point[2])
         axes.scatter(*best[:2], s=220, facecolors="none", edgecolors=COLORS[5], linewidths=2)
         axes.annotate(f"{best[2]:.0f}", best[:2], (12, 4), textcoords="offset points", color=COLORS[5], weight="bold")
@@ -45,25 +45,23 @@ def rungs(
     ylim: tuple[float, float],
 ) -> None:
     """One curve per trial, as far as its `rounds`, with a cross where it was stopped; dotted beyond for those that are `named`."""
-    figure, axes = figures.new(height=3.6)
-    for trial, (values, end) in enumerate(zip(curves, rounds, strict=True)):
-        color = COLORS[5 * list(named).index(trial)] if trial in named else "#b0b0b0"
-        style = {"color": color, "zorder": 3 if trial in named else 1, "linewidth": 1.8 if trial in named else 1}
-        axes.plot(range(1, end + 1), values[:end], label=named.get(trial), **style)
-        if end < len(values):
-            axes.plot(end, values[end - 1], "x", markersize=6, color=color)
-            if trial in named:
-                axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", **style)
-    for rung in at:
-        axes.axvline(rung, color="#888888", linestyle="--", linewidth=1)
-        axes.annotate(f"{sum(end > rung for end in rounds)} go on", (rung, 1), (3, -9), ("data", "axes fraction"),
-                      "offset points", fontsize=8, color="#666666", backgroundcolor=(1, 1, 1, 0.8))  # fmt: skip
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
-    axes.set(xlabel="round", ylabel=ylabel, xscale="log", xlim=(0.9, None), ylim=ylim)
-    ticks = sorted({*at, max(map(len, curves))})
-    axes.set_xticks(ticks, list(map(str, ticks)))
-    axes.minorticks_off()
-    figures.show(figure, title, "measured")
+    with figures.drawn(title, "measured", 3.6, xlabel="round", ylabel=ylabel, xlim=(0.9, None), ylim=ylim) as axes:
+        for trial, (values, end) in enumerate(zip(curves, rounds, strict=True)):
+            color = COLORS[5 * list(named).index(trial)] if trial in named else "#b0b0b0"
+            style = {"color": color, "zorder": 3 if trial in named else 1, "linewidth": 1.8 if trial in named else 1}
+            axes.plot(range(1, end + 1), values[:end], label=named.get(trial), **style)
+            if end < len(values):
+                axes.plot(end, values[end - 1], "x", markersize=6, color=color)
+                if trial in named:
+                    axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", **style)
+        style = {"fontsize": 8, "color": "#666666", "backgroundcolor": (1, 1, 1, 0.8), "textcoords": "offset points"}
+        for rung in at:
+            axes.axvline(rung, color="#888888", linestyle="--", linewidth=1)
+            go_on = f"{sum(end > rung for end in rounds)} go on"
+            axes.annotate(go_on, (rung, 1), (3, -9), ("data", "axes fraction"), **style)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
+        axes.set(xscale="log")
+        figures.ticks(axes, sorted({*at, max(map(len, curves))}))
 
 
 def workers(
@@ -73,29 +71,21 @@ def workers(
 
     Darker bars reach later rungs; white is waiting.
     """
-    figure, panels = _panels(len(schedules), height=1.6 * len(schedules) + 0.9, columns=1)
+    figure, panels = figures.new(1.6 * len(schedules) + 0.9, nrows=len(schedules), **SHARED)
     reached = sorted({bar[4] for bars in schedules.values() for bar in bars})
-    for axes, (name, bars) in zip(panels, schedules.items(), strict=True):
+    for (axes,), (name, bars) in zip(panels, schedules.items(), strict=True):
         for worker, trial, start, stop, rung in bars:
             if start < end:
                 color = matplotlib.colormaps["Blues"]((reached.index(rung) + 1.5) / (len(reached) + 1))
                 axes.barh(worker, stop - start, left=start, color=color, edgecolor="white", height=0.8)
                 if stop - start > end / 60:
-                    dark = "white" if reached.index(rung) >= len(reached) / 2 else "black"
-                    axes.text(min(start + stop, start + end) / 2, worker, trial, ha="center", va="center", fontsize=7,
-                              color=dark, clip_on=True)  # fmt: skip
+                    color = "white" if reached.index(rung) >= len(reached) / 2 else "black"
+                    style = {"ha": "center", "va": "center", "fontsize": 7, "color": color, "clip_on": True}
+                    axes.text(min(start + stop, start + end) / 2, worker, trial, **style)
         rows = len({bar[0] for bar in bars})
         busy = sum(max(0.0, min(stop, end) - start) for _, _, start, stop, _ in bars) / (rows * end)
         axes.set_title(f"{name}: workers busy {100 * busy:.0f} % of the time", fontsize=10, loc="left")
-        axes.set(xlim=(0, end), ylim=(rows - 0.5, -0.5))
-        axes.set_yticks(range(rows), [f"worker {row}" for row in range(rows)])
-        axes.grid(axis="y", visible=False)
-    panels[-1].set_xlabel(xlabel)
+        axes.set(xlim=(0, end))
+        figures.rows(axes, [f"worker {row}" for row in range(rows)], grid=False)
+    axes.set_xlabel(xlabel)
     figures.show(figure, title, "simulated")
-
-
-def _panels(count: int, height: float, columns: int) -> tuple[Figure, list]:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        grid = figure.subplots(count // columns, columns, sharex=True, sharey=True, squeeze=False)
-    return figure, list(grid.flat)

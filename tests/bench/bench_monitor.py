@@ -1,4 +1,5 @@
-"""What watching costs: our monitor against GPUtil.getGPUs() in every iteration, both over a fake nvidia-smi of three GPUs."""
+"""What watching costs: our monitor against GPUtil.getGPUs() in every iteration. GPUtil asks a fake nvidia-smi of three GPUs, the
+monitor NVML, which three virtual GPUs answer."""
 
 import os
 import statistics
@@ -6,48 +7,47 @@ import tempfile
 import time
 from pathlib import Path
 
-from helpers.monitor import CPUSource, Monitor, SMISource
+import virtualgpu
 from tests.bench.row import Row
+from virtualgpu.monitor import Monitor
+from virtualgpu.sources import CPUSource, NVMLSource
 
-# What GPUtil asks for, and what we do
-LINES = (
-    "{0}, GPU-{0}, 10, 15360, 1000, 14360, 550.54, Tesla T4, 0, Disabled, Disabled, 40",
-    "GPU-{0}, 10, 1000",
-)
+LINE = "{0}, GPU-{0}, 10, 15360, 1000, 14360, 550.54, Tesla T4, 0, Disabled, Disabled, 40"  # what GPUtil asks for
 STEP = 0.010  # seconds: the training step that design section 7 speaks of
 
 
 def rows() -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "nvidia-smi"
-        gputil, ours = ("; ".join(f"echo '{line.format(i)}'" for i in range(3)) for line in LINES)
-        script.write_text(f'#!/bin/sh\ncase "$*" in *query-gpu=uuid*) {ours};; *) {gputil};; esac\n')
-        script.chmod(0o755)
-        path, os.environ["PATH"] = os.environ["PATH"], f"{folder}:{os.environ['PATH']}"
-        try:
-            return measured()
-        finally:
-            os.environ["PATH"] = path
-
-
-def measured() -> list[Row]:
-    import GPUtil
-
-    assert len(GPUtil.getGPUs()) == 3, "the fake nvidia-smi answers"
-    gputil, ours, cpu = [], [], []
+    gputil, cpu = [], []
     for _ in range(15):  # in turn, so that a busy moment hits both
-        gputil.append(timed(GPUtil.getGPUs, 1))
-        ours.append(per_iteration(SMISource()))
+        gputil.append(by_gputil())
         cpu.append(per_iteration(CPUSource()))
-    per_call, cost, cost_cpu = (statistics.median(values) for values in (gputil, ours, cpu))
+    with virtualgpu.gpus(3):
+        nvml = [per_iteration(NVMLSource()) for _ in range(15)]
+    per_call, cost, cost_cpu = (statistics.median(values) for values in (gputil, nvml, cpu))
     return [
         Row(
             "monitor: GPUtil.getGPUs() per iteration over ours", per_call / cost, "x", ">= 20 x", per_call / cost >= 20
         ),
-        Row("monitor over nvidia-smi: an iteration", 1e3 * cost, "ms", "< 0.1 ms", cost < 1e-4),
+        Row("monitor over NVML: an iteration", 1e3 * cost, "ms", "< 0.1 ms", cost < 1e-4),
         Row("monitor over the CPU: an iteration", 1e3 * cost_cpu, "ms", "< 0.1 ms", cost_cpu < 1e-4),
-        Row("monitor over nvidia-smi: share of a 10 ms step", 100 * cost / STEP, "%", "< 1 %", cost < STEP / 100),
+        Row("monitor over NVML: share of a 10 ms step", 100 * cost / STEP, "%", "< 1 %", cost < STEP / 100),
     ]
+
+
+def by_gputil() -> float:
+    """Seconds of a call, which starts a fake nvidia-smi."""
+    import GPUtil
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "nvidia-smi"
+        script.write_text("#!/bin/sh\n" + "; ".join(f"echo '{LINE.format(i)}'" for i in range(3)) + "\n")
+        script.chmod(0o755)
+        path, os.environ["PATH"] = os.environ["PATH"], f"{folder}:{os.environ['PATH']}"
+        try:
+            assert len(GPUtil.getGPUs()) == 3, "the fake nvidia-smi answers"
+            return timed(GPUtil.getGPUs, 1)
+        finally:
+            os.environ["PATH"] = path
 
 
 def per_iteration(source) -> float:

@@ -1,9 +1,8 @@
-"""The figures of notebook 06: a step stacked by kind, segments as strips of blocks, cures as bars, two panels of a monitor."""
+"""The figures of notebooks 06 and 07: a step stacked by kind, segments as strips of blocks, cures as bars."""
 
 import pytest
 
 from helpers import plots
-from helpers.monitor import Monitor, Reading, Source
 from helpers.plots import figures as drawing
 
 MIB = 1 << 20
@@ -55,28 +54,3 @@ def test_bars_of_a_group_lie_side_by_side_in_the_order_given(figures):
     assert [bar.get_y() for bar in two] == pytest.approx([bar.get_y() + bar.get_height() for bar in one])
     assert [text.get_text() for text in axes.get_yticklabels()] == ["dear", "cheap"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
-
-
-class One(Source):
-    devices, interval, origin = ["cuda:0"], 1.0, "measured"
-
-
-def watched():
-    monitor = Monitor(One())
-    monitor.samples = [(i, float(i), [Reading(50.0 + i, (10 + i) * MIB)]) for i in range(3)]
-    monitor.step_times = [0.0, 1.0, 2.0]
-    return monitor
-
-
-def test_utilization_stands_above_memory(figures):
-    plots.watched(watched(), "Both")
-    above, below = figures[0].axes
-    assert list(above.lines[0].get_ydata()) == [50, 51, 52] and list(below.lines[0].get_ydata()) == [10, 11, 12]
-    assert "%" in above.get_ylabel() and "MiB" in below.get_ylabel()
-
-
-def test_a_ceiling_is_drawn_and_named(figures):
-    plots.memory(watched(), "Full", ceiling=256)
-    (axes,) = figures[0].axes
-    assert words(axes) == ["the GPU's 256 MiB"] and axes.get_ylim()[1] > 256
-    assert list(axes.lines[-1].get_ydata()) == [256, 256]

@@ -6,17 +6,15 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import helpers
-import virtualgpu
-from helpers import data, plots
-from helpers.monitor import Monitor, Reading, Source
+from helpers import Monitor, data, plots
 from helpers.plots import figures as drawing
-from helpers.timeline import Timeline
 from virtualgpu.simulation.clock import Span
-from virtualgpu.simulation.timeline import row
+from virtualgpu.simulation.rows import row
+from virtualgpu.sources import Reading, Source
+from virtualgpu.timeline import Timeline
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ class Two(Source):
 def watched():
     monitor = Monitor(Two())
     readings = [(90.0, 40.0), (math.nan, 50.0), (80.0, 45.0)]
-    monitor.samples = [(3 * i, float(i), [Reading(v, v * 2**20) for v in pair]) for i, pair in enumerate(readings)]
+    monitor.samples = [(3 * i, [Reading(v) for v in pair]) for i, pair in enumerate(readings)]
     monitor.step_times = [0.1 * i for i in range(9)]
     return monitor
 
@@ -55,12 +53,11 @@ def watched():
 def test_every_figure_says_where_its_numbers_come_from(shown):
     images, labels = data.digits()
     plots.utilization(watched(), "Both are busy")
-    plots.memory(watched(), "Both are full")
     plots.curves({"a": [1, 2], "b": [2, 1]}, "They cross", "epoch", "loss", "simulated", mark=2)
     plots.dots({"a": [1.0, 2.0, 4.0], "b": [3.0]}, "b is more", "accuracy (%)")
     plots.images(images[:5], labels[:5].tolist(), "Digits", rows=2)
     said = [bundle["text/plain"] for bundle, _ in shown]
-    assert said == ["Figure (measured): Both are busy", "Figure (measured): Both are full", "Figure (simulated): They cross",
+    assert said == ["Figure (measured): Both are busy", "Figure (simulated): They cross",
                     "Figure (measured): b is more", "Figure (data): Digits"]  # fmt: skip
     for bundle, metadata in shown:
         assert metadata["image/png"]["alt"] == bundle["text/plain"]
@@ -76,24 +73,6 @@ def test_a_failed_reading_breaks_the_line(figures):
     assert x == [0, 3, 6], "only the iterations in which a reading was due"
     assert y[0] == 90 and math.isnan(y[1]) and y[2] == 80
     assert drawn["cuda:1"] == ([0, 3, 6], [40, 50, 45])
-
-
-def test_memory_in_use_and_in_tensors(figures, monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    with virtualgpu.gpus(1, memory="256 MB"):
-        x = torch.zeros(1 << 20, device="cuda")
-        with Monitor() as monitor:
-            monitor.step()
-        plots.memory(monitor, "title")
-        assert lines(figures[0]) == {"cuda:0, in use": ([0], [20.0]), "cuda:0, in tensors": ([0], [4.0])}
-        assert x.nbytes == 4 << 20
-
-
-def test_memory_without_a_gpu_is_one_line(figures):
-    monitor = watched()
-    monitor.devices, monitor._allocated = ["cpu", "gpu"], [[math.nan, math.nan]] * 9
-    plots.memory(monitor, "title")
-    assert list(lines(figures[0])) == ["cpu, in use", "gpu, in use"]
 
 
 def test_bars_are_drawn_largest_on_top(figures):
@@ -182,11 +161,7 @@ def test_waiting_for_other_ranks_is_drawn_as_waiting(figures):
     assert len(set(grey[:3])) == 1 and 0.5 < grey[0] < 0.8
 
 
-def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
-    from helpers.plots import frames
-
-    monkeypatch.setattr(frames, "display", lambda bundle, raw, metadata: shown.append((bundle, metadata)))
-
+def test_a_slider_holds_a_picture_for_each_value(shown):
     def draw(n):
         plots.bars({"a": n}, f"{n} <of> them", "number", "data")
 
@@ -201,6 +176,14 @@ def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
         plots.slider(lambda n: None, [1, 2], "how many")
     plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again
     assert len(shown) == 2
+
+
+def test_a_ranks_row_without_work_and_a_table_without_slots(figures):
+    late = Span(0, 10, 11, "backward", "mm", annotation="PP:0W0")
+    plots.timeline(Timeline.of_ranks([[late], []], origin="simulated"), "Weights last")
+    plots.timeline(Timeline.of_slots([]), "nothing", until=1.0)
+    names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert names == ["weight gradient"] and len(figures) == 2
 
 
 def test_two_timelines_share_an_axis(figures):

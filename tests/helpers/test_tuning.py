@@ -7,7 +7,6 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -165,24 +164,15 @@ def test_what_was_not_started_can_be_stopped():
     assert dict(os.environ) == before
 
 
-def test_a_worker_that_does_not_answer_is_told(monkeypatch, tmp_path):
+def test_why_a_worker_does_not_start_is_told(monkeypatch, tmp_path):
     logs = tmp_path / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
-    (logs / "raylet.err").write_text("")
+    (logs / "raylet.err").write_text("\n")
     (logs / "worker-1.err").write_text("ImportError: no such thing\n:task_name:answer\n")
-    monkeypatch.setattr(tuning, "_folder", str(tmp_path))
-
-    def get(task, timeout):
-        raise TimeoutError
-
-    ray = SimpleNamespace(
-        get=get,
-        remote=lambda **options: lambda task: SimpleNamespace(remote=task),
-        exceptions=SimpleNamespace(GetTimeoutError=TimeoutError),
-    )
-    monkeypatch.setattr(tuning, "ray", ray)
-    with pytest.raises(RuntimeError, match="answered within 60 seconds; the last one said: ImportError: no such thing"):
-        tuning._hear_a_worker()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert tuning._last_words() == "; the last one said: ImportError: no such thing"
+    monkeypatch.delenv("RAY_TMPDIR")
+    assert tuning._last_words() == ""
 
 
 def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(monkeypatch):

@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def watch(clock):
-    watch = tuning.Watch(limit=60, silence=100)
+    watch = tuning.Watch(silence=100)
     watch.setup(total_num_samples=2)
     return watch
 

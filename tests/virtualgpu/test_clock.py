@@ -195,7 +195,7 @@ def test_monitor_reads_the_simulated_clock(gpus):
     assert monitor.source.origin == "simulated" and monitor.devices == ["cuda:0", "cuda:1"]
     utilization = monitor.utilization()
     assert all(len(row) == 3 and all(0 < share < 100 for share in row) for row in utilization.values())
-    assert monitor.memory()["cuda:1"][-1] == gpus.gpus[1].memory.context + torch.cuda.memory_reserved(1)
+    assert monitor.allocated()["cuda:1"][-1] == torch.cuda.memory_allocated(1)
     lengths = [end - start for start, end in zip([0, *monitor.step_times], monitor.step_times, strict=False)]
     worked = sum(share / 100 * length for share, length in zip(utilization["cuda:0"], lengths, strict=True))
     assert worked == pytest.approx(gpus.clock.busy[0] - busy[0])
@@ -218,7 +218,7 @@ def test_timeline_tells_kinds_apart(gpus, capsys):
 
 
 def test_timeline_without_gpus():
-    with pytest.raises(RuntimeError, match=r"call helpers.gpus\(2\) first"), helpers.Timeline():
+    with pytest.raises(RuntimeError, match=r"call gpus\(2\) first"), helpers.Timeline():
         pass
 
 

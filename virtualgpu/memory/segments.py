@@ -7,7 +7,6 @@ blocks that streams still use, and giving back all free segments. Then it is out
 
 import contextlib
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -24,37 +23,9 @@ from virtualgpu.memory.config import UNLIMITED, Config, from_environment
 from virtualgpu.memory.expandable import Expandable
 from virtualgpu.memory.private import PrivatePools
 from virtualgpu.memory.statistics import Statistics
+from virtualgpu.memory.timeline import Timeline, Untimed
 
 EXABYTE = 1 << 60
-
-
-class Timeline(Protocol):
-    """What the allocator asks about time, in seconds."""
-
-    def now(self) -> float:
-        """As the host sees it."""
-
-    def ready(self, stream: int) -> float:
-        """When the stream is done with all that is queued on it so far."""
-
-    def wait_until(self, moment: float) -> None:
-        """The host waits."""
-
-
-class Untimed:
-    """All is done at once."""
-
-    def now(self) -> float:
-        """Always 0."""
-        return 0.0
-
-    def ready(self, stream: int) -> float:
-        """Always 0: every stream is done."""
-        return 0.0
-
-    def wait_until(self, moment: float) -> None:
-        """Returns at once."""
-        pass
 
 
 class Segments:

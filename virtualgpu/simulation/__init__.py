@@ -1,7 +1,6 @@
 """Simulated time: the clock of a process, what an operation and a collective cost, and what is to be seen of it.
 
-`clock` is the host and the streams of its GPUs, made of `queues`, with `collectives` beside it: `beside` is what NCCL's kernels take of
-a GPU, `priorities` who goes before whom. `costs` counts an
-operation's FLOPs and bytes, `nccl` is PyTorch's model of a collective. `usage` says how busy GPUs were; `timeline` and
-`trace` are for drawing.
+`clock` is the host and the work of its GPUs, on `streams` made of `queues`, with `collectives` beside it: `beside` is what NCCL's
+kernels take of a GPU, `priorities` who goes before whom. `costs` counts an operation's FLOPs and bytes, `nccl` is PyTorch's model
+of a collective. `usage` says how busy GPUs were; `rows` and `trace` are for drawing.
 """

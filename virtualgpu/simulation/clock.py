@@ -5,48 +5,28 @@ wait. A stream runs its work in order. The kernels of all streams of one GPU tak
 direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A copy between two GPUs is ordered after the current
 streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
 
-Each thread of Python has its own time as a host. In a backward pass autograd has one thread per GPU ("Autograd mechanics", PyTorch
-notes), so that one thread's launches do not wait for the other's; an operation of it runs on the stream of its forward operation.
-Work on CPU tensors takes no time here: the clock knows GPUs, and the host only as the one who launches.
+Each thread of Python has its own time as a host: streams.py has these, and to which stream their work goes. Work on CPU tensors takes
+no time here: the clock knows GPUs, and the host only as the one who launches.
 
 All times are in seconds since the GPUs were made.
 """
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from virtualgpu import _compat
 from virtualgpu.errors import device_assert
 from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.simulation.collectives import Collectives
-from virtualgpu.simulation.priorities import Priorities
 from virtualgpu.simulation.queues import DEFAULT, Engine, Queue, Span
+from virtualgpu.simulation.streams import HostThread, Streams, graph_task
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
 # Of what is no kernel (a copy, an event, a question to the driver), and of each further kernel of one operation
 LAUNCH = HOSTS["launch"].forward
-POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
-NODES = 100_000  # forward operations whose stream is remembered for the backward pass
-
-_graph_task = _compat.graph_task  # -1 outside a backward pass
 
 
-class _Host(threading.local):
-    """One thread of Python."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.kind = "forward"  # what the kernels it launches are for, outside a backward pass
-        self.annotations: list[str] = []  # torch.profiler.record_function's names, the innermost last
-        self.streams: dict[int, Queue] = {}  # of each GPU, where not the default one
-        self.backward: list[float] | None = None  # in a backward pass: each GPU's own launching thread
-        self.node = None  # of the backward pass, that `streams` was set for
-        self.outside: dict[int, Queue] = {}  # `streams` as it was before the backward pass
-
-
-class Clock:
+class Clock(Streams):
     """`computing[g]`: for how long the kernels of GPU g ran, added up. `busy[g]`: the same with NCCL's kernels, also while these
     wait for other ranks; what runs at the same time counts once.
 
@@ -54,22 +34,15 @@ class Clock:
     """
 
     def __init__(self, gpus: int, blocking: bool = False, costs: Host = HOSTS[DEFAULT_HOST]):
+        super().__init__(gpus)
         self.blocking, self.costs = blocking, costs
         self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
-        self.queues: list[dict[int, Queue]] = [{DEFAULT: Queue(gpu, DEFAULT)} for gpu in range(gpus)]
-        self.default = [queues[DEFAULT] for queues in self.queues]
-        self.compute = [Engine() for _ in range(gpus)]
         self.copies = {(gpu, way): Engine() for gpu in range(gpus) for way in ("in", "out", "peer")}
         self.collectives = Collectives(self, gpus)
         self.watched = False  # are kernels' times kept, to see what of the communication they hide?
-        self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
-        self.ranked: dict[int, Priorities] = {}  # of GPUs that have a stream with a priority
         self.computing = [0.0] * gpus
         self.spans: list[Span] | None = None  # recorded while it is a list
         self.on_wait: Callable[[], None] | None = None  # told when the host has waited for a GPU
-        self.local = _Host()
-        self._made: list[dict[int, int]] = [{} for _ in range(gpus)]  # streams of each priority
-        self._streams_of_nodes: dict[tuple[int, int], Queue] = {}
 
     # -- time
 
@@ -84,7 +57,7 @@ class Clock:
         """Now, as this thread of the program sees it."""
         local = self.local
         if local.backward is not None:
-            if _graph_task() != -1:
+            if graph_task() != -1:
                 return max(local.backward, default=local.now)
             self._leave_backward(local)
         return local.now
@@ -125,7 +98,7 @@ class Clock:
         what an operation costs it anyway."""
         local, costs = self.local, self.costs
         threads = local.backward
-        if self.stopped or (threads is None) is not (_graph_task() == -1):
+        if self.stopped or (threads is None) is not (graph_task() == -1):
             now = self._passed(local, gpu, more + (costs.backward if self._in_backward(local) else costs.forward))
         elif threads is None:
             now = local.now = local.now + more + (costs.forward if local.kind == "forward" else costs.optimizer)
@@ -209,6 +182,16 @@ class Clock:
         if wait:
             self.wait_for(queue)
 
+    def _passed(self, local: HostThread, gpu: int, seconds: float) -> float:
+        """The moment after the thread that serves this GPU has spent `seconds`."""
+        if self.stopped:
+            self.check(gpu)
+        if self._in_backward(local):
+            local.backward[gpu] += seconds
+            return local.backward[gpu]
+        local.now += seconds
+        return local.now
+
     def _record(self, queue: Queue, start: float, end: float, kind: str, name: str) -> None:
         annotations = self.local.annotations
         self.spans.append(Span(queue.gpu, start, end, kind, name, queue.id, annotations[-1] if annotations else ""))
@@ -242,113 +225,3 @@ class Clock:
             local.backward = [max(thread, until) for thread in local.backward]
         elif until > local.now:
             local.now = until
-
-    # -- streams
-
-    def stream(self, gpu: int, id: int) -> Queue:
-        """The stream of that id. Raises RuntimeError where there is none."""
-        try:
-            return self.queues[gpu][id]
-        except (KeyError, IndexError):
-            raise RuntimeError(f"cuda:{gpu} has no stream with the id {id}: make one by torch.cuda.Stream()") from None
-
-    def new_stream(self, gpu: int, priority: int = 0) -> Queue:
-        """The next stream of the GPU's pool for this priority: 0, or down to -3 for higher ones."""
-        priority = max(-3, min(0, priority))
-        made = self._made[gpu].get(priority, 0)
-        self._made[gpu][priority] = made + 1
-        id = made % POOL << 5 | (1 - priority) << 1 | 1
-        queue = self.queues[gpu].get(id)
-        if queue is None:
-            queue = self.queues[gpu][id] = Queue(gpu, id, priority)
-        if priority and gpu not in self.ranked:
-            self.ranked[gpu] = Priorities(self.compute[gpu])
-            if not self.multi:
-                self._begin_multi()
-        return queue
-
-    def current(self, gpu: int) -> Queue:
-        """The stream that this thread's next work on the GPU goes to; in a backward pass, that of the forward operation."""
-        if not self.multi:
-            return self.default[gpu]
-        local = self.local
-        if self._in_backward(local):
-            self._enter_node(local)
-        return local.streams.get(gpu) or self.default[gpu]
-
-    def use(self, queue: Queue) -> None:
-        """This stream becomes current for this thread."""
-        local = self.local
-        if queue.id != DEFAULT and not self.multi:
-            self._begin_multi()
-        if self._in_backward(local):
-            self._enter_node(local)
-        local.streams = {**local.streams, queue.gpu: queue}
-
-    def note_node(self, gpu: int) -> None:
-        """A forward operation is being run: its backward one will be on the same stream. The first of a node counts."""
-        known = self._streams_of_nodes
-        if len(known) > NODES:
-            for key in list(known)[: NODES // 2]:
-                del known[key]
-        known.setdefault((gpu, _compat.next_sequence_number() - 1), self.local.streams.get(gpu) or self.default[gpu])
-
-    def _begin_multi(self) -> None:
-        for gpu, queue in enumerate(self.default):
-            self.compute[gpu].floor = queue.ready
-        self.multi = True
-
-    # -- a backward pass
-
-    def _passed(self, local: _Host, gpu: int, seconds: float) -> float:
-        """The moment after the thread that serves this GPU has spent `seconds`."""
-        if self.stopped:
-            self.check(gpu)
-        if self._in_backward(local):
-            local.backward[gpu] += seconds
-            return local.backward[gpu]
-        local.now += seconds
-        return local.now
-
-    def _in_backward(self, local: _Host) -> bool:
-        if _graph_task() == -1:
-            if local.backward is not None:
-                self._leave_backward(local)
-            return False
-        if local.backward is None:
-            local.backward = [local.now] * len(self.queues)
-            if local.kind == "optimizer":  # the last step raised, or this is in its closure
-                local.kind = "forward"
-            local.outside, local.node = local.streams, None
-        return True
-
-    def _enter_node(self, local: _Host) -> None:
-        """Autograd makes the streams of a node's forward operation current before it calls the node."""
-        node = _compat.current_node()
-        leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
-        key = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
-        if key == local.node:  # also None: a callback at the end of the pass, which may have chosen streams of its own
-            return
-        local.node = key
-        if node is None:  # the first of these callbacks
-            local.streams = local.outside
-            return
-        if leaf is not None:
-            queue = getattr(leaf.untyped_storage()._virtual_home, "used_on", None)
-            local.streams = {} if queue is None else {queue.gpu: queue}
-            return
-        found = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
-        local.streams = {gpu: queue for gpu, queue in found if queue is not None}
-
-    def _leave_backward(self, local: _Host) -> None:
-        """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
-        local.now, local.backward = max([local.now, *local.backward]), None
-        if self.multi:
-            local.streams, local.node = local.outside, None
-            for gpu, queues in enumerate(self.queues):
-                queue = local.streams.get(gpu) or self.default[gpu]
-                queue.ready = max(queue.ready, *self._used_in_backward(queues.values()))
-
-    def _used_in_backward(self, queues: Iterable[Queue]) -> list[float]:
-        noted = {id(queue) for queue in self._streams_of_nodes.values()}
-        return [0.0] + [queue.ready for queue in queues if id(queue) in noted or queue.id == DEFAULT]

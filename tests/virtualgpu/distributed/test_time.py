@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.engine.meter import Meter
 from virtualgpu.simulation import nccl
+from virtualgpu.sources import VirtualSource
 
 
 def spans_of(program):
@@ -25,7 +25,7 @@ def spans_of(program):
 
 
 def uneven_ranks():
-    """What this rank's GPU came to: (busy, computing, time), how it waited: [(name, start, end), ...], and what a meter reads:
+    """What this rank's GPU came to: (busy, computing, time), how it waited: [(name, start, end), ...], and what a source reads:
     (utilization, computing)."""
     from torch import distributed as dist
 
@@ -33,15 +33,19 @@ def uneven_ranks():
     clock = virtualgpu.machine().clock
     x = torch.ones(2000, 2000, device=f"cuda:{rank}")
     torch.cuda.synchronize()
-    before, computing, start, meter = clock.busy[rank], clock.computing[rank], clock.host, Meter(virtualgpu.machine())
+    before, computing, start, source = (
+        clock.busy[rank],
+        clock.computing[rank],
+        clock.host,
+        VirtualSource(virtualgpu.machine()),
+    )
     with virtualgpu.recording() as spans:
         for _ in range(1 + 9 * rank):
             x @ x
         dist.all_reduce(x)
         torch.cuda.synchronize()
     waits = [(span.name, span.start, span.end) for span in spans if span.kind == "waiting"]
-    utilization, _, share = meter.read()[rank]
-    return clock.busy[rank] - before, clock.computing[rank] - computing, clock.host - start, waits, (utilization, share)
+    return clock.busy[rank] - before, clock.computing[rank] - computing, clock.host - start, waits, source.read()[rank]
 
 
 def test_a_gpu_that_waits_in_a_collective_is_busy(on_gpus):

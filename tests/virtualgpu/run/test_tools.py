@@ -220,12 +220,12 @@ def test_nvml_refuses_as_the_driver_would(pynvml):
         pynvml.nvmlDeviceGetHandleByUUID("GPU-1")
 
 
-def test_monitor_reads_nvml(pynvml, ledger, monkeypatch):
-    from helpers.monitor import NVMLSource, Reading
+def test_a_source_reads_nvml(pynvml, ledger, monkeypatch):
+    from virtualgpu.sources import NVMLSource, Reading
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", environment.uuid(1)[:12])
     source = NVMLSource()
-    assert source.devices == ["cuda:0"] and source.read() == [Reading(25.0, 3.0 * GIB)]
+    assert source.devices == ["cuda:0"] and source.read() == [Reading(25.0)]
 
 
 def test_nvml_of_one_process_without_a_runner(monkeypatch):

@@ -2,11 +2,9 @@
 
     with Timeline() as timeline:
         ...                         # a step or two
-    plots.timeline(timeline, ...)
+    timeline.rows["cuda:0"]
 
-Ranks of `launch` return what recording() gave them, and the parent puts their rows together: Timeline.of_ranks([...]). A
-Span is the engine's, of the kinds forward, backward, optimizer, copy, waiting (for the last rank), communication; here also weight gradient, and
-kernel where the profiler does not tell them apart.
+Ranks of `launch` return what recording() gave them, and the parent puts their rows together: Timeline.of_ranks([...]).
 """
 
 import contextlib
@@ -19,17 +17,22 @@ from dataclasses import replace
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import virtualgpu
+from virtualgpu import session
+from virtualgpu.blocks import recording
 from virtualgpu.simulation.clock import Span
-from virtualgpu.simulation.timeline import recorded, row
+from virtualgpu.simulation.rows import row
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
 
 
 class Timeline:
-    """rows: {"cuda:0": [Span, ...], ...}, neighbours of one kind joined, in seconds since the block began.
+    """What GPUs, ranks or a pipeline's stages did.
 
-    seconds: how long it took, its work included. Raises RuntimeError where there is no GPU, real or virtual.
+    rows: {"cuda:0": [Span, ...], ...}, neighbours of one kind joined, in seconds since the block began. Kinds are forward, backward,
+    weight gradient, optimizer, copy, waiting (for the last rank) and communication; kernel where the profiler does not tell them apart.
+    seconds: how long the block took, its work included. origin: "simulated", "measured", or "data" for a table on paper.
+
+    Entering it raises RuntimeError where there is no GPU, real or virtual.
     """
 
     def __init__(self, rows: dict[str, list[Span]] | None = None, seconds: float = 0.0, origin: str = "measured"):
@@ -43,28 +46,33 @@ class Timeline:
             spans = [_numbered(own, number) for own in spans]
         every = [span for own in spans for span in own]
         start, end = min((span.start for span in every), default=0.0), max((span.end for span in every), default=0.0)
-        rows = {f"rank {number}": row(own, start, end - start) for number, own in enumerate(spans)}
+        rows = {f"rank {rank}": row(own, start, end - start) for rank, own in enumerate(spans)}
         return cls(rows, end - start, origin)
 
     @classmethod
     def of_slots(cls, table: Sequence[Sequence[str | None]]) -> "Timeline":
         """One row a stage, from a table on paper: "F3" and "B3" are forward and backward of micro-batch 3, None is a slot
-        without work. A slot is drawn as a millisecond."""
+        without work. A slot lasts a millisecond."""
         kinds = {"F": "forward", "B": "backward"}
         rows = {
             f"stage {stage}": [
                 Span(stage, at / 1e3, (at + 1) / 1e3, kinds[work[0]], work, annotation=f"PP:{stage}{work}")
-                for at, work in enumerate(row)
+                for at, work in enumerate(slots)
                 if work is not None
             ]
-            for stage, row in enumerate(table)
+            for stage, slots in enumerate(table)
         }
         return cls(rows, max(map(len, table), default=0) / 1e3, "data")
 
+    @property
+    def idle(self) -> float:
+        """Percent of the time in which a GPU computes nothing, all GPUs together."""
+        return 100 * (1 - sum(map(computing, self.rows.values())) / (len(self.rows) * self.seconds))
+
     def __enter__(self) -> "Timeline":
-        virtual = virtualgpu.machine() is not None
+        virtual = session.machine() is not None
         if not virtual and not torch.cuda.is_available():
-            raise RuntimeError("a timeline needs GPUs, real or virtual: call helpers.gpus(2) first")
+            raise RuntimeError("a timeline needs GPUs, real or virtual: call gpus(2) first")
         self._block = self._simulated() if virtual else self._measured()
         self._block.__enter__()
         return self
@@ -74,10 +82,19 @@ class Timeline:
 
     @contextlib.contextmanager
     def _simulated(self) -> Iterator[None]:
-        self.origin = "simulated"
-        with recorded(virtualgpu.machine().clock) as block:
-            yield
-        self.rows, self.seconds = {f"cuda:{gpu}": own for gpu, own in enumerate(block.rows)}, block.seconds
+        """The block begins when the work queued before it is done, and ends with its own."""
+        self.origin, clock = "simulated", session.machine().clock
+        clock.wait()
+        start = clock.host
+        try:
+            with recording() as spans:
+                yield
+        finally:
+            clock.wait()
+            self.seconds = clock.host - start
+            for gpu in range(len(clock.busy)):
+                own = [span for span in spans if span.gpu == gpu]
+                self.rows[f"cuda:{gpu}"] = row(own, start, self.seconds)
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:

@@ -1,38 +1,11 @@
-"""What each GPU does while a block runs: its spans, few enough to be drawn."""
+"""One GPU's spans, few enough to be drawn; and what they are of a pipeline's work."""
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from virtualgpu.simulation.clock import Clock, Span
-from virtualgpu.simulation.trace import Recording
-
-
-@dataclass
-class Block:
-    """rows: each GPU's spans; seconds: how long the block took, its work included. Both are filled when it ends."""
-
-    rows: list[list[Span]] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@contextlib.contextmanager
-def recorded(clock: Clock) -> Iterator[Block]:
-    """The block begins when the work queued before it is done, and ends with its own."""
-    block = Block()
-    clock.wait()
-    start, before = clock.host, clock.spans
-    clock.spans = Recording()
-    try:
-        yield block
-    finally:
-        spans, clock.spans = clock.spans, before
-        clock.wait()
-        block.seconds = clock.host - start
-        for gpu in range(len(clock.busy)):
-            block.rows.append(row([span for span in spans if span.gpu == gpu], start, block.seconds))
+from virtualgpu.simulation.queues import Span
 
 
 def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:

@@ -1,0 +1,28 @@
+"""A step on several ranks, recorded in a dry run."""
+
+import torch
+import torch.distributed as dist
+
+import virtualgpu
+from virtualgpu.run.recorded import record
+
+
+def averaged(elements):
+    """A step in which each rank computes, and the ranks add up what they have."""
+    x = torch.ones(elements, elements, device="cuda")
+
+    def step():
+        dist.all_reduce(x @ x)
+
+    return step
+
+
+def test_each_job_has_its_step_and_its_peak():
+    virtualgpu.reset()
+    runs = record(averaged, [(512,), (2048,)], nprocs=2)
+    small, large = runs[512,], runs[2048,]
+    assert list(small.timeline.rows) == ["rank 0", "rank 1"] and small.timeline.origin == "simulated"
+    assert {span.kind for span in small.timeline.rows["rank 0"]} >= {"forward", "communication"}
+    assert 0 < small.seconds < large.seconds and 0 < large.idle < 100
+    assert large.peaks == [peak + 2 * (2048**2 - 512**2) * 4 for peak in small.peaks]  # x, and what is added up
+    assert virtualgpu.machine() is None

@@ -1,0 +1,133 @@
+"""One virtual GPU: its memory, which every thread may ask for, and its place in the clock."""
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import torch
+
+from virtualgpu.environment import uuid
+from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized
+from virtualgpu.hardware.hosts import DATASHEET
+from virtualgpu.hardware.specs import MIB, Spec
+from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.simulation.clock import Clock
+from virtualgpu.simulation.kernels import Kernels
+
+if TYPE_CHECKING:
+    from virtualgpu.engine.machine import Machine
+
+# What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
+CONTEXT = 102 * MIB
+
+
+class GPU:
+    """One virtual GPU: its spec, its memory, its place in the clock.
+
+    index: CUDA's number of it. physical: the machine's, which CUDA_VISIBLE_DEVICES may have changed.
+    """
+
+    def __init__(self, index: int, spec: Spec, machine: "Machine", physical: int | None = None):
+        self.index, self.spec, self.machine = index, spec, machine
+        self.physical = index if physical is None else physical
+        self.device = torch.device("cuda", index)
+        self.kernels = Kernels(spec, peak=machine.clock_settings.rates == DATASHEET)
+        # a GPU made very small for a lesson keeps its memory for the lesson
+        context = CONTEXT if spec.memory > 8 * CONTEXT else 0
+        self.lock = threading.RLock()
+        self.memory = CachingAllocator(spec.memory, index, context, timeline=_Timeline(machine.clock, index))
+        self.uuid = UUID(uuid(self.physical).removeprefix("GPU-"))
+        self.cudnn = False  # has its handle
+        self.workspaces: dict = {}  # of cuBLAS, that handles keep
+        self.makes_workspace = False  # is what asks for memory now cuBLAS?
+        self._freed: deque = deque()
+
+    def malloc(self, nbytes: int):
+        """A block of memory on the current stream. Raises torch.OutOfMemoryError as PyTorch would."""
+        clock = self.machine.clock
+        stream = clock.current(self.index).id if clock.multi else 0  # as `stream`, written out for speed
+        with self.lock:
+            while self._freed:
+                self.memory.free(*self._freed.popleft())
+            return self.memory.malloc(nbytes, stream)
+
+    def malloc_workspace(self, nbytes: int):
+        """As `malloc`, for cuBLAS."""
+        with self.lock:
+            self.makes_workspace = True
+            try:
+                return self.malloc(nbytes)
+            finally:
+                self.makes_workspace = False
+
+    def lend_workspace(self, nbytes: int) -> None:
+        """Memory for cuBLAS, for the length of one call."""
+        stream = self.stream
+        with self.lock:
+            self._collect()
+            self.makes_workspace = True
+            try:
+                self.memory.lend(nbytes, stream)
+            finally:
+                self.makes_workspace = False
+
+    @property
+    def stream(self) -> int:
+        """The id of the current stream."""
+        clock = self.machine.clock
+        return clock.current(self.index).id if clock.multi else 0
+
+    def require(self, nbytes: int | list[int]) -> None:
+        """Raises torch.OutOfMemoryError where a block of that size, or blocks of these, cannot be had; nothing is taken."""
+        with self.lock:
+            self._collect()
+            self.memory.require(nbytes, self.machine.clock.current(self.index).id)
+
+    def free(self, block) -> None:
+        """Only noted here: a destructor may run in the middle of malloc. Streams that use the block are asked for their time now."""
+        ends = None
+        if block.streams:
+            clock = self.machine.clock
+            ends = {stream: clock.stream(self.index, stream).ready for stream in block.streams}
+        history = self.memory.history
+        self._freed.append((block, ends, history.gather(freeing=True) if history else None))
+
+    def drop_pool(self, id: tuple[int, int]) -> None:
+        """A MemPool has gone. Only noted here, as a free is: its destructor, too, may run in the middle of malloc."""
+        self._freed.append((None, None, None, id))
+
+    def settled(self) -> CachingAllocator:
+        """The allocator with every free carried out, for whoever reads figures."""
+        with self.lock:
+            self._collect()
+        return self.memory
+
+    def use_cudnn(self) -> None:
+        """The first convolution makes cuDNN's handle, which cannot use what PyTorch keeps reserved. Raises RuntimeError without room."""
+        if self.settled().free_on_gpu < CUDNN_HANDLE:
+            raise cudnn_not_initialized()
+        self.cudnn = True
+
+    def _collect(self) -> None:
+        while self._freed:
+            self.memory.free(*self._freed.popleft())
+
+    def __repr__(self) -> str:
+        return f"cuda:{self.index} ({self.spec.name}, virtual)"
+
+
+class _Timeline:
+    """What the allocator asks about time."""
+
+    def __init__(self, clock: Clock, gpu: int):
+        self.clock, self.gpu = clock, gpu
+
+    def now(self) -> float:
+        return self.clock.host
+
+    def ready(self, stream: int) -> float:
+        return self.clock.stream(self.gpu, stream).ready
+
+    def wait_until(self, moment: float) -> None:
+        self.clock.wait_until(moment)
