@@ -42,7 +42,12 @@ class _Process:
             from virtualgpu.run import peaks, report
 
             report.register(peaks.Peaks(machine).peaks)
-        if self.settings.steps is not None:
+        if self.settings.explain is not None:
+            from virtualgpu.run import explain_watch
+
+            settings = self.settings
+            self.steps = explain_watch.Watch(machine, settings.steps, settings.explain, settings.folder)
+        elif self.settings.steps is not None:
             from virtualgpu.run import steps
 
             self.steps = steps.Watch(machine, self.settings.steps)
@@ -105,6 +110,10 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
     from virtualgpu.hardware import specs
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
+    if settings.explain:
+        from virtualgpu.run import explain_changes
+
+        cards = explain_changes.cards(settings.explain, cards)
     machine = session.activate(
         cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
     )

@@ -1,0 +1,42 @@
+"""`python -m virtualgpu --explain`, its options read."""
+
+import sys
+
+from virtualgpu.environment import Settings
+from virtualgpu.run import explain, explain_table
+
+
+def main(command: tuple[str, ...], settings: Settings, most: int | None, jobs: int | None, json: bool) -> int:
+    """Run it and print. The status is 0 where there is something to tell, 2 where the program failed; 130 at an interrupt.
+
+    Raises ValueError for a program that is not there.
+    """
+    bar = _Bar()
+    try:
+        found = explain.run(command, settings, explain.STEPS if most is None else most, jobs, bar.told)
+    except KeyboardInterrupt:
+        bar.end()
+        print("\nInterrupted: no program is left.", file=sys.stderr)
+        return 130
+    bar.end()
+    if found.failed and not json:
+        print(f"python -m virtualgpu: {found.failed}", file=sys.stderr)
+    else:
+        print(explain_table.as_json(found) if json else "\n".join(explain_table.lines(found, settings)))
+    return 2 if found.failed else 0
+
+
+class _Bar:
+    """One line on a terminal: which runs have ended, and the last of them."""
+
+    def __init__(self):
+        self.count, self.shown = 0, sys.stderr is not None and sys.stderr.isatty()
+
+    def told(self, words: str) -> None:
+        self.count += 1
+        if self.shown:
+            print(f"\r\033[K{self.count}: {words}"[:120], end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

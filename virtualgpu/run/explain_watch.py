@@ -1,0 +1,133 @@
+"""In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`explain_changes`) where it asks for one."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from virtualgpu import environment
+from virtualgpu.run import explain_changes, steps
+from virtualgpu.run.explain_loader import Loader
+from virtualgpu.run.explain_parts import Parts, parts
+from virtualgpu.simulation.trace import Recording
+
+SUFFIX = ".explained"
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Explained(NamedTuple):
+    """One process's. gpus: {index: its steps}. together: what its collectives of each kind come to in a step: how many, bytes, seconds, and
+    seconds as one. bucket_cap: DDP's smallest, in MB; None without DDP. half: it has parameters in half precision, or autocasts. tf32: products of
+    float32 are in TF32. batch: seconds of the loader."""
+
+    rank: int
+    gpus: dict[str, list[Parts]]
+    together: dict[str, list[float]]
+    bucket_cap: float | None
+    half: bool
+    tf32: bool
+    batch: float | None
+
+
+class Watch(steps.Watch):
+    """As the one of steps, which ends the program; and with it all that is left here."""
+
+    def __init__(self, machine, most: int, change: dict, folder: str):
+        super().__init__(machine, most)
+        rank = environment.rank()
+        told = change.get("batches", {}).get(str(max(0, rank)))
+        self.loader = Loader(machine, folder, 0.0 if "loader" in change else told)
+        self.half, self.bucket_cap, self.collectives = False, None, {}
+        self._note_collectives()
+        explain_changes.bucketed(self._note_bucket)
+        register_module_forward_pre_hook(self._note_half)
+        self.before_step = explain_changes.apply(change, machine, rank)
+        machine.clock.spans = Recording()
+        self.before_step(0)
+
+    def stepped(self) -> None:
+        """Before the second step has ended nothing is steady: DDP makes its buckets anew, optimizers their state."""
+        clock = self.machine.clock
+        if len(self.ends) <= (1 if self.most == 2 else 2):
+            clock.spans = Recording()
+            self.collectives.clear()
+            self.loader.begin_anew()
+        self.before_step(len(self.ends))
+
+    def leave(self, folder: str) -> None:
+        """For `collect`; and what `steps` leaves."""
+        super().leave(folder)
+        if self.machine.communicators is not None:
+            settle = self.machine.clock.collectives.settle
+            if settle is not None:
+                settle()
+        spans = self.machine.clock.spans or []
+        ends = self.ends[min(1, max(0, len(self.ends) - 2)) :]
+        windows = list(zip(ends, ends[1:], strict=False))
+        found = {}
+        for gpu in self.machine.gpus:
+            own = [span for span in spans if span.gpu == gpu.index]
+            if windows and any(span.kind not in ("communication", "waiting") for span in own):
+                found[str(gpu.index)] = [parts(own, self.loader.loading, *window) for window in windows]
+        told = Explained(
+            environment.rank(),
+            found,
+            self._together(len(windows)),
+            self.bucket_cap,
+            self.half,
+            _tf32(),
+            self.loader.a_batch(),
+        )
+        with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
+            json.dump(told, file)
+
+    def _note_half(self, module: torch.nn.Module, _) -> None:
+        if not self.half:
+            self.half = torch.is_autocast_enabled("cuda") or any(
+                tensor is not None and tensor.dtype in HALF for tensor in module._parameters.values()
+            )
+
+    def _note_collectives(self) -> None:
+        from virtualgpu.distributed.nodes import Layout
+
+        real = Layout.seconds
+
+        def seconds(layout, kind, nbytes):
+            lasts = real(layout, kind, nbytes)
+            if layout.size > 1 and kind != "barrier":
+                count, size, whole, _ = self.collectives.get(kind, (0, 0, 0.0, None))
+                self.collectives[kind] = count + 1, size + nbytes, whole + lasts, lambda n: real(layout, kind, n)
+            return lasts
+
+        Layout.seconds = seconds
+
+    def _together(self, windows: int) -> dict[str, list[float]]:
+        told = {}
+        for kind, (count, size, whole, lasts) in self.collectives.items() if windows else ():
+            each = max(1, size // windows)
+            told[kind] = [count / windows, each, whole / windows, lasts(each)]
+        return told
+
+    def _note_bucket(self, megabytes: float | None) -> float | None:
+        self.bucket_cap = min(megabytes or explain_changes.DEFAULT_BUCKET, self.bucket_cap or float("inf"))
+        return megabytes
+
+
+def _tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
+
+
+def collect(folder: str) -> list[Explained]:
+    """What the processes left that stepped, by rank."""
+    found = []
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(SUFFIX):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                one = Explained(*json.load(file))
+            if one.gpus:
+                gpus = {gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()}
+                found.append(one._replace(gpus=gpus))
+    return sorted(found, key=lambda one: one.rank)
