@@ -12,6 +12,7 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       sanitize: races raise an error. clock, host: how time is taken, as hardware.hosts.settings reads them.
                       steps: end after so many steps of the optimizer (run/steps.py). explain: what a run of --explain
                       changes (run/explain_changes.py), {} for nothing.
+VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain_real.py): `PROFILED`.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
@@ -33,7 +34,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-VARIABLE, CROSSCHECK = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK"
+VARIABLE, CROSSCHECK, PROFILED = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK", "VIRTUALGPU_PROFILED"
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 
 

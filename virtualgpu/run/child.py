@@ -99,6 +99,10 @@ def start() -> None:
     """Virtual GPUs on, as VIRTUALGPU says. Does nothing the second time (torch may be reloaded)."""
     global _process
     settings = environment.settings()
+    if settings is None and os.environ.get(environment.PROFILED):
+        from virtualgpu.run import explain_real
+
+        explain_real.start()
     if _process is None and settings is not None:
         _process = _Process(settings)
         _process.start()

@@ -80,6 +80,7 @@ class Options(NamedTuple):
     json: bool = False
     steps: int | None = None
     jobs: int | None = None
+    real: bool = False
 
 
 def main(arguments: list[str]) -> int:
@@ -104,7 +105,7 @@ def main(arguments: list[str]) -> int:
         if options.explain:
             from virtualgpu.run import explain_cli
 
-            return explain_cli.main(options.program, settings, options.steps, options.jobs, options.json)
+            return explain_cli.main(options.program, settings, options.real, options.steps, options.jobs, options.json)
         ours = (*WITH_VALUE, *WITHOUT[:-1])  # all but --help
         _say(misplaced.at_start(options.program, ours))
         status = program.run(settings, list(options.program), options.trace, options.quiet)
@@ -188,6 +189,7 @@ def _check_explain(found: dict) -> None:
         )
     if found.get("steps") == 1:
         raise ValueError("--steps 1: one step has the beginnings of all others in it; give 2 at least, or 0 for all")
+    found["real"] = found.keys() <= {"explain", "json", "steps", "jobs"}  # nobody asks for virtual GPUs
     found["dry"] = True
 
 

@@ -31,13 +31,15 @@ WORDS = {
     OTHER: "slowed by communication",
 }
 ELSEWHERE = "waiting for other GPUs"  # OTHER, where a process has several
+REAL = "this machine's GPUs, by torch.profiler (which makes launches slower)"
+ON_VIRTUAL = "What a change would gain is found on virtual GPUs: --explain with --gpus and --like."
 NOTHING = "No change that was tried makes the step more than 2 % shorter: it is what these GPUs take for this work."
 
 
-def lines(found: Explanation, settings: Settings) -> list[str]:
-    """The table and the sentences."""
+def lines(found: Explanation, where: str) -> list[str]:
+    """The table and the sentences. where: the machine, in words."""
     if found.failed:
-        return [f"virtualgpu: {_machine(settings)}: {found.failed}"]
+        return [f"virtualgpu: {where}: {found.failed}"]
     columns = _columns(found.rows)
     several = len({row.gpu for row in found.rows}) > 1 and len({row.rank for row in found.rows}) == 1
     words = {**WORDS, OTHER: ELSEWHERE} if several else WORDS
@@ -51,10 +53,12 @@ def lines(found: Explanation, settings: Settings) -> list[str]:
     rows.append(("the step", *_cells(columns, lambda parts: parts.step)))
     if any(parts.hidden >= 5e-8 for _, parts in columns):
         rows.append(("communication hidden by computing", *_cells(columns, lambda parts: parts.hidden)))
-    told = [f"virtualgpu: {_machine(settings)}: where an optimizer's step goes", *_aligned(rows)]
+    told = [f"virtualgpu: {where}: where an optimizer's step goes", *_aligned(rows)]
+    if where == REAL:
+        return [*told, ON_VIRTUAL]
     if found.has_loader:
         told.append("The loader was measured on this machine; all other times are simulated.")
-    told += sentences(found, several)
+    told += sentences(found)
     if found.reads:
         told.append(
             f"{found.reads} reads a value of the GPU: a dry run has nan there, so what the program decides by it may be otherwise."
@@ -62,7 +66,7 @@ def lines(found: Explanation, settings: Settings) -> list[str]:
     return told
 
 
-def sentences(found: Explanation, several: bool = False) -> list[str]:
+def sentences(found: Explanation) -> list[str]:
     """What would gain most, and what more was tried."""
     gains = [one for one in found.tried if not one.change.bound and found.gain(one) >= LEAST * found.step]
     told = [_sentence(found, one) for one in gains[:NAMED]]
@@ -154,7 +158,8 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f} ms" if value >= 99.95 else f"{value:.1f} ms" if value >= 9.995 else f"{value:.2f} ms"
 
 
-def _machine(settings: Settings) -> str:
+def machine(settings: Settings) -> str:
+    """The virtual GPUs, in words."""
     cards = ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(card.name for card in settings.cards))
     return f"{cards}, rank {settings.alone[1]} of {settings.alone[0]}" if settings.alone else cards
 

@@ -1,6 +1,7 @@
 """Which changes `--explain` tries: those that what it found could gain by. A part under a fiftieth of the step cannot."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from virtualgpu import environment
@@ -23,14 +24,14 @@ class Change(NamedTuple):
     name: str
     words: str
     cause: str
-    setting: dict = {}
+    setting: Mapping = MappingProxyType({})
     without: tuple[str, ...] = ()
     network: str | None = None
     bound: bool = False
 
     def of(self, settings: Settings) -> Settings:
         """The first run's settings, changed."""
-        return settings._replace(explain=self.setting, network=self.network or settings.network)
+        return settings._replace(explain=dict(self.setting), network=self.network or settings.network)
 
 
 def candidates(explained: Sequence[Explained], settings: Settings, environ: Mapping[str, str]) -> list[Change]:
@@ -118,10 +119,9 @@ def _precision(explained: Sequence[Explained], settings: Settings) -> list[Chang
     spec = specs.find(settings.cards[0].like)
     half = "bfloat16" if spec.capability >= (8, 0) else "float16"
     found = [Change("half precision", f"In half precision (torch.autocast, {half})", COMPUTING, {"half": half})]
-    if specs.TF32 in spec.rates and spec.rates[specs.TF32] > spec.rates[torch.float32]:
-        if not any(one.tf32 for one in explained):
-            words = 'With products in TF32 (torch.set_float32_matmul_precision("high"))'
-            found.append(Change("TF32", words, COMPUTING, {"tf32": 1}))
+    if spec.rates.get(specs.TF32, 0.0) > spec.rates[torch.float32] and not any(one.tf32 for one in explained):
+        words = 'With products in TF32 (torch.set_float32_matmul_precision("high"))'
+        found.append(Change("TF32", words, COMPUTING, {"tf32": 1}))
     return found
 
 

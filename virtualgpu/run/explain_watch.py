@@ -1,8 +1,8 @@
 """In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`explain_changes`) where it asks for one."""
 
+import itertools
 import json
 import os
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ class Watch(steps.Watch):
                 settle()
         spans = self.machine.clock.spans or []
         ends = self.ends[min(1, max(0, len(self.ends) - 2)) :]
-        windows = list(zip(ends, ends[1:], strict=False))
+        windows = list(itertools.pairwise(ends))
         found = {}
         for gpu in self.machine.gpus:
             own = [span for span in spans if span.gpu == gpu.index]
