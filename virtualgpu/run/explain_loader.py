@@ -51,14 +51,6 @@ class Loader:
         for fetcher in _compat.fetchers():
             fetcher.fetch = _timed(fetcher.fetch, folder)
 
-    def begin_anew(self) -> None:
-        """What was before is forgotten: it was no steady step."""
-        self.loading, self.seconds = [], []
-
-    def a_batch(self) -> float | None:
-        """Seconds, on average; None where the program has no loader, or has not asked it since."""
-        return sum(self.seconds) / len(self.seconds) if self.seconds else None
-
     def _now(self) -> float:
         return self.machine.clock.host
 

@@ -41,6 +41,7 @@ class Watch(steps.Watch):
         told = change.get("batches", {}).get(str(max(0, rank)))
         self.loader = Loader(machine, folder, 0.0 if "loader" in change else told)
         self.half, self.bucket_cap, self.collectives = False, None, {}
+        self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
         self._note_collectives()
         explain_changes.bucketed(self._note_bucket)
         register_module_forward_pre_hook(self._note_half)
@@ -49,13 +50,15 @@ class Watch(steps.Watch):
         self.before_step(0)
 
     def stepped(self) -> None:
-        """Before the second step has ended nothing is steady: DDP makes its buckets anew, optimizers their state."""
-        clock = self.machine.clock
-        if len(self.ends) <= (1 if self.most == 2 else 2):
-            clock.spans = Recording()
-            self.collectives.clear()
-            self.loader.begin_anew()
+        """What the first step did is nobody's to tell: it makes the optimizer's state."""
+        if len(self.ends) == 1:
+            self.machine.clock.spans = Recording()
+        self.marks.append((len(self.loader.seconds), dict(self.collectives)))
         self.before_step(len(self.ends))
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self.marks = []
 
     def leave(self, folder: str) -> None:
         """For `collect`; and what `steps` leaves."""
@@ -65,8 +68,8 @@ class Watch(steps.Watch):
             if settle is not None:
                 settle()
         spans = self.machine.clock.spans or []
-        ends = self.ends[min(1, max(0, len(self.ends) - 2)) :]
-        windows = list(itertools.pairwise(ends))
+        first = 1 if len(self.ends) > 2 else 0  # in the second step DDP makes its buckets anew
+        windows = list(itertools.pairwise(self.ends[first:]))
         found = {}
         for gpu in self.machine.gpus:
             own = [span for span in spans if span.gpu == gpu.index]
@@ -75,11 +78,11 @@ class Watch(steps.Watch):
         told = Explained(
             environment.rank(),
             found,
-            self._together(len(windows)),
+            self._together(first, len(windows)),
             self.bucket_cap,
             self.half,
             _tf32(),
-            self.loader.a_batch(),
+            self._batch(first),
         )
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
             json.dump(told, file)
@@ -104,12 +107,23 @@ class Watch(steps.Watch):
 
         Layout.seconds = seconds
 
-    def _together(self, windows: int) -> dict[str, list[float]]:
+    def _together(self, first: int, windows: int) -> dict[str, list[float]]:
         told = {}
-        for kind, (count, size, whole, lasts) in self.collectives.items() if windows else ():
-            each = max(1, size // windows)
-            told[kind] = [count / windows, each, whole / windows, lasts(each)]
+        if not windows:
+            return told
+        before, until = self.marks[first][1], self.marks[-1][1]
+        for kind, (*totals, lasts) in until.items():
+            count, size, seconds = (
+                (total - earlier) / windows
+                for total, earlier in zip(totals, before.get(kind, (0, 0, 0.0)), strict=False)
+            )
+            told[kind] = [count, size, seconds, lasts(max(1, int(size)))]
         return told
+
+    def _batch(self, first: int) -> float | None:
+        """Seconds, on average; None where the program has no loader."""
+        taken = self.loader.seconds[self.marks[first][0] : self.marks[-1][0]] if len(self.marks) > first else []
+        return sum(taken) / len(taken) if taken else None
 
     def _note_bucket(self, megabytes: float | None) -> float | None:
         self.bucket_cap = min(megabytes or explain_changes.DEFAULT_BUCKET, self.bucket_cap or float("inf"))

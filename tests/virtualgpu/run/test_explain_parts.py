@@ -41,7 +41,9 @@ def test_kernels_and_what_is_between_them():
         end=10,
     )
     assert found.step == 10
-    assert found.computing == near(**{"matrix products": 2, "optimizer": 1, "elementwise and others": 2, "convolutions": 1})
+    assert found.computing == near(
+        **{"matrix products": 2, "optimizer": 1, "elementwise and others": 2, "convolutions": 1}
+    )
     assert {name: seconds for name, seconds in found.idle.items() if seconds} == near(
         loader=0.5, launches=0.5, communication=1, copies=1, other=1
     )

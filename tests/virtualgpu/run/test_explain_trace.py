@@ -29,7 +29,9 @@ def test_what_ranks_wait_for_each_other_is_no_communication():
     # in the first of two steps; the second has no collective
     assert zero.idle["waiting"] == pytest.approx(100e-6) and zero.idle["communication"] == pytest.approx(100e-6)
     assert one.idle["waiting"] == 0 and one.idle["communication"] == pytest.approx(100e-6)
-    assert zero.computing["convolutions"] == pytest.approx(50e-6) and zero.computing["optimizer"] == pytest.approx(100e-6)
+    assert zero.computing["convolutions"] == pytest.approx(50e-6) and zero.computing["optimizer"] == pytest.approx(
+        100e-6
+    )
     assert zero.idle["loader"] == pytest.approx(50e-6) and zero.idle["copies"] == pytest.approx(25e-6)
     told = "\n".join(explain_table.lines(found, explain_table.REAL))
     assert "waiting for other ranks" in told and "torch.profiler" in told and "--gpus and --like" in told
