@@ -4,19 +4,21 @@ The unchanged program runs dry for a few steps of its optimizer; each rank tells
 runs again for each change that could gain (explain_tries), with that change simulated, and what its step takes then is the answer.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.run import explain_tries, explain_watch, fit, program, steps
+from virtualgpu.run import explain_tries, explain_watch, fit_output, program, steps
 from virtualgpu.run.explain_parts import Parts, mean
 from virtualgpu.run.explain_tries import Change
 from virtualgpu.run.explain_watch import Explained
+from virtualgpu.run.fit_programs import Programs, side_by_side
+from virtualgpu.run.table import size
 
 STEPS = 5
-ELASTIC = "multiprocessing/errors/__init__.py"  # where torchrun's own traceback begins, which says no more than the rank's above it
 
 
 class Row(NamedTuple):
@@ -69,22 +71,24 @@ def run(
     """What the step of this program consists of on these GPUs, and what it would be with changes.
 
     command: what would follow `python -m virtualgpu`. most: optimizer steps that it makes, of which the first two are left out; 0: it runs
-    to its end. jobs: programs at a time. told: called with a word on each run that begins or ends. An interrupt ends all programs.
+    to its end. jobs: programs at a time. told: called with words on how far it is. An interrupt ends all programs.
     """
     settings = settings._replace(dry=True, steps=most, explain={})
-    with fit._Programs() as programs:
-        told("the program")
+    with Programs() as programs:
+        told("the program as it is")
         base = once(programs, settings, command)
         if base.failed:
             return Explanation(failed=base.failed, reads=base.reads)
         changes = explain_tries.candidates(base.explained, settings, os.environ)
-        with ThreadPoolExecutor(jobs or fit.side_by_side()) as pool:
+        ended = itertools.count(1)
+        with ThreadPoolExecutor(jobs or side_by_side()) as pool:
 
             def again(change: Change) -> Tried:
                 result = once(programs, change.of(settings), command, change.without)
-                told(change.words)
+                told(f"{next(ended)} of {len(changes)} changes tried: {change.name}")
                 return Tried(change, None if result.failed else slowest(result.explained), result.failed)
 
+            told(f"0 of {len(changes)} changes tried")
             try:
                 tried = list(pool.map(again, changes))
             except BaseException:
@@ -120,18 +124,15 @@ def once(programs, settings: environment.Settings, command: Sequence[str], witho
         stepped, explained = steps.collect(path), explain_watch.collect(path)
         with open(output, encoding="utf-8", errors="replace") as file:
             said = file.read()
-    found = fit.UNKNOWN.search(said)
-    reads = f"{os.path.basename(found[1])}:{found[2]}" if found else ""
-    said = said.partition(ELASTIC)[0][-fit.TAIL :]
-    return Run(explained, _failed(status, said, stepped, explained), reads)
+    return Run(explained, _failed(status, said, stepped, explained), fit_output.reads(said))
 
 
 def _failed(status: int, said: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
     if status:
         asked = [one.asked for one in stepped if one.asked is not None]
         if asked and "OutOfMemoryError" in said:
-            return f"out of memory: {fit.size(max(asked))} more were asked for"
-        return fit._error(said) or f"the program ended with status {status}"
+            return f"out of memory: {size(max(asked))} more were asked for"
+        return fit_output.error(said) or f"the program ended with status {status}"
     if explained:
         return ""
     made = max((len(one.ends) for one in stepped), default=0)

@@ -43,7 +43,8 @@ def nvlinked(spec: Spec, gpus: int) -> tuple[Spec, str]:
             pass
     like = NVLINKS.get(spec.capability[0], "B200")
     other = SPECS[like]
-    return replace(spec, nvlink=other.nvlink, peer=other.peer, peer_access=True), f"NVLink as {like} has it"
+    article = "an" if like[0] in "AH" else "a"
+    return replace(spec, nvlink=other.nvlink, peer=other.peer, peer_access=True), f"NVLink as {article} {like} has it"
 
 
 def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:

@@ -34,16 +34,14 @@ def main(
 
 
 class _Bar:
-    """One line on a terminal: which runs have ended, and the last of them."""
+    """One line on a terminal: how far it is."""
 
     def __init__(self):
-        self.count, self.shown = 0, sys.stderr is not None and sys.stderr.isatty()
+        self.shown = sys.stderr is not None and sys.stderr.isatty()
 
     def told(self, words: str) -> None:
-        self.count += 1
         if self.shown:
-            print(f"\r\033[K{self.count}: {words}"[:120], end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        if self.shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self.told("")

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from virtualgpu import environment
-from virtualgpu.run import explain_trace, fit, program
-from virtualgpu.run.explain import ELASTIC, STEPS, Explanation, Row
+from virtualgpu.run import explain_trace, fit_output, program
+from virtualgpu.run.explain import STEPS, Explanation, Row
 from virtualgpu.run.explain_parts import mean, parts
+from virtualgpu.run.fit_programs import Programs
 
 SUFFIX = ".profile.json"
 SKIPPED = 2  # steps before the profiler begins
@@ -34,20 +35,20 @@ def run(command: Sequence[str], most: int = STEPS, told: Callable[[str], None] =
 
     An interrupt ends it.
     """
-    told("the program")
-    with fit._Programs() as programs, program.folder() as path:
+    told("the program, profiled")
+    with Programs() as programs, program.folder() as path:
         os.remove(os.path.join(path, "bin", "nvidia-smi"))  # the real one answers
         environ = {**os.environ, environment.PROFILED: json.dumps({"folder": path, "steps": max(most, SKIPPED + 1)})}
-        environ["PYTHONPATH"] = program._first(program.SITE, environ.get("PYTHONPATH"))
+        environ["PYTHONPATH"] = program.first(program.SITE, environ.get("PYTHONPATH"))
         environ.pop(environment.VARIABLE, None)
         output = os.path.join(path, "output")
         with open(output, "wb") as file:
             status = programs.run(program.command(list(command), environ.get("PATH")), environ, file)
         traces = _collect(path)
         with open(output, encoding="utf-8", errors="replace") as file:
-            said = file.read().partition(ELASTIC)[0][-fit.TAIL :]
+            said = file.read()
     if status:
-        return Explanation(failed=fit._error(said) or f"the program ended with status {status}")
+        return Explanation(failed=fit_output.error(said) or f"the program ended with status {status}")
     return explained(traces)
 
 

@@ -78,7 +78,7 @@ def sentences(found: Explanation) -> list[str]:
             and one.step is not None
             and any(gain.change.cause == one.change.cause for gain in gains[:NAMED])
         ):
-            told.append(f"{one.change.words} it would take {milliseconds(one.step)}: no link and no bucket gives more.")
+            told.append(f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more.")
     more = [f"{one.change.name} {milliseconds(one.step)}" for one in gains[NAMED:]]
     more += [
         f"{one.change.name} {milliseconds(one.step)}"
@@ -101,7 +101,7 @@ def _sentence(found: Explanation, tried: Tried) -> str:
     cause = WORDS[tried.change.cause].capitalize()
     whose = "the" if row.rank < 0 or len({row.rank for row in found.rows}) == 1 else f"rank {row.rank}'s"
     return (
-        f"{cause} takes {share:.0f} % of {whose} step. {tried.change.words} the step would take "
+        f"{cause} takes {share:.0f} % of {whose} step. {tried.change.words}, the step would take "
         f"{milliseconds(tried.step)} (now {milliseconds(found.step)})."
     )
 

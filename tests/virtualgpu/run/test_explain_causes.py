@@ -74,7 +74,7 @@ def told(tmp_path):
         settings = environment.Settings(cards.find(gpus, like, None), host=host, alone=of and (of, 0, 8))
         if only:
             settings = settings._replace(dry=True, steps=explain.STEPS, explain={})
-            with explain.fit._Programs() as programs:
+            with explain.Programs() as programs:
                 result = explain.once(programs, settings, command)
             assert not result.failed, result.failed
             return explain.slowest(result.explained)
