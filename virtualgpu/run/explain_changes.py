@@ -6,6 +6,7 @@
     link: "nvlink"         GPUs are joined by NVLink (`nvlinked` says of which card)
     communication: 0       collectives and copies between GPUs take no time
     buckets: 100           DistributedDataParallel's bucket_cap_mb; None: PyTorch's own
+    compress: 1            DistributedDataParallel sends gradients by fp16_compress_hook
     together: {kind: n}    a collective takes its share of one with so many bytes
     half: "float16"        autocast, around all of the program
     tf32: 1                products of float32 in TF32
@@ -68,6 +69,8 @@ def apply(change: Mapping, machine, rank: int) -> Callable[[int], None]:
         _lasting(lambda real, kind, nbytes: _share(real, kind, nbytes, table.get(kind, 0)))
     if "buckets" in change:
         bucketed(lambda megabytes: change["buckets"])
+    if "compress" in change:
+        made(_compress)
     if "half" in change:
         torch.set_autocast_dtype("cuda", getattr(torch, change["half"]))
         torch.set_autocast_enabled("cuda", True)
@@ -100,6 +103,26 @@ def _lasting(seconds: Callable) -> None:
 
 def _share(real: Callable[[int], float], kind: str, nbytes: int, whole: int) -> float:
     return real(whole) * nbytes / whole if whole > nbytes else real(nbytes)
+
+
+def made(then: Callable) -> None:
+    """Each DistributedDataParallel is given to this."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    real = DistributedDataParallel.__init__
+
+    @functools.wraps(real)
+    def __init__(ddp, *args, **kwargs):
+        real(ddp, *args, **kwargs)
+        then(ddp)
+
+    DistributedDataParallel.__init__ = __init__
+
+
+def _compress(ddp) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    ddp.register_comm_hook(None, fp16_compress_hook)
 
 
 def bucketed(cap: Callable) -> None:

@@ -69,16 +69,17 @@ def lines(found: Explanation, where: str) -> list[str]:
 def sentences(found: Explanation) -> list[str]:
     """What would gain most, and what more was tried."""
     gains = [one for one in found.tried if not one.change.bound and found.gain(one) >= LEAST * found.step]
-    told = [_sentence(found, one) for one in gains[:NAMED]]
+    told, causes = [], set()
+    for one in gains[:NAMED]:
+        told.append(_cause(found, one) * (one.change.cause not in causes) + _gain(found, one))
+        causes.add(one.change.cause)
     if not gains:
         told.append(NOTHING)
     for one in found.tried:
-        if (
-            one.change.bound
-            and one.step is not None
-            and any(gain.change.cause == one.change.cause for gain in gains[:NAMED])
-        ):
-            told.append(f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more.")
+        if one.change.bound and one.step is not None and one.change.cause in causes:
+            told.append(
+                f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more."
+            )
     more = [f"{one.change.name} {milliseconds(one.step)}" for one in gains[NAMED:]]
     more += [
         f"{one.change.name} {milliseconds(one.step)}"
@@ -95,15 +96,16 @@ def sentences(found: Explanation) -> list[str]:
     return told
 
 
-def _sentence(found: Explanation, tried: Tried) -> str:
+def _gain(found: Explanation, tried: Tried) -> str:
+    return f"{tried.change.words}, the step would take {milliseconds(tried.step)} (now {milliseconds(found.step)})."
+
+
+def _cause(found: Explanation, tried: Tried) -> str:
     row = max(found.rows, key=lambda row: amount(row.parts, tried.change.cause) / row.parts.step)
     share = 100 * amount(row.parts, tried.change.cause) / row.parts.step
     cause = WORDS[tried.change.cause].capitalize()
     whose = "the" if row.rank < 0 or len({row.rank for row in found.rows}) == 1 else f"rank {row.rank}'s"
-    return (
-        f"{cause} takes {share:.0f} % of {whose} step. {tried.change.words}, the step would take "
-        f"{milliseconds(tried.step)} (now {milliseconds(found.step)})."
-    )
+    return f"{cause} takes {share:.0f} % of {whose} step. "
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, Parts]]:

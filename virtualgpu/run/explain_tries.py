@@ -95,6 +95,9 @@ def _communication(explained: Sequence[Explained], settings: Settings, environ: 
     elif together := _together(explained):
         words = "With one large collective in place of many small ones"
         found.append(Change("fewer collectives", words, COMMUNICATION, {"together": together}))
+    if any(one.compressible for one in explained):
+        words = "With gradients sent in half precision (DDP's fp16_compress_hook)"
+        found.append(Change("half gradients", words, COMMUNICATION, {"compress": 1}))
     return found
 
 

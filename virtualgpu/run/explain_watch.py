@@ -20,13 +20,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 class Explained(NamedTuple):
     """One process's. gpus: {index: its steps}. together: what its collectives of each kind come to in a step: how many, bytes, seconds, and
-    seconds as one. bucket_cap: DDP's smallest, in MB; None without DDP. half: it has parameters in half precision, or autocasts. tf32: products of
+    seconds as one. bucket_cap: DDP's smallest, in MB; None without DDP. compressible: it sends
+    gradients of float32, in its own way. half: it has parameters in half precision, or autocasts. tf32: products of
     float32 are in TF32. batch: seconds of the loader."""
 
     rank: int
     gpus: dict[str, list[Parts]]
     together: dict[str, list[float]]
     bucket_cap: float | None
+    compressible: bool
     half: bool
     tf32: bool
     batch: float | None
@@ -41,9 +43,11 @@ class Watch(steps.Watch):
         told = change.get("batches", {}).get(str(max(0, rank)))
         self.loader = Loader(machine, folder, 0.0 if "loader" in change else told)
         self.half, self.bucket_cap, self.collectives = False, None, {}
+        self.wrapped: list[torch.nn.Module] = []  # in DistributedDataParallel, without a hook for its communication
         self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
         self._note_collectives()
         explain_changes.bucketed(self._note_bucket)
+        explain_changes.made(self._note_ddp)
         register_module_forward_pre_hook(self._note_half)
         self.before_step = explain_changes.apply(change, machine, rank)
         machine.clock.spans = Recording()
@@ -80,6 +84,7 @@ class Watch(steps.Watch):
             found,
             self._together(first, len(windows)),
             self.bucket_cap,
+            self._compressible(),
             self.half,
             _tf32(),
             self._batch(first),
@@ -106,6 +111,20 @@ class Watch(steps.Watch):
             return lasts
 
         Layout.seconds = seconds
+
+    def _note_ddp(self, ddp: torch.nn.Module) -> None:
+        self.wrapped.append(ddp)
+        real = ddp.register_comm_hook
+
+        def register_comm_hook(*args, **kwargs):
+            self.wrapped.remove(ddp)
+            real(*args, **kwargs)
+
+        ddp.register_comm_hook = register_comm_hook
+
+    def _compressible(self) -> bool:
+        parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in self.wrapped)
+        return any(parameter.dtype == torch.float32 for parameter in parameters if parameter.requires_grad)
 
     def _together(self, first: int, windows: int) -> dict[str, list[float]]:
         told = {}

@@ -116,7 +116,7 @@ def test_json_and_the_exit_status(script, capsys):
 def of(step, rank=0, computing=0.0, **idle):
     idle = {"communication": 0.0, "waiting": 0.0, **idle}
     return Explained(
-        rank, {"0": [Parts(step, {"matrix products": computing}, idle, 0.0)] * 2}, {}, None, True, False, None
+        rank, {"0": [Parts(step, {"matrix products": computing}, idle, 0.0)] * 2}, {}, None, False, True, False, None
     )
 
 
@@ -130,6 +130,7 @@ def of(step, rank=0, computing=0.0, **idle):
         ([of(1.0, loader=0.5, copies=0.5)], ["no loader", "copies ahead"]),
         ([of(1.0, communication=0.5)._replace(bucket_cap=1.0)], ["no communication", "NVLink", "larger buckets"]),
         ([of(1.0, communication=0.5)], ["no communication", "NVLink"]),
+        ([of(1.0, communication=0.5)._replace(compressible=True)], ["no communication", "NVLink", "half gradients"]),
         ([of(1.0, waiting=0.5, computing=0.5), of(1.0, 1, computing=1.0)], ["equal ranks"]),
         (
             [of(1.0, communication=0.5)._replace(together={"all_reduce": [50.0, 1e6, 0.4, 0.1]})],

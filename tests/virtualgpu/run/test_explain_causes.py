@@ -7,7 +7,7 @@ from virtualgpu.run import cards, explain, explain_table
 
 # Fat layers, whose gradients are large beside their work
 DDP = """
-import os, sys, torch
+import os, sys, torch, torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 from torch import nn
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
 rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -16,7 +16,9 @@ init_process_group("nccl")
 how, layers, width, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(n) for n in sys.argv[4:]]
 model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).cuda()
 if how != "by hand" and how != "as one":
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], **eval(how))
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], **eval(how.removeprefix("half ")))
+if how.startswith("half"):
+    model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(1000):
     x = torch.randn(rows[rank % len(rows)], width, device="cuda")
@@ -105,6 +107,8 @@ def test_no_nvlink(told):
     name, step = first(found)
     assert name == "NVLink"
     assert step == pytest.approx(told("TITAN RTX NVLink", 2, DDP, "{}", 4, 2048, 512, only=True), rel=1e-6)
+    half = next(one for one in found.tried if one.change.name == "half gradients")
+    assert half.step == pytest.approx(told("TITAN RTX", 2, DDP, "half {}", 4, 2048, 512, only=True), rel=1e-6)
 
 
 def test_tiny_buckets(told):
