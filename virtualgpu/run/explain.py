@@ -19,6 +19,7 @@ from virtualgpu.run.fit_programs import Programs, side_by_side
 from virtualgpu.run.table import size
 
 STEPS = 5
+TAKEN = "address already in use"  # what a program says whose port is its own, where another run of it has it: it runs again, alone
 
 
 class Row(NamedTuple):
@@ -85,12 +86,13 @@ def run(
 
             def again(change: Change) -> Tried:
                 result = once(programs, change.of(settings), command, change.without)
-                told(f"{next(ended)} of {len(changes)} changes tried: {change.name}")
+                told(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
                 return Tried(change, None if result.failed else slowest(result.explained), result.failed)
 
             told(f"0 of {len(changes)} changes tried")
             try:
                 tried = list(pool.map(again, changes))
+                tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 programs.end()

@@ -57,7 +57,7 @@ def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:
     return list(specs)
 
 
-def apply(change: Mapping, machine, rank: int) -> Callable[[int], None]:
+def apply(change: Mapping, machine, rank: Callable[[], int]) -> Callable[[int], None]:
     """Before the program begins. What it returns is called before each step, numbered from 0."""
     clock, before = machine.clock, []
     if "launches" in change:
@@ -82,14 +82,19 @@ def apply(change: Mapping, machine, rank: int) -> Callable[[int], None]:
         clock.host_copy = lambda gpu, seconds, wait, name, way: real(
             gpu, seconds * (way != "in"), wait and way != "in", name, way
         )
-    if factors := change.get("factors", {}).get(str(max(0, rank))):
-        before.append(_scaled(clock, factors))
+    if "factors" in change:
+        before.append(_scaled(clock, lambda: of_rank(change["factors"], rank())))
 
     def step(number: int) -> None:
         for function in before:
             function(number)
 
     return step
+
+
+def of_rank(table: Mapping, rank: int):
+    """What the table has for that rank, or for the one process without a rank (-1); None where it has nothing."""
+    return table.get(str(max(0, rank)))
 
 
 def _lasting(seconds: Callable) -> None:
@@ -142,7 +147,7 @@ def bucketed(cap: Callable) -> None:
     DistributedDataParallel.__init__ = __init__
 
 
-def _scaled(clock, factors: Sequence[float]) -> Callable[[int], None]:
+def _scaled(clock, factors: Callable[[], Sequence[float] | None]) -> Callable[[int], None]:
     """Kernels, copies from and to the host and launches take this, times what they do."""
     launch, copy, costs, now = clock.launch, clock.host_copy, clock.costs, [1.0]
 
@@ -155,8 +160,8 @@ def _scaled(clock, factors: Sequence[float]) -> Callable[[int], None]:
     clock.launch, clock.host_copy = scaled_launch, scaled_copy
 
     def before(step: int) -> None:
-        now[0] = factors[min(step, len(factors) - 1)]
+        own = factors() or [1.0]
+        now[0] = own[min(step, len(own) - 1)]
         clock.costs = Host(*[value * now[0] if isinstance(value, float) else value for value in costs])
 
-    before(0)
     return before

@@ -12,6 +12,7 @@ import struct
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from virtualgpu import _compat
@@ -21,10 +22,10 @@ NUMBER = struct.Struct("d")
 
 
 class Loader:
-    """Of this process. told: seconds a batch, as an earlier run measured them; None: they are measured. loading: from when to when, on
+    """Of this process. told: says the seconds of a batch, as an earlier run measured them; None: they are measured. loading: from when to when, on
     the simulated clock, the host waited for a batch. folder: where workers leave what they took."""
 
-    def __init__(self, machine, folder: str, told: float | None):
+    def __init__(self, machine, folder: str, told: Callable[[], float | None]):
         from torch.utils.data import DataLoader
 
         self.machine, self.folder, self.told = machine, folder, told
@@ -55,13 +56,12 @@ class Loader:
         return self.machine.clock.host
 
     def _came(self, workers: "_Workers | None", seconds: float) -> None:
-        now = self._now()
-        if workers is not None:
-            seconds = self._fetched(seconds) if self.told is None else self.told
-            until = workers.ready(now, seconds)
-        else:
-            seconds = seconds if self.told is None else self.told
-            until = now + seconds
+        now, told = self._now(), self.told()
+        if told is not None:
+            seconds = told
+        elif workers is not None:
+            seconds = self._fetched(seconds)
+        until = now + seconds if workers is None else workers.ready(now, seconds)
         self.seconds.append(seconds)
         if until > now:
             self.loading.append((now, until))

@@ -21,6 +21,7 @@ COMMUNICATION, COPIES, WAITING, LOADER, LAUNCHES, OTHER = PARTS = (
 OPTIMIZER, ELEMENTWISE = "optimizer", "elementwise and others"
 # Kinds of kernels by what is in the operation's name; the first that fits
 KINDS = (
+    ("casts and copies", ("copy", "clone", "chunk_cat")),
     ("attention", ("attention", "flex")),
     ("convolutions", ("conv",)),
     ("recurrent layers", ("rnn", "lstm", "gru")),

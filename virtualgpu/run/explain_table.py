@@ -104,8 +104,9 @@ def _cause(found: Explanation, tried: Tried) -> str:
     row = max(found.rows, key=lambda row: amount(row.parts, tried.change.cause) / row.parts.step)
     share = 100 * amount(row.parts, tried.change.cause) / row.parts.step
     cause = WORDS[tried.change.cause].capitalize()
+    verb = "take" if tried.change.cause == COPIES else "takes"
     whose = "the" if row.rank < 0 or len({row.rank for row in found.rows}) == 1 else f"rank {row.rank}'s"
-    return f"{cause} takes {share:.0f} % of {whose} step. "
+    return f"{cause} {verb} {share:.0f} % of {whose} step. "
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, Parts]]:

@@ -39,9 +39,11 @@ class Watch(steps.Watch):
 
     def __init__(self, machine, most: int, change: dict, folder: str):
         super().__init__(machine, most)
-        rank = environment.rank()
-        told = change.get("batches", {}).get(str(max(0, rank)))
-        self.loader = Loader(machine, folder, 0.0 if "loader" in change else told)
+        batches = change.get("batches", {})
+        self.rank = environment.rank()
+        self.loader = Loader(
+            machine, folder, lambda: 0.0 if "loader" in change else explain_changes.of_rank(batches, rank())
+        )
         self.half, self.bucket_cap, self.collectives = False, None, {}
         self.wrapped: list[torch.nn.Module] = []  # in DistributedDataParallel, without a hook for its communication
         self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
@@ -55,6 +57,7 @@ class Watch(steps.Watch):
 
     def stepped(self) -> None:
         """What the first step did is nobody's to tell: it makes the optimizer's state."""
+        self.rank = rank()
         if len(self.ends) == 1:
             self.machine.clock.spans = Recording()
         self.marks.append((len(self.loader.seconds), dict(self.collectives)))
@@ -80,7 +83,7 @@ class Watch(steps.Watch):
             if windows and any(span.kind not in ("communication", "waiting") for span in own):
                 found[str(gpu.index)] = [parts(own, self.loader.loading, *window) for window in windows]
         told = Explained(
-            environment.rank(),
+            self.rank,
             found,
             self._together(first, len(windows)),
             self.bucket_cap,
@@ -147,6 +150,13 @@ class Watch(steps.Watch):
     def _note_bucket(self, megabytes: float | None) -> float | None:
         self.bucket_cap = min(megabytes or explain_changes.DEFAULT_BUCKET, self.bucket_cap or float("inf"))
         return megabytes
+
+
+def rank() -> int:
+    """Of this process, as far as it knows by now: of its process group, or its launcher's word; -1 where there is none."""
+    from torch import distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else environment.rank()
 
 
 def _tf32() -> bool:

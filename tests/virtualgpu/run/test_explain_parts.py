@@ -102,6 +102,7 @@ def test_the_parts_add_up_whatever_happened():
         ("native_layer_norm_backward", "normalization"),
         ("linalg_vector_norm", "elementwise and others"),
         ("_log_softmax", "softmax and loss"),
+        ("_to_copy", "casts and copies"),
         ("embedding_dense_backward", "embedding and indexing"),
         ("_cudnn_rnn", "recurrent layers"),
         ("add.Tensor", "elementwise and others"),
