@@ -32,8 +32,10 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --clock NAME   measured: kernels take what others measured on such cards; datasheet: what the maker promises (measured)
   --host NAME    what an operation costs the processor: 2024, 2023, 2021, launch (2024)
   --trace FILE   write what each GPU did, on the simulated clock, as a Chrome trace (ui.perfetto.dev opens it)
-  --explain      where a step of the optimizer goes, and which changes would gain most, each by running the step again with it:
-                 dry, ended after --steps N of them (5), --jobs N programs at a time; --json for machines
+  --explain      where a step of the optimizer goes, and which changes would gain most: a dry run, and one more with each change
+  --steps N      with --explain: steps after which the program is ended (5); 0: it runs to its end
+  --jobs N       with --explain: programs at a time (one a core, as far as memory goes)
+  --json         with --explain: for machines
   --sanitize     the first race of two streams, or of a stream and the host, raises an error that names both lines
   --report       also tell what lay on each GPU at its peak
   --quiet        no table at the end

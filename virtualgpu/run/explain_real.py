@@ -37,7 +37,6 @@ def run(command: Sequence[str], most: int = STEPS, told: Callable[[str], None] =
     """
     told("the program, profiled")
     with Programs() as programs, program.folder() as path:
-        os.remove(os.path.join(path, "bin", "nvidia-smi"))  # the real one answers
         environ = {**os.environ, environment.PROFILED: json.dumps({"folder": path, "steps": max(most, SKIPPED + 1)})}
         environ["PYTHONPATH"] = program.first(program.SITE, environ.get("PYTHONPATH"))
         environ.pop(environment.VARIABLE, None)

@@ -80,8 +80,9 @@ class Watch(steps.Watch):
         found = {}
         for gpu in self.machine.gpus:
             own = [span for span in spans if span.gpu == gpu.index]
-            if windows and any(span.kind not in ("communication", "waiting") for span in own):
-                found[str(gpu.index)] = [parts(own, self.loader.loading, *window) for window in windows]
+            steps_of_gpu = [parts(own, self.loader.loading, *window) for window in windows]
+            if any(step.computing for step in steps_of_gpu):  # a context alone is no work
+                found[str(gpu.index)] = steps_of_gpu
         told = Explained(
             self.rank,
             found,
