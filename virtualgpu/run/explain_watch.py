@@ -1,5 +1,6 @@
 """In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`explain_changes`) where it asks for one."""
 
+import functools
 import itertools
 import json
 import os
@@ -20,9 +21,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 class Explained(NamedTuple):
     """One process's. gpus: {index: its steps}. together: what its collectives of each kind come to in a step: how many, bytes, seconds, and
-    seconds as one. bucket_cap: DDP's smallest, in MB; None without DDP. compressible: it sends
-    gradients of float32, in its own way. half: it has parameters in half precision, or autocasts. tf32: products of
-    float32 are in TF32. batch: seconds of the loader."""
+    seconds as one. bucket_cap: DDP's smallest, in MB; None without DDP. compressible: DDP sends gradients of float32, without a hook of the
+    program's. half: it has parameters in half precision, or autocasts. tf32: products of float32 are in TF32. batch: seconds of the loader."""
 
     rank: int
     gpus: dict[str, list[Parts]]
@@ -49,7 +49,7 @@ class Watch(steps.Watch):
         self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
         self._note_collectives()
         explain_changes.bucketed(self._note_bucket)
-        explain_changes.made(self._note_ddp)
+        self._note_hooks()
         register_module_forward_pre_hook(self._note_half)
         self.before_step = explain_changes.apply(change, machine, rank)
         machine.clock.spans = Recording()
@@ -116,15 +116,18 @@ class Watch(steps.Watch):
 
         Layout.seconds = seconds
 
-    def _note_ddp(self, ddp: torch.nn.Module) -> None:
-        self.wrapped.append(ddp)
-        real = ddp.register_comm_hook
+    def _note_hooks(self) -> None:
+        from torch.nn.parallel import DistributedDataParallel
 
-        def register_comm_hook(*args, **kwargs):
-            self.wrapped.remove(ddp)
-            real(*args, **kwargs)
+        explain_changes.made(lambda ddp: self.wrapped.append(ddp))
+        real = DistributedDataParallel.register_comm_hook
 
-        ddp.register_comm_hook = register_comm_hook
+        @functools.wraps(real)
+        def register_comm_hook(ddp, *args, **kwargs):
+            self.wrapped = [other for other in self.wrapped if other is not ddp]
+            return real(ddp, *args, **kwargs)
+
+        DistributedDataParallel.register_comm_hook = register_comm_hook
 
     def _compressible(self) -> bool:
         parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in self.wrapped)
