@@ -102,12 +102,13 @@ def _communication(explained: Sequence[Explained], settings: Settings, environ: 
 
 
 def _together(explained: Sequence[Explained]) -> dict[str, int]:
-    """Bytes a step of each kind of collective that would be faster as one, where that could gain."""
+    """Bytes a step of each kind of collective that is small, and would be faster as one, where that could gain."""
     step = min(parts.step for one in explained for steps in one.gpus.values() for parts in steps)
     found = {}
     for one in explained:
         for kind, (count, nbytes, seconds, as_one) in one.together.items():
-            if count >= 2 and seconds - as_one >= LEAST * step:
+            small = nbytes < count * DEFAULT_BUCKET * (1 << 20)
+            if small and count >= 2 and seconds - as_one >= LEAST * step:
                 found[kind] = int(nbytes)
     return found
 

@@ -136,6 +136,10 @@ def of(step, rank=0, computing=0.0, **idle):
             [of(1.0, communication=0.5)._replace(together={"all_reduce": [50.0, 1e6, 0.4, 0.1]})],
             ["no communication", "NVLink", "fewer collectives"],
         ),
+        (
+            [of(1.0, communication=0.5)._replace(together={"all_gather": [8.0, 3.2e9, 0.4, 0.1]})],
+            ["no communication", "NVLink"],
+        ),
     ],
 )
 def test_what_is_tried(explained, names):
