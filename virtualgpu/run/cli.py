@@ -35,6 +35,7 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --explain      where a step of the optimizer goes, and which changes would gain most: a dry run, and one more with each change
   --steps N      with --explain: steps after which the program is ended (5); 0: it runs to its end
   --jobs N       with --explain: programs at a time (one a core, as far as memory goes)
+  --limit S      with --explain: seconds after which a program is ended that has not come to those steps
   --json         with --explain: for machines
   --sanitize     the first race of two streams, or of a stream and the host, raises an error that names both lines
   --report       also tell what lay on each GPU at its peak
@@ -54,6 +55,7 @@ WITH_VALUE = (
     "--host",
     "--steps",
     "--jobs",
+    "--limit",
 )
 WITHOUT = ("--explain", "--json", "--dry", "--sanitize", "--report", "--quiet", "--cards", "--help")
 
@@ -82,6 +84,7 @@ class Options(NamedTuple):
     json: bool = False
     steps: int | None = None
     jobs: int | None = None
+    limit: int | None = None
     real: bool = False
 
 
@@ -107,7 +110,7 @@ def main(arguments: list[str]) -> int:
         if options.explain:
             from virtualgpu.run import explain_cli
 
-            return explain_cli.main(options.program, settings, options.real, options.steps, options.jobs, options.json)
+            return explain_cli.main(options, settings)
         ours = (*WITH_VALUE, *WITHOUT[:-1])  # all but --help
         _say(misplaced.at_start(options.program, ours))
         status = program.run(settings, list(options.program), options.trace, options.quiet)
@@ -168,7 +171,7 @@ def parse(arguments: list[str]) -> Options:
             raise ValueError(f"there is no option {word!r} (--help lists them; options of the program come after it)")
     if "gpus" in found:
         found["gpus"] = number(found["gpus"])
-    for name in ("world_size", "rank", "gpus_per_node", "steps", "jobs"):
+    for name in ("world_size", "rank", "gpus_per_node", "steps", "jobs", "limit"):
         if name in found:
             found[name] = whole(name, found[name])
     if found.get("trace") is not None:
@@ -182,7 +185,7 @@ def parse(arguments: list[str]) -> Options:
 def _check_explain(found: dict) -> None:
     """Options that go with --explain, and those that do not."""
     if not found.get("explain"):
-        if names := [name for name in ("json", "steps", "jobs") if name in found]:
+        if names := [name for name in ("json", "steps", "jobs", "limit") if name in found]:
             raise ValueError(f"--{names[0]} is of --explain (or of fit): add it, or leave this out")
         return
     if names := [name for name in ("trace", "report", "sanitize", "quiet") if found.get(name)]:
@@ -191,7 +194,7 @@ def _check_explain(found: dict) -> None:
         )
     if found.get("steps") == 1:
         raise ValueError("--steps 1: one step has the beginnings of all others in it; give 2 at least, or 0 for all")
-    found["real"] = found.keys() <= {"explain", "json", "steps", "jobs"}  # nobody asks for virtual GPUs
+    found["real"] = found.keys() <= {"explain", "json", "steps", "jobs", "limit"}  # nobody asks for virtual GPUs
     found["dry"] = True
 
 

@@ -6,6 +6,7 @@ runs again for each change that could gain (explain_tries), with that change sim
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from virtualgpu.run.table import size
 
 STEPS = 5
 TAKEN = "address already in use"  # what a program says whose port is its own, where another run of it has it: it runs again, alone
+
+
+NOT_ENDED = "it had not ended in time: does it step an optimizer?"
 
 
 class Row(NamedTuple):
@@ -67,25 +71,30 @@ def run(
     settings: environment.Settings,
     most: int = STEPS,
     jobs: int | None = None,
+    limit: float | None = None,
     told: Callable[[str], None] = lambda words: None,
 ) -> Explanation:
     """What the step of this program consists of on these GPUs, and what it would be with changes.
 
     command: what would follow `python -m virtualgpu`. most: optimizer steps that it makes, of which the first two are left out; 0: it runs
-    to its end. jobs: programs at a time. told: called with words on how far it is. An interrupt ends all programs.
+    to its end. jobs: programs at a time. limit: seconds after which one that has not ended has failed. told: called with words on how far
+    it is. An interrupt ends all programs.
     """
     settings = settings._replace(dry=True, steps=most, explain={})
     with Programs() as programs:
         told("the program as it is")
-        base = once(programs, settings, command)
+        begin = time.monotonic()
+        base = once(programs, settings, command, limit=limit)
+        patience = 60 + 20 * (time.monotonic() - begin)  # a change may make it wait for ever
+        patience = min(patience, limit or patience)
         if base.failed:
             return Explanation(failed=base.failed, reads=base.reads)
         changes = explain_tries.candidates(base.explained, settings, os.environ)
         ended = itertools.count(1)
-        with ThreadPoolExecutor(jobs or side_by_side()) as pool:
+        with ThreadPoolExecutor(jobs or side_by_side(command, [len(settings.cards)])) as pool:
 
             def again(change: Change) -> Tried:
-                result = once(programs, change.of(settings), command, change.without)
+                result = once(programs, change.of(settings), command, change.without, patience)
                 told(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
                 return Tried(change, None if result.failed else slowest(result.explained), result.failed)
 
@@ -114,7 +123,13 @@ def slowest(explained: Sequence[Explained]) -> float:
     return sum(taken) / len(taken)
 
 
-def once(programs, settings: environment.Settings, command: Sequence[str], without: Sequence[str] = ()) -> Run:
+def once(
+    programs,
+    settings: environment.Settings,
+    command: Sequence[str],
+    without: Sequence[str] = (),
+    limit: float | None = None,
+) -> Run:
     """The program with these settings, in an environment without these variables."""
     with program.folder() as path:
         settings = settings._replace(folder=path)
@@ -122,14 +137,16 @@ def once(programs, settings: environment.Settings, command: Sequence[str], witho
         environ = {**program.defaults(environ), **environ, **program.variables(settings, environ)}
         output = os.path.join(path, "output")
         with open(output, "wb") as file:
-            status = programs.run(program.command(list(command), environ["PATH"]), environ, file)
+            status = programs.run(program.command(list(command), environ["PATH"]), environ, file, limit)
         stepped, explained = steps.collect(path), explain_watch.collect(path)
         with open(output, encoding="utf-8", errors="replace") as file:
             said = file.read()
     return Run(explained, _failed(status, said, stepped, explained), fit_output.reads(said))
 
 
-def _failed(status: int, said: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
+def _failed(status: int | None, said: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
+    if status is None:
+        return NOT_ENDED
     if status:
         asked = [one.asked for one in stepped if one.asked is not None]
         if asked and "OutOfMemoryError" in said:

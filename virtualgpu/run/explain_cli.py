@@ -1,35 +1,38 @@
 """`python -m virtualgpu --explain`, its options read."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from virtualgpu.environment import Settings
 from virtualgpu.run import explain, explain_real, explain_table
 
+if TYPE_CHECKING:
+    from virtualgpu.run.cli import Options
 
-def main(
-    command: tuple[str, ...], settings: Settings, real: bool, most: int | None, jobs: int | None, json: bool
-) -> int:
-    """Run it and print. The status is 0 where there is something to tell, 2 where the program failed; 130 at an interrupt.
 
-    real: on this machine's own GPUs, where it has some; nobody asked for virtual ones.
+def main(options: "Options", settings: Settings) -> int:
+    """Run the program and print. The status is 0 where there is something to tell, 2 where the program failed; 130 at an interrupt.
+
+    settings: the virtual GPUs. Where nobody asked for them (options.real), this machine's own are taken, if it has some.
 
     Raises ValueError for a program that is not there.
     """
-    bar, most = _Bar(), explain.STEPS if most is None else most
+    bar, most = _Bar(), explain.STEPS if options.steps is None else options.steps
     try:
-        if real and explain_real.gpus():
-            where, found = explain_table.REAL, explain_real.run(command, most, bar.told)
+        if options.real and explain_real.gpus():
+            where, found = explain_table.REAL, explain_real.run(options.program, most, options.limit, bar.told)
         else:
-            where, found = explain_table.machine(settings), explain.run(command, settings, most, jobs, bar.told)
+            where = explain_table.machine(settings)
+            found = explain.run(options.program, settings, most, options.jobs, options.limit, bar.told)
     except KeyboardInterrupt:
         bar.end()
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
     bar.end()
-    if found.failed and not json:
+    if found.failed and not options.json:
         print(f"python -m virtualgpu: {found.failed}", file=sys.stderr)
     else:
-        print(explain_table.as_json(found) if json else "\n".join(explain_table.lines(found, where)))
+        print(explain_table.as_json(found) if options.json else "\n".join(explain_table.lines(found, where)))
     return 2 if found.failed else 0
 
 

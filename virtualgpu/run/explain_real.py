@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from virtualgpu import environment
 from virtualgpu.run import explain_trace, fit_output, program
-from virtualgpu.run.explain import STEPS, Explanation, Row
+from virtualgpu.run.explain import NOT_ENDED, STEPS, Explanation, Row
 from virtualgpu.run.explain_parts import mean, parts
 from virtualgpu.run.fit_programs import Programs
 
@@ -30,22 +30,32 @@ def gpus() -> int:
     return int(asked.stdout.split("GPUs:")[-1]) if asked.returncode == 0 and "GPUs:" in asked.stdout else 0
 
 
-def run(command: Sequence[str], most: int = STEPS, told: Callable[[str], None] = lambda words: None) -> Explanation:
-    """Where a step of this program goes on this machine's GPUs: the mean of the steps after the first two. `most`: how many it makes.
+def run(
+    command: Sequence[str],
+    most: int = STEPS,
+    limit: float | None = None,
+    told: Callable[[str], None] = lambda words: None,
+) -> Explanation:
+    """Where a step of this program goes on this machine's GPUs: the mean of the steps after the first two.
 
-    An interrupt ends it.
+    most: how many it makes. limit: seconds after which it has failed. An interrupt ends it.
     """
     told("the program, profiled")
     with Programs() as programs, program.folder() as path:
-        environ = {**os.environ, environment.PROFILED: json.dumps({"folder": path, "steps": max(most, SKIPPED + 1)})}
+        environ = {
+            **os.environ,
+            environment.PROFILED: json.dumps({"folder": path, "steps": max(most or STEPS, SKIPPED + 1)}),
+        }
         environ["PYTHONPATH"] = program.first(program.SITE, environ.get("PYTHONPATH"))
         environ.pop(environment.VARIABLE, None)
         output = os.path.join(path, "output")
         with open(output, "wb") as file:
-            status = programs.run(program.command(list(command), environ.get("PATH")), environ, file)
+            status = programs.run(program.command(list(command), environ.get("PATH")), environ, file, limit)
         traces = _collect(path)
         with open(output, encoding="utf-8", errors="replace") as file:
             said = file.read()
+    if status is None:
+        return Explanation(failed=NOT_ENDED)
     if status:
         return Explanation(failed=fit_output.error(said) or f"the program ended with status {status}")
     return explained(traces)

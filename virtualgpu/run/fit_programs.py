@@ -5,14 +5,19 @@ import os
 import re
 import subprocess
 import threading
+from collections.abc import Sequence
 
 from virtualgpu.run.family import kill_family
 
+LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
 
 
-def side_by_side() -> int:
-    """How many trials at a time: one a core, as far as this machine's memory goes."""
+def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
+    """How many trials at a time: one a core, as far as this machine's memory goes; one, where they might meet at the same port."""
+    launched = max(gpus) > 1 or any(LAUNCHER.search(word) for word in command)
+    if launched and "--standalone" not in command:
+        return 1
     free = None
     with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/meminfo", encoding="ascii") as file:
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])
@@ -32,8 +37,8 @@ class Programs:
     def __exit__(self, *error) -> None:
         self.end()
 
-    def run(self, command: list[str], environ: dict[str, str], output) -> int:
-        """The program's exit status, once it has ended; what it printed is in `output`, a file."""
+    def run(self, command: list[str], environ: dict[str, str], output, limit: float | None = None) -> int | None:
+        """The program's exit status, once it has ended; None where it was ended after `limit` seconds. What it printed is in `output`, a file."""
         with self._lock:
             if self._ended:
                 raise InterruptedError("the search was ended")
@@ -47,11 +52,18 @@ class Programs:
             )
             self._running.add(child)
         try:
-            return child.wait()
+            status = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
         finally:
             with self._lock:
                 self._running.discard(child)
             kill_family(child.pid)  # what it left behind
+            child.kill()
+            child.wait()
+        if self._ended:
+            raise InterruptedError("the search was ended")
+        return status
 
     def end(self) -> None:
         """All of them are ended, with what they started, and no other begins."""

@@ -91,6 +91,13 @@ def test_a_program_that_uses_no_gpu(script):
     assert start(script, "").failed == "the program used no GPU"
 
 
+def test_a_program_that_steps_no_optimizer_is_ended(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text("import torch\nx = torch.ones(9, device='cuda')\nwhile True:\n    x = x + 1\n")
+    settings = environment.Settings(cards.find(1, "T4", None))
+    assert explain.run([str(path)], settings, limit=20).failed == explain.NOT_ENDED
+
+
 def test_two_steps_are_enough_and_a_run_that_fails_is_told(script):
     found = start(script, "half")
     assert not found.failed
