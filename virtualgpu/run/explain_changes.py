@@ -37,15 +37,16 @@ def nvlinked(spec: Spec, gpus: int) -> tuple[Spec, str]:
     card of its generation. Raises ValueError for a card that has NVLink."""
     if spec.nvlink is not None:
         raise ValueError(f"{spec.name} has NVLink")
-    if gpus == 2:
-        try:
-            return bridges.bridged(spec), "NVLink (the bridge of two such cards)"
-        except ValueError:
-            pass
+    try:
+        bridged, why = bridges.bridged(spec), "its bridge joins two"
+        if gpus == 2:
+            return bridged, "NVLink (the bridge of two such cards)"
+    except ValueError:
+        why = "this card takes none"
     like = NVLINKS.get(spec.capability[0], "B200")
-    other = SPECS[like]
-    article = "an" if like[0] in "AH" else "a"
-    return replace(spec, nvlink=other.nvlink, peer=other.peer, peer_access=True), f"NVLink as {article} {like} has it"
+    article, other = "an" if like[0] in "AH" else "a", SPECS[like]
+    linked = replace(spec, nvlink=other.nvlink, peer=other.peer, peer_access=True)
+    return linked, f"NVLink as {article} {like} has it ({why})"
 
 
 def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.processes import family, wait_until
 from virtualgpu import environment
-from virtualgpu.run import cards, cli, explain, explain_table, explain_tries
+from virtualgpu.hardware import specs
+from virtualgpu.run import cards, cli, explain, explain_changes, explain_table, explain_tries
 from virtualgpu.run.explain_parts import Parts
 from virtualgpu.run.explain_watch import Explained
 
@@ -153,6 +154,22 @@ def test_what_is_tried(explained, names):
     settings = environment.Settings(cards.find(2, "T4", None))
     changes = explain_tries.candidates(explained, settings, {})
     assert [change.name for change in changes] == names
+
+
+@pytest.mark.parametrize(
+    "like, gpus, words",
+    [
+        ("T4", 2, "NVLink as a V100 has it (this card takes none)"),
+        ("RTX 3090", 2, "NVLink (the bridge of two such cards)"),
+        ("RTX 3090", 4, "NVLink as an A100 has it (its bridge joins two)"),
+        ("RTX 5090", 2, "NVLink as a B200 has it (this card takes none)"),
+    ],
+)
+def test_whose_nvlink(like, gpus, words):
+    spec, told = explain_changes.nvlinked(specs.find(like), gpus)
+    assert told == words and spec.nvlink and spec.peer_access
+    with pytest.raises(ValueError, match="has NVLink"):
+        explain_changes.nvlinked(spec, gpus)
 
 
 def test_where_a_variable_holds_nccl_up():

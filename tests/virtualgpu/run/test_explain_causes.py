@@ -103,7 +103,7 @@ def told(tmp_path):
                 result = explain.once(programs, settings, command)
             assert not result.failed, result.failed
             return result.explained
-        found = explain.run(command, settings)
+        found = explain.run(command, settings, jobs=2)
         assert not found.failed, found.failed
         for row in found.rows:
             parts = row.parts
