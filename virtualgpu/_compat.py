@@ -242,3 +242,19 @@ def register_as_builtin(function, name: str):
 def builtin_name(function) -> str | None:
     """TorchScript's name for a function of PyTorch ("aten::ones"), or None."""
     return torch.jit._builtins._find_builtin(function)
+
+
+def loader_iterator() -> type:
+    """The class of what iter() of a DataLoader gives. A function, for not every program imports torch.utils.data."""
+    return importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
+
+
+def fetchers() -> list[type]:
+    """The classes whose fetch(index) makes one batch of a DataLoader, in a worker or not."""
+    fetch = importlib.import_module("torch.utils.data._utils.fetch")
+    return [fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher]
+
+
+def in_loader_worker() -> bool:
+    """Is this process one of a DataLoader's workers?"""
+    return importlib.import_module("torch.utils.data").get_worker_info() is not None

@@ -10,7 +10,9 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
                       sanitize: races raise an error. clock, host: how time is taken, as hardware.hosts.settings reads them.
-                      steps: end after so many steps of the optimizer (run/steps.py).
+                      steps: end after so many steps of the optimizer (run/steps.py). explain: what a run of --explain
+                      changes (run/explain_changes.py), {} for nothing.
+VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain_real.py): `PROFILED`.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
@@ -32,7 +34,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-VARIABLE, CROSSCHECK = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK"
+VARIABLE, CROSSCHECK, PROFILED = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK", "VIRTUALGPU_PROFILED"
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 
 
@@ -60,6 +62,7 @@ class Settings(NamedTuple):
     clock: str | None = None
     host: str | None = None
     steps: int | None = None  # end after so many optimizer steps, and note each; 0: to the program's end
+    explain: dict | None = None  # note where they go, with this change
 
     def text(self) -> str:
         """The value for VIRTUALGPU; `settings` reads it."""

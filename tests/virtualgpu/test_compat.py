@@ -441,3 +441,22 @@ def test_a_mode_is_found_on_the_stack():
     with Listener() as listener:
         assert _compat.has_mode(lambda mode: mode is listener)
     assert not _compat.has_mode(lambda mode: mode is listener)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loaders_iterator_and_what_fetches_its_batches(workers):
+    from torch.utils.data import DataLoader
+
+    iterator = iter(DataLoader([1, 2, 3], num_workers=workers))
+    assert isinstance(iterator, _compat.loader_iterator()) and next(iterator).tolist() == [1]
+    assert not _compat.in_loader_worker()
+    assert next(iter(DataLoader(_Workers(), batch_size=None, num_workers=workers))) is bool(workers)
+    for fetcher in _compat.fetchers():
+        assert callable(fetcher.fetch)
+
+
+class _Workers(torch.utils.data.IterableDataset):
+    """Says whether it is in a worker."""
+
+    def __iter__(self):
+        yield _compat.in_loader_worker()

@@ -7,7 +7,6 @@ from virtualgpu.engine.home import gpu_of, home_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 from virtualgpu.simulation import arithmetic
-from virtualgpu.simulation.clock import LAUNCH
 from virtualgpu.simulation.costs import OF_CUDNN, moved, rate
 from virtualgpu.simulation.kinds import ELEMENTWISE, KINDS, PLAIN
 
@@ -16,9 +15,8 @@ KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyon
 SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
 
 # One kernel of a list: up to so many tensors, and chunks of so many numbers (aten/src/ATen/native/cuda/MultiTensorApply.cuh and
-# ForeachFunctors.cuh). What an entry costs the host: 0.3 us, as a list of small CPU tensors shows (tests/bench prints it)
+# ForeachFunctors.cuh)
 LIST, CHUNKS, CHUNK = 64, 320, 65536
-ENTRY = 0.3e-6
 
 
 class Kernel:
@@ -97,7 +95,8 @@ class Timing:
             kernels = max(-(-len(own) // LIST), -(-sum(-(-numbers // CHUNK) for _, numbers in own) // CHUNKS))
             seconds = gpu.kernels.moving(nbytes * sum(size for size, _ in own) // total, op.kind)
             seconds += (kernels - 1) * gpu.spec.kernel
-            self.clock.launch(gpu.index, seconds, op.name, more=(kernels - 1) * LAUNCH + len(own) * ENTRY)
+            costs = self.clock.costs
+            self.clock.launch(gpu.index, seconds, op.name, more=(kernels - 1) * costs.launch + len(own) * costs.entry)
 
     def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
         """A kernel that fills a new tensor; none where it is left as it is."""

@@ -11,13 +11,16 @@ MEASURED, DATASHEET = "measured", "datasheet"  # clock=: what kernels reach of a
 
 class Host(NamedTuple):
     """Seconds an operation. forward: called from Python, through modules, with autograd's notes. backward: in autograd's own thread,
-    without Python. optimizer: called from Python, without modules and notes."""
+    without Python. optimizer: called from Python, without modules and notes. launch: of what is no kernel (a copy, an event), and of
+    each further kernel of one operation. entry: of a list of tensors (0.3 us, as a list of small CPU tensors shows; tests/bench prints it)."""
 
     name: str
     forward: float
     backward: float
     optimizer: float
     source: str
+    launch: float = 4e-6
+    entry: float = 0.3e-6
 
 
 # Forward: milliseconds of a pass that is bound by its host, over its operations. Optimizer: an operation of AdamW on single tensors, 5.4
@@ -49,6 +52,7 @@ HOSTS = {
     ),
 }
 DEFAULT = "2024"
+FREE = Host("free", 0.0, 0.0, 0.0, "no cost at all: what CUDA graphs come near to", 0.0, 0.0)  # for run.explain
 
 
 class ClockSettings(NamedTuple):

@@ -42,7 +42,12 @@ class _Process:
             from virtualgpu.run import peaks, report
 
             report.register(peaks.Peaks(machine).peaks)
-        if self.settings.steps is not None:
+        if self.settings.explain is not None:
+            from virtualgpu.run import explain_watch
+
+            settings = self.settings
+            self.steps = explain_watch.Watch(machine, settings.steps, settings.explain, settings.folder)
+        elif self.settings.steps is not None:
             from virtualgpu.run import steps
 
             self.steps = steps.Watch(machine, self.settings.steps)
@@ -94,6 +99,10 @@ def start() -> None:
     """Virtual GPUs on, as VIRTUALGPU says. Does nothing the second time (torch may be reloaded)."""
     global _process
     settings = environment.settings()
+    if settings is None and os.environ.get(environment.PROFILED):
+        from virtualgpu.run import explain_real
+
+        explain_real.start()
     if _process is None and settings is not None:
         _process = _Process(settings)
         _process.start()
@@ -105,6 +114,10 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
     from virtualgpu.hardware import specs
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
+    if settings.explain:
+        from virtualgpu.run import explain_changes
+
+        cards = explain_changes.cards(settings.explain, cards)
     machine = session.activate(
         cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
     )

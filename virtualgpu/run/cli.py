@@ -32,6 +32,11 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --clock NAME   measured: kernels take what others measured on such cards; datasheet: what the maker promises (measured)
   --host NAME    what an operation costs the processor: 2024, 2023, 2021, launch (2024)
   --trace FILE   write what each GPU did, on the simulated clock, as a Chrome trace (ui.perfetto.dev opens it)
+  --explain      where a step of the optimizer goes, and which changes would gain most: a dry run, and one more with each change
+  --steps N      with --explain: steps after which the program is ended (5); 0: it runs to its end
+  --jobs N       with --explain: programs at a time (one a core, as far as memory goes)
+  --limit S      with --explain: seconds after which a program is ended that has not come to those steps
+  --json         with --explain: for machines
   --sanitize     the first race of two streams, or of a stream and the host, raises an error that names both lines
   --report       also tell what lay on each GPU at its peak
   --quiet        no table at the end
@@ -48,8 +53,11 @@ WITH_VALUE = (
     "--network",
     "--clock",
     "--host",
+    "--steps",
+    "--jobs",
+    "--limit",
 )
-WITHOUT = ("--dry", "--sanitize", "--report", "--quiet", "--cards", "--help")
+WITHOUT = ("--explain", "--json", "--dry", "--sanitize", "--report", "--quiet", "--cards", "--help")
 
 
 class Options(NamedTuple):
@@ -72,6 +80,12 @@ class Options(NamedTuple):
     sanitize: bool = False
     clock: str | None = None
     host: str | None = None
+    explain: bool = False
+    json: bool = False
+    steps: int | None = None
+    jobs: int | None = None
+    limit: int | None = None
+    real: bool = False
 
 
 def main(arguments: list[str]) -> int:
@@ -93,6 +107,10 @@ def main(arguments: list[str]) -> int:
         settings = _settings(options)
         from virtualgpu.run import misplaced, program
 
+        if options.explain:
+            from virtualgpu.run import explain_cli
+
+            return explain_cli.main(options, settings)
         ours = (*WITH_VALUE, *WITHOUT[:-1])  # all but --help
         _say(misplaced.at_start(options.program, ours))
         status = program.run(settings, list(options.program), options.trace, options.quiet)
@@ -153,14 +171,31 @@ def parse(arguments: list[str]) -> Options:
             raise ValueError(f"there is no option {word!r} (--help lists them; options of the program come after it)")
     if "gpus" in found:
         found["gpus"] = number(found["gpus"])
-    for name in ("world_size", "rank", "gpus_per_node"):
+    for name in ("world_size", "rank", "gpus_per_node", "steps", "jobs", "limit"):
         if name in found:
             found[name] = whole(name, found[name])
     if found.get("trace") is not None:
         found["trace"] = _writable(found["trace"])
     if found.get("quiet") and found.get("report"):
         raise ValueError("--quiet and --report contradict each other: choose one")
+    _check_explain(found)
     return Options(**found, program=tuple(rest))
+
+
+def _check_explain(found: dict) -> None:
+    """Options that go with --explain, and those that do not."""
+    if not found.get("explain"):
+        if names := [name for name in ("json", "steps", "jobs", "limit") if name in found]:
+            raise ValueError(f"--{names[0]} is of --explain (or of fit): add it, or leave this out")
+        return
+    if names := [name for name in ("trace", "report", "sanitize", "quiet") if found.get(name)]:
+        raise ValueError(
+            f"--explain ends the program after a few steps: leave out --{names[0]}, or run it without --explain"
+        )
+    if found.get("steps") == 1:
+        raise ValueError("--steps 1: one step has the beginnings of all others in it; give 2 at least, or 0 for all")
+    found["real"] = found.keys() <= {"explain", "json", "steps", "jobs", "limit"}  # nobody asks for virtual GPUs
+    found["dry"] = True
 
 
 def _settings(options: Options) -> environment.Settings:

@@ -40,9 +40,9 @@ def folder() -> Iterator[str]:
 
 def variables(settings: environment.Settings, environ: dict[str, str]) -> dict[str, str]:
     """What to set in a process's environment so that it, and whatever it starts, has these virtual GPUs."""
-    found = {environment.VARIABLE: settings.text(), "PYTHONPATH": _first(SITE, environ.get("PYTHONPATH"))}
+    found = {environment.VARIABLE: settings.text(), "PYTHONPATH": first(SITE, environ.get("PYTHONPATH"))}
     if settings.folder:
-        found["PATH"] = _first(os.path.join(settings.folder, "bin"), environ.get("PATH", os.defpath))
+        found["PATH"] = first(os.path.join(settings.folder, "bin"), environ.get("PATH", os.defpath))
     return found
 
 
@@ -59,7 +59,8 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _first(path: str, others: str | None) -> str:
+def first(path: str, others: str | None) -> str:
+    """A list of folders, such as PATH, with this one before all others."""
     return os.pathsep.join([path, *(part for part in (others or "").split(os.pathsep) if part and part != path)])
 
 

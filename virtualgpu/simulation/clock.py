@@ -22,8 +22,7 @@ from virtualgpu.simulation.streams import HostThread, Streams, graph_task
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
-# Of what is no kernel (a copy, an event, a question to the driver), and of each further kernel of one operation
-LAUNCH = HOSTS["launch"].forward
+LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 
 
 class Clock(Streams):
@@ -81,7 +80,7 @@ class Clock(Streams):
 
     def launched(self, gpu: int) -> float:
         """The host has launched something on this GPU: now."""
-        return self._passed(self.local, gpu, LAUNCH)
+        return self._passed(self.local, gpu, self.costs.launch)
 
     def pass_time(self) -> None:
         """The host asks for something, which takes as long as a launch."""
@@ -120,7 +119,7 @@ class Clock(Streams):
         queue.ready = end = start + seconds
         self.computing[gpu] += seconds
         if self.spans is not None:
-            self._record(queue, start, end, "backward" if local.backward is not None else local.kind, name)
+            self._record(queue, start, end, "backward" if local.backward is not None else local.kind, name, now)
         if self.blocking:
             self.wait(gpu)
         return end
@@ -132,11 +131,12 @@ class Clock(Streams):
         if not self.multi:
             self.launch(gpu, seconds, name)
             return
-        now, queue = self._passed(self.local, gpu, LAUNCH), self.current(gpu)
+        now, queue = self._passed(self.local, gpu, self.costs.launch), self.current(gpu)
         start = max(now, queue.ready)
         queue.ready = end = start + seconds
         if self.spans is not None:
-            self._record(queue, start, end, "backward" if self.local.backward is not None else self.local.kind, name)
+            kind = "backward" if self.local.backward is not None else self.local.kind
+            self._record(queue, start, end, kind, name, now)
         if self.blocking:
             self.wait(gpu)
 
@@ -156,7 +156,7 @@ class Clock(Streams):
     def between(self, source: int, target: int, seconds: float) -> None:
         """Queue a copy from one GPU to another: it starts when both have come to it, and both go on when it is done."""
         local = self.local
-        now = self._passed(local, source, LAUNCH)
+        now = self._passed(local, source, self.costs.launch)
         here, there = self.current(source), self.current(target)
         start = max(now, here.ready, there.ready)
         if self.multi:
@@ -166,19 +166,19 @@ class Clock(Streams):
             local.backward[target] = max(local.backward[target], now)
         if self.spans is not None:
             for queue in (here, there):
-                self._record(queue, start, start + seconds, "copy", f"copy cuda:{source} to cuda:{target}")
+                self._record(queue, start, start + seconds, "copy", f"copy cuda:{source} to cuda:{target}", now)
 
     def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
         """Queue a copy from ("in") or to ("out") the host; the host waits for it unless it is asynchronous."""
         local = self.local
-        now = self._passed(local, gpu, LAUNCH)
+        now = self._passed(local, gpu, self.costs.launch)
         queue = self.current(gpu)
         start = max(now, queue.ready)
         if self.multi:
             start = self.copies[gpu, way].reserve(start, seconds)
         queue.ready = start + seconds
         if self.spans is not None:
-            self._record(queue, start, start + seconds, "copy", name)
+            self._record(queue, start, start + seconds, "copy", name, now)
         if wait:
             self.wait_for(queue)
 
@@ -192,9 +192,10 @@ class Clock(Streams):
         local.now += seconds
         return local.now
 
-    def _record(self, queue: Queue, start: float, end: float, kind: str, name: str) -> None:
+    def _record(self, queue: Queue, start: float, end: float, kind: str, name: str, issued: float) -> None:
         annotations = self.local.annotations
-        self.spans.append(Span(queue.gpu, start, end, kind, name, queue.id, annotations[-1] if annotations else ""))
+        annotation = annotations[-1] if annotations else ""
+        self.spans.append(Span(queue.gpu, start, end, kind, name, queue.id, annotation, issued))
 
     # -- waiting
 

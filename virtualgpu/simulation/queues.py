@@ -1,7 +1,7 @@
 """The parts of the simulated clock: a stretch of work, a stream, and what of a GPU the streams share. Times in seconds."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DEFAULT = 0  # the id of a GPU's default stream
 
@@ -9,7 +9,7 @@ DEFAULT = 0  # the id of a GPU's default stream
 @dataclass(frozen=True, slots=True)
 class Span:
     """Something a GPU did: `kind` is forward, backward, optimizer, copy, waiting (for others, in a collective) or communication; `name` the operation; `annotation` the
-    innermost torch.profiler.record_function around its launch."""
+    innermost torch.profiler.record_function around its launch; `issued` when the host had launched it."""
 
     gpu: int
     start: float
@@ -18,6 +18,7 @@ class Span:
     name: str
     stream: int = DEFAULT
     annotation: str = ""
+    issued: float = field(default=0.0, compare=False, repr=False)
 
 
 class Queue:

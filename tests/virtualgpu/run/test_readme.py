@@ -50,6 +50,12 @@ def test_what_fits(tmp_path, clean_environ):
     assert "\n".join(shown) in front
 
 
+@of_2_15
+def test_where_the_step_goes(tmp_path, clean_environ):
+    told, shown = example("pair.py", tmp_path, clean_environ)
+    assert told == shown
+
+
 def test_a_race(tmp_path, clean_environ):
     told, shown = example("race.py", tmp_path, clean_environ, status=1)
     assert told[-len(shown) :] == shown  # a traceback before

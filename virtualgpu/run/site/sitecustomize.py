@@ -24,7 +24,7 @@ class _Finder:
                 name, os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
             )
         how = _EXECUTED.get(name if name == "torch" else name.rpartition(".")[2])
-        if how is None or (how is _start and name != "torch"):
+        if how is None or (how is _start and name != "torch") or (how is _answer and not os.environ.get("VIRTUALGPU")):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
@@ -121,6 +121,6 @@ def _next_sitecustomize():
 
 
 sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]
-if os.environ.get("VIRTUALGPU"):
+if os.environ.get("VIRTUALGPU") or os.environ.get("VIRTUALGPU_PROFILED"):
     sys.meta_path.insert(0, _Finder())
 _next_sitecustomize()

@@ -1,0 +1,215 @@
+"""`python -m virtualgpu --explain`: its command line, what fails and how it says so, and nothing left at an interrupt."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import family, wait_until
+from virtualgpu import environment
+from virtualgpu.hardware import specs
+from virtualgpu.run import cards, cli, explain, explain_changes, explain_table, explain_tries
+from virtualgpu.run.explain_parts import Parts
+from virtualgpu.run.explain_watch import Explained
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+fault = sys.argv[1]
+model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2 if fault == "short" else 1 if fault == "one" else 10**6):
+    optimizer.zero_grad()
+    rows = 10**7 if fault == "memory" and step == 3 else 512
+    model(torch.randn(rows, 1024, device="cuda")).square().mean().backward()
+    if fault == "key" and step == 3:
+        {}["missing"]
+    if fault == "half" and torch.is_autocast_enabled("cuda"):
+        torch.empty(10**12, device="cuda")
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train it.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def start(script, *arguments, like="T4"):
+    return explain.run([script, *arguments], environment.Settings(cards.find(1, like, None)))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "name a program to run"),
+        (["--like", "T5", "a.py"], "T5"),
+        (["--trace", "t.json", "a.py"], "leave out --trace"),
+        (["--report", "a.py"], "leave out --report"),
+        (["--steps", "1", "a.py"], "one step has the beginnings"),
+        (["--steps", "two", "a.py"], "give a whole number"),
+        (["--jobs"], "--jobs needs a value"),
+        (["no_such_command"], "neither a file here nor a command"),
+    ],
+)
+def test_a_wrong_command_line_is_a_sentence(capsys, arguments, words):
+    assert cli.main(["--explain", "--gpus", "1", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m virtualgpu: ") and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--steps=3", "--jobs=1"])
+def test_options_of_explain_alone(capsys, option):
+    assert cli.main([option, "a.py"]) == 2
+    assert "is of --explain" in capsys.readouterr().err
+
+
+def test_real_gpus_are_taken_where_nobody_asks_for_virtual_ones():
+    assert cli.parse(["--explain", "--steps", "4", "a.py"]).real
+    assert not cli.parse(["--explain", "--like", "T4", "a.py"]).real and not cli.parse(["a.py"]).real
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("key", "KeyError: 'missing' (train it.py:12)"),
+        ("memory", "out of memory: 38.15 GiB more were asked for"),
+        ("one", "the program ended after 1 step of an optimizer of torch.optim: two at least can be told of"),
+    ],
+)
+def test_a_program_that_fails_says_how(script, fault, words):
+    assert start(script, fault).failed == words
+
+
+def test_a_program_that_uses_no_gpu(script):
+    with open(script, "w") as file:
+        file.write(PROGRAM.replace(".cuda()", "").replace(', device="cuda"', ""))
+    assert start(script, "").failed == "the program used no GPU"
+
+
+def test_a_program_that_steps_no_optimizer_is_ended(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text("import torch\nx = torch.ones(9, device='cuda')\nwhile True:\n    x = x + 1\n")
+    settings = environment.Settings(cards.find(1, "T4", None))
+    assert explain.run([str(path)], settings, limit=20).failed == explain.NOT_ENDED
+
+
+def test_two_steps_are_enough_and_a_run_that_fails_is_told(script):
+    found = start(script, "half")
+    assert not found.failed
+    (half,) = (one for one in found.tried if one.change.name == "half precision")
+    assert half.step is None and half.words.startswith("out of memory")
+    assert explain_table.sentences(found)[-1].startswith(
+        "Not known: half precision, for the run with it failed (out of memory"
+    )
+    short = start(script, "short")
+    assert not short.failed and short.step == pytest.approx(found.step, rel=0.2)
+
+
+def test_json_and_the_exit_status(script, capsys):
+    assert cli.main(["--explain", "--gpus", "1", "--like", "P100", "--json", script, ""]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (row,) = told["rows"]
+    assert row["step"] == told["step"] == pytest.approx(sum(row["computing"].values()) + sum(row["idle"].values()))
+    assert [one["change"] for one in told["tried"]] == ["half precision"] and told["failed"] == ""
+    assert cli.main(["--explain", "--gpus", "1", "--json", script, "one"]) == 2
+    assert "two at least" in json.loads(capsys.readouterr().out)["failed"]
+
+
+def of(step, rank=0, computing=0.0, **idle):
+    idle = {"communication": 0.0, "waiting": 0.0, **idle}
+    return Explained(
+        rank, {"0": [Parts(step, {"matrix products": computing}, idle, 0.0)] * 2}, {}, None, False, True, False, None
+    )
+
+
+@pytest.mark.parametrize(
+    "explained, names",
+    [
+        ([of(1.0, computing=1.0)], []),
+        ([of(1.0, computing=1.0)._replace(half=False)], ["half precision"]),
+        ([of(1.0, computing=0.985, launches=0.015)], []),
+        ([of(1.0, launches=1.0)], ["no launches"]),
+        ([of(1.0, loader=0.5, copies=0.5)], ["no loader", "copies ahead"]),
+        ([of(1.0, communication=0.5)._replace(bucket_cap=1.0)], ["no communication", "NVLink", "larger buckets"]),
+        ([of(1.0, communication=0.5)], ["no communication", "NVLink"]),
+        ([of(1.0, communication=0.5)._replace(compressible=True)], ["no communication", "NVLink", "half gradients"]),
+        ([of(1.0, waiting=0.5, computing=0.5), of(1.0, 1, computing=1.0)], ["equal ranks"]),
+        (
+            [of(1.0, communication=0.5)._replace(together={"all_reduce": [50.0, 1e6, 0.4, 0.1]})],
+            ["no communication", "NVLink", "fewer collectives"],
+        ),
+        (
+            [of(1.0, communication=0.5)._replace(together={"all_gather": [8.0, 3.2e9, 0.4, 0.1]})],
+            ["no communication", "NVLink"],
+        ),
+    ],
+)
+def test_what_is_tried(explained, names):
+    settings = environment.Settings(cards.find(2, "T4", None))
+    changes = explain_tries.candidates(explained, settings, {})
+    assert [change.name for change in changes] == names
+
+
+@pytest.mark.parametrize(
+    "like, gpus, words",
+    [
+        ("T4", 2, "NVLink as a V100 has it (this card takes none)"),
+        ("RTX 3090", 2, "NVLink (the bridge of two such cards)"),
+        ("RTX 3090", 4, "NVLink as an A100 has it (its bridge joins two)"),
+        ("RTX 5090", 2, "NVLink as a B200 has it (this card takes none)"),
+    ],
+)
+def test_whose_nvlink(like, gpus, words):
+    spec, told = explain_changes.nvlinked(specs.find(like), gpus)
+    assert told == words and spec.nvlink and spec.peer_access
+    with pytest.raises(ValueError, match="has NVLink"):
+        explain_changes.nvlinked(spec, gpus)
+
+
+def test_where_a_variable_holds_nccl_up():
+    settings = environment.Settings(cards.find(2, "V100", None))
+    environ = {"NCCL_P2P_DISABLE": "1"}
+    changes = explain_tries.candidates([of(1.0, communication=0.5)], settings, environ)
+    assert [change.name for change in changes] == ["no communication", "peer to peer"]
+    assert "NCCL_P2P_DISABLE" in changes[1].words and "NCCL_P2P_DISABLE" in changes[1].without
+    assert [change.name for change in explain_tries.candidates([of(1.0, communication=0.5)], settings, {})] == [
+        "no communication"
+    ]
+
+
+def test_equal_work_is_the_mean_of_the_ranks():
+    one, two = of(3.0, waiting=2.0, computing=1.0), of(3.0, 1, computing=3.0)
+    assert explain_tries._factors([one, two]) == {"0": [2.0] * 4, "1": [pytest.approx(2 / 3)] * 4}
+
+
+def test_many_ranks_are_three_columns():
+    rows = tuple(
+        explain.Row(rank, 0, of(1.0, rank, computing=0.1 * rank, waiting=1 - 0.1 * rank).gpus["0"][0])
+        for rank in range(1, 9)
+    )
+    table = explain_table.lines(explain.Explanation(1.0, rows), "8 x T4")
+    assert "rank 1, least work" in table[1] and "rank 8, most work" in table[1] and "mean of 8" in table[1]
+    assert table[2].split()[:2] == ["computing", "100"] and table[2].split()[-4:] == ["450", "ms", "45", "%"]
+
+
+def test_an_interrupt_leaves_no_process(script, monkeypatch, tmp_path):
+    monkeypatch.setenv("MARK", str(tmp_path))
+    command = [sys.executable, "-m", "virtualgpu", "--explain", "--gpus", "1", "--steps", "0", script, ""]
+    search = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    wait_until(
+        lambda: any(
+            p.cmdline()[-2:] == [script, ""] and "--explain" not in p.cmdline() for p in family("MARK", str(tmp_path))
+        ),
+        120,
+    )
+    search.send_signal(signal.SIGINT)
+    _, errors = search.communicate(timeout=60)
+    assert search.returncode == 130 and "Interrupted: no program is left." in errors, errors
+    wait_until(lambda: not family("MARK", str(tmp_path)), 10)
+    assert os.path.exists(script)

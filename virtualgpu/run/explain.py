@@ -1,0 +1,160 @@
+"""`python -m virtualgpu --explain`: where a step of a program goes, and which changes would gain most.
+
+The unchanged program runs dry for a few steps of its optimizer; each rank tells where its steady steps went (explain_parts). Then it
+runs again for each change that could gain (explain_tries), with that change simulated, and what its step takes then is the answer.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from virtualgpu import environment
+from virtualgpu.run import explain_tries, explain_watch, fit_output, program, steps
+from virtualgpu.run.explain_parts import Parts, mean
+from virtualgpu.run.explain_tries import Change
+from virtualgpu.run.explain_watch import Explained
+from virtualgpu.run.fit_programs import Programs, side_by_side
+from virtualgpu.run.table import size
+
+STEPS = 5
+TAKEN = "address already in use"  # what a program says whose port is its own, where another run of it has it: it runs again, alone
+
+
+NOT_ENDED = "it had not ended in time: does it step an optimizer?"
+
+
+class Row(NamedTuple):
+    """One GPU of one rank (-1: no ranks): its mean step."""
+
+    rank: int
+    gpu: int
+    parts: Parts
+
+
+class Tried(NamedTuple):
+    """A change and what the step took with it, in seconds; None, and why, where the program did not run to its last step."""
+
+    change: Change
+    step: float | None
+    words: str = ""
+
+
+class Explanation(NamedTuple):
+    """step: seconds, of the slowest rank. failed: why there is none, in a sentence; "" where there is. tried: the best first. reads: the
+    program's line that decides by a value which a dry run does not have. has_loader: was a DataLoader measured?"""
+
+    step: float = 0.0
+    rows: tuple[Row, ...] = ()
+    tried: tuple[Tried, ...] = ()
+    failed: str = ""
+    reads: str = ""
+    has_loader: bool = False
+
+    def gain(self, tried: Tried) -> float:
+        """Of a change: seconds a step."""
+        return 0.0 if tried.step is None else self.step - tried.step
+
+
+class Run(NamedTuple):
+    """What a program came to in one run. failed: "" where it made its steps."""
+
+    explained: list[Explained]
+    failed: str
+    reads: str = ""
+
+
+def run(
+    command: Sequence[str],
+    settings: environment.Settings,
+    most: int = STEPS,
+    jobs: int | None = None,
+    limit: float | None = None,
+    told: Callable[[str], None] = lambda words: None,
+) -> Explanation:
+    """What the step of this program consists of on these GPUs, and what it would be with changes.
+
+    command: what would follow `python -m virtualgpu`. most: optimizer steps that it makes, of which the first two are left out; 0: it runs
+    to its end. jobs: programs at a time. limit: seconds after which one that has not ended has failed. told: called with words on how far
+    it is. An interrupt ends all programs.
+    """
+    settings = settings._replace(dry=True, steps=most, explain={})
+    with Programs() as programs:
+        told("the program as it is")
+        begin = time.monotonic()
+        base = once(programs, settings, command, limit=limit)
+        patience = 60 + 20 * (time.monotonic() - begin)  # a change may make it wait for ever
+        patience = min(patience, limit or patience)
+        if base.failed:
+            return Explanation(failed=base.failed, reads=base.reads)
+        changes = explain_tries.candidates(base.explained, settings, os.environ)
+        ended = itertools.count(1)
+        with ThreadPoolExecutor(jobs or side_by_side(command, [len(settings.cards)])) as pool:
+
+            def again(change: Change) -> Tried:
+                result = once(programs, change.of(settings), command, change.without, patience)
+                told(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
+                return Tried(change, None if result.failed else slowest(result.explained), result.failed)
+
+            told(f"0 of {len(changes)} changes tried")
+            try:
+                tried = list(pool.map(again, changes))
+                tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                programs.end()
+                raise
+    tried.sort(key=lambda one: one.step if one.step is not None else float("inf"))
+    rows = tuple(
+        Row(one.rank, int(gpu), mean(steps_of_one))
+        for one in base.explained
+        for gpu, steps_of_one in sorted(one.gpus.items(), key=lambda item: int(item[0]))
+    )
+    has_loader = any(one.batch is not None for one in base.explained)
+    return Explanation(slowest(base.explained), rows, tuple(tried), "", base.reads, has_loader)
+
+
+def slowest(explained: Sequence[Explained]) -> float:
+    """Seconds of a step: of the rank that takes longest in it, on average over the steps."""
+    ranks = [next(iter(one.gpus.values())) for one in explained]
+    taken = [max(parts.step for parts in step) for step in zip(*ranks, strict=False)]
+    return sum(taken) / len(taken)
+
+
+def once(
+    programs,
+    settings: environment.Settings,
+    command: Sequence[str],
+    without: Sequence[str] = (),
+    limit: float | None = None,
+) -> Run:
+    """The program with these settings, in an environment without these variables."""
+    with program.folder() as path:
+        settings = settings._replace(folder=path)
+        environ: Mapping[str, str] = {name: value for name, value in os.environ.items() if name not in without}
+        environ = {**program.defaults(environ), **environ, **program.variables(settings, environ)}
+        output = os.path.join(path, "output")
+        with open(output, "wb") as file:
+            status = programs.run(program.command(list(command), environ["PATH"]), environ, file, limit)
+        stepped, explained = steps.collect(path), explain_watch.collect(path)
+        with open(output, encoding="utf-8", errors="replace") as file:
+            said = file.read()
+    return Run(explained, _failed(status, said, stepped, explained), fit_output.reads(said))
+
+
+def _failed(status: int | None, said: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
+    if status is None:
+        return NOT_ENDED
+    if status:
+        asked = [one.asked for one in stepped if one.asked is not None]
+        if asked and "OutOfMemoryError" in said:
+            return f"out of memory: {size(max(asked))} more were asked for"
+        return fit_output.error(said) or f"the program ended with status {status}"
+    if explained:
+        return ""
+    made = max((len(one.ends) for one in stepped), default=0)
+    if made >= 2:
+        return "the program used no GPU"
+    return f"the program ended after {made} step{'s' * (made != 1)} of an optimizer of torch.optim: two at least can be told of"
