@@ -14,6 +14,7 @@ _FROM = {
     "SPECS": "hardware.specs",
     "Spec": "hardware.specs",
     "dry_run": "blocks",
+    "fit": "run.fit_call",
     "gpus": "session",
     "machine": "session",
     "recording": "blocks",
@@ -21,7 +22,7 @@ _FROM = {
     "sanitize": "blocks",
 }
 
-__all__ = ["SPECS", "Spec", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
+__all__ = ["SPECS", "Spec", "dry_run", "fit", "gpus", "machine", "recording", "reset", "sanitize"]
 
 
 def __getattr__(name: str):

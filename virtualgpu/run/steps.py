@@ -13,11 +13,13 @@ SUFFIX = ".steps"
 
 
 class Steps(NamedTuple):
-    """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None."""
+    """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None.
+    rows: shapes that went into the model in the last step, each with its calls (run/rows.py)."""
 
     rank: int
     ends: list[float]
     asked: int | None
+    rows: list[tuple[list[int], int]]
 
     @property
     def seconds(self) -> float | None:
@@ -32,7 +34,10 @@ class Watch:
     def __init__(self, machine, most: int):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        from virtualgpu.run import rows
+
         self.machine, self.most, self.first, self.ends, self.asked = machine, most, None, [], None
+        self.rows = rows.Rows()
         register_optimizer_step_post_hook(self._stepped)
         for gpu in machine.gpus:
             gpu.memory.watch(self._heard)
@@ -41,6 +46,7 @@ class Watch:
         self.first = self.first or id(optimizer)
         if id(optimizer) == self.first:
             self.ends.append(self.machine.clock.latest())
+            self.rows.stepped()
             if len(self.ends) == self.most:
                 raise SystemExit(0)
 
@@ -53,7 +59,7 @@ class Watch:
         from virtualgpu import environment
 
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-            json.dump(Steps(environment.rank(), self.ends, self.asked), file)
+            json.dump(Steps(environment.rank(), self.ends, self.asked, list(self.rows.last.items())), file)
 
 
 def collect(folder: str) -> list[Steps]:

@@ -1,0 +1,62 @@
+"""Programs side by side, of which none is left at the end."""
+
+import contextlib
+import os
+import re
+import subprocess
+import threading
+
+from virtualgpu.run.family import kill_family
+
+ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
+
+
+def side_by_side() -> int:
+    """How many trials at a time: one a core, as far as this machine's memory goes."""
+    free = None
+    with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/meminfo", encoding="ascii") as file:
+        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, (free or ROOM) // ROOM))
+
+
+class Programs:
+    """Those that run now; at the block's end, and at an interrupt, none of them is left."""
+
+    def __init__(self):
+        self._lock, self._running, self._ended = threading.Lock(), set(), False
+
+    def __enter__(self) -> "Programs":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.end()
+
+    def run(self, command: list[str], environ: dict[str, str], output) -> int:
+        """The program's exit status, once it has ended; what it printed is in `output`, a file."""
+        with self._lock:
+            if self._ended:
+                raise InterruptedError("the search was ended")
+            child = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(child)
+        try:
+            return child.wait()
+        finally:
+            with self._lock:
+                self._running.discard(child)
+            kill_family(child.pid)  # what it left behind
+
+    def end(self) -> None:
+        """All of them are ended, with what they started, and no other begins."""
+        with self._lock:
+            self._ended, running = True, list(self._running)
+        for child in running:
+            kill_family(child.pid)
+            child.kill()

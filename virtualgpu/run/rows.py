@@ -1,0 +1,62 @@
+"""How many rows of data an optimizer's step takes: `fit` tells samples per second, and programs count their batch in many ways (for each rank,
+for all, for each of several micro-batches).
+
+Kept are the shapes of what goes into the module that each step calls first: the model, called once for a micro-batch.
+"""
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from virtualgpu import _compat
+
+
+class Rows:
+    """Looks on at the modules that this process's main thread calls with gradients on. `last`: {shape, its first two sizes: calls} of the last step."""
+
+    def __init__(self):
+        self.last: Counter[tuple[int, ...]] = Counter()
+        self._now: Counter[tuple[int, ...]] = Counter()
+        self._first, self._inside, self._thread = None, False, threading.get_ident()
+        called = nn.Module.__call__
+
+        @functools.wraps(called)
+        def call(module, *args, **kwargs):
+            if self._inside or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+                return called(module, *args, **kwargs)
+            if _compat.graph_task() == -1:  # in a backward pass, a checkpoint computes again
+                self._note(module, (*args, *kwargs.values()))
+            self._inside = True
+            try:
+                return called(module, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        nn.Module.__call__ = call
+
+    def _note(self, module: nn.Module, inputs: Iterable) -> None:
+        self._first = self._first or id(module)
+        if id(module) == self._first and (tensor := _tensor(inputs)) is not None:
+            self._now[tuple(tensor.shape[:2])] += 1
+
+    def stepped(self) -> None:
+        """The optimizer has: what comes now belongs to the next step."""
+        self.last, self._now, self._first = self._now, Counter(), None
+
+
+def _tensor(inputs: Iterable) -> Tensor | None:
+    """The first, also where tuples or dictionaries hold it."""
+    for value in inputs:
+        if isinstance(value, Tensor):
+            if value.dim():
+                return value
+        elif isinstance(value, (tuple, list, Mapping)):
+            held = value.values() if isinstance(value, Mapping) else value
+            for inner in held:
+                if isinstance(inner, Tensor) and inner.dim():
+                    return inner
+    return None
