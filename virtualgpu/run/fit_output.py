@@ -8,7 +8,7 @@ from virtualgpu.run import program
 
 READS = re.compile(r"^(.+):(\d+): UserWarning: a dry run computes shapes", re.M)  # engine/dry.py
 WARNING = re.compile(r"UserWarning: (.*\bvirtual GPUs?\b.*)$", re.M)
-ERROR = re.compile(r"([\w.]*(?:Error|Exception|Interrupt|OutOfMemory)\w*)(:.*)?$")
+ERROR = re.compile(r"([\w.]*(?:Error|Exception|Interrupt)\w*|[^\s:]+: error)(:.*)?$")  # or argparse's
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 RANK = re.compile(r"^\[[\w:]*rank\d+\]:\s?")
 # Whoever waited for what had failed: torchrun for its processes, a rank for another one
@@ -31,15 +31,17 @@ def warnings(said: str) -> list[str]:
 
 def error(said: str) -> str:
     """What ended the program, with the program's line: the last error that is not another process's word on it; or its last line."""
-    lines = [RANK.sub("", line) for line in said.splitlines()]
-    errors, place = [], ""
-    for line in lines:
+    errors, places = [], {}  # the place that each rank's traceback named last
+    for line in said.splitlines():
+        rank = RANK.match(line)
+        rank, line = (rank[0], line[rank.end() :]) if rank else ("", line)
         if where := PLACE.search(line):
-            place = f" ({os.path.basename(where[1])}:{where[2]})" if _own(where[1]) else place
+            if _own(where[1]):
+                places[rank] = f" ({os.path.basename(where[1])}:{where[2]})"
         elif line.startswith("Traceback"):
-            place = ""
+            places[rank] = ""
         elif kind := ERROR.match(line.strip()):
-            errors.append((kind[1], line.strip()[:300] + place))
+            errors.append((kind[1], line.strip()[:300] + places.get(rank, "")))
     causes = [words for kind, words in errors if not CONSEQUENCES.search(kind)] or [words for _, words in errors]
     return causes[-1] if causes else last_line(said)
 
@@ -53,4 +55,4 @@ def last_line(said: str) -> str:
 def _own(path: str) -> bool:
     """Of the program, not of Python, a package or a command such as torchrun."""
     others = (PACKAGE + os.sep, sys.base_prefix + os.sep, sys.prefix + os.sep, "<")
-    return "site-packages" not in path and not path.startswith(others)
+    return "site-packages" not in path and not path.startswith(others) and os.path.basename(path) != "torchrun"
