@@ -1,6 +1,6 @@
 """A model of timm's table, trained with a batch of one's own: `python -m virtualgpu fit` searches the largest (tests/judges/fit.py).
 
-    python -m virtualgpu fit --like "RTX 3090" --vary batch-size=32..1024 -m tests.accuracy.one_batch resnet101 first
+python -m virtualgpu fit --like "RTX 3090" --vary batch-size=32..1024 -m tests.accuracy.one_batch resnet101 first
 """
 
 import argparse

@@ -117,7 +117,7 @@ def run(
             lows = {name: str(low) for name, (low, _) in ranges.items()}
             for _, count, values in places:
                 fit_command.product(fit_command.put(samples, {"gpus": str(count), **values, **lows}))
-        with ThreadPoolExecutor(jobs or side_by_side()) as pool:
+        with ThreadPoolExecutor(jobs or side_by_side(command, gpus)) as pool:
             try:
                 groups = list(pool.map(lambda place: search(*place), places))
             except BaseException:

@@ -52,7 +52,7 @@ def fit(
     "low..high" to search. world_size: one rank of so many plays alone. memory: of each GPU, such as "16GB". steps: of the program's
     optimizer, after which it is ended; 0: it runs to its end. samples: of all ranks in a step, a product such as
     "{batch-size}*{gpus}", where the rows that go into the model do not say it. prices: a file as hardware/data/prices.csv. jobs: programs at a
-    time; one a core unless given.
+    time; one a core unless given, and one where ranks may meet at a fixed port.
 
     Of a Trial, `reserved` and `capacity` are bytes, and `step` is in simulated seconds. Each is a process of its own, of which an interrupt leaves none.
     What does not fit or fails is a trial like others (`status`, `words`).

@@ -21,7 +21,8 @@ Will it fit, before I rent? The unchanged program, dry, over cards, numbers of G
   --samples PRODUCT samples of all ranks in an optimizer's step, where "samples/s" should not go by the rows that go into
                     the model: '{batch-size}*{gpus}*4'
   --prices FILE     a table with the columns card and usd_per_hour (virtualgpu/hardware/data/prices.csv)
-  --jobs N          programs at a time (one a core, as far as memory goes)
+  --jobs N          programs at a time (one a core, as far as memory goes; one, where ranks may meet at a fixed port: on
+                    several GPUs or by a launcher, unless torchrun is --standalone)
   --json            the trials as JSON
 
 Options of fit stand before the program. A program that decides by a value of the GPU gets nan in a dry run, and is told so.

@@ -5,14 +5,19 @@ import os
 import re
 import subprocess
 import threading
+from collections.abc import Sequence
 
 from virtualgpu.run.family import kill_family
 
+LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
 
 
-def side_by_side() -> int:
-    """How many trials at a time: one a core, as far as this machine's memory goes."""
+def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
+    """How many trials at a time: one a core, as far as this machine's memory goes; one, where they might meet at the same port."""
+    launched = max(gpus) > 1 or any(LAUNCHER.search(word) for word in command)
+    if launched and "--standalone" not in command:
+        return 1
     free = None
     with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/meminfo", encoding="ascii") as file:
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from virtualgpu.run import fit_command, fit_output
+from virtualgpu.run import fit_command, fit_output, fit_programs
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,20 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 def test_the_error_that_ended_a_program(said, words):
     found = fit_output.error(said)
     assert found.endswith(words) and bool(found) == bool(words)
+
+
+@pytest.mark.parametrize(
+    "command, gpus, several",
+    [
+        ("train.py", [1], True),
+        ("train.py", [1, 2], False),  # it may start ranks, at the port that it names
+        ("torchrun --nproc-per-node=1 train.py", [1], False),  # at 29500
+        ("-m torch.distributed.run train.py", [1], False),
+        ("accelerate launch train.py", [1], False),
+        ("torchrun --standalone --nproc-per-node={gpus} train.py", [1, 2], True),
+    ],
+)
+def test_programs_that_might_meet_at_a_port_run_one_after_the_other(monkeypatch, command, gpus, several):
+    monkeypatch.setattr(fit_programs.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(fit_programs, "ROOM", 1)
+    assert fit_programs.side_by_side(command.split(), gpus) == (4 if several else 1)
