@@ -80,12 +80,13 @@ def efficiency(trial: Trial, trials: Sequence[Trial]) -> float | None:
 
 
 def _largest(trials: Sequence[Trial], name: str) -> list[str]:
-    best = largest(trials, name).values()
-    return (
-        [f"Largest that fits: {', '.join(f'{_place(t, name)}: {name}={t.values[name]}' for t in best)}."]
-        if best
-        else []
-    )
+    """Of each place the largest that fits; where it is tight, also the largest that was tried and is not."""
+    roomy = largest([trial for trial in trials if not tight(trial)], name)
+    words = []
+    for place, best in largest(trials, name).items():
+        room = f" ({roomy[place].values[name]} leaves a tenth)" if tight(best) and place in roomy else ""
+        words.append(f"{_place(best, name)}: {name}={best.values[name]}{room}")
+    return [f"Largest that fits: {', '.join(words)}."] if words else []
 
 
 def _place(trial: Trial, without: str = "") -> str:

@@ -35,6 +35,8 @@ def test_what_leaves_little_room_is_tight():
 def test_the_largest_of_a_search():
     trials = [fits(n="8"), fits(n="16"), Trial("T4", 1, {"n": "32"}, "out of memory")]
     assert said(trials, "Largest", searched="n") == "Largest that fits: T4: n=16."
+    trials[1] = fits(n="16", reserved=15 * GIB)
+    assert said(trials, "Largest", searched="n") == "Largest that fits: T4: n=16 (8 leaves a tenth)."
 
 
 def test_what_was_not_timed():
