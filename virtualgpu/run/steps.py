@@ -69,4 +69,4 @@ def collect(folder: str) -> list[Steps]:
         if name.endswith(SUFFIX):
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 found.append(Steps(*json.load(file)))
-    return sorted(found)
+    return sorted(found, key=lambda process: process.rank)

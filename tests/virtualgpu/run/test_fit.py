@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.processes import family, wait_until
-from virtualgpu.run import fit, fit_cli, fit_table
+from virtualgpu.run import fit, fit_cli, fit_table, steps
 from virtualgpu.run.fit_prices import Price
 
 PROGRAM = """
@@ -117,6 +117,13 @@ def test_samples_are_those_that_go_into_the_model(script, options, samples):
 def test_samples_may_be_told(script):
     trials = fit.run([script], vary={"batch-size": ["8", "16"]}, samples="{batch-size}*{gpus}*3")
     assert [trial.samples for trial in trials] == [24, 48]
+
+
+def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
+    """As torch.multiprocessing starts them."""
+    for pid, asked in enumerate([None, 512, None]):
+        (tmp_path / f"{pid}{steps.SUFFIX}").write_text(json.dumps([-1, [], asked, []]))
+    assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
 
 
 def test_one_rank_that_plays_alone_counts_for_all(script):
