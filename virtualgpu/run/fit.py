@@ -65,6 +65,7 @@ def run(
     step: int = 4,
     jobs: int | None = None,
     samples: str | None = None,
+    limit: float | None = None,
     told: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
     """Every card with every number of GPUs and every combination of values; ranges are searched, and their trials are all given.
@@ -72,7 +73,7 @@ def run(
     command: what would follow `python -m virtualgpu`; {gpus} and {name} in it stand for the trial's own. A value goes to the option
     of that name, which is added where the command has none. step: how many optimizer steps a program makes; 0: it runs to its end.
     world_size: one rank of so many plays alone on one GPU. samples: of all ranks in an optimizer's step, where the rows that go into the
-    model do not say it: a product of numbers, {gpus} and {name}. told: called with each trial as it ends.
+    model do not say it: a product of numbers, {gpus} and {name}. limit: seconds after which a program is ended, and has failed. told: called with each trial as it ends.
 
     Raises ValueError for a card that is not known, a range that is none or a product that is none. An interrupt ends all programs.
     """
@@ -96,7 +97,8 @@ def run(
             if world_size is not None:
                 settings = settings._replace(cards=found[card], alone=(world_size, 0, 8))
             held = {"gpus": str(count), **values}
-            result = _trial(programs, settings, fit_command.filled(command, held), Trial(card, count, values, "fits"))
+            words = fit_command.filled(command, held)
+            result = _trial(programs, settings, words, Trial(card, count, values, "fits"), limit)
             if samples is not None:
                 result = result._replace(samples=fit_command.product(fit_command.put(samples, held)))
             told(result)
@@ -146,13 +148,15 @@ def _search(low: int, high: int, trial: Callable[[int], Trial]) -> Iterator[Tria
         fits, fails = (value, fails) if result.fits else (fits, value)
 
 
-def _trial(programs: Programs, settings: environment.Settings, command: list[str], trial: Trial) -> Trial:
+def _trial(
+    programs: Programs, settings: environment.Settings, command: list[str], trial: Trial, limit: float | None
+) -> Trial:
     with program.folder() as path:
         settings = settings._replace(folder=path)
         environ = {**program.defaults(os.environ), **os.environ, **program.variables(settings, os.environ)}
         output = os.path.join(path, "output")
         with open(output, "wb") as file:
-            status = programs.run(program.command(command, environ["PATH"]), environ, file)
+            status = programs.run(program.command(command, environ["PATH"]), environ, file, limit)
         left, used = steps.collect(path), entries(path)
         with open(output, encoding="utf-8", errors="replace") as file:
             said = file.read()
@@ -176,6 +180,8 @@ def _trial(programs: Programs, settings: environment.Settings, command: list[str
     if status == 0:
         return trial
     trial = trial._replace(step=None, samples=None)
+    if status is None:
+        return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
     asked = [rank.asked for rank in left if rank.asked is not None]
     if asked and "OutOfMemoryError" in said:
         return trial._replace(status="out of memory", words=f"{size(max(asked))} more were asked for")

@@ -39,6 +39,7 @@ def fit(
     samples: str | None = None,
     prices: str | os.PathLike | None = None,
     jobs: int | None = None,
+    limit: float | None = None,
 ) -> Trials:
     """Runs a program, dry and as it stands, on each card and number of GPUs and with each value of its own options: what fits, how fast, at what price.
 
@@ -52,7 +53,7 @@ def fit(
     "low..high" to search. world_size: one rank of so many plays alone. memory: of each GPU, such as "16GB". steps: of the program's
     optimizer, after which it is ended; 0: it runs to its end. samples: of all ranks in a step, a product such as
     "{batch-size}*{gpus}", where the rows that go into the model do not say it. prices: a file as hardware/data/prices.csv. jobs: programs at a
-    time; one a core unless given, and one where ranks may meet at a fixed port.
+    time; one a core unless given, and one where ranks may meet at a fixed port. limit: seconds after which a program is ended, and has failed.
 
     Of a Trial, `reserved` and `capacity` are bytes, and `step` is in simulated seconds. Each is a process of its own, of which an interrupt leaves none.
     What does not fit or fails is a trial like others (`status`, `words`).
@@ -79,6 +80,7 @@ def fit(
             step=steps,
             jobs=jobs,
             samples=samples,
+            limit=limit,
             told=told,
         )
     searched = next((name for name, values in varied.items() if isinstance(values, Range)), "")

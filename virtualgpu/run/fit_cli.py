@@ -23,17 +23,30 @@ Will it fit, before I rent? The unchanged program, dry, over cards, numbers of G
   --prices FILE     a table with the columns card and usd_per_hour (virtualgpu/hardware/data/prices.csv)
   --jobs N          programs at a time (one a core, as far as memory goes; one, where ranks may meet at a fixed port: on
                     several GPUs or by a launcher, unless torchrun is --standalone)
+  --limit SECONDS   after which a program is ended, and has failed (one that makes no optimizer step may run on and on)
   --json            the trials as JSON
 
 Options of fit stand before the program. A program that decides by a value of the GPU gets nan in a dry run, and is told so.
 
 Exit status: 0 where something fits, 1 where nothing does, 2 where the program failed or the command line is wrong.
 """
-WITH_VALUE = ("--like", "--gpus", "--world-size", "--vary", "--memory", "--steps", "--samples", "--prices", "--jobs")
+WITH_VALUE = (
+    "--like",
+    "--gpus",
+    "--world-size",
+    "--vary",
+    "--memory",
+    "--steps",
+    "--samples",
+    "--prices",
+    "--jobs",
+    "--limit",
+)
 
 
 def main(arguments: list[str]) -> int:
     """The exit status, as USAGE says it."""
+    done: list[fit.Trial] = []  # for an interrupt
     try:
         options, command = parse(arguments)
         if "--help" in options:
@@ -58,12 +71,15 @@ def main(arguments: list[str]) -> int:
                 step=_number("--steps", options, 4),
                 jobs=_number("--jobs", options),
                 samples=options.get("--samples", [None])[-1],
-                told=told,
+                limit=_number("--limit", options),
+                told=lambda trial: (done.append(trial), told(trial)),
             )
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu fit: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if done and "--json" not in options:
+            print(*fit_table.lines(done, prices, world_size), sep="\n", flush=True)
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
     searched = next((name for name, values in varied.items() if isinstance(values, fit.Range)), "")

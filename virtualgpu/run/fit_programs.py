@@ -37,8 +37,8 @@ class Programs:
     def __exit__(self, *error) -> None:
         self.end()
 
-    def run(self, command: list[str], environ: dict[str, str], output) -> int:
-        """The program's exit status, once it has ended; what it printed is in `output`, a file."""
+    def run(self, command: list[str], environ: dict[str, str], output, limit: float | None = None) -> int | None:
+        """The program's exit status, once it has ended; None where it was ended after `limit` seconds. What it printed is in `output`, a file."""
         with self._lock:
             if self._ended:
                 raise InterruptedError("the search was ended")
@@ -52,11 +52,18 @@ class Programs:
             )
             self._running.add(child)
         try:
-            return child.wait()
+            status = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
         finally:
             with self._lock:
                 self._running.discard(child)
             kill_family(child.pid)  # what it left behind
+            child.kill()
+            child.wait()
+        if self._ended:
+            raise InterruptedError("the search was ended")
+        return status
 
     def end(self) -> None:
         """All of them are ended, with what they started, and no other begins."""

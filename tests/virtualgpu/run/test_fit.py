@@ -162,6 +162,13 @@ def test_a_program_that_looks_for_gpus_and_goes(tmp_path):
     assert trial.status == "failed" and trial.words == "the program used no GPU, and said at its end: I need two."
 
 
+def test_a_program_that_makes_no_step_and_no_end(tmp_path):
+    path = tmp_path / "serve.py"
+    path.write_text("import time, torch\ntorch.ones(2, device='cuda')\ntime.sleep(1000)\n")
+    (trial,) = fit.run([str(path)], limit=0.5)
+    assert trial.words == "it had not ended after 0.5 s: does it step an optimizer?" and trial.status == "failed"
+
+
 def test_a_program_that_a_signal_ends(tmp_path):
     path = tmp_path / "killed.py"
     path.write_text("import os\nprint('well')\nos.kill(os.getpid(), 9)\n")
@@ -219,7 +226,19 @@ def test_an_interrupt_leaves_no_process(script, monkeypatch, tmp_path):
         lambda: any(p.cmdline()[-1] == script and "fit" not in p.cmdline() for p in family("MARK", str(tmp_path))), 60
     )
     search.send_signal(signal.SIGINT)
-    _, errors = search.communicate(timeout=60)
+    told, errors = search.communicate(timeout=60)
     assert search.returncode == 130 and "Interrupted: no program is left." in errors, errors
+    assert told == ""  # no trial had ended
     wait_until(lambda: not family("MARK", str(tmp_path)), 10)
     assert os.path.exists(script)
+
+
+def test_an_interrupt_tells_what_there_is(script, tmp_path, monkeypatch, capsys):
+    def stop(arguments, **options):
+        options["told"](fit.Trial("T4", 1, {}, "fits", 1 << 30, 16 << 30, 0.5, 1, used=1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "run", stop)
+    assert fit_cli.main([script]) == 130
+    told, errors = capsys.readouterr()
+    assert "1.00 GiB" in told and errors == "\nInterrupted: no program is left.\n"
