@@ -193,7 +193,7 @@ def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: enviro
     if batch is None or not stepped:
         return None
     ranks, gpus = (settings.alone[0], 1) if settings.alone else (len(stepped), len(settings.cards))
-    counted = [fit_command.rows(rank.rows, batch, ranks, gpus) or batch for rank in stepped]
+    counted = [fit_command.rows(rank.rows, rank.passes, batch, ranks, gpus) or batch for rank in stepped]
     return counted[0] * ranks if settings.alone else sum(counted)
 
 

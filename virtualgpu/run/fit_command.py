@@ -51,7 +51,7 @@ def batch(words: Sequence[str], values: Mapping[str, str]) -> int | None:
         numbers = [
             int(value)
             for name, value in named.items()
-            if "batch" in name and value.isdigit() and not OF_EVALUATION.search(name)
+            if "batch" in name.lower() and value.isdigit() and not OF_EVALUATION.search(name)
         ]
         if numbers:
             return numbers[0] if len(numbers) == 1 else None
@@ -70,10 +70,10 @@ def product(formula: str) -> int:
     return round(number)
 
 
-def rows(shapes: Iterable[tuple[list[int], int]], batch: int, ranks: int, gpus: int) -> int | None:
+def rows(shapes: Iterable[tuple[list[int], int]], passes: int, batch: int, ranks: int, gpus: int) -> int | None:
     """Samples of one rank's step, where the program's own batch size is `batch`; None where no shape has it.
 
-    shapes: a rank's, each with its calls. The batch stands first or second in them; as it is, divided among the ranks, or, in a program of
+    shapes: a rank's, each with its calls; passes: its backward passes. The batch stands first or second in them; as it is, divided among the ranks, or, in a program of
     one process, times the GPUs that it is spread over.
     """
     shapes = list(shapes)
@@ -84,5 +84,5 @@ def rows(shapes: Iterable[tuple[list[int], int]], batch: int, ranks: int, gpus: 
         sizes += [(0, batch * gpus)]
     for place, size in sizes:
         if size and shapes and all(len(shape) > place and shape[place] == size for shape, _ in shapes):
-            return size * sum(calls for _, calls in shapes)
+            return size * max(1, min(passes, sum(calls for _, calls in shapes)))
     return None

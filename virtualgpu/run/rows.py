@@ -1,7 +1,8 @@
 """How many rows of data an optimizer's step takes: `fit` tells samples per second, and programs count their batch in many ways (for each rank,
 for all, for each of several micro-batches).
 
-Kept are the shapes of what goes into the module that each step calls first: the model, called once for a micro-batch.
+Kept are the shapes of what goes into the module that each step calls first: the model, called once for a micro-batch, and the number of
+backward passes: a program that shows a batch to the model twice (contrastive learning) makes one of both.
 """
 
 import functools
@@ -16,11 +17,16 @@ from virtualgpu import _compat
 
 
 class Rows:
-    """Looks on at the modules that this process's main thread calls with gradients on. `last`: {shape, its first two sizes: calls} of the last step."""
+    """Looks on at the modules that this process's main thread calls with gradients on.
+
+    last: {shape, its first two sizes: calls} of the last step; passes: backward passes of it.
+    """
 
     def __init__(self):
         self.last: Counter[tuple[int, ...]] = Counter()
+        self.passes = 0
         self._now: Counter[tuple[int, ...]] = Counter()
+        self._passes = 0
         self._first, self._inside, self._thread = None, False, threading.get_ident()
         called = nn.Module.__call__
 
@@ -36,7 +42,14 @@ class Rows:
             finally:
                 self._inside = False
 
-        nn.Module.__call__ = call
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def counted(*args, **kwargs):
+            self._passes += _compat.graph_task() == -1
+            return backward(*args, **kwargs)
+
+        nn.Module.__call__, torch.autograd.backward = call, counted
 
     def _note(self, module: nn.Module, inputs: Iterable) -> None:
         self._first = self._first or id(module)
@@ -45,7 +58,8 @@ class Rows:
 
     def stepped(self) -> None:
         """The optimizer has: what comes now belongs to the next step."""
-        self.last, self._now, self._first = self._now, Counter(), None
+        self.last, self.passes = self._now, self._passes
+        self._now, self._passes, self._first = Counter(), 0, None
 
 
 def _tensor(inputs: Iterable) -> Tensor | None:

@@ -14,12 +14,14 @@ SUFFIX = ".steps"
 
 class Steps(NamedTuple):
     """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None.
-    rows: shapes that went into the model in the last step, each with its calls (run/rows.py)."""
+    rows: shapes that went into the model in the last step, each with its calls; passes: backward passes of it, of which several
+    optimizers make one (run/rows.py)."""
 
     rank: int
     ends: list[float]
     asked: int | None
     rows: list[tuple[list[int], int]]
+    passes: int
 
     @property
     def seconds(self) -> float | None:
@@ -37,7 +39,7 @@ class Watch:
         from virtualgpu.run import rows
 
         self.machine, self.most, self.first, self.ends, self.asked = machine, most, None, [], None
-        self.rows = rows.Rows()
+        self.rows, self.several = rows.Rows(), False
         register_optimizer_step_post_hook(self._stepped)
         for gpu in machine.gpus:
             gpu.memory.watch(self._heard)
@@ -49,6 +51,8 @@ class Watch:
             self.rows.stepped()
             if len(self.ends) == self.most:
                 raise SystemExit(0)
+        else:
+            self.several = True
 
     def _heard(self, action: str, address: int, size: int, stream: int, block) -> None:
         if action == "oom":
@@ -58,8 +62,10 @@ class Watch:
         """For `collect`."""
         from virtualgpu import environment
 
+        passes = min(1, self.rows.passes) if self.several else self.rows.passes
+        left = Steps(environment.rank(), self.ends, self.asked, list(self.rows.last.items()), passes)
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-            json.dump(Steps(environment.rank(), self.ends, self.asked, list(self.rows.last.items())), file)
+            json.dump(left, file)
 
 
 def collect(folder: str) -> list[Steps]:

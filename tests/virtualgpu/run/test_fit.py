@@ -114,6 +114,51 @@ def test_samples_are_those_that_go_into_the_model(script, options, samples):
     assert fit_table.efficiency(two, trials) == pytest.approx(share)
 
 
+GAN = """
+import argparse, torch
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--batchSize", type=int)
+n = parser.parse_args().batchSize
+make, judge = nn.Linear(8, 8).cuda(), nn.Linear(8, 1).cuda()
+optimizers = [torch.optim.SGD(model.parameters()) for model in (judge, make)]
+for step in range(99):
+    judge(torch.randn(n, 8, device="cuda")).sum().backward()
+    fake = make(torch.randn(n, 8, device="cuda"))
+    judge(fake.detach()).sum().backward()
+    optimizers[0].step()
+    judge(fake).sum().backward()
+    optimizers[1].step()
+"""
+CHECKPOINTED = """
+import argparse, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int)
+n = parser.parse_args().batch_size
+class Model(nn.Linear):
+    def forward(self, x, reentrant):
+        return checkpoint(super().forward, x, use_reentrant=reentrant)
+model = Model(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(99):
+    for reentrant in (False, True):
+        x = torch.randn(n, 8, device="cuda", requires_grad=True)
+        model(x, reentrant).sum().backward()
+    checkpoint(model, x, False, use_reentrant=False).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("program, option, samples", [(GAN, "--batchSize", 16), (CHECKPOINTED, "--batch-size", 48)])
+def test_samples_count_once(tmp_path, program, option, samples):
+    path = tmp_path / "train.py"
+    path.write_text(program)
+    (trial,) = fit.run([str(path), option, "16"])
+    assert trial.samples == samples, trial
+
+
 def test_samples_may_be_told(script):
     trials = fit.run([script], vary={"batch-size": ["8", "16"]}, samples="{batch-size}*{gpus}*3")
     assert [trial.samples for trial in trials] == [24, 48]
@@ -122,7 +167,7 @@ def test_samples_may_be_told(script):
 def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
     """As torch.multiprocessing starts them."""
     for pid, asked in enumerate([None, 512, None]):
-        (tmp_path / f"{pid}{steps.SUFFIX}").write_text(json.dumps([-1, [], asked, []]))
+        (tmp_path / f"{pid}{steps.SUFFIX}").write_text(json.dumps([-1, [], asked, [], 0]))
     assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
 
 

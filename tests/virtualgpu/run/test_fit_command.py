@@ -37,19 +37,21 @@ def test_the_batch_that_a_command_asks_for(command, values, batch):
 
 
 @pytest.mark.parametrize(
-    "shapes, batch, ranks, gpus, rows",
+    "shapes, passes, ranks, gpus, rows",
     [
-        ([([8, 512], 1)], 8, 1, 1, 8),
-        ([([8, 512], 40)], 8, 2, 2, 320),  # micro-batches
-        ([([512, 8], 1)], 8, 1, 1, 8),  # the sequence first
-        ([([4, 3], 1)], 8, 2, 2, 4),  # the batch is of all ranks
-        ([([16, 3], 1)], 8, 1, 2, 16),  # DataParallel, and the batch is of each GPU
-        ([([8, 3], 1), ([5, 3], 1)], 8, 1, 1, None),
-        ([], 8, 1, 1, None),
+        ([([8, 512], 1)], 1, 1, 1, 8),
+        ([([8, 512], 40)], 40, 2, 2, 320),  # micro-batches
+        ([([8, 512], 2)], 1, 1, 1, 8),  # two views of a batch
+        ([([512, 8], 1)], 1, 1, 1, 8),  # the sequence first
+        ([([4, 3], 1)], 1, 2, 2, 4),  # the batch is of all ranks
+        ([([16, 3], 1)], 1, 1, 2, 16),  # DataParallel, and the batch is of each GPU
+        ([([8, 3], 1), ([5, 3], 1)], 2, 1, 1, None),
+        ([([8, 3], 1)], 0, 1, 1, 8),
+        ([], 0, 1, 1, None),
     ],
 )
-def test_rows_of_a_step(shapes, batch, ranks, gpus, rows):
-    assert fit_command.rows(shapes, batch, ranks, gpus) == rows
+def test_rows_of_a_step(shapes, passes, ranks, gpus, rows):
+    assert fit_command.rows(shapes, passes, 8, ranks, gpus) == rows
 
 
 def test_a_product():
