@@ -16,6 +16,7 @@ _FROM = {
     "Spec": "hardware.specs",
     "Timeline": "timeline",
     "dry_run": "blocks",
+    "fit": "run.fit_call",
     "gpus": "session",
     "machine": "session",
     "recording": "blocks",
@@ -23,7 +24,19 @@ _FROM = {
     "sanitize": "blocks",
 }
 
-__all__ = ["SPECS", "Monitor", "Spec", "Timeline", "dry_run", "gpus", "machine", "recording", "reset", "sanitize"]
+__all__ = [
+    "SPECS",
+    "Monitor",
+    "Spec",
+    "Timeline",
+    "dry_run",
+    "fit",
+    "gpus",
+    "machine",
+    "recording",
+    "reset",
+    "sanitize",
+]
 
 
 def __getattr__(name: str):

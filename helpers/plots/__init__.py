@@ -10,9 +10,10 @@ from helpers.plots.drawings import drawing
 from helpers.plots.frames import slider
 from helpers.plots.searches import rungs, search, workers
 from helpers.plots.series import bars, curves, dots, images, left, sweep
+from helpers.plots.trials import fits
 from helpers.plots.weights import matrices
 
 __all__ = [
-    "bars", "blocks", "curves", "dots", "drawing", "images", "left", "matrices", "rungs", "search", "slider", "stacked",
+    "bars", "blocks", "curves", "dots", "drawing", "fits", "images", "left", "matrices", "rungs", "search", "slider", "stacked",
     "sweep", "timeline", "utilization", "workers",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from PIL import Image
 import helpers
 from helpers import Monitor, data, plots
 from helpers.plots import figures as drawing
+from virtualgpu.run.fit import Trial
 from virtualgpu.simulation.clock import Span
 from virtualgpu.simulation.rows import row
 from virtualgpu.sources import Reading, Source
@@ -200,3 +201,21 @@ def test_a_drawing_has_its_boxes_and_arrows(figures):
     assert words["a node"].get_va() == "top" and words["GPU 0"].get_va() == "center"
     (arrow,) = (text for text in axes.texts if getattr(text, "arrow_patch", None))
     assert arrow.xy == (3, 1.0)
+
+
+def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
+    some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=8, used=1)
+    full = some._replace(values={"batch-size": "64"}, status="out of memory", step=None, samples=None)
+    plots.fits([some, full, some._replace(card="L4", gpus=2, samples=16)], "Eight fit")
+    memory, speed = figures[0].axes
+    assert [text.get_text() for text in memory.get_yticklabels()] == [
+        "T4, batch-size 8",
+        "T4, batch-size 64",
+        "2 x L4, batch-size 8",
+    ]
+    assert [bar.get_width() for bar in memory.patches] == [4, 4, 4] and [
+        line.get_xdata()[0] for line in memory.lines
+    ] == [16] * 3
+    assert "out of memory" in [text.get_text() for text in speed.texts]
+    assert [bar.get_width() for bar in speed.patches] == [16, 32] and "samples" in speed.get_xlabel()
+    assert shown[0][1]["image/png"]["alt"] == "Figure (simulated): Eight fit"

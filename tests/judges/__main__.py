@@ -5,13 +5,14 @@ tutorials CHECKOUT [name ...]  PyTorch's tutorials that use several GPUs
 torchtitan CHECKOUT [name ...] torchtitan's debug model, two steps on four GPUs
 pytorch FOLDER [file ...]      tests of PyTorch's own suite
 distributed FOLDER [file ...]  tests of several processes from it
+fit CHECKOUT [name ...]        "will it fit": other people's programs as they stand; `fit published`: batch sizes that others published
 op_db [--dry] [name ...]       every operation of PyTorch's own database
 """
 
 import importlib
 import sys
 
-JUDGES = ("examples", "tutorials", "torchtitan", "pytorch", "distributed", "op_db")
+JUDGES = ("examples", "tutorials", "torchtitan", "pytorch", "distributed", "op_db", "fit")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in JUDGES:

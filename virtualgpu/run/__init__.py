@@ -2,5 +2,6 @@
 
 `cli` reads the command line, `program` starts the program and waits for it, `warden` keeps signals straight, `child` is what
 happens inside each of the program's processes (`site/sitecustomize.py` calls it), `table`, `traces` and `report` are what is
-told at the end, `smi` is the program's `nvidia-smi`. `fit` tries a program over cards and options, `steps` counts its optimizer's.
+told at the end, `smi` is the program's `nvidia-smi`. `fit` tries a program over cards and options (`fit_call` from Python),
+`steps` counts its optimizer's, and `rows` what goes into its model.
 """

@@ -1,28 +1,21 @@
 """`python -m virtualgpu fit`: a program, dry, over cards, numbers of GPUs and values of its own options: what fits, and how fast.
 
 Each trial is the unchanged program in processes of its own, ended after a few steps of its optimizer (run/steps.py). `run` gives the
-trials as `Trial`s; fit_cli reads the command line, fit_table prints them.
+trials as `Trial`s; fit_cli reads the command line, fit_call is `virtualgpu.fit`, fit_table prints them.
 """
 
-import contextlib
 import itertools
 import os
-import re
-import subprocess
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import cards, program, steps
-from virtualgpu.run.family import kill_family
+from virtualgpu.run import cards, fit_command, fit_output, program, steps
+from virtualgpu.run.fit_programs import Programs, side_by_side
 from virtualgpu.run.table import size
-
-ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
-TAIL = 4000  # bytes of what a program printed, in which its error is looked for
-UNKNOWN = re.compile(r"^(.+):(\d+): UserWarning: a dry run computes shapes", re.M)  # engine/dry.py
 
 
 class Range(NamedTuple):
@@ -36,9 +29,10 @@ class Trial(NamedTuple):
     """One configuration and what it came to.
 
     values: of the program's options. status: "fits", "out of memory" or "failed". reserved, capacity: bytes, of the fullest GPU.
-    step: simulated seconds of an optimizer's step, the slowest rank's; None where there were none or one. ranks: processes that stepped.
+    used: GPUs that it put something on. step: simulated seconds of an optimizer's step, the slowest rank's; None where there were none or
+    one. ranks: processes that stepped. samples: of all ranks in such a step; None where no option of the program says a batch.
     words: what failed, or how much more was asked for. reads: the first line of the program that reads a value of the GPU, which a dry
-    run does not have ("train.py:12"): what it decides by that value, it decides by nan.
+    run does not have ("train.py:12"): what it decides by that value, it decides by nan. notes: what the engine does otherwise than a GPU.
     """
 
     card: str
@@ -51,6 +45,9 @@ class Trial(NamedTuple):
     ranks: int = 0
     words: str = ""
     reads: str = ""
+    samples: int | None = None
+    used: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -67,15 +64,18 @@ def run(
     memory: str | None = None,
     step: int = 4,
     jobs: int | None = None,
+    samples: str | None = None,
+    limit: float | None = None,
     told: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
     """Every card with every number of GPUs and every combination of values; ranges are searched, and their trials are all given.
 
     command: what would follow `python -m virtualgpu`; {gpus} and {name} in it stand for the trial's own. A value goes to the option
     of that name, which is added where the command has none. step: how many optimizer steps a program makes; 0: it runs to its end.
-    world_size: one rank of so many plays alone on one GPU. told: called with each trial as it ends.
+    world_size: one rank of so many plays alone on one GPU. samples: of all ranks in an optimizer's step, where the rows that go into the
+    model do not say it: a product of numbers, {gpus} and {name}. limit: seconds after which a program is ended, and has failed. told: called with each trial as it ends.
 
-    Raises ValueError for a card that is not known or a range that is none. An interrupt ends all programs.
+    Raises ValueError for a card that is not known, a range that is none or a product that is none. An interrupt ends all programs.
     """
     vary = dict(vary or {})
     ranges = {name: values for name, values in vary.items() if isinstance(values, Range)}
@@ -87,14 +87,20 @@ def run(
     for name, (low, high) in ranges.items():
         if not 1 <= low <= high:
             raise ValueError(f"{name}={low}..{high}: the first number is to be 1 or more, and not above the second")
+    if world_size is not None and list(gpus) != [1]:
+        raise ValueError(f"with a world size of {world_size} one rank plays alone, on one GPU: give no number of GPUs")
     found = {name: cards.find(1, name, memory) for name in like}  # a wrong name is said before anything runs
-    with _Programs() as programs:
+    with Programs() as programs:
 
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
             settings = environment.Settings(found[card] * count, dry=True, steps=step)
             if world_size is not None:
                 settings = settings._replace(cards=found[card], alone=(world_size, 0, 8))
-            result = _trial(programs, settings, filled(command, {"gpus": str(count), **values}), card, count, values)
+            held = {"gpus": str(count), **values}
+            words = fit_command.filled(command, held)
+            result = _trial(programs, settings, words, Trial(card, count, values, "fits"), limit)
+            if samples is not None:
+                result = result._replace(samples=fit_command.product(fit_command.put(samples, held)))
             told(result)
             return result
 
@@ -102,13 +108,18 @@ def run(
             if not ranges:
                 return [trial(card, count, values)]
             ((name, (low, high)),) = ranges.items()
-            return list(_search(low, high, lambda value: trial(card, count, {**values, name: str(value)})))
+            tried = _search(low, high, lambda value: trial(card, count, {**values, name: str(value)}))
+            return sorted(tried, key=lambda result: int(result.values[name]))
 
         places = [
             (card, count, dict(zip(lists, values, strict=True)))
             for card, count, *values in itertools.product(like, gpus, *lists.values())
         ]
-        with ThreadPoolExecutor(jobs or side_by_side()) as pool:
+        if samples is not None:  # what is wrong with it is said before anything runs, too
+            lows = {name: str(low) for name, (low, _) in ranges.items()}
+            for _, count, values in places:
+                fit_command.product(fit_command.put(samples, {"gpus": str(count), **values, **lows}))
+        with ThreadPoolExecutor(jobs or side_by_side(command, gpus)) as pool:
             try:
                 groups = list(pool.map(lambda place: search(*place), places))
             except BaseException:
@@ -137,116 +148,72 @@ def _search(low: int, high: int, trial: Callable[[int], Trial]) -> Iterator[Tria
         fits, fails = (value, fails) if result.fits else (fits, value)
 
 
-def side_by_side() -> int:
-    """How many trials at a time: one a core, as far as this machine's memory goes."""
-    free = None
-    with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/meminfo", encoding="ascii") as file:
-        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, (free or ROOM) // ROOM))
-
-
-def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The command with these values: for {name}, for the option --name (or --na_me), or added as one."""
-    words, used = [], {"gpus"}
-    for word in command:
-        for name, value in values.items():
-            if "{" + name + "}" in word:
-                word, used = word.replace("{" + name + "}", value), used | {name}
-        words.append(word)
-    for name, value in values.items():
-        if name in used:
-            continue
-        options = {f"--{name}", f"--{name.replace('-', '_')}", f"--{name.replace('_', '-')}"}
-        for at, word in enumerate(words):
-            option, equals, _ = word.partition("=")
-            if option in options and (equals or at + 1 < len(words)):
-                words[at : at + (1 if equals else 2)] = [f"{option}={value}"] if equals else [option, value]
-                break
-        else:
-            words += [f"--{name}", value]
-    return words
-
-
 def _trial(
-    programs: "_Programs", settings: environment.Settings, command: list[str], card: str, count: int, values
+    programs: Programs, settings: environment.Settings, command: list[str], trial: Trial, limit: float | None
 ) -> Trial:
     with program.folder() as path:
         settings = settings._replace(folder=path)
         environ = {**program.defaults(os.environ), **os.environ, **program.variables(settings, os.environ)}
         output = os.path.join(path, "output")
         with open(output, "wb") as file:
-            status = programs.run(program.command(command, environ["PATH"]), environ, file)
+            status = programs.run(program.command(command, environ["PATH"]), environ, file, limit)
         left, used = steps.collect(path), entries(path)
         with open(output, encoding="utf-8", errors="replace") as file:
             said = file.read()
-    reads = UNKNOWN.search(said)
-    said = said[-TAIL:]
-    result = Trial(
-        card, count, values, "fits", capacity=settings.cards[0].memory, ranks=sum(bool(rank.ends) for rank in left)
-    )
-    peaks = [usage.peak_reserved for entry in used for usage in entry.gpus]
-    result = result._replace(
-        reads=f"{os.path.basename(reads[1])}:{reads[2]}" if reads else "",
+    peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
+    stepped = [rank for rank in left if rank.ends]
+    trial = trial._replace(
+        capacity=settings.cards[0].memory,
         reserved=max(peaks, default=0),
+        used=sum(map(bool, peaks)),
         step=max((rank.seconds for rank in left if rank.seconds is not None), default=None),
+        ranks=len(stepped),
+        samples=_samples(stepped, fit_command.batch(command, trial.values), settings),
+        reads=fit_output.reads(said),
+        notes=tuple(fit_output.warnings(said)),
     )
+    if status == 0 and not trial.used:
+        last = fit_output.last_line(said)
+        return trial._replace(
+            status="failed", words="the program used no GPU" + (f", and said at its end: {last}" if last else "")
+        )
     if status == 0:
-        return result if any(peaks) else result._replace(status="failed", words="the program used no GPU")
+        return trial
+    trial = trial._replace(step=None, samples=None)
+    if status is None:
+        return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
     asked = [rank.asked for rank in left if rank.asked is not None]
     if asked and "OutOfMemoryError" in said:
-        return result._replace(status="out of memory", words=f"{size(max(asked))} more were asked for", step=None)
-    return result._replace(status="failed", words=_error(said) or f"ended with status {status}")
+        return trial._replace(status="out of memory", words=f"{size(max(asked))} more were asked for")
+    return trial._replace(status="failed", words=_end(status, said))
 
 
-def _error(said: str) -> str:
-    """The last error of what a program printed, with the line of the program that it names last."""
-    lines = said.strip().splitlines()
-    errors = [
-        line.strip() for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b", line.strip())
-    ]
-    places = re.findall(r'File "([^"]+)", line (\d+)', said)
-    own = [place for place in places if "site-packages" not in place[0] and "virtualgpu" not in place[0]]
-    where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
-    words = errors[-1] if errors else lines[-1] if lines else ""
-    return words[:300] + where if words else ""
+def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: environment.Settings) -> int | None:
+    """Of all ranks in a step: as many as went into the model, where a size of it is the batch; else the batch for each rank."""
+    if batch is None or not stepped:
+        return None
+    ranks, gpus = (settings.alone[0], 1) if settings.alone else (len(stepped), len(settings.cards))
+    counted = [fit_command.rows(rank.rows, rank.passes, batch, ranks, gpus) or batch for rank in stepped]
+    return counted[0] * ranks if settings.alone else sum(counted)
 
 
-class _Programs:
-    """Those that run now; at the block's end, and at an interrupt, none of them is left."""
+def _end(status: int, said: str) -> str:
+    """What a program that failed came to."""
+    if -status in {number.value for number in signal.Signals}:
+        killed = (
+            " (this machine's memory may have been too small: --jobs 1)"
+            if -status == getattr(signal, "SIGKILL", 9)
+            else ""
+        )
+        return f"ended by {signal.Signals(-status).name}{killed}"
+    return fit_output.error(said) or f"ended with status {status}"
 
-    def __init__(self):
-        self._lock, self._running, self._ended = threading.Lock(), set(), False
 
-    def __enter__(self) -> "_Programs":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.end()
-
-    def run(self, command: list[str], environ: dict[str, str], output) -> int:
-        with self._lock:
-            if self._ended:
-                raise InterruptedError("the search was ended")
-            child = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self._running.add(child)
-        try:
-            return child.wait()
-        finally:
-            with self._lock:
-                self._running.discard(child)
-            kill_family(child.pid)  # what it left behind
-
-    def end(self) -> None:
-        with self._lock:
-            self._ended, running = True, list(self._running)
-        for child in running:
-            kill_family(child.pid)
-            child.kill()
+def largest(trials: Iterable[Trial], name: str) -> dict[tuple, Trial]:
+    """Of each card, number of GPUs and other values: the trial that fits with the largest value of the option `name`."""
+    best: dict[tuple, Trial] = {}
+    for trial in trials:
+        key = (trial.card, trial.gpus, *(value for other, value in trial.values.items() if other != name))
+        if trial.fits and (key not in best or int(trial.values[name]) > int(best[key].values[name])):
+            best[key] = trial
+    return best

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from virtualgpu.run import cli, fit, fit_table
+from virtualgpu.run import cli, fit, fit_bar, fit_prices, fit_table
 
 USAGE = """\
 usage: python -m virtualgpu fit [options] SCRIPT [arguments]        (or -m MODULE, or a COMMAND such as torchrun)
@@ -18,17 +18,35 @@ Will it fit, before I rent? The unchanged program, dry, over cards, numbers of G
                     for the largest that fits: 8, 16, 32, ..., then between
   --memory SIZE     of each GPU, such as 16GB; the card's own unless given
   --steps N         optimizer steps after which the program is ended (4); 0: it runs to its end
+  --samples PRODUCT samples of all ranks in an optimizer's step, where "samples/s" should not go by the rows that go into
+                    the model: '{batch-size}*{gpus}*4'
   --prices FILE     a table with the columns card and usd_per_hour (virtualgpu/hardware/data/prices.csv)
-  --jobs N          programs at a time (one a core, as far as memory goes)
+  --jobs N          programs at a time (one a core, as far as memory goes; one, where ranks may meet at a fixed port: on
+                    several GPUs or by a launcher, unless torchrun is --standalone)
+  --limit SECONDS   after which a program is ended, and has failed (one that makes no optimizer step may run on and on)
   --json            the trials as JSON
+
+Options of fit stand before the program. A program that decides by a value of the GPU gets nan in a dry run, and is told so.
 
 Exit status: 0 where something fits, 1 where nothing does, 2 where the program failed or the command line is wrong.
 """
-WITH_VALUE = ("--like", "--gpus", "--world-size", "--vary", "--memory", "--steps", "--prices", "--jobs")
+WITH_VALUE = (
+    "--like",
+    "--gpus",
+    "--world-size",
+    "--vary",
+    "--memory",
+    "--steps",
+    "--samples",
+    "--prices",
+    "--jobs",
+    "--limit",
+)
 
 
 def main(arguments: list[str]) -> int:
     """The exit status, as USAGE says it."""
+    done: list[fit.Trial] = []  # for an interrupt
     try:
         options, command = parse(arguments)
         if "--help" in options:
@@ -36,33 +54,39 @@ def main(arguments: list[str]) -> int:
             return 0
         if not command:
             raise ValueError("name a program to try: a script, a command, or -m and a module (fit --help says more)")
-        per_hour = fit_table.prices(*options.get("--prices", []))
-        bar = _Bar()
+        prices = fit_prices.load(*options.get("--prices", [])[-1:])
+        varied = dict(varied_by(text) for text in options.get("--vary", []))
+        chosen = {
+            "like": _list(options, "--like", "T4"),
+            "gpus": [int(number) for number in _list(options, "--gpus", "1", r"[1-9]\d*")],
+            "vary": varied,
+        }
         world_size = _number("--world-size", options)
-        trials = fit.run(
-            command,
-            like=_list(options, "--like", "T4"),
-            gpus=[int(number) for number in _list(options, "--gpus", "1", r"[1-9]\d*")],
-            vary=dict(_varied(text) for text in options.get("--vary", [])),
-            world_size=world_size,
-            memory=options.get("--memory", [None])[-1],
-            step=_number("--steps", options, 4),
-            jobs=_number("--jobs", options),
-            told=bar.told,
-        )
-        bar.end()
+        with fit_bar.of(**chosen) as told:
+            trials = fit.run(
+                command,
+                **chosen,
+                world_size=world_size,
+                memory=options.get("--memory", [None])[-1],
+                step=_number("--steps", options, 4),
+                jobs=_number("--jobs", options),
+                samples=options.get("--samples", [None])[-1],
+                limit=_number("--limit", options),
+                told=lambda trial: (done.append(trial), told(trial)),
+            )
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu fit: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if done and "--json" not in options:
+            print(*fit_table.lines(done, prices, world_size), sep="\n", flush=True)
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
-    told = (
-        fit_table.as_json(trials, per_hour, world_size)
-        if "--json" in options
-        else "\n".join(fit_table.lines(trials, per_hour, world_size))
-    )
-    print(told)
+    searched = next((name for name, values in varied.items() if isinstance(values, fit.Range)), "")
+    if "--json" in options:
+        print(fit_table.as_json(trials, prices, world_size))
+    else:
+        print(*fit_table.lines(trials, prices, world_size, searched), sep="\n")
     return 0 if any(trial.fits for trial in trials) else 2 if any(trial.status == "failed" for trial in trials) else 1
 
 
@@ -85,7 +109,8 @@ def parse(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
     return options, rest
 
 
-def _varied(text: str) -> tuple[str, list[str] | fit.Range]:
+def varied_by(text: str) -> tuple[str, list[str] | fit.Range]:
+    """An option of the program and its values, of "batch-size=8,16" or "batch-size=8..512". Raises ValueError for another form."""
     name, equals, values = text.lstrip("-").partition("=")
     if not equals or not name or not values:
         raise ValueError(
@@ -105,25 +130,3 @@ def _list(options: dict[str, list[str]], name: str, default: str, form: str = r"
 
 def _number(name: str, options: dict[str, list[str]], default: int | None = None) -> int | None:
     return cli.whole(name.lstrip("-"), options[name][-1]) if name in options else default
-
-
-class _Bar:
-    """One line on a terminal: how many trials have ended, and the last of them."""
-
-    def __init__(self):
-        self.count, self.shown = 0, sys.stderr is not None and sys.stderr.isatty()
-
-    def told(self, trial: fit.Trial) -> None:
-        self.count += 1
-        if self.shown:
-            values = " ".join(f"{name}={value}" for name, value in trial.values.items())
-            print(
-                f"\r\033[K{self.count} tried: {trial.gpus} x {trial.card} {values} {trial.status}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def end(self) -> None:
-        if self.shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

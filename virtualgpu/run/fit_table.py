@@ -1,99 +1,167 @@
-"""What `fit` prints: a row a trial, the cheapest marked; or all of it as JSON."""
+"""What `fit` prints: a row a trial, the cheapest marked, and what is to be known beside it; or all of it as JSON."""
 
-import csv
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from virtualgpu.run import table
-from virtualgpu.run.fit import Trial
+from virtualgpu.run import fit_prices, table
+from virtualgpu.run.fit import Trial, largest
+from virtualgpu.run.fit_prices import Price
 
-PRICES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hardware", "data", "prices.csv")
 STEPS, SAMPLES = 1000, 1_000_000  # of which a price is told
+TIGHT = 0.1  # of the card: what a real program may take beyond what is counted
 
 
-def prices(path: str = PRICES) -> dict[str, float]:
-    """US dollars per hour and GPU, by card. Raises ValueError where the file has no columns card and usd_per_hour."""
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return {row["card"]: float(row["usd_per_hour"]) for row in csv.DictReader(file)}
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: a table of prices has the columns card and usd_per_hour ({error})") from None
-
-
-def samples(trial: Trial, world_size: int | None = None) -> int | None:
-    """In a step of all ranks: the value of the one option with "batch" in its name, which counts for each rank. None without one."""
-    values = [value for name, value in trial.values.items() if "batch" in name and value.isdigit()]
-    return int(values[0]) * (world_size or max(1, trial.ranks)) if len(values) == 1 else None
-
-
-def dollars(trial: Trial, per_hour: dict[str, float], world_size: int | None = None) -> float | None:
-    """Of SAMPLES samples, or of STEPS steps where `samples` knows none, on all GPUs; None where the card has no price, or no step was timed."""
-    if not trial.fits or trial.step is None or trial.card not in per_hour:
+def dollars(trial: Trial, price: Price | None, number: float, world_size: int | None = None) -> float | None:
+    """Of so many steps on all GPUs; None where the card has no price, or no step was timed."""
+    if not trial.fits or trial.step is None or price is None:
         return None
-    number = samples(trial, world_size)
-    steps = STEPS if number is None else SAMPLES / number
-    return steps * trial.step / 3600 * per_hour[trial.card] * (world_size or trial.gpus)
+    return number * trial.step / 3600 * price.usd_per_hour * (world_size or trial.gpus)
 
 
-def lines(trials: Sequence[Trial], per_hour: dict[str, float], world_size: int | None = None) -> list[str]:
-    """The table, then what failed."""
+def lines(
+    trials: Sequence[Trial], prices: Mapping[str, Price], world_size: int | None = None, searched: str = ""
+) -> list[str]:
+    """The table, then what is to be known of it. searched: the option whose largest value was looked for."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.values))
-    costs = [dollars(trial, per_hour, world_size) for trial in trials]
-    unit = "$ per million samples" if all(samples(trial) for trial in trials) else f"$ per {STEPS:,} steps"
-    cheapest = min((cost for cost in costs if cost is not None), default=None)
-    alone = {(t.card, *sorted(t.values.items())): t.step for t in trials if t.gpus == 1 and t.fits and t.step}
+    timed = [trial for trial in trials if trial.fits and trial.step]
+    counted = all(trial.samples for trial in timed)
+    number = {id(trial): SAMPLES / trial.samples if counted else STEPS for trial in timed}
+    costs = {
+        at: dollars(trial, fit_prices.of(trial.card, prices), number[id(trial)], world_size)
+        for at, trial in enumerate(trials)
+        if id(trial) in number
+    }
+    cheapest = min((cost for cost in costs.values() if cost is not None), default=None)
+    unit = "$ per million samples" if counted else f"$ per {STEPS:,} steps"
     rows = [
-        (
-            "card",
-            "GPUs",
-            *names,
-            "",
-            "peak reserved",
-            "left",
-            "step",
-            "steps/s",
-            "samples/s",
-            "against 1 GPU",
-            unit,
-        )
+        ("card", "GPUs", *names, "", "peak reserved", "left", "step", "steps/s", "samples/s", "against 1 GPU", unit)
     ]
-    for trial, cost in zip(trials, costs, strict=True):
-        one = alone.get((trial.card, *sorted(trial.values.items())))
-        fits = trial.fits
+    for at, trial in enumerate(trials):
+        known, cost = at in costs, costs.get(at)
         rows.append(
             (
                 trial.card,
                 str(world_size or trial.gpus),
                 *(trial.values.get(name, "") for name in names),
-                trial.status,
+                "fits, tight" if tight(trial) else trial.status,
                 table.size(trial.reserved) if trial.reserved else "",
-                table.size(trial.capacity - trial.reserved) if fits else "",
-                f"{1e3 * trial.step:,.1f} ms" if fits and trial.step else "",
-                f"{1 / trial.step:,.3g}" if fits and trial.step else "",
-                f"{samples(trial, world_size) / trial.step:,.1f}" if fits and trial.step and samples(trial) else "",
-                f"{100 * one / trial.step:.0f} %" if fits and one and trial.step and trial.gpus > 1 else "",
+                table.size(trial.capacity - trial.reserved) if trial.fits else "",
+                f"{1e3 * trial.step:,.1f} ms" if known else "",
+                f"{1 / trial.step:,.3g}" if known else "",
+                f"{trial.samples / trial.step:,.1f}" if known and counted else "",
+                "" if (share := efficiency(trial, trials)) is None else f"{100 * share:.0f} %",
                 "" if cost is None else f"{cost:.3f}" + (" <" if cost == cheapest and len(trials) > 1 else "  "),
             )
         )
     keep = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
     told = table.columns([tuple(row[at] for at in keep) for row in rows])
-    if cheapest is not None and len(trials) > 1:
-        told.append(
-            "<: the cheapest that fits. Times are simulated; steps of one GPU come mostly within 30 % of measured ones."
+    if cheapest is not None:
+        mark = "<: the cheapest that fits. " * (len(trials) > 1)
+        told.append(f"{mark}Times are simulated; steps of one GPU come mostly within 30 % of measured ones.")
+        told.append(fit_prices.told([trial.card for trial in timed], prices))
+    return [*told, *(_largest(trials, searched) if searched else []), *_remarks(trials)]
+
+
+def tight(trial: Trial) -> bool:
+    """It fits, with less than TIGHT of the card left."""
+    return trial.fits and trial.capacity - trial.reserved < TIGHT * trial.capacity
+
+
+def efficiency(trial: Trial, trials: Sequence[Trial]) -> float | None:
+    """Samples per second and GPU against one GPU of the same card and values; of steps, where samples are not known. None without such a trial."""
+    if trial.gpus == 1 or not trial.fits or not trial.step:
+        return None
+    for one in trials:
+        if (one.card, one.gpus, one.values) == (trial.card, 1, trial.values) and one.fits and one.step:
+            if trial.samples and one.samples:
+                return trial.samples / trial.step / (one.samples / one.step) / trial.gpus
+            return one.step / trial.step * trial.used / trial.gpus
+    return None
+
+
+def _largest(trials: Sequence[Trial], name: str) -> list[str]:
+    """Of each place the largest that fits; where it is tight, also the largest that was tried and is not."""
+    roomy = largest([trial for trial in trials if not tight(trial)], name)
+    words = []
+    for place, best in largest(trials, name).items():
+        room = f" ({roomy[place].values[name]} leaves a tenth)" if tight(best) and place in roomy else ""
+        words.append(f"{_place(best, name)}: {name}={best.values[name]}{room}")
+    return [f"Largest that fits: {', '.join(words)}."] if words else []
+
+
+def _place(trial: Trial, without: str = "") -> str:
+    values = [f"{name}={value}" for name, value in trial.values.items() if name != without]
+    return " ".join([trial.card if trial.gpus == 1 else f"{trial.gpus} x {trial.card}", *values])
+
+
+def _named(trials: Sequence[Trial], of: Sequence[Trial], most: int = 3) -> str:
+    """Which they are, where they are not all."""
+    if len(trials) == len(of):
+        return ""
+    more = f" and {len(trials) - most} more" * (len(trials) > most)
+    return ", ".join(map(_place, trials[:most])) + f"{more}: "
+
+
+def _remarks(trials: Sequence[Trial]) -> list[str]:
+    """A sentence for each thing that the table does not say."""
+    found: list[str] = []
+    done = [trial for trial in trials if trial.fits]
+    failed = [trial for trial in trials if trial.status == "failed"]
+    for words in dict.fromkeys(trial.words for trial in failed):
+        found.append(f"failed: {_named([t for t in failed if t.words == words], trials)}{words}")
+    if barely := [trial for trial in done if tight(trial)]:
+        found.append(
+            f"tight: {_named(barely, [])}less than a tenth of the card is left, and a real program may need that."
         )
-    words = dict.fromkeys(f"{trial.status}: {trial.words}" for trial in trials if trial.status == "failed")
-    reads = sorted({trial.reads for trial in trials if trial.reads})
-    unsure = [
-        f"{', '.join(reads)} reads a value of the GPU: a dry run has nan there, so what the program decides by it may be otherwise."
+    if timeless := [trial for trial in done if trial.step is None]:
+        what = "one optimizer step" if any(trial.ranks for trial in timeless) else "no optimizer step"
+        found.append(f"{_named(timeless, trials)}{what} was seen before the program ended, so that none is timed.")
+    if idle := [trial for trial in done if trial.used < trial.gpus]:
+        counts = ", ".join(dict.fromkeys(f"{t.gpus - t.used} of {t.gpus} GPUs" for t in idle))
+        found.append(
+            f"{counts} stayed idle: the program uses {_counts(t.used for t in idle)} (torchrun's --nproc-per-node={{gpus}}?)."
+        )
+    found += [
+        f"{name} changed nothing: the same memory and time for {values}. Does the program heed it?"
+        for name, values in _unheeded(done)
     ]
-    return [*told, *words, *unsure[: len(reads)]]
+    found += dict.fromkeys(note for trial in trials for note in trial.notes)
+    if reads := sorted({trial.reads for trial in trials if trial.reads}):
+        found.append(
+            f"{', '.join(reads)} reads a value of the GPU: a dry run has nan there, so what the program decides by it may be otherwise."
+        )
+    return found
 
 
-def as_json(trials: Sequence[Trial], per_hour: dict[str, float], world_size: int | None = None) -> str:
-    """A list of trials, bytes and seconds as they are, with samples in a step and what they, or steps, cost."""
-    rows = [
-        {**trial._asdict(), "samples": samples(trial, world_size), "usd": dollars(trial, per_hour, world_size)}
-        for trial in trials
-    ]
+def _counts(numbers) -> str:
+    return " or ".join(str(number) for number in sorted(set(numbers)))
+
+
+def _unheeded(done: Sequence[Trial]) -> list[tuple[str, str]]:
+    """Options whose values all came to the same, in every place, and these values."""
+    found = []
+    for name in dict.fromkeys(name for trial in done for name in trial.values):
+        places: dict[tuple, dict[str, tuple]] = {}
+        for trial in done:
+            others = tuple((other, value) for other, value in trial.values.items() if other != name)
+            places.setdefault((trial.card, trial.gpus, others), {})[trial.values[name]] = (trial.reserved, trial.step)
+        several = [results for results in places.values() if len(results) > 1]
+        if several and all(len(set(results.values())) == 1 for results in several):
+            found.append((name, ", ".join(several[0])))
+    return found
+
+
+def as_json(trials: Sequence[Trial], prices: Mapping[str, Price], world_size: int | None = None) -> str:
+    """A list of trials, bytes and seconds as they are, with what steps and samples cost, and of when the price is."""
+    rows = []
+    for trial in trials:
+        price = fit_prices.of(trial.card, prices)
+        of_samples = dollars(trial, price, SAMPLES / trial.samples, world_size) if trial.samples else None
+        costs = {
+            f"usd_per_{STEPS}_steps": dollars(trial, price, STEPS, world_size),
+            "usd_per_million_samples": of_samples,
+            "usd_per_hour": price and price.usd_per_hour,
+            "price_as_of": price and price.as_of,
+        }
+        rows.append({**trial._asdict(), "tight": tight(trial), "efficiency": efficiency(trial, trials), **costs})
     return json.dumps(rows, indent=1)

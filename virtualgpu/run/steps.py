@@ -13,11 +13,15 @@ SUFFIX = ".steps"
 
 
 class Steps(NamedTuple):
-    """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None."""
+    """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None.
+    rows: shapes that went into the model in the last step, each with its calls; passes: backward passes of it, of which several
+    optimizers make one (run/rows.py)."""
 
     rank: int
     ends: list[float]
     asked: int | None
+    rows: list[tuple[list[int], int]]
+    passes: int
 
     @property
     def seconds(self) -> float | None:
@@ -32,7 +36,10 @@ class Watch:
     def __init__(self, machine, most: int):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        from virtualgpu.run import rows
+
         self.machine, self.most, self.first, self.ends, self.asked = machine, most, None, [], None
+        self.rows, self.several = rows.Rows(), False
         register_optimizer_step_post_hook(self._stepped)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_anew)
@@ -43,9 +50,12 @@ class Watch:
         self.first = self.first or id(optimizer)
         if id(optimizer) == self.first:
             self.ends.append(self.machine.clock.latest())
+            self.rows.stepped()
             self.stepped()
             if len(self.ends) == self.most:
                 raise SystemExit(0)
+        else:
+            self.several = True
 
     def stepped(self) -> None:
         """After each step; for those who watch more."""
@@ -62,8 +72,10 @@ class Watch:
         """For `collect`."""
         from virtualgpu import environment
 
+        passes = min(1, self.rows.passes) if self.several else self.rows.passes
+        left = Steps(environment.rank(), self.ends, self.asked, list(self.rows.last.items()), passes)
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-            json.dump(Steps(environment.rank(), self.ends, self.asked), file)
+            json.dump(left, file)
 
 
 def collect(folder: str) -> list[Steps]:
@@ -73,4 +85,4 @@ def collect(folder: str) -> list[Steps]:
         if name.endswith(SUFFIX):
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 found.append(Steps(*json.load(file)))
-    return sorted(found)
+    return sorted(found, key=lambda process: process.rank)

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.processes import family, wait_until
-from virtualgpu.run import fit, fit_cli, fit_table
+from virtualgpu.run import fit, fit_cli, fit_table, steps
+from virtualgpu.run.fit_prices import Price
 
 PROGRAM = """
 import argparse, os, torch
@@ -17,8 +18,11 @@ from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--fault", default="")
+parser.add_argument("--micro-steps", type=int, default=1)
+parser.add_argument("--total", action="store_true")
 options = parser.parse_args()
-rank = int(os.environ.get("LOCAL_RANK", 0))
+rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+batch_size = options.batch_size // (ranks if options.total else 1)
 torch.cuda.set_device(rank)
 model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda()
 if "RANK" in os.environ:
@@ -27,9 +31,10 @@ if "RANK" in os.environ:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(10**6):
     optimizer.zero_grad()
-    loss = model(torch.randn(options.batch_size, 1024, device="cuda")).square().mean()
-    loss.backward()
-    if options.fault == "key":
+    for micro in range(options.micro_steps):
+        loss = model(torch.randn(batch_size, 1024, device="cuda")).square().mean()
+        loss.backward()
+    if options.fault == "key" and rank == ranks - 1:
         {}["missing"]
     if options.fault == "value" and loss.item() > 1:
         print("large")
@@ -59,15 +64,16 @@ def test_what_fits_and_what_does_not(script):
         and small.ranks == 1
         and "more were asked for" in large.words
     )
-    lines = fit_table.lines(trials, {"T4": 1.0, "A100": 1000.0})
+    lines = fit_table.lines(trials, {"T4": Price(1.0), "A100": Price(1000.0)})
     assert lines[0].split()[:3] == ["card", "GPUs", "batch-size"] and "samples/s" in lines[0]
     assert [line for line in lines if line.endswith("<")] == [lines[1]]
 
 
 def test_the_largest_that_fits_is_searched(script):
     trials = fit.run([script], vary={"batch-size": fit.Range(64000, 512000)}, memory="8GB", step=2)
-    assert [int(t.values["batch-size"]) for t in trials] == [64000, 128000, 256000, 192000]
-    assert [t.status for t in trials[:3]] == ["fits", "fits", "out of memory"]
+    assert [int(t.values["batch-size"]) for t in trials] == [64000, 128000, 192000, 256000]
+    best = fit.largest(trials, "batch-size")["T4", 1]
+    assert int(best.values["batch-size"]) in (128000, 192000)
     assert {t.status for t in trials} == {"fits", "out of memory"}
 
 
@@ -97,32 +103,136 @@ def test_more_gpus_by_torchrun(script):
     assert "against 1 GPU" in told[0] and f"{100 * one.step / two.step:.0f} %" in told[2]
 
 
+@pytest.mark.parametrize(
+    "options, samples", [([], (64, 128)), (["--micro-steps", "3"], (192, 384)), (["--total"], (64, 64))]
+)
+def test_samples_are_those_that_go_into_the_model(script, options, samples):
+    command = ["torchrun", "--standalone", "--nproc-per-node={gpus}", script, "--batch-size", "64", *options]
+    one, two = trials = fit.run(command, gpus=[1, 2])
+    assert (one.samples, two.samples) == samples, trials
+    share = samples[1] / two.step / (samples[0] / one.step) / 2
+    assert fit_table.efficiency(two, trials) == pytest.approx(share)
+
+
+GAN = """
+import argparse, torch
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--batchSize", type=int)
+n = parser.parse_args().batchSize
+make, judge = nn.Linear(8, 8).cuda(), nn.Linear(8, 1).cuda()
+optimizers = [torch.optim.SGD(model.parameters()) for model in (judge, make)]
+for step in range(99):
+    judge(torch.randn(n, 8, device="cuda")).sum().backward()
+    fake = make(torch.randn(n, 8, device="cuda"))
+    judge(fake.detach()).sum().backward()
+    optimizers[0].step()
+    judge(fake).sum().backward()
+    optimizers[1].step()
+"""
+CHECKPOINTED = """
+import argparse, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int)
+n = parser.parse_args().batch_size
+class Model(nn.Linear):
+    def forward(self, x, reentrant):
+        return checkpoint(super().forward, x, use_reentrant=reentrant)
+model = Model(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(99):
+    for reentrant in (False, True):
+        x = torch.randn(n, 8, device="cuda", requires_grad=True)
+        model(x, reentrant).sum().backward()
+    checkpoint(model, x, False, use_reentrant=False).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("program, option, samples", [(GAN, "--batchSize", 16), (CHECKPOINTED, "--batch-size", 48)])
+def test_samples_count_once(tmp_path, program, option, samples):
+    path = tmp_path / "train.py"
+    path.write_text(program)
+    (trial,) = fit.run([str(path), option, "16"])
+    assert trial.samples == samples, trial
+
+
+def test_samples_may_be_told(script):
+    trials = fit.run([script], vary={"batch-size": ["8", "16"]}, samples="{batch-size}*{gpus}*3")
+    assert [trial.samples for trial in trials] == [24, 48]
+
+
+def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
+    """As torch.multiprocessing starts them."""
+    for pid, asked in enumerate([None, 512, None]):
+        (tmp_path / f"{pid}{steps.SUFFIX}").write_text(json.dumps([-1, [], asked, [], 0]))
+    assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
+
+
+def test_one_rank_that_plays_alone_counts_for_all(script):
+    (trial,) = fit.run([script, "--batch-size", "8", "--micro-steps", "2"], world_size=16)
+    assert trial.samples == 8 * 2 * 16
+
+
+def test_a_rank_that_fails_is_named_and_not_torchrun_nor_who_waited(script):
+    command = ["torchrun", "--standalone", "--nproc-per-node={gpus}", script, "--fault", "key"]
+    (trial,) = fit.run(command, gpus=[2])
+    assert trial.words == "KeyError: 'missing' (train it.py:24)", trial
+
+
+def test_gpus_that_stay_idle_are_said(script):
+    one, two = trials = fit.run([script], gpus=[1, 2])
+    assert (one.used, two.used) == (1, 1) and fit_table.efficiency(two, trials) == pytest.approx(0.5)
+    assert any("1 of 2 GPUs stayed idle: the program uses 1" in line for line in fit_table.lines(trials, {}))
+
+
+def test_what_the_engine_does_otherwise_is_said(tmp_path):
+    path = tmp_path / "compiled.py"
+    path.write_text(
+        "import torch\nmodel = torch.compile(torch.nn.Linear(8, 8).cuda())\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(9):\n    model(torch.ones(2, 8, device='cuda')).sum().backward()\n    optimizer.step()\n"
+    )
+    (trial,) = fit.run([str(path)])
+    assert trial.notes == ("torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time",)
+    assert trial.notes[0] in fit_table.lines([trial], {})
+
+
+def test_a_program_that_looks_for_gpus_and_goes(tmp_path):
+    path = tmp_path / "two.py"
+    path.write_text("import torch\nif torch.cuda.device_count() < 2:\n    print('I need two.')\n    exit()\n")
+    (trial,) = fit.run([str(path)])
+    assert trial.status == "failed" and trial.words == "the program used no GPU, and said at its end: I need two."
+
+
+def test_a_program_that_makes_no_step_and_no_end(tmp_path):
+    path = tmp_path / "serve.py"
+    path.write_text("import time, torch\ntorch.ones(2, device='cuda')\ntime.sleep(1000)\n")
+    (trial,) = fit.run([str(path)], limit=0.5)
+    assert trial.words == "it had not ended after 0.5 s: does it step an optimizer?" and trial.status == "failed"
+
+
+def test_a_program_that_a_signal_ends(tmp_path):
+    path = tmp_path / "killed.py"
+    path.write_text("import os\nprint('well')\nos.kill(os.getpid(), 9)\n")
+    (trial,) = fit.run([str(path)])
+    assert trial.words.startswith("ended by SIGKILL (this machine's memory may have been too small")
+
+
 def test_a_program_that_fails_says_where(script):
     (trial,) = fit.run([script, "--fault", "key"])
-    assert trial.status == "failed" and trial.words == "KeyError: 'missing' (train it.py:20)", trial
+    assert trial.status == "failed" and trial.words == "KeyError: 'missing' (train it.py:24)", trial
     assert trial.words in fit_table.lines([trial], {})[-1]
 
 
 def test_a_program_that_decides_by_a_value_is_told_so(script):
     (trial,) = fit.run([script, "--fault", "value"])
-    assert trial.status == "fits" and trial.reads == "train it.py:21"
+    assert trial.status == "fits" and trial.reads == "train it.py:25"
     assert fit_table.lines([trial], {})[-1].startswith(
-        "train it.py:21 reads a value of the GPU: a dry run has nan there"
+        "train it.py:25 reads a value of the GPU: a dry run has nan there"
     )
-
-
-@pytest.mark.parametrize(
-    "command, values, filled",
-    [
-        (["a.py"], {"batch-size": "8"}, ["a.py", "--batch-size", "8"]),
-        (["a.py", "--batch_size", "4", "x"], {"batch-size": "8"}, ["a.py", "--batch_size", "8", "x"]),
-        (["a.py", "--lr=1"], {"lr": "2"}, ["a.py", "--lr=2"]),
-        (["a.py", "train.batch={b}"], {"b": "8"}, ["a.py", "train.batch=8"]),
-        (["torchrun", "--nproc-per-node={gpus}"], {"gpus": "2"}, ["torchrun", "--nproc-per-node=2"]),
-    ],
-)
-def test_values_reach_the_program(command, values, filled):
-    assert fit.filled(command, values) == filled
 
 
 @pytest.mark.parametrize(
@@ -136,6 +246,8 @@ def test_values_reach_the_program(command, values, filled):
         (["--vary", "n=1..3", "--vary", "m=1..3", "a.py"], "one option can be searched at a time"),
         (["--prices", "nowhere.csv", "a.py"], "columns card and usd_per_hour"),
         (["--cheap", "a.py"], "there is no option '--cheap'"),
+        (["--samples", "8x2", "a.py"], "--samples: '8x2' is no product of numbers"),
+        (["--world-size", "8", "--gpus", "2", "a.py"], "one rank plays alone, on one GPU"),
     ],
 )
 def test_a_wrong_command_line_is_a_sentence(capsys, arguments, words):
@@ -147,13 +259,8 @@ def test_a_wrong_command_line_is_a_sentence(capsys, arguments, words):
 def test_json_and_the_exit_status(script, capsys):
     assert fit_cli.main(["--json", "--memory", "1GB", "--vary", "batch-size=100000", script]) == 1
     (trial,) = json.loads(capsys.readouterr().out)
-    assert trial["status"] == "out of memory" and trial["capacity"] == 2**30 and trial["usd"] is None
-
-
-def test_the_dated_prices_are_of_cards_that_there_are():
-    from virtualgpu.hardware.specs import SPECS
-
-    assert fit_table.prices().keys() <= SPECS.keys() and min(fit_table.prices().values()) > 0
+    assert trial["status"] == "out of memory" and trial["capacity"] == 2**30 and trial["usd_per_1000_steps"] is None
+    assert (trial["usd_per_hour"], trial["price_as_of"], trial["tight"]) == (0.35, "2026", False)
 
 
 def test_an_interrupt_leaves_no_process(script, monkeypatch, tmp_path):
@@ -164,7 +271,19 @@ def test_an_interrupt_leaves_no_process(script, monkeypatch, tmp_path):
         lambda: any(p.cmdline()[-1] == script and "fit" not in p.cmdline() for p in family("MARK", str(tmp_path))), 60
     )
     search.send_signal(signal.SIGINT)
-    _, errors = search.communicate(timeout=60)
+    told, errors = search.communicate(timeout=60)
     assert search.returncode == 130 and "Interrupted: no program is left." in errors, errors
+    assert told == ""  # no trial had ended
     wait_until(lambda: not family("MARK", str(tmp_path)), 10)
     assert os.path.exists(script)
+
+
+def test_an_interrupt_tells_what_there_is(script, tmp_path, monkeypatch, capsys):
+    def stop(arguments, **options):
+        options["told"](fit.Trial("T4", 1, {}, "fits", 1 << 30, 16 << 30, 0.5, 1, used=1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "run", stop)
+    assert fit_cli.main([script]) == 130
+    told, errors = capsys.readouterr()
+    assert "1.00 GiB" in told and errors == "\nInterrupted: no program is left.\n"

@@ -1,0 +1,74 @@
+"""The table of `fit`: what it marks, what it says below; prices."""
+
+import pytest
+
+from virtualgpu.hardware.specs import SPECS
+from virtualgpu.run import fit_prices, fit_table
+from virtualgpu.run.fit import Trial
+from virtualgpu.run.fit_prices import Price
+
+GIB = 2**30
+
+
+def fits(gpus=1, reserved=4 * GIB, step=0.5, samples=8, **values):
+    return Trial("T4", gpus, values, "fits", reserved, 16 * GIB, step, gpus, samples=samples, used=gpus)
+
+
+def said(trials, words, **options):
+    (line,) = [line for line in fit_table.lines(trials, {}, **options) if words in line]
+    return line
+
+
+def test_an_option_that_changes_nothing_is_said():
+    line = said([fits(n="1"), fits(n="2")], "changed nothing")
+    assert line == "n changed nothing: the same memory and time for 1, 2. Does the program heed it?"
+    for trials in ([fits(n="1"), fits(n="2", step=0.6)], [fits(n="1")], [fits(gpus=1, n="1"), fits(gpus=2, n="1")]):
+        assert not [line for line in fit_table.lines(trials, {}) if "changed nothing" in line]
+
+
+def test_what_leaves_little_room_is_tight():
+    line = said([fits(n="1"), fits(n="2", reserved=15 * GIB)], "tight: ")
+    assert line.startswith("tight: T4 n=2: less than a tenth of the card is left")
+    assert "fits, tight" in fit_table.lines([fits(reserved=15 * GIB)], {})[1]
+
+
+def test_the_largest_of_a_search():
+    trials = [fits(n="8"), fits(n="16"), Trial("T4", 1, {"n": "32"}, "out of memory")]
+    assert said(trials, "Largest", searched="n") == "Largest that fits: T4: n=16."
+    trials[1] = fits(n="16", reserved=15 * GIB)
+    assert said(trials, "Largest", searched="n") == "Largest that fits: T4: n=16 (8 leaves a tenth)."
+
+
+def test_what_was_not_timed():
+    assert said([fits(step=None, samples=None)._replace(ranks=0)], "no optimizer step was seen")
+    assert said([fits(step=None)], "one optimizer step was seen")
+
+
+def test_failures_are_named_where_not_all_fail_so():
+    bad = [Trial("T4", gpus, {}, "failed", words="KeyError: 1") for gpus in (2, 4)]
+    assert said([fits(), *bad], "failed: ") == "failed: 2 x T4, 4 x T4: KeyError: 1"
+    assert said(bad, "failed: ") == "failed: KeyError: 1"
+
+
+def test_the_cheapest_is_of_samples_where_all_know_them():
+    one, two = fits(gpus=1, step=1.0, samples=16), fits(gpus=2, step=0.6, samples=16)
+    told = fit_table.lines([one, two], {"T4": Price(1.0, "me", "2026")})
+    assert "$ per million samples" in told[0] and told[1].endswith("<") and "83 %" in told[2]
+    assert told[4] == "$ per GPU and hour: T4 1.00 (me, 2026). --prices FILE takes yours."
+    told = fit_table.lines([one, two._replace(samples=None)], {"T4": Price(1.0)})
+    assert "$ per 1,000 steps" in told[0] and "samples/s" not in told[0]
+
+
+def test_the_dated_prices_are_of_cards_that_there_are():
+    prices = fit_prices.load()
+    assert prices.keys() <= SPECS.keys() and all(p.usd_per_hour > 0 and p.provider and p.as_of for p in prices.values())
+    assert fit_prices.of("a100", prices) == prices["A100"] and fit_prices.of("my.toml", prices) is None
+    assert "V100-32GB no price" in fit_prices.told(["T4", "V100-32GB"], prices)
+
+
+def test_a_table_of_prices_that_is_none(tmp_path):
+    path = tmp_path / "prices.csv"
+    for text in ("card,dollars\nT4,1\n", "card,usd_per_hour\nT4,cheap\n", "card,usd_per_hour\nT4\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="columns card and usd_per_hour"):
+            fit_prices.load(str(path))
