@@ -173,6 +173,7 @@ def test_a_slider_holds_a_picture_for_each_value(shown):
     assert 'max="1" value="1"' in page and ">two</output>" in page and 'alt="Figure (data): 1 &lt;of&gt; them"' in page
     assert bundle["text/plain"] == metadata["image/png"]["alt"] == "Figure (data): 2 <of> them"
     assert f'src="data:image/png;base64,{bundle["image/png"]}">' in page
+    assert Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))).mode == "P", "few colours, small files"
     with pytest.raises(ValueError, match="a slider over 2 values needs as many pictures, one a value; 0 were drawn"):
         plots.slider(lambda n: None, [1, 2], "how many")
     plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again

@@ -65,11 +65,11 @@ def of_03(monkeypatch):
 @pytest.mark.parametrize("cut, fuller", [(4, 1), (17, 0)])
 def test_a_pipelines_memory_is_its_fuller_gpus(of_03, cut, fuller):
     torch = of_03["torch"]
-    _, computing, mib = of_03["measure"](lambda: of_03["PipelineParallelResNet50"](cut, 60))
+    _, mib, timeline = of_03["measure"](lambda: of_03["PipelineParallelResNet50"](cut, 60))
     with of_03["helpers"].dry_run(2, like="T4"):
         model, optimizer = of_03["fresh"](lambda: of_03["PipelineParallelResNet50"](cut, 60))
         of_03["train_step"](model, optimizer)
         seen = [torch.cuda.max_memory_allocated(i) / 2**20 for i in range(2)]
     assert seen[fuller] > 2 * seen[1 - fuller]
     assert mib == pytest.approx(max(seen), rel=0.01)
-    assert len(computing) == 2
+    assert len(timeline.rows) == 2
