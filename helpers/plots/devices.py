@@ -12,7 +12,7 @@ from helpers.timeline import Timeline, computing
 from virtualgpu.simulation.timeline import passes
 
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
-KINDS |= {"kernel": COLORS[0], "copy": COLORS[3]}
+KINDS |= {"kernel": COLORS[0], "copy": "#444444"}
 BELOW = {"waiting": "#AAAAAA", "communication": COLORS[3]}  # a narrow bar below the kernels
 KINDS |= BELOW
 

@@ -13,6 +13,7 @@ import helpers
 import virtualgpu
 from helpers import data, plots
 from helpers.monitor import Monitor, Reading, Source
+from helpers.plots import devices
 from helpers.plots import figures as drawing
 from helpers.timeline import Timeline
 from virtualgpu.simulation.clock import Span
@@ -197,6 +198,8 @@ def test_a_slider_holds_a_picture_for_each_value(monkeypatch, shown):
     assert 'max="1" value="1"' in page and ">two</output>" in page and 'alt="Figure (data): 1 &lt;of&gt; them"' in page
     assert bundle["text/plain"] == metadata["image/png"]["alt"] == "Figure (data): 2 <of> them"
     assert f'src="data:image/png;base64,{bundle["image/png"]}">' in page
+    few = Image.open(io.BytesIO(base64.b64decode(bundle["image/png"])))
+    assert len(few.convert("RGB").getcolors()) <= 64  # a third of the bytes
     with pytest.raises(ValueError, match="a slider over 2 values needs as many pictures, one a value; 0 were drawn"):
         plots.slider(lambda n: None, [1, 2], "how many")
     plots.bars({"a": 1}, "a picture", "number", "data")  # afterwards pictures go into their cells again
@@ -217,3 +220,9 @@ def test_a_drawing_has_its_boxes_and_arrows(figures):
     assert words["a node"].get_va() == "top" and words["GPU 0"].get_va() == "center"
     (arrow,) = (text for text in axes.texts if getattr(text, "arrow_patch", None))
     assert arrow.xy == (3, 1.0)
+
+
+def test_each_kind_of_work_has_a_color_of_its_own():
+    """But for "kernel", which stands where a profiler cannot tell what a kernel is for."""
+    colors = [color for kind, color in devices.KINDS.items() if kind != "kernel"]
+    assert len(set(colors)) == len(colors)
