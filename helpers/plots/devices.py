@@ -7,7 +7,7 @@ from virtualgpu.simulation.rows import passes
 from virtualgpu.timeline import Timeline, computing
 
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
-KINDS |= {"kernel": COLORS[0], "copy": COLORS[3]}
+KINDS |= {"kernel": COLORS[0], "copy": "#444444"}
 BELOW = {"waiting": "#AAAAAA", "communication": COLORS[3]}  # a narrow bar below the kernels
 KINDS |= BELOW
 

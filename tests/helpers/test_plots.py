@@ -10,6 +10,7 @@ from PIL import Image
 
 import helpers
 from helpers import Monitor, data, plots
+from helpers.plots import devices
 from helpers.plots import figures as drawing
 from virtualgpu.run.fit import Trial
 from virtualgpu.simulation.clock import Span
@@ -220,3 +221,9 @@ def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
     assert "out of memory" in [text.get_text() for text in speed.texts]
     assert [bar.get_width() for bar in speed.patches] == [16, 32] and "samples" in speed.get_xlabel()
     assert shown[0][1]["image/png"]["alt"] == "Figure (simulated): Eight fit"
+
+
+def test_each_kind_of_work_has_a_color_of_its_own():
+    """But for "kernel", which stands where a profiler cannot tell what a kernel is for."""
+    colors = [color for kind, color in devices.KINDS.items() if kind != "kernel"]
+    assert len(set(colors)) == len(colors)

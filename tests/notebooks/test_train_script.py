@@ -27,8 +27,8 @@ def test_without_a_restart_the_checkpoint_is_there_to_go_on_from(tmp_path, monke
     """What it prints then is what an undisturbed training does, whose output notebook 08 keeps."""
     monkeypatch.setenv("MARK", str(tmp_path))
     shown = next(cell for cell in series.code_cells(series.read(NOTEBOOK)) if "undisturbed.pt" in cell.source)
-    lines = shown.outputs[0].text.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"epoch {i}" for i in range(4)]
+    lines = [line for line in shown.outputs[0].text.splitlines() if line.startswith("epoch")]
+    assert [line.split(":")[0] for line in lines] == [f"epoch {i}" for i in range(3)]
     run = start("--checkpoint", tmp_path / "a.pt", scripts=(SCRIPT.with_name("kill_rank_1.py"), SCRIPT))
     said, errors = run.communicate(timeout=300)
     assert run.returncode != 0 and "SIGKILL" in errors and said.splitlines() == lines[:2]
