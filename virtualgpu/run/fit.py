@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -250,3 +250,13 @@ class _Programs:
         for child in running:
             kill_family(child.pid)
             child.kill()
+
+
+def largest(trials: Iterable[Trial], name: str) -> dict[tuple, Trial]:
+    """Of each card, number of GPUs and other values: the trial that fits with the largest value of the option `name`."""
+    best: dict[tuple, Trial] = {}
+    for trial in trials:
+        key = (trial.card, trial.gpus, *(value for other, value in trial.values.items() if other != name))
+        if trial.fits and (key not in best or int(trial.values[name]) > int(best[key].values[name])):
+            best[key] = trial
+    return best

@@ -67,7 +67,8 @@ def test_what_fits_and_what_does_not(script):
 def test_the_largest_that_fits_is_searched(script):
     trials = fit.run([script], vary={"batch-size": fit.Range(64000, 512000)}, memory="8GB", step=2)
     assert [int(t.values["batch-size"]) for t in trials] == [64000, 128000, 256000, 192000]
-    assert [t.status for t in trials[:3]] == ["fits", "fits", "out of memory"]
+    best = fit.largest(trials, "batch-size")["T4", 1]
+    assert int(best.values["batch-size"]) in (128000, 192000)
     assert {t.status for t in trials} == {"fits", "out of memory"}
 
 
