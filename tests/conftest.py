@@ -27,7 +27,7 @@ SLOW = re.compile(
 
 GOOD_LINES = "\n".join(
     f"GPU-{i}{i}, {10 * (i + 1)}, {1000 * (i + 1)}" for i in range(3)
-)  # what helpers.monitor asks for
+)  # uuid, utilization, memory.used
 
 
 UNLESS_IGNORED = {signal.SIGINT: signal.default_int_handler}

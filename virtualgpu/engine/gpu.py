@@ -2,24 +2,28 @@
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 from uuid import UUID
 
 import torch
 
 from virtualgpu.environment import uuid
 from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized
-from virtualgpu.hardware.hosts import DATASHEET
+from virtualgpu.hardware.hosts import DATASHEET, ClockSettings
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.simulation.clock import Clock
 from virtualgpu.simulation.kernels import Kernels
 
-if TYPE_CHECKING:
-    from virtualgpu.engine.machine import Machine
-
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
 CONTEXT = 102 * MIB
+
+
+class Owner(Protocol):
+    """What a GPU asks of the machine that it is part of."""
+
+    clock: Clock
+    clock_settings: ClockSettings
 
 
 class GPU:
@@ -28,7 +32,7 @@ class GPU:
     index: CUDA's number of it. physical: the machine's, which CUDA_VISIBLE_DEVICES may have changed.
     """
 
-    def __init__(self, index: int, spec: Spec, machine: "Machine", physical: int | None = None):
+    def __init__(self, index: int, spec: Spec, machine: Owner, physical: int | None = None):
         self.index, self.spec, self.machine = index, spec, machine
         self.physical = index if physical is None else physical
         self.device = torch.device("cuda", index)

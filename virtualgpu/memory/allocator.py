@@ -21,7 +21,7 @@ import torch
 from virtualgpu.memory.blocks import ADDRESS_BITS, SMALL, Block, format_size, round_size, segment_size
 from virtualgpu.memory.general import GeneralAllocator
 from virtualgpu.memory.statistics import BLOCKS, SPLITS
-from virtualgpu.memory.timeline import Timeline, Untimed
+from virtualgpu.memory.untimed import Timeline, Untimed
 
 __all__ = ["Block", "CachingAllocator", "Timeline", "Untimed", "format_size", "round_size", "segment_size"]
 

@@ -23,7 +23,7 @@ from virtualgpu.memory.config import UNLIMITED, Config, from_environment
 from virtualgpu.memory.expandable import Expandable
 from virtualgpu.memory.private import PrivatePools
 from virtualgpu.memory.statistics import Statistics
-from virtualgpu.memory.timeline import Timeline, Untimed
+from virtualgpu.memory.untimed import Timeline, Untimed
 
 EXABYTE = 1 << 60
 
