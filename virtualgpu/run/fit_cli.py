@@ -1,7 +1,11 @@
 """The command line of `python -m virtualgpu fit`."""
 
+import contextlib
 import re
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 from virtualgpu.run import cli, fit, fit_bar, fit_prices, fit_table
 
@@ -44,8 +48,26 @@ WITH_VALUE = (
 )
 
 
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """As an interrupt, it leaves no program."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str]) -> int:
     """The exit status, as USAGE says it."""
+    with _ended_by_sigterm():
+        return _main(arguments)
+
+
+def _main(arguments: list[str]) -> int:
     done: list[fit.Trial] = []  # for an interrupt
     try:
         options, command = parse(arguments)

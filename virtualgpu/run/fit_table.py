@@ -128,7 +128,7 @@ def _remarks(trials: Sequence[Trial]) -> list[str]:
     found += dict.fromkeys(note for trial in trials for note in trial.notes)
     if reads := sorted({trial.reads for trial in trials if trial.reads}):
         found.append(
-            f"{', '.join(reads)} reads a value of the GPU: a dry run has nan there, so what the program decides by it may be otherwise."
+            f"{', '.join(reads)} read{'s' * (len(reads) == 1)} a value of the GPU: a dry run has nan there, so what the program decides by it may be otherwise."
         )
     return found
 

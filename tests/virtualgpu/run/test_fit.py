@@ -263,16 +263,18 @@ def test_json_and_the_exit_status(script, capsys):
     assert (trial["usd_per_hour"], trial["price_as_of"], trial["tight"]) == (0.35, "2026", False)
 
 
-def test_an_interrupt_leaves_no_process(script, monkeypatch, tmp_path):
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, status):
     monkeypatch.setenv("MARK", str(tmp_path))
     command = [sys.executable, "-m", "virtualgpu", "fit", "--gpus", "1,2", "--steps", "0", script]
     search = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     wait_until(
         lambda: any(p.cmdline()[-1] == script and "fit" not in p.cmdline() for p in family("MARK", str(tmp_path))), 60
     )
-    search.send_signal(signal.SIGINT)
+    search.send_signal(number)
     told, errors = search.communicate(timeout=60)
-    assert search.returncode == 130 and "Interrupted: no program is left." in errors, errors
+    assert search.returncode == status, errors
+    assert ("Interrupted: no program is left." in errors) == (number == signal.SIGINT), errors
     assert told == ""  # no trial had ended
     wait_until(lambda: not family("MARK", str(tmp_path)), 10)
     assert os.path.exists(script)
