@@ -55,7 +55,15 @@ class Watch(steps.Watch):
         machine.clock.spans = Recording()
         self.before_step(0)
 
-    def stepped(self) -> None:
+    def _stepped(self, optimizer, *rest) -> None:
+        made = len(self.ends)
+        try:
+            super()._stepped(optimizer, *rest)
+        finally:  # also where that was the last one, and ends the program
+            if len(self.ends) > made:
+                self._note_step()
+
+    def _note_step(self) -> None:
         """What the first step did is nobody's to tell: it makes the optimizer's state."""
         self.rank = rank()
         if len(self.ends) == 1:

@@ -41,32 +41,28 @@ class Watch:
         self.machine, self.most, self.first, self.ends, self.asked = machine, most, None, [], None
         self.rows, self.several = rows.Rows(), False
         register_optimizer_step_post_hook(self._stepped)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin_anew)
         for gpu in machine.gpus:
             gpu.memory.watch(self._heard)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin_anew)
 
     def _stepped(self, optimizer, *_) -> None:
         self.first = self.first or id(optimizer)
         if id(optimizer) == self.first:
             self.ends.append(self.machine.clock.latest())
             self.rows.stepped()
-            self.stepped()
             if len(self.ends) == self.most:
                 raise SystemExit(0)
         else:
             self.several = True
 
-    def stepped(self) -> None:
-        """After each step; for those who watch more."""
+    def _heard(self, action: str, address: int, size: int, stream: int, block) -> None:
+        if action == "oom":
+            self.asked = size
 
     def _begin_anew(self) -> None:
         """In a process that was forked: its parent's steps are not its own."""
         self.first, self.ends, self.asked = None, [], None
-
-    def _heard(self, action: str, address: int, size: int, stream: int, block) -> None:
-        if action == "oom":
-            self.asked = size
 
     def leave(self, folder: str) -> None:
         """For `collect`."""
