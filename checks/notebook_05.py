@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from checks.grader import grader
+from virtualgpu.session import aside
 
 
 @grader
@@ -36,6 +37,11 @@ def frugal(scheduler) -> str | None:
 @grader
 def tunes(search: Callable[[Callable, int], object]) -> str | None:
     """The network of the lowest validation loss, within a budget, on hidden test images of two sets of brightness."""
+    with aside():  # the networks are on the CPU, and train three times as fast where no virtual GPU is on
+        return _tunes(search)
+
+
+def _tunes(search: Callable) -> str | None:
     for words, scale in (("pale", 1 / 6), ("dark", 100.0)):
         reads, complaint = _searched(search, scale)
         if complaint:

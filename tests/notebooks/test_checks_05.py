@@ -8,8 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import checks
+import virtualgpu
 from helpers import tuning
 
 
@@ -118,6 +120,20 @@ def test_tunes(capsys, search, complaint):
     checks.tunes(search)
     out = capsys.readouterr().out
     assert complaint in out, out
+
+
+def test_tunes_trains_without_virtual_gpus_and_leaves_them_as_they_were(capsys, no_gpus_before):
+    (gpu,) = virtualgpu.gpus(1)
+    kept, seen = torch.ones(3, device=gpu), []
+
+    def search(start, budget):
+        seen.append(virtualgpu.machine())
+        halving(start, budget)
+
+    checks.tunes(search)
+    assert "[passed]" in capsys.readouterr().out
+    assert seen == [None, None] and virtualgpu.machine() is not None
+    assert kept.sum().item() == 3
 
 
 def goes_on(config, forgets_the_total=False, every=1):
