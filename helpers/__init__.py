@@ -1,27 +1,26 @@
 """Utilities for the notebooks. The names that notebooks use, no others.
 
-They are imported when first used, so that `helpers.gpus` works without matplotlib and the rest. `launch` is bound here:
-importing its module later would bind that name to the module.
+They are imported when first used, so that `helpers.gpus` works without matplotlib and the rest.
 """
 
 import importlib
-
-from helpers.launch import launch
 
 _FROM = {
     "Monitor": "virtualgpu",
     "Timeline": "virtualgpu",
     "dry_run": "virtualgpu",
-    "forget_error": "helpers.oom",
+    "forget_error": "helpers.cells",
     "gpus": "virtualgpu",
     "kinds": "virtualgpu.memory.phases",
+    "launch": "virtualgpu.run.ranks",
     "other_process": "virtualgpu.blocks",
-    "progress": "helpers.waiting",
-    "reveal": "helpers.predictions",
+    "progress": "helpers.cells",
+    "record": "virtualgpu.run.recorded",
+    "reveal": "helpers.cells",
 }
 _MODULES = ("checkpoint", "data", "plots", "tuning")
 
-__all__ = [*_FROM, *_MODULES, "launch"]
+__all__ = [*_FROM, *_MODULES]
 
 
 def __getattr__(name: str):

@@ -36,9 +36,7 @@ def save(state: Any, path: str | Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
-            if (
-                time.time() - left.stat().st_mtime > 3600
-            ):  # of a writer that was killed: a living one wrote within the hour
+            if time.time() - left.stat().st_mtime > 3600:  # its writer was killed: a living one wrote within the hour
                 left.unlink(missing_ok=True)
         with open(part, "wb") as file:
             torch.save(state, file)

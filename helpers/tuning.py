@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from helpers.waiting import progress
+from helpers.cells import progress
 from virtualgpu import scratch
 from virtualgpu.run import inherit
 

@@ -4,13 +4,12 @@ numbers were *measured* or *simulated*. The same words become the picture's alte
     plots.utilization(monitor, "GPU 0 waits for GPU 1")
 """
 
-from helpers.plots.allocation import blocks, stacked
+from helpers.plots.allocation import blocks, fits, stacked
 from helpers.plots.devices import timeline, utilization
 from helpers.plots.drawings import drawing
 from helpers.plots.frames import slider
 from helpers.plots.searches import rungs, search, workers
 from helpers.plots.series import bars, curves, dots, images, left, sweep
-from helpers.plots.trials import fits
 from helpers.plots.weights import matrices
 
 __all__ = [

@@ -1,10 +1,12 @@
-"""What a GPU's memory holds: layers over a step, and blocks side by side."""
+"""What a GPU's memory holds: layers over a step, blocks side by side, and what `virtualgpu.fit` tried beside its end."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 
 from helpers.plots import figures
 from helpers.plots.figures import COLORS, Origin
+from virtualgpu.run import fit_picture
+from virtualgpu.run.fit import Trial
 
 STATES = ("in use", COLORS[5]), ("free", "#cfe6f5")
 
@@ -48,3 +50,10 @@ def blocks(rows: Mapping[str, Sequence[Mapping]], title: str, origin: Origin) ->
         figures.rows(axes, rows)
         axes.grid(visible=False)
         figures.legend_above(axes, 2)
+
+
+def fits(trials: Sequence[Trial], title: str) -> None:
+    """What `virtualgpu.fit` tried: each trial's memory beside the card's, and how fast it was."""
+    figure, (memory, speed) = figures.new(1.1 + 0.34 * len(trials), ncols=2, sharey=True)
+    fit_picture.draw(memory, speed, trials, COLORS)
+    figures.show(figure, title, "simulated")

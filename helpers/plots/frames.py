@@ -48,8 +48,8 @@ def slider(draw: Callable[[Any], None], values: Sequence[Any] | Mapping[str, Any
     put(*frames[start], **{"text/html": page})
 
 
-def few_colors(encoded: str) -> str:
-    """The same PNG in 64 colors, which look the same: a third of the bytes, and a notebook holds a dozen."""
-    few, picture = io.BytesIO(), Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB")
-    picture.quantize(64, dither=Image.Dither.NONE).save(few, "PNG", optimize=True)
+def few_colors(png: str) -> str:
+    """A picture in 64 colors, which looks the same: a third of the bytes, and a notebook holds a dozen."""
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(64)
+    image.save(few := io.BytesIO(), "PNG", optimize=True)
     return base64.b64encode(few.getvalue()).decode()

@@ -1,8 +1,8 @@
 """Notebook 04's word model as a script, on one GPU or by DDP; notebook 04 asks where its step goes, notebook 07 which batch fits.
 
-    python -m virtualgpu --explain --world-size 4 train_words.py
-    python -m virtualgpu fit --like T4,L4 --vary batch-size=1024..65536 train_words.py
-    torchrun --standalone --nproc-per-node=4 train_words.py
+python -m virtualgpu --explain --world-size 4 train_words.py
+python -m virtualgpu fit --like T4,L4 --vary batch-size=1024..65536 train_words.py
+torchrun --standalone --nproc-per-node=4 train_words.py
 """
 
 import argparse
@@ -25,7 +25,7 @@ if "RANK" in os.environ:  # started by torchrun
     model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters())
 x, y = (torch.zeros(options.batch_size, dtype=torch.long, device="cuda") for _ in range(2))
-for step in range(options.steps):
+for _ in range(options.steps):
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.launch import launch
 from tests.bench.row import Row
+from virtualgpu.run.ranks import launch
 
 
 def rows() -> list[Row]:

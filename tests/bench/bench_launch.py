@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from helpers.launch import launch
 from tests.bench.row import Row
+from virtualgpu.run.ranks import launch
 
 PIECES = 4
 IDEAL = 2 * PIECES / (PIECES + 1)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import helpers
 from helpers import launch as by_name
-from helpers.launch import WorkerError, launch
 from tests.processes import alive, listening, ranks, wait_until
+from virtualgpu.run.ranks import WorkerError, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +104,7 @@ def test_a_ranks_collections_leave_pytorchs_objects_alone():
 
 
 def test_results_and_lines_in_rank_order(capsys):
-    assert by_name is launch is helpers.launch  # the function, though a module has its name
+    assert by_name is launch is helpers.launch
     assert launch(add_ranks, 3, scale=10) == [0, 10]
     assert capsys.readouterr().out.splitlines() == [
         f"[rank {r}] {line}" for r in (0, 1) for line in ("sum 7.0", "threads 1")

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from helpers.launch import WorkerError, launch
 from tests.processes import HURRY
 from virtualgpu.run import watch
+from virtualgpu.run.ranks import WorkerError, launch
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ class Watch:
 
     def _begin_anew(self) -> None:
         """In a process that was forked: its parent's steps are not its own."""
-        self.first, self.ends, self.asked = None, [], None
+        self.first, self.ends, self.asked, self.several = None, [], None, False
+        self.rows.stepped()
 
     def leave(self, folder: str) -> None:
         """For `collect`."""

@@ -1,35 +1,25 @@
-"""What `virtualgpu.fit` tried: memory beside the card's, and speed."""
+"""The picture of what `fit` tried: memory beside the card's, and speed. Drawn with matplotlib on axes that are given."""
 
 from collections.abc import Sequence
 
-import matplotlib
-from matplotlib.figure import Figure
-
-from helpers.plots import figures
-from helpers.plots.figures import COLORS, STYLE, WIDTH
 from virtualgpu.run.fit import Trial
 
 GIB = 2**30
-CROSS = COLORS[5]
 
 
-def fits(trials: Sequence[Trial], title: str) -> None:
-    """A row a trial, a color a card. Left: the peak, with a line where the card ends, pale where it is not enough; right: samples (where
-    all are known, else steps) per second, or what went wrong."""
+def draw(memory, speed, trials: Sequence[Trial], colors: Sequence[str]) -> None:
+    """A row a trial, a color a card, the last one for what went wrong. On the axes `memory`: the peak in GiB, with a line where the card ends, pale
+    where it is not enough; on `speed`: samples (where all are known, else steps) per simulated second, or what went wrong."""
     counted = all(trial.samples for trial in trials if trial.fits and trial.step)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 1.1 + 0.34 * len(trials)), layout="constrained")
-        memory, speed = figure.subplots(1, 2, sharey=True)
     cards = list(dict.fromkeys(trial.card for trial in trials))
     for row, trial in enumerate(trials):
-        color = COLORS[cards.index(trial.card) % 5]
+        color = colors[cards.index(trial.card) % (len(colors) - 1)]
         peak, capacity = trial.reserved / GIB, trial.capacity / GIB
         memory.barh(row, peak, 0.7, color=color, alpha=1 if trial.fits else 0.3)
         memory.plot([capacity] * 2, [row - 0.5, row + 0.5], color="#333333", linewidth=2)
         if not trial.fits:
-            speed.annotate(
-                trial.status, (0, row), (5, 0), textcoords="offset points", va="center", color=CROSS, weight="bold"
-            )
+            style = {"textcoords": "offset points", "va": "center", "color": colors[-1], "weight": "bold"}
+            speed.annotate(trial.status, (0, row), (5, 0), **style)
         elif trial.step:
             drawn = speed.barh(row, (trial.samples if counted else 1) / trial.step, 0.7, color=color)
             speed.bar_label(drawn, fmt=lambda value: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}", padding=3)
@@ -40,7 +30,6 @@ def fits(trials: Sequence[Trial], title: str) -> None:
     for axes in (memory, speed):
         axes.grid(axis="y", visible=False)
         axes.tick_params(left=False)
-    figures.show(figure, title, "simulated")
 
 
 def _name(trial: Trial) -> str:

@@ -1,0 +1,61 @@
+"""What a cell needs beside PyTorch: a bar, the reader's prediction beside what came out, an error's frames forgotten."""
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+
+
+def progress(iterable: Iterable, description: str) -> Iterable:
+    """tqdm's bar; none where TQDM_DISABLE is set (its notebook bar does not ask), as when outputs are compared."""
+    from tqdm.auto import tqdm
+
+    return tqdm(iterable, desc=description, disable=bool(os.environ.get("TQDM_DISABLE")))
+
+
+def reveal(guess: float | str | None, answer: float | str, unit: str = "", origin: str = "simulated") -> None:
+    """Print both, one below the other; for two numbers, how far apart they are. *Run all* passes where nothing was predicted.
+
+    guess: None where the reader wrote none. unit: behind both ("ms", "GiB", "%"). origin: "simulated" or "measured".
+    """
+    print(f"{origin}: {_in_words(answer, unit)}")
+    if guess is None:
+        print("You predicted nothing: write your answer into the cell above, and run both again.")
+    else:
+        print(f"you said: {_in_words(guess, unit)}{_apart(guess, answer)}")
+
+
+def _in_words(value: float | str, unit: str) -> str:
+    if isinstance(value, float):
+        value = f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value} {unit}".strip()
+
+
+def _apart(guess: float | str, answer: float | str) -> str:
+    if isinstance(guess, str) or isinstance(answer, str) or min(guess, answer) <= 0 or guess == answer:
+        return ""
+    return f" ({max(guess, answer) / min(guess, answer):.2g} times too {'high' if guess > answer else 'low'})"
+
+
+def forget_error() -> None:
+    """Free what the last uncaught error keeps alive: the local variables of every function it passed through.
+
+    Python keeps such an error for its debugger (`sys.last_value` and its kind), IPython keeps its traceback once more, and the error
+    itself in the result of the cell that ran last.
+    """
+    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+        _clear(vars(sys).pop(name, None))
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        shell.InteractiveTB.tb = None
+        shell.last_execution_result = None  # clearing frames is not enough: a shown frame has a copy of its variables
+    gc.collect()  # frames and errors refer to each other
+
+
+def _clear(error: object) -> None:
+    seen = set()
+    while isinstance(error, BaseException) and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
