@@ -119,6 +119,15 @@ def test_the_opening_is_complete(notebook):
         assert heading in prose
 
 
+def test_the_front_page_explains_what_notebook_04_does():
+    shown = re.search(
+        r"--explain .*?train_words\.py\n(.*?)```", (series.ROOT / "README.md").read_text("utf-8"), re.DOTALL
+    )
+    notebook = series.read(series.NOTEBOOKS / "04_dataparallel_vs_ddp.ipynb")
+    printed = [output.get("text", "") for cell in series.code_cells(notebook) for output in cell.outputs]
+    assert any(shown[1] in text for text in printed)
+
+
 def test_badge_and_set_up_cell_are_as_generated(capsys):
     assert stamp.main(["--check"]) == 0, capsys.readouterr().out
 
