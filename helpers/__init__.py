@@ -8,6 +8,7 @@ import importlib
 _FROM = {
     "Monitor": "virtualgpu",
     "Timeline": "virtualgpu",
+    "WorkerError": "virtualgpu.run.ranks",
     "dry_run": "virtualgpu",
     "forget_error": "helpers.cells",
     "gpus": "virtualgpu",
