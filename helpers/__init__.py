@@ -1,7 +1,4 @@
-"""Utilities for the notebooks. The names that notebooks use, no others.
-
-They are imported when first used, so that `helpers.gpus` works without matplotlib and the rest.
-"""
+"""Utilities for the notebooks: the names that they use, imported when first used, so that some work without matplotlib."""
 
 import importlib
 

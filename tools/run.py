@@ -5,7 +5,7 @@
     run.py --stored           no execution: pages from the outputs that are kept
     run.py --check            executed, and nothing kept: does each reach its end?
     run.py 01 05              only these
-    run.py --jobs 1           one after the other: by default two run at a time, where there are two cores
+    run.py --jobs 1           one after the other: by default one more runs at a time than there are cores, three at most
 
 A notebook that fails does not stop the others; the last table says which cell failed and why, and the exit status is 1.
 """
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     mode.add_argument("--store", action="store_true", help="keep the outputs in notebooks/")
     mode.add_argument("--check", action="store_true", help="keep neither pages nor times")
     mode.add_argument("--stored", action="store_true", help="do not execute: pages from the kept outputs")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many run at a time")
+    # one more than cores: notebooks of Ray and of torchrun wait half of their time for processes to begin
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1) + 1, help="how many run at a time")
     options = parser.parse_args(arguments)
 
     chosen = [path for path in series.notebooks() if not options.only or path.name.startswith(tuple(options.only))]
