@@ -94,7 +94,7 @@ class Session:
         self.cards, self.as_real, self.nodes, self.sanitize, self.clock = tuple(cards), as_real, nodes, sanitize, clock
         self.machine = Machine(list(cards), visible, clock)
         self.machine.gpus_per_node, self.machine.network = nodes
-        self.machine.enter = self.enter
+        self.machine.enter, self.machine.leave = self.enter, self.leave
         self.patches, self.sanitizer = Patches(), Patches()
         self.lifted = _compat.lifts_only_cpu_tensors()
 
@@ -131,6 +131,11 @@ class Session:
         _leave()
         self.machine.local.seen = self.machine
         _compat.enter_below(Dispatch(self.machine))
+
+    def leave(self) -> None:
+        """Called by a thread that ends. C++ would let go of the mode only after that, and where Python is ending too, it aborts the process."""
+        self.machine.local.seen = None
+        _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine is self.machine)
 
     def meet(self) -> None:
         """As `enter`, for a thread that may have done so."""

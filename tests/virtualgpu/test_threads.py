@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch
 
 import virtualgpu
 from virtualgpu.distributed.objects import with_numbers
@@ -210,3 +212,30 @@ def test_two_threads_with_streams_of_their_own():
         assert all(once(devices)[0] == first[0] for _ in range(3))
         if devices == (0, 1):  # on one GPU they share it in the order in which they come
             assert all(once(devices)[1] == first[1] for _ in range(3))
+
+
+@pytest.mark.parametrize("by_pool", [False, True])
+def test_a_thread_has_no_mode_left_when_it_ends(by_pool):
+    """C++ lets go of a thread's modes after Python has done with it; where Python itself ends just then, that aborts the process."""
+    kept, modes = threading.local(), []
+
+    class AtTheEnd:
+        def __del__(self):
+            modes.append(_python_dispatch._get_current_dispatch_mode_stack())
+
+    def work():
+        kept.until_the_end = AtTheEnd()
+        return torch.ones(2, device="cuda").device.type
+
+    if by_pool:
+        with ThreadPoolExecutor(1) as pool:  # its worker is there before the GPUs are
+            pool.submit(int).result()
+            virtualgpu.gpus(2)
+            assert pool.submit(work).result() == "cuda"
+    else:
+        virtualgpu.gpus(2)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert modes == [[]]

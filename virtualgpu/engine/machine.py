@@ -46,7 +46,7 @@ class Machine(Anywhere):
         self._equip(list(range(len(specs))) if visible is None else visible)
         self.always_dry = False
         self.initialized = self.forked = self.closed = False
-        self.enter = None  # lets the thread that calls it see the GPUs
+        self.enter = self.leave = None  # the thread that calls it sees the GPUs, or no longer
         self.on_first_use = None
         self.warned_about_nan = False
         self.workspaces = Workspaces()

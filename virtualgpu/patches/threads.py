@@ -33,6 +33,7 @@ def install(machine: Machine, patches: Patches) -> None:
                     run()
             finally:
                 thread._virtual_now = machine.clock.host
+                machine.leave()
                 del thread.run  # it refers to the thread
 
         thread.run = run_on_virtual_gpus
@@ -48,10 +49,15 @@ def install(machine: Machine, patches: Patches) -> None:
         item._virtual_dry = here.dry
 
     def run_here(item, *args, **kwargs):
-        if machine.local.seen is not machine and not machine.closed:
+        older = machine.local.seen is not machine and not machine.closed
+        if older:
             machine.enter()
-        with dry_here(getattr(item, "_virtual_dry", here.dry)):
-            return run_item(item, *args, **kwargs)
+        try:
+            with dry_here(getattr(item, "_virtual_dry", here.dry)):
+                return run_item(item, *args, **kwargs)
+        finally:
+            if older:
+                machine.leave()
 
     patches.replace(Thread, "start", start_here)
     patches.replace(Thread, "join", join_here)
