@@ -16,7 +16,7 @@ from virtualgpu.run import explain_tries, explain_watch, fit_output, program, st
 from virtualgpu.run.explain_parts import Parts, mean
 from virtualgpu.run.explain_tries import Change
 from virtualgpu.run.explain_watch import Explained
-from virtualgpu.run.fit_programs import Programs, side_by_side
+from virtualgpu.run.fit_programs import Programs, each, side_by_side
 from virtualgpu.run.table import size
 
 STEPS = 5
@@ -100,7 +100,7 @@ def run(
 
             told(f"0 of {len(changes)} changes tried")
             try:
-                tried = list(pool.map(again, changes))
+                tried = each(pool, again, changes)
                 tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)

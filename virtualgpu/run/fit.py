@@ -14,7 +14,7 @@ from typing import NamedTuple
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import cards, fit_command, fit_output, program, steps
-from virtualgpu.run.fit_programs import Programs, side_by_side
+from virtualgpu.run.fit_programs import Programs, each, side_by_side
 from virtualgpu.run.table import size
 
 
@@ -121,7 +121,7 @@ def run(
                 fit_command.product(fit_command.put(samples, {"gpus": str(count), **values, **lows}))
         with ThreadPoolExecutor(jobs or side_by_side(command, gpus)) as pool:
             try:
-                groups = list(pool.map(lambda place: search(*place), places))
+                groups = each(pool, lambda place: search(*place), places)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 programs.end()

@@ -5,7 +5,8 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from virtualgpu.run.family import kill_family
 
@@ -23,6 +24,20 @@ def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, (free or ROOM) // ROOM))
+
+
+def each(pool: ThreadPoolExecutor, function: Callable, items: Iterable) -> list:
+    """What the function returns for each item, in the pool's threads. Raises what one of them raises, and what a signal's handler does.
+
+    The main thread wakes now and then: a signal that the system gave to another thread is handled only then.
+    """
+    futures = [pool.submit(function, item) for item in items]
+    while True:
+        done, running = wait(futures, 0.5, FIRST_EXCEPTION)
+        for future in done:
+            future.result()  # raises what it raised
+        if not running:
+            return [future.result() for future in futures]
 
 
 class Programs:
