@@ -182,10 +182,8 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
 @contextlib.contextmanager
 def _taken(gpu: GPU, leave: int) -> Iterator[None]:
     with gpu.lock:
-        memory, before = (
-            gpu.settled(),
-            gpu.memory.others,
-        )  # a number, or a function where a run's processes share the GPU
+        memory = gpu.settled()
+        before = memory.others  # a number, or a function where a run's processes share the GPU
         taken = max(0, memory.free_on_gpu - leave)
         memory.others = lambda: taken + (before() if callable(before) else before)
     try:

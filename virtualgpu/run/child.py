@@ -48,9 +48,9 @@ class _Process:
             settings = self.settings
             self.steps = explain_watch.Watch(machine, settings.steps, settings.explain, settings.folder)
         elif self.settings.steps is not None:
-            from virtualgpu.run import steps
+            from virtualgpu.run import rows, steps
 
-            self.steps = steps.Watch(machine, self.settings.steps)
+            self.steps = steps.Watch(machine, self.settings.steps, rows.Rows())
         elif not self.settings.report:
             from virtualgpu.run import out_of_memory
 

@@ -7,8 +7,7 @@ runs again for each change that could gain (explain_tries), with that change sim
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from virtualgpu import environment
@@ -16,13 +15,10 @@ from virtualgpu.run import explain_tries, explain_watch, fit_output, program, st
 from virtualgpu.run.explain_parts import Parts, mean
 from virtualgpu.run.explain_tries import Change
 from virtualgpu.run.explain_watch import Explained
-from virtualgpu.run.fit_programs import Programs, each, side_by_side
-from virtualgpu.run.table import size
+from virtualgpu.run.fit_programs import Programs, side_by_side
 
 STEPS = 5
 TAKEN = "address already in use"  # what a program says whose port is its own, where another run of it has it: it runs again, alone
-
-
 NOT_ENDED = "it had not ended in time: does it step an optimizer?"
 
 
@@ -91,21 +87,15 @@ def run(
             return Explanation(failed=base.failed, reads=base.reads)
         changes = explain_tries.candidates(base.explained, settings, os.environ)
         ended = itertools.count(1)
-        with ThreadPoolExecutor(jobs or side_by_side(command, [len(settings.cards)])) as pool:
 
-            def again(change: Change) -> Tried:
-                result = once(programs, change.of(settings), command, change.without, patience)
-                told(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
-                return Tried(change, None if result.failed else slowest(result.explained), result.failed)
+        def again(change: Change) -> Tried:
+            result = once(programs, change.of(settings), command, change.without, patience)
+            told(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
+            return Tried(change, None if result.failed else slowest(result.explained), result.failed)
 
-            told(f"0 of {len(changes)} changes tried")
-            try:
-                tried = each(pool, again, changes)
-                tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                programs.end()
-                raise
+        told(f"0 of {len(changes)} changes tried")
+        tried = programs.side_by_side(again, changes, jobs or side_by_side(command, [len(settings.cards)]))
+        tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
     tried.sort(key=lambda one: one.step if one.step is not None else float("inf"))
     rows = tuple(
         Row(one.rank, int(gpu), mean(steps_of_one))
@@ -132,15 +122,10 @@ def once(
 ) -> Run:
     """The program with these settings, in an environment without these variables."""
     with program.folder() as path:
-        settings = settings._replace(folder=path)
-        environ: Mapping[str, str] = {name: value for name, value in os.environ.items() if name not in without}
-        environ = {**program.defaults(environ), **environ, **program.variables(settings, environ)}
-        output = os.path.join(path, "output")
-        with open(output, "wb") as file:
-            status = programs.run(program.command(list(command), environ["PATH"]), environ, file, limit)
+        environ = {name: value for name, value in os.environ.items() if name not in without}
+        environ = program.whole(settings._replace(folder=path), environ)
+        status, said = programs.said(command, environ, path, limit)
         stepped, explained = steps.collect(path), explain_watch.collect(path)
-        with open(output, encoding="utf-8", errors="replace") as file:
-            said = file.read()
     return Run(explained, _failed(status, said, stepped, explained), fit_output.reads(said))
 
 
@@ -148,9 +133,8 @@ def _failed(status: int | None, said: str, stepped: Sequence[steps.Steps], expla
     if status is None:
         return NOT_ENDED
     if status:
-        asked = [one.asked for one in stepped if one.asked is not None]
-        if asked and "OutOfMemoryError" in said:
-            return f"out of memory: {size(max(asked))} more were asked for"
+        if lacking := steps.lacking(stepped, said):
+            return f"out of memory: {lacking}"
         return fit_output.error(said) or f"the program ended with status {status}"
     if explained:
         return ""

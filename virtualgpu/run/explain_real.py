@@ -48,12 +48,8 @@ def run(
         }
         environ["PYTHONPATH"] = program.first(program.SITE, environ.get("PYTHONPATH"))
         environ.pop(environment.VARIABLE, None)
-        output = os.path.join(path, "output")
-        with open(output, "wb") as file:
-            status = programs.run(program.command(list(command), environ.get("PATH")), environ, file, limit)
+        status, said = programs.said(command, environ, path, limit)
         traces = _collect(path)
-        with open(output, encoding="utf-8", errors="replace") as file:
-            said = file.read()
     if status is None:
         return Explanation(failed=NOT_ENDED)
     if status:

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from itertools import groupby
 
 from virtualgpu.environment import Settings
+from virtualgpu.run import fit_output, table
 from virtualgpu.run.explain import Explanation, Row, Tried
 from virtualgpu.run.explain_parts import (
     COMMUNICATION,
@@ -60,9 +60,7 @@ def lines(found: Explanation, where: str) -> list[str]:
         told.append("The loader was measured on this machine; all other times are simulated.")
     told += sentences(found)
     if found.reads:
-        told.append(
-            f"{found.reads} reads a value of the GPU: a dry run has nan there, so what the program decides by it may be otherwise."
-        )
+        told.append(fit_output.not_known([found.reads]))
     return told
 
 
@@ -163,7 +161,7 @@ def milliseconds(seconds: float) -> str:
 
 def machine(settings: Settings) -> str:
     """The virtual GPUs, in words."""
-    cards = ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(card.name for card in settings.cards))
+    cards = table.names(settings.cards)
     return f"{cards}, rank {settings.alone[1]} of {settings.alone[0]}" if settings.alone else cards
 
 

@@ -8,14 +8,12 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import cards, fit_command, fit_output, program, steps
-from virtualgpu.run.fit_programs import Programs, each, side_by_side
-from virtualgpu.run.table import size
+from virtualgpu.run.fit_programs import Programs, side_by_side
 
 
 class Range(NamedTuple):
@@ -119,14 +117,13 @@ def run(
             lows = {name: str(low) for name, (low, _) in ranges.items()}
             for _, count, values in places:
                 fit_command.product(fit_command.put(samples, {"gpus": str(count), **values, **lows}))
-        with ThreadPoolExecutor(jobs or side_by_side(command, gpus)) as pool:
-            try:
-                groups = each(pool, lambda place: search(*place), places)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                programs.end()
-                raise
+        groups = programs.side_by_side(lambda place: search(*place), places, jobs or side_by_side(command, gpus))
     return [result for group in groups for result in group]
+
+
+def searched(vary: Mapping[str, Sequence[str] | Range]) -> str:
+    """The option whose largest value is looked for; "" where there is none."""
+    return next((name for name, values in vary.items() if isinstance(values, Range)), "")
 
 
 def _search(low: int, high: int, trial: Callable[[int], Trial]) -> Iterator[Trial]:
@@ -153,13 +150,8 @@ def _trial(
 ) -> Trial:
     with program.folder() as path:
         settings = settings._replace(folder=path)
-        environ = {**program.defaults(os.environ), **os.environ, **program.variables(settings, os.environ)}
-        output = os.path.join(path, "output")
-        with open(output, "wb") as file:
-            status = programs.run(program.command(command, environ["PATH"]), environ, file, limit)
+        status, said = programs.said(command, program.whole(settings, os.environ), path, limit)
         left, used = steps.collect(path), entries(path)
-        with open(output, encoding="utf-8", errors="replace") as file:
-            said = file.read()
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in left if rank.ends]
     trial = trial._replace(
@@ -182,9 +174,8 @@ def _trial(
     trial = trial._replace(step=None, samples=None)
     if status is None:
         return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
-    asked = [rank.asked for rank in left if rank.asked is not None]
-    if asked and "OutOfMemoryError" in said:
-        return trial._replace(status="out of memory", words=f"{size(max(asked))} more were asked for")
+    if lacking := steps.lacking(left, said):
+        return trial._replace(status="out of memory", words=lacking)
     return trial._replace(status="failed", words=_end(status, said))
 
 

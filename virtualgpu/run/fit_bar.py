@@ -1,4 +1,4 @@
-"""While `fit` runs: how many trials have ended, and the last of them. A line on a terminal, or in a notebook's cell; gone at the end."""
+"""While `fit` and `--explain` run: how far they are. A line on a terminal, or in a notebook's cell; gone at the end."""
 
 import contextlib
 import math
@@ -24,19 +24,26 @@ def of(
         values = "".join(f" {name}={value}" for name, value in trial.values.items())
         show(f"{count}{f' of {total}' * bool(total)} tried: {trial.gpus} x {trial.card}{values} {trial.status}")
 
-    with _line() as show:
+    with line() as show:
         if total:
             show(f"0 of {total} tried")
         yield told
 
 
 @contextlib.contextmanager
-def _line() -> Iterator[Callable[[str], None]]:
+def line() -> Iterator[Callable[[str], None]]:
+    """What to call with the words that stand there now."""
     if os.environ.get("TQDM_DISABLE"):
         yield lambda words: None
     elif sys.stderr is not None and sys.stderr.isatty():
-        yield lambda words: print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+        def show(words: str) -> None:
+            print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+
+        try:
+            yield show
+        finally:
+            show("")
     elif (shell := getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()) and hasattr(shell, "kernel"):
         from IPython.display import display
 

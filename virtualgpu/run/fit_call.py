@@ -83,8 +83,7 @@ def fit(
             limit=limit,
             told=told,
         )
-    searched = next((name for name, values in varied.items() if isinstance(values, Range)), "")
-    return Trials(trials, known, world_size, searched)
+    return Trials(trials, known, world_size, search.searched(varied))
 
 
 def _varied(name: str, values: Sequence | str) -> tuple[str, Sequence[str] | Range]:

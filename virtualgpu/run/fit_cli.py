@@ -1,13 +1,10 @@
 """The command line of `python -m virtualgpu fit`."""
 
-import contextlib
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 
 from virtualgpu.run import cli, fit, fit_bar, fit_prices, fit_table
+from virtualgpu.run.fit_programs import ended_by_sigterm
 
 USAGE = """\
 usage: python -m virtualgpu fit [options] SCRIPT [arguments]        (or -m MODULE, or a COMMAND such as torchrun)
@@ -48,22 +45,9 @@ WITH_VALUE = (
 )
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """As an interrupt, it leaves no program."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def main(arguments: list[str]) -> int:
     """The exit status, as USAGE says it."""
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         return _main(arguments)
 
 
@@ -104,11 +88,10 @@ def _main(arguments: list[str]) -> int:
             print(*fit_table.lines(done, prices, world_size), sep="\n", flush=True)
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
-    searched = next((name for name, values in varied.items() if isinstance(values, fit.Range)), "")
     if "--json" in options:
         print(fit_table.as_json(trials, prices, world_size))
     else:
-        print(*fit_table.lines(trials, prices, world_size, searched), sep="\n")
+        print(*fit_table.lines(trials, prices, world_size, fit.searched(varied)), sep="\n")
     return 0 if any(trial.fits for trial in trials) else 2 if any(trial.status == "failed" for trial in trials) else 1
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 from virtualgpu.run import program
 
@@ -22,6 +23,12 @@ def reads(said: str) -> str:
     """The first line of the program that reads a value of the GPU, "train.py:12"; or nothing."""
     line = READS.search(said)
     return f"{os.path.basename(line[1])}:{line[2]}" if line else ""
+
+
+def not_known(places: Sequence[str]) -> str:
+    """A sentence on lines that read a value of the GPU."""
+    decided = "so what the program decides by it may be otherwise"
+    return f"{', '.join(places)} read{'s' * (len(places) == 1)} a value of the GPU: a dry run has nan there, {decided}."
 
 
 def warnings(said: str) -> list[str]:

@@ -3,11 +3,14 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+from virtualgpu.run import program
 from virtualgpu.run.family import kill_family
 
 LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
@@ -26,18 +29,17 @@ def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
     return max(1, min(cores, (free or ROOM) // ROOM))
 
 
-def each(pool: ThreadPoolExecutor, function: Callable, items: Iterable) -> list:
-    """What the function returns for each item, in the pool's threads. Raises what one of them raises, and what a signal's handler does.
-
-    The main thread wakes now and then: a signal that the system gave to another thread is handled only then.
-    """
-    futures = [pool.submit(function, item) for item in items]
-    while True:
-        done, running = wait(futures, 0.5, FIRST_EXCEPTION)
-        for future in done:
-            future.result()  # raises what it raised
-        if not running:
-            return [future.result() for future in futures]
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """In this block SIGTERM leaves no program, as an interrupt does not: it raises SystemExit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Programs:
@@ -79,6 +81,36 @@ class Programs:
         if self._ended:
             raise InterruptedError("the search was ended")
         return status
+
+    def said(
+        self, command: Sequence[str], environ: Mapping[str, str], folder: str, limit: float | None = None
+    ) -> tuple[int | None, str]:
+        """As `run`: the exit status, and all that the program printed, which is kept in `folder` meanwhile."""
+        output = os.path.join(folder, "output")
+        with open(output, "wb") as file:
+            status = self.run(program.command(list(command), environ.get("PATH")), dict(environ), file, limit)
+        with open(output, encoding="utf-8", errors="replace") as file:
+            return status, file.read()
+
+    def side_by_side(self, function: Callable, items: Iterable, jobs: int) -> list:
+        """What the function, which runs programs, returns for each item: so many at a time. Raises what one of them raises, and what a
+        signal's handler does; then no program is left.
+
+        The main thread wakes now and then: a signal that the system gave to another thread is handled only then.
+        """
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                futures = [pool.submit(function, item) for item in items]
+                while True:
+                    done, running = wait(futures, 0.5, FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()  # raises what it raised
+                    if not running:
+                        return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.end()
+                raise
 
     def end(self) -> None:
         """All of them are ended, with what they started, and no other begins."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from virtualgpu.run import fit_prices, table
+from virtualgpu.run import fit_output, fit_prices, table
 from virtualgpu.run.fit import Trial, largest
 from virtualgpu.run.fit_prices import Price
 
@@ -127,9 +127,7 @@ def _remarks(trials: Sequence[Trial]) -> list[str]:
     ]
     found += dict.fromkeys(note for trial in trials for note in trial.notes)
     if reads := sorted({trial.reads for trial in trials if trial.reads}):
-        found.append(
-            f"{', '.join(reads)} read{'s' * (len(reads) == 1)} a value of the GPU: a dry run has nan there, so what the program decides by it may be otherwise."
-        )
+        found.append(fit_output.not_known(reads))
     return found
 
 

@@ -59,6 +59,11 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def whole(settings: environment.Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program on these virtual GPUs."""
+    return {**defaults(environ), **environ, **variables(settings, environ)}
+
+
 def first(path: str, others: str | None) -> str:
     """A list of folders, such as PATH, with this one before all others."""
     return os.pathsep.join([path, *(part for part in (others or "").split(os.pathsep) if part and part != path)])
@@ -74,7 +79,7 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
     with folder() as path:
         settings = settings._replace(folder=path)
-        environ = {**defaults(os.environ), **os.environ, **variables(settings, os.environ)}
+        environ = whole(settings, os.environ)
         started = command(arguments, environ["PATH"])
         if os.name == "posix":
             from virtualgpu.run.warden import Warden

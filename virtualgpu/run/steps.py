@@ -7,7 +7,13 @@ A step is one of the optimizer that stepped first, so that two optimizers (of a 
 import json
 import os
 import statistics
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from virtualgpu.run.table import size
+
+if TYPE_CHECKING:
+    from virtualgpu.run.rows import Rows
 
 SUFFIX = ".steps"
 
@@ -31,15 +37,16 @@ class Steps(NamedTuple):
 
 
 class Watch:
-    """Counts this process's steps. After `most` of them it raises SystemExit, as if the program had come to its end; 0: it never does."""
+    """Counts this process's steps. After `most` of them it raises SystemExit, as if the program had come to its end; 0: it never does.
 
-    def __init__(self, machine, most: int):
+    rows: looks on at what goes into the model, where somebody asks for it.
+    """
+
+    def __init__(self, machine, most: int, rows: "Rows | None" = None):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        from virtualgpu.run import rows
-
         self.machine, self.most, self.first, self.ends, self.asked = machine, most, None, [], None
-        self.rows, self.several = rows.Rows(), False
+        self.rows, self.several = rows, False
         register_optimizer_step_post_hook(self._stepped)
         for gpu in machine.gpus:
             gpu.memory.watch(self._heard)
@@ -50,7 +57,8 @@ class Watch:
         self.first = self.first or id(optimizer)
         if id(optimizer) == self.first:
             self.ends.append(self.machine.clock.latest())
-            self.rows.stepped()
+            if self.rows is not None:
+                self.rows.stepped()
             if len(self.ends) == self.most:
                 raise SystemExit(0)
         else:
@@ -63,16 +71,23 @@ class Watch:
     def _begin_anew(self) -> None:
         """In a process that was forked: its parent's steps are not its own."""
         self.first, self.ends, self.asked, self.several = None, [], None, False
-        self.rows.stepped()
+        if self.rows is not None:
+            self.rows.stepped()
 
     def leave(self, folder: str) -> None:
         """For `collect`."""
         from virtualgpu import environment
 
-        passes = min(1, self.rows.passes) if self.several else self.rows.passes
-        left = Steps(environment.rank(), self.ends, self.asked, list(self.rows.last.items()), passes)
+        shapes, passes = ([], 0) if self.rows is None else (list(self.rows.last.items()), self.rows.passes)
+        left = Steps(environment.rank(), self.ends, self.asked, shapes, min(1, passes) if self.several else passes)
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
             json.dump(left, file)
+
+
+def lacking(left: Iterable[Steps], said: str) -> str:
+    """What could not be had, where memory is what ended a program that left these and printed that; "" otherwise."""
+    asked = [process.asked for process in left if process.asked is not None]
+    return f"{size(max(asked))} more were asked for" if asked and "OutOfMemoryError" in said else ""
 
 
 def collect(folder: str) -> list[Steps]:

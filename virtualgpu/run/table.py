@@ -8,7 +8,7 @@ from virtualgpu.memory.ledger import Entry, Usage, by_rank
 
 def lines(entries: list[Entry], settings: Settings) -> list[str]:
     """The table as lines of text."""
-    title = f"virtualgpu: {_name(settings.cards)}{', dry run' if settings.dry else ''}"
+    title = f"virtualgpu: {names(settings.cards)}{', dry run' if settings.dry else ''}"
     used = [entry for entry in entries if any(map(_is_used, entry.gpus))]
     if not used:
         return [f"{title}: no process used a GPU"]
@@ -107,7 +107,8 @@ def _figures(usage: Usage, card: Card) -> tuple[str, ...]:
     )
 
 
-def _name(cards: tuple[Card, ...]) -> str:
+def names(cards: tuple[Card, ...]) -> str:
+    """2 x Tesla T4, 1 x NVIDIA L4."""
     return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(card.name for card in cards))
 
 

@@ -29,3 +29,11 @@ def run(clean_environ, tmp_path_factory):
         )
 
     return start
+
+
+@pytest.fixture
+def script(request, tmp_path):
+    """The path of a file, with a space in it, that holds the test module's PROGRAM."""
+    path = tmp_path / "train it.py"
+    path.write_text(request.module.PROGRAM)
+    return str(path)

@@ -33,13 +33,6 @@ for step in range(2 if fault == "short" else 1 if fault == "one" else 10**6):
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train it.py"
-    path.write_text(PROGRAM)
-    return str(path)
-
-
 def start(script, *arguments, like="T4"):
     return explain.run([script, *arguments], environment.Settings(cards.find(1, like, None)))
 
@@ -198,7 +191,8 @@ def test_many_ranks_are_three_columns():
     assert table[2].split()[:2] == ["computing", "100"] and table[2].split()[-4:] == ["450", "ms", "45", "%"]
 
 
-def test_an_interrupt_leaves_no_process(script, monkeypatch, tmp_path):
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, status):
     monkeypatch.setenv("MARK", str(tmp_path))
     command = [sys.executable, "-m", "virtualgpu", "--explain", "--gpus", "1", "--steps", "0", script, ""]
     search = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -208,8 +202,9 @@ def test_an_interrupt_leaves_no_process(script, monkeypatch, tmp_path):
         ),
         120,
     )
-    search.send_signal(signal.SIGINT)
+    search.send_signal(number)
     _, errors = search.communicate(timeout=60)
-    assert search.returncode == 130 and "Interrupted: no program is left." in errors, errors
+    assert search.returncode == status, errors
+    assert ("Interrupted: no program is left." in errors) == (number == signal.SIGINT), errors
     wait_until(lambda: not family("MARK", str(tmp_path)), 10)
     assert os.path.exists(script)

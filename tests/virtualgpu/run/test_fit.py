@@ -42,13 +42,6 @@ for step in range(10**6):
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train it.py"
-    path.write_text(PROGRAM)
-    return str(path)
-
-
 def test_what_fits_and_what_does_not(script):
     trials = fit.run([script], like=["T4", "A100"], vary={"batch-size": ["256", "300000"]})
     assert [(t.card, t.values["batch-size"], t.status) for t in trials] == [
