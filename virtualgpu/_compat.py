@@ -14,7 +14,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.flop_counter import flop_registry
 
 _C = torch._C
-Device = torch.device  # patches/devices.py may put another in its place
+Device = torch.device  # torch_api/devices.py may put another in its place
 fake_tensor = torch._subclasses.fake_tensor
 # The operators behind torch.nn.attention.flex_attention; as an attribute, that name is one of them
 flex = importlib.import_module("torch._higher_order_ops.flex_attention")

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import torch
 
 from virtualgpu import session
-from virtualgpu.distributed import alone, place
+from virtualgpu.distributed import rank_config, single_rank
 from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.engine.machine import GPU
 from virtualgpu.hardware import bridges, hosts, networks, specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import parse_size
 from virtualgpu.session import check_number, current, reset, turn_on
-from virtualgpu.simulation.trace import Recording
+from virtualgpu.timing.trace import Recording
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def dry_run(
     A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
-    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.alone`), on nodes of
+    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.single_rank`), on nodes of
     `gpus_per_node`. network: what joins nodes; clock, host: how time is taken: as in `gpus`.
 
     Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for;
@@ -46,13 +46,13 @@ def dry_run(
     """
     if n is not None:
         check_number("dry_run", n)
-    where = None if world_size is None else place.place(world_size, rank, gpus_per_node)
+    where = None if world_size is None else rank_config.make(world_size, rank, gpus_per_node)
     joined = None if network is None else networks.find(network)
     clock_settings = hosts.settings(clock, host)
     machine = current()
     own = machine is None
     if machine is not None and session.machine() is None:  # they pass for real ones, beside which a dry run has its own
-        with session.aside(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network, clock, host):
+        with session.suspended(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network, clock, host):
             yield
         return
     if own:
@@ -95,7 +95,7 @@ def _gpus(cards, clock_settings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_one_of_many(where: place.Place | None, network: Network | None) -> Iterator[None]:
+def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | None) -> Iterator[None]:
     """What a dry run says of other ranks holds for the whole process."""
     if where is None and network is None:
         yield
@@ -108,12 +108,12 @@ def _as_one_of_many(where: place.Place | None, network: Network | None) -> Itera
     before, machine.network = machine.network, network or machine.network
     environ = None
     try:
-        environ = None if where is None else alone.enter(machine, where)
+        environ = None if where is None else single_rank.enter(machine, where)
         yield
     finally:
         _many.release()
         if environ is not None:
-            alone.leave(machine, environ)
+            single_rank.leave(machine, environ)
         if current() is not None:
             current().network = before
 

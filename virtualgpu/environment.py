@@ -6,7 +6,7 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       gpus: groups of equal cards. like: a card's name, or the path of a card's file. count: 1 unless given.
                       memory: bytes, or text such as "16 GB"; the card's own unless given. name, capability: what tools print
                       that ask the driver; looked up where missing. dry: shapes alone. folder: where the runner's processes
-                      leave their figures. trace, report: what each process writes there when it ends. alone: world_size,
+                      leave their figures. trace, report: what each process writes there when it ends. single_rank: world_size,
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
                       sanitize: races raise an error. clock, host: how time is taken, as hardware.hosts.settings reads them.
@@ -56,7 +56,9 @@ class Settings(NamedTuple):
     trace: bool = False
     report: bool = False
     sanitize: bool = False
-    alone: tuple[int, int, int] | None = None  # world_size, rank, gpus_per_node: this process plays one rank of many
+    single_rank: tuple[int, int, int] | None = (
+        None  # world_size, rank, gpus_per_node: this process plays one rank of many
+    )
     gpus_per_node: int | None = None
     network: str | None = None
     clock: str | None = None

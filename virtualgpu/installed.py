@@ -7,13 +7,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from virtualgpu import _compat
 from virtualgpu.distributed import patches as distributed
 from virtualgpu.distributed.nodes import Nodes
-from virtualgpu.engine import kernels, meta
+from virtualgpu.engine import kernels, meta_kernels
+from virtualgpu.engine.allocation import holders
 from virtualgpu.engine.dispatch import Dispatch
-from virtualgpu.engine.home import holders
 from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware.hosts import ClockSettings
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.patches import (
+from virtualgpu.sanitizer import gpu_trace, switch
+from virtualgpu.torch_api import (
     autocast,
     batch_norm,
     blas,
@@ -42,11 +43,10 @@ from virtualgpu.patches import (
     threads,
     triton,
 )
-from virtualgpu.patches.registry import Patches
-from virtualgpu.sanitizer import gpu_trace, switch
+from virtualgpu.torch_api.registry import Patches
 
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
-FACES = (
+PATCH_MODULES = (
     memory,
     pools,
     random,
@@ -86,12 +86,18 @@ class Session:
         self,
         cards: Sequence[Spec],
         visible: list[int] | None,
-        as_real: bool,
+        impersonates_real: bool,
         nodes: Nodes,
         sanitize: bool = False,
         clock: ClockSettings = ClockSettings(),  # noqa: B008
     ):
-        self.cards, self.as_real, self.nodes, self.sanitize, self.clock = tuple(cards), as_real, nodes, sanitize, clock
+        self.cards, self.impersonates_real, self.nodes, self.sanitize, self.clock = (
+            tuple(cards),
+            impersonates_real,
+            nodes,
+            sanitize,
+            clock,
+        )
         self.machine = Machine(list(cards), visible, clock)
         self.machine.gpus_per_node, self.machine.network = nodes
         self.machine.enter, self.machine.leave = self.enter, self.leave
@@ -99,13 +105,13 @@ class Session:
         self.lifted = _compat.lifts_only_cpu_tensors()
 
     def open(self) -> None:
-        """Replace PyTorch's functions, face after face; this thread and the main one see the virtual GPUs."""
+        """Replace PyTorch's functions, module after module; this thread and the main one see the virtual GPUs."""
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
-        meta.install()
+        meta_kernels.install()
         kernels.install()
-        for face in FACES:
-            face.install(self.machine, self.patches)
+        for module in PATCH_MODULES:
+            module.install(self.machine, self.patches)
         gpu_trace.install(self.machine, self.patches)
         self.patches.spread()
         for register, kind in (

@@ -120,7 +120,7 @@ class _State:
         for name, value in program.variables(settings, os.environ).items():
             self._environ.setdefault(name, os.environ.get(name))
             os.environ[name] = value
-        renew(settings, again=self.on == settings)
+        restart(settings, again=self.on == settings)
         self.on = settings
 
     def turn_off(self) -> None:
@@ -150,12 +150,12 @@ class _State:
 STATE: pytest.StashKey[_State] = pytest.StashKey()
 
 
-def renew(settings: environment.Settings, again: bool) -> None:
+def restart(settings: environment.Settings, again: bool) -> None:
     """Virtual GPUs as after the start. `again`: the same ones are on already."""
     from virtualgpu import session
 
     if again and session._session is not None:  # a test may have turned them off
-        session.renew()
+        session.restart()
         return
     from virtualgpu.run import child
 

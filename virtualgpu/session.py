@@ -1,4 +1,4 @@
-"""Virtual GPUs on and off: `gpus` and `reset`; `activate` for the runner, `renew` for the pytest plugin. `blocks` has the rest."""
+"""Virtual GPUs on and off: `gpus` and `reset`; `activate` for the runner, `restart` for the pytest plugin. `blocks` has the rest."""
 
 import contextlib
 import functools
@@ -35,13 +35,13 @@ class Devices(list):
 def turn_on(
     cards: Sequence[Spec],
     visible: list[int] | None = None,
-    as_real: bool = False,
+    impersonates_real: bool = False,
     nodes: Nodes = ONE_NODE,
     clock: ClockSettings = ClockSettings(),  # noqa: B008
 ) -> Session:
     """On, or, where that fails, nothing changed."""
     global _session
-    session = _session = Session(cards, visible, as_real, nodes, _sanitize, clock)
+    session = _session = Session(cards, visible, impersonates_real, nodes, _sanitize, clock)
     try:
         session.open()
     except BaseException:  # Ctrl-C among them
@@ -102,14 +102,14 @@ def looks_for_races() -> bool:
 
 def of_the_runner() -> bool:
     """Are the virtual GPUs that are on those that the runner gave this process, and gives every process that it starts?"""
-    return _session is not None and _session.as_real
+    return _session is not None and _session.impersonates_real
 
 
 def machine() -> Machine | None:
     """The virtual GPUs that are on, if any. None, too, where they are to pass for real ones (HELPERS_GPUS=real under the runner), but
     in a dry run, which real ones cannot do.
     """
-    if _session is None or (_session.as_real and not _session.machine.dry and _wanted_kind() == "real"):
+    if _session is None or (_session.impersonates_real and not _session.machine.dry and _wanted_kind() == "real"):
         return None
     return _session.machine
 
@@ -145,7 +145,7 @@ def gpus(
     cards, nodes = tuple(specs.find_all(n, like, memory)), Nodes.of(n, gpus_per_node, network)
     clock_settings = hosts.settings(clock, host)
     kind = _wanted_kind()
-    if _session is not None and not _session.as_real:
+    if _session is not None and not _session.impersonates_real:
         new = (_session.cards, _session.nodes, _session.clock) != (cards, nodes, clock_settings)
         if new:
             dry = _session.machine.always_dry
@@ -195,19 +195,19 @@ def activate(
         return visible_gpus(len(cards), gpus_per_node=gpus_per_node)
 
     nodes = Nodes.of(len(cards), gpus_per_node, network)
-    machine = turn_on(cards, choose(), as_real=True, nodes=nodes, clock=hosts.settings(clock, host)).machine
+    machine = turn_on(cards, choose(), impersonates_real=True, nodes=nodes, clock=hosts.settings(clock, host)).machine
     machine.be_dry(dry)
     machine.choose = choose
     return machine
 
 
 @_one_at_a_time
-def renew() -> None:
+def restart() -> None:
     """The same virtual GPUs, fresh: empty, at time zero. Tensors on the old ones are lost."""
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _close()
-    new = turn_on(old.cards, old.machine.visible, old.as_real, old.nodes, old.clock).machine
+    new = turn_on(old.cards, old.machine.visible, old.impersonates_real, old.nodes, old.clock).machine
     new.be_dry(old.machine.always_dry)
     new.choose = old.machine.choose
     if old.machine.ledger is not None:
@@ -215,7 +215,7 @@ def renew() -> None:
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """The virtual GPUs that are on are off in this block; after it they are back, and what lies on them."""
     global _played
     kept, kept_played, _played = _close(), _played, None

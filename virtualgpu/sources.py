@@ -13,7 +13,7 @@ from typing import NamedTuple
 from virtualgpu import session
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible
-from virtualgpu.simulation.usage import Utilization
+from virtualgpu.timing.usage import Utilization
 
 GAP = math.nan
 

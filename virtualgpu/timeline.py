@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
 from virtualgpu.blocks import recording
-from virtualgpu.simulation.clock import Span
-from virtualgpu.simulation.rows import row
+from virtualgpu.timing.clock import Span
+from virtualgpu.timing.rows import row
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
 

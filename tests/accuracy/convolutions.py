@@ -17,8 +17,8 @@ import torch
 from tests.accuracy.kernels import within
 from virtualgpu.hardware.achieved import KEYS
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.simulation import convolving
-from virtualgpu.simulation.kernels import Kernels
+from virtualgpu.timing import convolving
+from virtualgpu.timing.kernels import Kernels
 
 TABLE = Path(__file__).parent / "convolutions.csv"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from virtualgpu.hardware.achieved import KEYS
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.simulation.kernels import Kernels
+from virtualgpu.timing.kernels import Kernels
 
 TABLE = Path(__file__).parent / "kernels.csv"
 BYTES = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}

@@ -13,10 +13,10 @@ from helpers import Monitor, data, plots
 from helpers.plots import devices
 from helpers.plots import figures as drawing
 from virtualgpu.run.fit import Trial
-from virtualgpu.simulation.clock import Span
-from virtualgpu.simulation.rows import row
 from virtualgpu.sources import Reading, Source
 from virtualgpu.timeline import Timeline
+from virtualgpu.timing.clock import Span
+from virtualgpu.timing.rows import row
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from virtualgpu.simulation.beside import Beside
-from virtualgpu.simulation.queues import Engine
+from virtualgpu.timing.beside import Beside
+from virtualgpu.timing.queues import Engine
 
 
 def of(*kernels: tuple[float, float]) -> Beside:

@@ -12,7 +12,7 @@ from tests.virtualgpu.programs import SplitResNet, train
 from tests.virtualgpu.test_memory import MODELS, steps
 from virtualgpu.hardware.hosts import DEFAULT, HOSTS
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.simulation.clock import Clock
+from virtualgpu.timing.clock import Clock
 
 helpers = pytest.importorskip("helpers")
 T4 = SPECS["T4"]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
 from virtualgpu import _compat
-from virtualgpu.simulation import costs
+from virtualgpu.timing import costs
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import virtualgpu
 from virtualgpu import _compat, session
-from virtualgpu.engine.home import Home
+from virtualgpu.engine.allocation import Allocation
 from virtualgpu.memory.blocks import Block
 
 MIB = 1 << 20
@@ -438,7 +438,7 @@ def test_five_hundred_steps_leave_no_trace(without_workspaces):
             [g.settled().allocated for g in machine.gpus],
             [g.settled().reserved for g in machine.gpus],
             [gpu.settled().statistics.retries for gpu in machine.gpus],
-            sum(type(o) in (Home, Block) for o in gc.get_objects()),
+            sum(type(o) in (Allocation, Block) for o in gc.get_objects()),
         )
 
     steps(20)

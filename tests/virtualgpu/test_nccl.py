@@ -7,7 +7,7 @@ import pytest
 import virtualgpu
 from virtualgpu.hardware import links, networks
 from virtualgpu.hardware.specs import Link, find
-from virtualgpu.simulation import nccl
+from virtualgpu.timing import nccl
 
 SIZES = (1, 100, 5000, 65536, 10**6, 25 << 20, 10**9)
 RANKS = (2, 4, 8, 16, 32, 64, 512)

@@ -1,4 +1,4 @@
-"""The guard over PyTorch's surface: each name of C++ that has to do with GPUs is in a row of `patches/surface.py`, and the row is true.
+"""The guard over PyTorch's surface: each name of C++ that has to do with GPUs is in a row of `torch_api/surface.py`, and the row is true.
 
 It fails with a new PyTorch that brings a name, renames one or drops one: give the name a row, or a version in SINCE or UNTIL.
 """
@@ -13,7 +13,7 @@ import torch.distributed
 
 import virtualgpu
 from virtualgpu import _compat, session
-from virtualgpu.patches import surface
+from virtualgpu.torch_api import surface
 
 C10D = "_distributed_c10d."
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def stand_ins() -> dict[str, object]:
 
 def complaints(names: set[str], there: set[str], version: tuple[int, int], with_cuda: bool) -> list[str]:
     """What is wrong with the table: `names` of PyTorch that need a row, and the rows' names that are `there`."""
-    wrong = [f"{name}: PyTorch has it, and no row of patches/surface.py does" for name in names - set(EVERY)]
+    wrong = [f"{name}: PyTorch has it, and no row of torch_api/surface.py does" for name in names - set(EVERY)]
     if with_cuda:
         lacking = surface.lacking(version)
         private = {name for name in EVERY if not name.startswith("torch.")}
@@ -88,7 +88,7 @@ def test_the_guard_sees_what_is_new_renamed_or_back():
     names = there = {name for name in EVERY if not name.startswith("torch.")} - surface.lacking((2, 15))
     assert complaints(names, there, (2, 15), True) == []
     assert complaints(names | {"_cuda_new"}, there, (2, 15), True) == [
-        "_cuda_new: PyTorch has it, and no row of patches/surface.py does"
+        "_cuda_new: PyTorch has it, and no row of torch_api/surface.py does"
     ]
     renamed = there - {"_cuda_sleep"}
     assert complaints(renamed, renamed, (2, 15), True) == [

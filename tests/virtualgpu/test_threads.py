@@ -141,7 +141,7 @@ def test_the_world_of_a_dry_run_is_one_threads(monkeypatch):
         assert Turns("aba").run(a=alone, b=other) == {"a": None, "b": False}
     with virtualgpu.dry_run(world_size=8):
         pass
-    assert virtualgpu.machine().alone is None
+    assert virtualgpu.machine().single_rank is None
 
 
 def test_what_has_numbers_in_a_dry_run_has_them_for_its_thread(monkeypatch):

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from virtualgpu import Timeline
-from virtualgpu.simulation.queues import Span
-from virtualgpu.simulation.rows import passes
+from virtualgpu.timing.queues import Span
+from virtualgpu.timing.rows import passes
 
 
 def span(start, end, kind):

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from virtualgpu.distributed import numbers
+from virtualgpu.distributed import transport
+from virtualgpu.distributed.arrivals import SLOTS, Arrivals, Words
 from virtualgpu.distributed.calls import Call
-from virtualgpu.distributed.moments import SLOTS, Page, Words
-from virtualgpu.distributed.tape import ROOM
+from virtualgpu.distributed.message_log import ROOM
 
-KINDS = tuple(numbers.CARRIERS)
+KINDS = tuple(transport.CARRIERS)
 DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 OPERATIONS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
@@ -105,30 +105,32 @@ def splits_of(call: Call, rank: int, size: int) -> Splits | None:
 class SplitsOfRanks:
     """What ranks have said of splits, as long as a page of moments remembers a collective."""
 
-    def __init__(self, page: Page):
-        self.page, self.size = page, page.size
-        self.record = struct.Struct(f"{2 * page.size}q")
+    def __init__(self, arrivals: Arrivals):
+        self.arrivals, self.size = arrivals, arrivals.size
+        self.record = struct.Struct(f"{2 * arrivals.size}q")
         self.mine: dict[int, Splits] = {}
 
     def write(self, number: int, splits: Splits) -> None:
         """This rank says them, before it says that it has come to collective `number`."""
         self.mine[number] = splits
         self.mine.pop(number - SLOTS, None)
-        if self.page.file is not None:
-            os.pwrite(self.page.file, self.record.pack(*splits.gives, *splits.takes), self._at(self.page.rank, number))
+        if self.arrivals.file is not None:
+            os.pwrite(
+                self.arrivals.file, self.record.pack(*splits.gives, *splits.takes), self._at(self.arrivals.rank, number)
+            )
 
     def read(self, rank: int, number: int, words: Words) -> Splits:
         """Those of a rank that said these words of it."""
         if not has_splits(words):
             each = words[1] // self.size if kind_of(words) == "all_to_all" else words[1]
             return Splits([each] * self.size, [each] * self.size)
-        if rank == self.page.rank:
+        if rank == self.arrivals.rank:
             return self.mine[number]
-        read = self.record.unpack(os.pread(self.page.file, self.record.size, self._at(rank, number)))
+        read = self.record.unpack(os.pread(self.arrivals.file, self.record.size, self._at(rank, number)))
         return Splits(list(read[: self.size]), list(read[self.size :]))
 
     def _at(self, rank: int, number: int) -> int:
-        return self.page.nbytes + self.size * ROOM + (rank * SLOTS + number % SLOTS) * self.record.size
+        return self.arrivals.nbytes + self.size * ROOM + (rank * SLOTS + number % SLOTS) * self.record.size
 
 
 def difference(

@@ -14,17 +14,17 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat, agreement, numbers
+from virtualgpu.distributed import _compat, agreement, transport
+from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check
 from virtualgpu.distributed.counts import counts
 from virtualgpu.distributed.errors import Naming
-from virtualgpu.distributed.moments import Alone, Page
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
-from virtualgpu.distributed.work import Together, VirtualWork
+from virtualgpu.distributed.work import CoalescedWork, VirtualWork
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.simulation.queues import Queue
+from virtualgpu.timing.queues import Queue
 
 KEPT = 1024  # works that nobody waits for are remembered up to so many
 
@@ -35,11 +35,19 @@ class Communicator:
     """
 
     def __init__(
-        self, machine: Machine, name: str, ranks: list[int], rank: int, gloo, page: Page, layout: Layout, gpu: GPU
+        self,
+        machine: Machine,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        gloo,
+        arrivals: Arrivals,
+        layout: Layout,
+        gpu: GPU,
     ):
         self.machine, self.clock = machine, machine.clock
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
-        self.gloo, self.page, self.layout, self.gpu = gloo, page, layout, gpu
+        self.gloo, self.arrivals, self.layout, self.gpu = gloo, arrivals, layout, gpu
         self.timeout = timedelta(minutes=10)
         self.number = 0  # of the latest collective, from 1
         self.resolved = 0  # up to which ends are known
@@ -51,7 +59,7 @@ class Communicator:
         self.together: list[VirtualWork] | None = None  # inside of a coalescing manager
         self._backward: list[VirtualWork] = []  # whose futures are to be complete at the end of the pass
         self.statistics = machine.communicators.statistics
-        self.splits = agreement.SplitsOfRanks(page)
+        self.splits = agreement.SplitsOfRanks(arrivals)
         self.unlike: VirtualWork | None = None  # that another rank means something else by
         self.failed: RuntimeError | None = None  # the first error: nothing begins after it
         self.messages: Messages | None = None
@@ -97,15 +105,15 @@ class Communicator:
         if splits is not None:
             self.splits.write(number, splits)
         work.words = words = agreement.words_of(work.call, splits)
-        self.page.post(number, work.issued, words, self.timeout)
-        others = self.page.come(number)
+        self.arrivals.post(number, work.issued, words, self.timeout)
+        others = self.arrivals.come(number)
         if splits is not None:
             others.append((self.rank, words))
         return any(self._difference(work, rank, said) for rank, said in others)
 
     def _difference(self, work: VirtualWork, rank: int, said: agreement.Words) -> str | None:
         """What another rank means that this one does not, or that rank's own two sides that do not fit."""
-        if (said == work.words and not agreement.has_splits(said)) or isinstance(self.page, Alone):
+        if (said == work.words and not agreement.has_splits(said)) or isinstance(self.arrivals, SingleRankArrivals):
             return None
         differs, number, other = agreement.difference, work.number, (rank, said)
         return differs(number, (self.rank, work.words), other, self.splits, self.ranks) or (
@@ -116,7 +124,7 @@ class Communicator:
         with self.machine.untracked():
             carried = counts(work.call) if self.machine.dry else work.call
             if self.gloo is not None and carried is not None:
-                work.transfer = numbers.start(self.gloo, carried, self.rank, self.size, self.timeout)
+                work.transfer = transport.start(self.gloo, carried, self.rank, self.size, self.timeout)
 
     def _own_stream(self, gpu: GPU) -> Queue:
         if self.stream is None or self.stream.gpu != gpu.index:
@@ -133,9 +141,9 @@ class Communicator:
             earlier = self.works[number]
             with self.errors(work.call.kind):
                 try:
-                    found = self.page.read(number, self.timeout)
+                    found = self.arrivals.read(number, self.timeout)
                 except RuntimeError:  # of two that differ and a third that does not come, the two are the cause
-                    self._agree(earlier, self.page.come(number))
+                    self._agree(earlier, self.arrivals.come(number))
                     raise
             self._agree(earlier, enumerate(said for _, said in found))
             nbytes = max(agreement.bytes_of(said) for _, said in found)
@@ -203,13 +211,13 @@ class Communicator:
             self.messages.start(exchange)
         return exchange
 
-    def end_together(self) -> Together:
+    def end_together(self) -> CoalescedWork:
         """The end of a coalescing manager: one work for all that was called inside."""
         works, self.together = self.together or [], None
         if self.batch is not None:
             self.messages.start(self.batch)
             self.batch = None
-        self.latest = Together(works)
+        self.latest = CoalescedWork(works)
         return self.latest
 
     def settle_collectives(self) -> None:
@@ -226,7 +234,7 @@ class Communicator:
     def errors(self, what: str) -> Naming:
         """Around what waits for other ranks: errors name them."""
         where = f"{what} of rank {self.ranks[self.rank]} in group {self.name!r}"
-        return Naming(where, self.ranks, self.timeout, self.page.ended, lambda: self.page.behind(self.number))
+        return Naming(where, self.ranks, self.timeout, self.arrivals.ended, lambda: self.arrivals.behind(self.number))
 
 
 def _size(nbytes: int) -> str:

@@ -34,7 +34,7 @@ def message_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
 
 
-class Alike:
+class SymmetricBackend:
     """In gloo's place where one rank is played alone: what it would carry if all ranks gave what this one gives.
 
     What another rank broadcasts is not known: 0.
@@ -43,7 +43,7 @@ class Alike:
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
 
-    def allreduce(self, tensors: list[torch.Tensor], options) -> "Alike":
+    def allreduce(self, tensors: list[torch.Tensor], options) -> "SymmetricBackend":
         """options.reduceOp: a sum and a product count all ranks; others leave the tensor as it is."""
         if options.reduceOp == dist.ReduceOp.SUM:
             tensors[0].mul_(self.size)
@@ -51,13 +51,13 @@ class Alike:
             tensors[0].pow_(self.size)
         return self
 
-    def broadcast(self, tensors: list[torch.Tensor], options) -> "Alike":
+    def broadcast(self, tensors: list[torch.Tensor], options) -> "SymmetricBackend":
         """options.rootRank: who sends."""
         if options.rootRank != self.rank:
             tensors[0].zero_()
         return self
 
-    def _allgather_base(self, whole: torch.Tensor, given: torch.Tensor, options) -> "Alike":
+    def _allgather_base(self, whole: torch.Tensor, given: torch.Tensor, options) -> "SymmetricBackend":
         whole.view(self.size, -1)[:] = given
         return self
 

@@ -10,9 +10,9 @@ import torch
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:

@@ -9,7 +9,7 @@ from virtualgpu import _compat
 from virtualgpu.distributed import dtensor_random
 from virtualgpu.distributed.objects import with_numbers
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:

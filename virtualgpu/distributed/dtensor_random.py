@@ -9,7 +9,7 @@ import contextlib
 
 import torch
 
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.registry import Patches
 
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed.moments import RankEnded, RankLate
+from virtualgpu.distributed.arrivals import RankEnded, RankLate
 
 ORDER = "Do all ranks call the same collectives in the same order?"
 

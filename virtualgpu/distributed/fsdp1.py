@@ -12,8 +12,8 @@ from torch import nn
 from virtualgpu import _compat as names
 from virtualgpu.distributed import _compat
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.imports import when_imported
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.imports import when_imported
+from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:

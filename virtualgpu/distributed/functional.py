@@ -8,7 +8,7 @@ import torch
 
 from virtualgpu.distributed import _compat
 from virtualgpu.distributed.calls import OPERATIONS
-from virtualgpu.engine.home import gpu_of, storage_of
+from virtualgpu.engine.allocation import gpu_of, storage_of
 
 WORK = "_virtual_work"  # on the storage of a result: the collective that fills it
 

@@ -12,18 +12,18 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import is_really_meta
-from virtualgpu.distributed import _compat, numbers
+from virtualgpu.distributed import _compat, transport
+from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
 from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
-from virtualgpu.distributed.counts import Alike
+from virtualgpu.distributed.counts import SymmetricBackend
 from virtualgpu.distributed.errors import Naming
 from virtualgpu.distributed.meeting import Meeting, Processes
-from virtualgpu.distributed.moments import Alone, Page
+from virtualgpu.distributed.message_log import RECV, SEND
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
 from virtualgpu.distributed.statistics import Statistics
-from virtualgpu.distributed.tape import RECV, SEND
-from virtualgpu.distributed.work import Together, VirtualWork
-from virtualgpu.engine.home import gpu_of, home_of
+from virtualgpu.distributed.work import CoalescedWork, VirtualWork
+from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.values import forget
 
@@ -93,10 +93,10 @@ class Communicators:
             if group is None or name == group.group_name:
                 communicator = self.known.pop((name, index), None)
                 if communicator is not None:
-                    communicator.page.leave()
+                    communicator.arrivals.leave()
         if group is None:
             self.backends.clear()
-            numbers.let_go()
+            transport.let_go()
 
     # -- collectives
 
@@ -150,10 +150,10 @@ class Communicators:
         """Collectives of this group are collected from now on, by the communicator of the first one's tensors."""
         self.coalescing[group.group_name] = None
 
-    def end_coalescing(self, group) -> Together:
+    def end_coalescing(self, group) -> CoalescedWork:
         """One work for all that was called since."""
         communicator = self.coalescing.pop(group.group_name, None)
-        return Together([]) if communicator is None else communicator.end_together()
+        return CoalescedWork([]) if communicator is None else communicator.end_together()
 
     def _of_group(self, group) -> list[Communicator]:
         """Those of the GPUs that the group has used, in the order in which they were made: on all ranks the same."""
@@ -165,32 +165,35 @@ class Communicators:
         here, backend = Where.of(self.machine, gpu), self._backend(group)
         timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
         if _compat.is_fake(group):
-            alone = self.machine.alone
+            alone = self.machine.single_rank
             found = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
-            page, backend = Alone(rank, size), Alike(rank, size) if self.machine.dry else None
+            arrivals, backend = (
+                SingleRankArrivals(rank, size),
+                SymmetricBackend(rank, size) if self.machine.dry else None,
+            )
         else:
             with Naming(f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout):
-                page, found = self._meet_others(group, here, ranks, timeout)
+                arrivals, found = self._meet_others(group, here, ranks, timeout)
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
                 one_gpu_each(found)
-        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, page, Layout(found), gpu)
+        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(found), gpu)
         communicator.timeout = timeout
         return communicator
 
-    def _meet_others(self, group, here: Where, ranks: list[int], timeout: timedelta) -> tuple[Page, list[Where]]:
+    def _meet_others(self, group, here: Where, ranks: list[int], timeout: timedelta) -> tuple[Arrivals, list[Where]]:
         """All ranks of the group come here. Raises RankEnded or RankLate for one that does not."""
         rank, size = group.rank(), group.size()
         store = dist.PrefixStore(f"virtualgpu/{len(self._of_group(group))}", _compat.store_of(group))
         processes = getattr(self._backend(group), "processes", None)
         meeting = Meeting(store, size, timeout, processes, lambda member: self._returned(ranks[member]))
-        page = Page.meet(meeting, rank, size)
+        arrivals = Arrivals.meet(meeting, rank, size)
         try:
             meeting.set(f"virtualgpu/{rank}", json.dumps(here.said()))
             keys = {f"virtualgpu/{other}": other for other in range(size)}
             meeting.wait(keys)
-            return page, [Where.heard(json.loads(meeting.get(key, other))) for key, other in keys.items()]
+            return arrivals, [Where.heard(json.loads(meeting.get(key, other))) for key, other in keys.items()]
         finally:
-            page.unname()
+            arrivals.unname()
 
     def returned(self, store, rank: int) -> None:
         """This rank of `launch` has returned from its function: who waits for it need not. In the first communicator of all ranks it
@@ -198,7 +201,7 @@ class Communicators:
         last = self._of_group(dist.group.WORLD)[:1] if dist.is_initialized() else []
         for communicator in self.known.values():
             if communicator not in last:
-                communicator.page.leave()
+                communicator.arrivals.leave()
         store.set(_returned(rank), "")
 
     def _returned(self, rank: int) -> bool:
@@ -244,7 +247,9 @@ class Communicators:
         if found:
             return self.machine.own(found.pop())
         on_gpu = self._only_gpus(group)
-        free = [tensor for tensor in tensors if (home := home_of(tensor)) is not None and home.gpu is None]
+        free = [
+            tensor for tensor in tensors if (allocation := allocation_of(tensor)) is not None and allocation.gpu is None
+        ]
         if tensors and len(free) == len(tensors) and self._has_gpus(group):
             return self.machine.gpu("cuda")
         if on_gpu and tensors:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from virtualgpu.distributed.moments import RankEnded, RankLate
+from virtualgpu.distributed.arrivals import RankEnded, RankLate
 from virtualgpu.memory.ledger import started
 
 LOOK = 0.1  # seconds between two looks for ranks that have ended
@@ -36,7 +36,7 @@ class Processes:
 
 
 class Meeting:
-    """The store, as `Page.meet` uses it. returned: has a rank of the group returned from its function?"""
+    """The store, as `Arrivals.meet` uses it. returned: has a rank of the group returned from its function?"""
 
     def __init__(
         self, store, size: int, timeout: timedelta, processes: Processes | None, returned: Callable[[int], bool]

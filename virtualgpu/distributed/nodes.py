@@ -12,11 +12,11 @@ from typing import NamedTuple
 from torch import distributed as dist
 
 from virtualgpu import environment
-from virtualgpu.distributed import place
+from virtualgpu.distributed import rank_config
 from virtualgpu.environment import bus_id
 from virtualgpu.hardware import networks
 from virtualgpu.hardware.networks import Network
-from virtualgpu.simulation import nccl
+from virtualgpu.timing import nccl
 
 
 class Nodes(NamedTuple):
@@ -29,7 +29,7 @@ class Nodes(NamedTuple):
     def of(cls, gpus: int, gpus_per_node: int | None, network: str | Network | None) -> "Nodes":
         """Of that many GPUs. Raises ValueError for what cannot be."""
         if gpus_per_node is not None:
-            place.nodes(gpus, gpus_per_node)
+            rank_config.nodes(gpus, gpus_per_node)
         return cls(gpus_per_node, None if network is None else networks.find(network))
 
 

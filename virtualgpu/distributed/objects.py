@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.registry import Patches
 
 OF_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")  # what `src` alone knows
 NAMES = (*OF_ONE_RANK, "send_object_list", "all_gather_object", "gather_object")
@@ -43,7 +43,7 @@ def _of_objects(machine: Machine, original):
 
     @functools.wraps(original)
     def function(*args, **kwargs):
-        if machine.alone is not None:
+        if machine.single_rank is not None:
             return _alone(original.__name__, signature.bind(*args, **kwargs).arguments)
         return numbers(*args, **kwargs)
 

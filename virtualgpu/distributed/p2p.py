@@ -16,12 +16,12 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu.distributed import _compat
+from virtualgpu.distributed.arrivals import SingleRankArrivals
 from virtualgpu.distributed.counts import message_of
-from virtualgpu.distributed.moments import Alone
-from virtualgpu.distributed.numbers import flat
-from virtualgpu.distributed.tape import RECV, SEND, Message, Tape
+from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog
+from virtualgpu.distributed.transport import flat
 from virtualgpu.engine.values import forget
-from virtualgpu.simulation.queues import Queue
+from virtualgpu.timing.queues import Queue
 
 BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
 
@@ -41,8 +41,8 @@ class Messages:
 
     def __init__(self, communicator):
         self.of = communicator
-        self.tape = Tape(communicator.page)
-        self.alone = isinstance(communicator.page, Alone)
+        self.log = MessageLog(communicator.arrivals)
+        self.alone = isinstance(communicator.arrivals, SingleRankArrivals)
         if self.alone:
             warnings.warn(NEIGHBOURS, stacklevel=2)
         self.ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]
@@ -66,7 +66,7 @@ class Messages:
             self.streams[key] = of.clock.collectives.new_stream(gpu.index)
         exchange.stream = self.streams[key]
         messages = [(way, peer, tensor.nbytes) for way, peer, tensor in exchange.messages]
-        exchange.number = self.last[key] = self.tape.write(issued, self.last.get(key, -1), messages)
+        exchange.number = self.last[key] = self.log.write(issued, self.last.get(key, -1), messages)
         if not self.alone and of.gloo is not None:
             with of.machine.untracked():
                 self._carry(exchange)
@@ -75,7 +75,7 @@ class Messages:
         self.open.append(exchange)
 
     def _carry(self, exchange: "Exchange") -> None:
-        gloo, written = self.of.gloo, self.tape.batches[self.of.rank][exchange.number].messages
+        gloo, written = self.of.gloo, self.log.batches[self.of.rank][exchange.number].messages
         for (way, peer, tensor), message in zip(exchange.messages, written, strict=True):
             carried = message_of(tensor) if self.of.machine.dry else tensor
             if carried is None or not carried.numel():
@@ -84,9 +84,9 @@ class Messages:
             memory = flat(carried).view(torch.uint8)[: _extent(tensor)]
             if peer == self.of.rank:  # gloo has no way to oneself
                 if way == SEND:
-                    self.to_itself[message.nth] = memory.clone()
+                    self.to_itself[message.index] = memory.clone()
                 else:
-                    exchange.from_itself.append((memory, message.nth))
+                    exchange.from_itself.append((memory, message.index))
                 continue
             scratch = memory.clone() if way == SEND else torch.empty_like(memory)
             exchange.works.append((gloo.send if way == SEND else gloo.recv)([scratch], peer, _tag(message)))
@@ -100,7 +100,7 @@ class Messages:
         known = self.ends[rank].get(number)
         if known is not None:
             return known
-        batch = self.tape.batches[rank][number]
+        batch = self.log.batches[rank][number]
         begin = end = ready = self._ready(rank, number, deadline, path)
         for message in batch.messages:
             seconds = self.of.layout.message(message.nbytes, rank, message.peer)
@@ -108,11 +108,11 @@ class Messages:
             if leaves or message.peer == rank or self.alone:
                 end = max(end, ready + seconds)
                 continue
-            theirs = self.tape.batch_of(message.peer, 1 - message.way, rank, message.nth, deadline, self.of.timeout)
+            theirs = self.log.batch_of(message.peer, 1 - message.way, rank, message.index, deadline, self.of.timeout)
             self._agree(
                 rank,
                 message,
-                next(m for m in self.tape.batches[message.peer][theirs].messages if _other_side(message, rank, m)),
+                next(m for m in self.log.batches[message.peer][theirs].messages if _other_side(message, rank, m)),
             )
             there = self._ready(message.peer, theirs, deadline, (*path, (rank, number)))
             if message.way == RECV and message.nbytes <= BUFFER:
@@ -140,7 +140,7 @@ class Messages:
         """The stream has come to it: the batch before it on that stream is over."""
         if (rank, number) in path:
             raise Hang
-        batch = self.tape.batches[rank][number]
+        batch = self.log.batches[rank][number]
         if batch.after < 0:
             return batch.issued
         return max(batch.issued, self.end(rank, batch.after, deadline, (*path, (rank, number))))
@@ -180,12 +180,12 @@ class Exchange(_compat.Work):
                 work.wait()
             for memory, scratch in self.arrived:
                 memory.copy_(scratch)
-            for memory, nth in self.from_itself:
-                if nth not in self.of.to_itself:
+            for memory, index in self.from_itself:
+                if index not in self.of.to_itself:
                     raise dist.DistBackendError(
                         "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
                     )
-                memory.copy_(self.of.to_itself.pop(nth))
+                memory.copy_(self.of.to_itself.pop(index))
         self.end, self.works, self.arrived, self.held, self.from_itself = end, [], [], [], []
         if self in self.of.open:
             self.of.open.remove(self)
@@ -233,9 +233,9 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _other_side(mine: Message, rank: int, theirs: Message) -> bool:
-    return (theirs.way, theirs.peer, theirs.nth) == (1 - mine.way, rank, mine.nth)
+    return (theirs.way, theirs.peer, theirs.index) == (1 - mine.way, rank, mine.index)
 
 
 def _tag(message: Message) -> int:
     """Gloo brings together what has one tag; two sizes, which it would end the process for, have two. 31 bits."""
-    return message.nth % (1 << 12) | (message.nbytes * 2654435761 >> 8) % (1 << 19) << 12
+    return message.index % (1 << 12) | (message.nbytes * 2654435761 >> 8) % (1 << 19) << 12

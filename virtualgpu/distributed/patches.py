@@ -5,16 +5,16 @@ import functools
 
 import torch
 
-from virtualgpu.engine import special
+from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed import _compat, alone, ddp, dtensor, fsdp1, groups, objects, pipelines, rpc
+    from virtualgpu.distributed import _compat, ddp, dtensor, fsdp1, groups, objects, pipelines, rpc, single_rank
 
     communicators = machine.communicators = groups.Communicators(machine)
     _operations()
@@ -24,7 +24,7 @@ def install(machine: Machine, patches: Patches) -> None:
     if hasattr(torch.distributed, "_make_nccl_premul_sum"):
         make = torch.distributed._make_nccl_premul_sum
         patches.replace_everywhere(torch.distributed, "_make_nccl_premul_sum", _compat.premul_sum(make))
-    alone.install(machine, patches)
+    single_rank.install(machine, patches)
     ddp.install(machine, patches)
     dtensor.install(machine, patches)
     fsdp1.install(machine, patches)
@@ -44,7 +44,7 @@ def _operations() -> None:
         return functional.run(dispatch, func, args, kwargs, dispatch.machine.communicators)
 
     for namespace, handler in (("c10d", of_c10d), ("_c10d_functional", of_functional)):
-        special.NAMESPACES[namespace] = handler
+        overrides.NAMESPACES[namespace] = handler
 
 
 def _backend(communicators, patches: Patches) -> None:

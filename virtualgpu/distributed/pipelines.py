@@ -14,8 +14,8 @@ import torch
 from virtualgpu.distributed import _compat
 from virtualgpu.distributed.objects import with_numbers
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.imports import when_imported
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.imports import when_imported
+from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -33,7 +33,7 @@ def install(machine: Machine, patches: Patches) -> None:
 def _vote(machine: Machine, module, original):
     @functools.wraps(original)
     def method(schedule, stages, has_backward, *args, **kwargs):
-        passed_along = machine.alone is not None and original.__name__ == _compat.PASSED_ALONG
+        passed_along = machine.single_rank is not None and original.__name__ == _compat.PASSED_ALONG
         if not (passed_along and _compat.vote_for_all(module, stages, has_backward)):  # else nobody would send it
             original(schedule, stages, has_backward, *args, **kwargs)
 

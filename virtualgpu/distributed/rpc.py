@@ -12,10 +12,10 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.distributed._compat import rpc_internal
-from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.imports import when_imported
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api.imports import when_imported
+from virtualgpu.torch_api.registry import Patches
 
 SECONDS = 30  # for all threads of a pool to come
 NO_MAP = (

@@ -1,7 +1,7 @@
 """What this process's collectives came to, for the table at the end of a run."""
 
 from virtualgpu.memory.ledger import Communication
-from virtualgpu.simulation.clock import Clock
+from virtualgpu.timing.clock import Clock
 
 
 class Statistics:

@@ -3,10 +3,10 @@
 import torch
 
 from virtualgpu._compat import current_node, graph_task
-from virtualgpu.distributed import _compat, numbers
+from virtualgpu.distributed import _compat, transport
 from virtualgpu.distributed.calls import Call
 from virtualgpu.engine.machine import GPU
-from virtualgpu.simulation.queues import Queue
+from virtualgpu.timing.queues import Queue
 
 
 class VirtualWork(_compat.Work):
@@ -45,7 +45,7 @@ class VirtualWork(_compat.Work):
             self.communicator.failed = self.communicator.failed or error
             self.communicator.forget(self)
             if self.transfer is not None:
-                numbers.LOST.append(self.call)
+                transport.LOST.append(self.call)
             raise
 
     def wait(self, timeout=None) -> bool:
@@ -118,7 +118,7 @@ class VirtualWork(_compat.Work):
         self._value = []
 
 
-class Together(_compat.Work):
+class CoalescedWork(_compat.Work):
     """Several collectives that are waited for as one."""
 
     def __init__(self, works: list[VirtualWork]):

@@ -7,10 +7,10 @@ blocks that its mask leaves. Called without torch.compile, a real GPU would hold
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
-from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.operations import tensors_of
 from virtualgpu.engine.timing import Kernel
-from virtualgpu.simulation import attention
+from virtualgpu.timing import attention
 
 
 def backward_flops(query, key, value, *args, out_val=None) -> int:

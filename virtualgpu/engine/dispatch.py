@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import alerts, attention, extensions, special, values
+from virtualgpu.engine import attention, extensions, nondeterministic, overrides, values
+from virtualgpu.engine.allocation import MadeByCpp, gpu_of, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
-from virtualgpu.engine.home import MadeByCpp, gpu_of, label, made_by_cpp
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import MASKS, Operation, tensors_of
+from virtualgpu.engine.outputs import place_output, place_outputs
 from virtualgpu.engine.place import Places
-from virtualgpu.engine.results import settle, settle_all
 from virtualgpu.engine.timing import Timing
 
 PLAIN, STRIDED = (Tensor,), torch.strided
@@ -69,7 +69,7 @@ class Dispatch(TorchDispatchMode):
                     return out
                 with self:  # the operations that it is made of come by
                     return _compat.implementation(func)(*args, **kwargs)
-            op = Operation(func, special.handler(func))
+            op = Operation(func, overrides.handler(func))
             if op.extension:
                 op.on_gpu = extensions.on_gpu(func)
             _operations[func] = op
@@ -84,7 +84,7 @@ class Dispatch(TorchDispatchMode):
             if self.machine.some_dry and self.machine.dry:
                 values.follow_view(func, args, kwargs, out)
             return out
-        if op.special is not None and (out := op.special(self, func, args, kwargs)) is not NotImplemented:
+        if op.override is not None and (out := op.override(self, func, args, kwargs)) is not NotImplemented:
             return out
         if op.extension and (out := extensions.run(self, func, args, kwargs)) is not NotImplemented:
             return out
@@ -102,7 +102,7 @@ class Dispatch(TorchDispatchMode):
         """Carry out an operation of tensors that are all on `gpu` (None: the CPU)."""
         machine, clock = self.machine, self.clock
         if op.alert is not None and gpu is not None and torch.are_deterministic_algorithms_enabled():
-            alerts.check(op, args, kwargs)
+            nondeterministic.check(op, args, kwargs)
         waits = op.shape_from_values and kwargs.get("output_size") is None
         waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
         asserts = False
@@ -127,10 +127,10 @@ class Dispatch(TorchDispatchMode):
         if clock.multi and _compat.graph_task() == -1:
             self.timing.note_streams(tensors, gpu)
         if type(out) is Tensor:
-            settle(op, out, gpu)
+            place_output(op, out, gpu)
             tensors.append(out)
         elif isinstance(out, (tuple, list)):
-            settle_all(op, args, out, gpu)
+            place_outputs(op, args, out, gpu)
             tensors.extend([tensor for tensor in out if isinstance(tensor, Tensor)])
         if op.kernel:
             if op.indexes:

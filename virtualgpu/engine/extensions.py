@@ -8,7 +8,7 @@ what they are, the CPU's, and is one kernel of the GPU.
 import sys
 
 from virtualgpu import _compat
-from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.operations import tensors_of
 
 EVERY, CPU, CUDA = "CompositeExplicitAutograd", "CPU", "CUDA"

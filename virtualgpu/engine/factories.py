@@ -6,12 +6,12 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
+from virtualgpu.engine.allocation import Allocation, MadeByCpp, gpu_of, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
-from virtualgpu.engine.home import Home, MadeByCpp, gpu_of, label, made_by_cpp
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import EMPTY, Operation
-from virtualgpu.engine.results import settle
+from virtualgpu.engine.outputs import place_output
 from virtualgpu.engine.timing import Timing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -57,7 +57,7 @@ class Factories:
         else:
             out, _ = self.eager.run(op, args, options, [], gpu)
         if gpu is not None:
-            settle(op, out, gpu)
+            place_output(op, out, gpu)
             self.timing.write(op, out, gpu)
         elif pinned:
             out.untyped_storage()._virtual_pinned = True
@@ -76,7 +76,9 @@ class Factories:
             gpu = self.local.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
                 if gpu.machine is self.machine:
-                    out.untyped_storage()._virtual_home = Home(gpu, out.untyped_storage().nbytes(), guessed=True)
+                    out.untyped_storage()._virtual_allocation = Allocation(
+                        gpu, out.untyped_storage().nbytes(), inferred=True
+                    )
                 return
         label(out, MadeByCpp())
 
@@ -105,7 +107,7 @@ class Factories:
         else:
             out, _ = self.eager.run(op, args, options, tensors, target)
         if target is not None:
-            settle(op, out, target)
+            place_output(op, out, target)
         elif own:
             label(out, MadeByCpp())
         if op.converts and target is not source:

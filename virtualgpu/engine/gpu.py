@@ -12,8 +12,8 @@ from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized
 from virtualgpu.hardware.hosts import DATASHEET, ClockSettings
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
-from virtualgpu.simulation.clock import Clock
-from virtualgpu.simulation.kernels import Kernels
+from virtualgpu.timing.clock import Clock
+from virtualgpu.timing.kernels import Kernels
 
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
 CONTEXT = 102 * MIB

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.home import gpu_of, home_of
+from virtualgpu.engine.allocation import allocation_of, gpu_of
 
 aten = torch.ops.aten
 
@@ -37,10 +37,10 @@ def _of_gpus(name: str, kernel):
 
 def record_stream(tensor, stream) -> None:
     """The memory of this tensor is not free before that stream is done with it. FSDP calls it past all dispatch modes."""
-    home = home_of(tensor)
-    if home is not None and home.gpu is not None and home.block is not None:
-        with home.gpu.lock:
-            home.gpu.memory.record_stream(home.block, stream.stream_id)
+    allocation = allocation_of(tensor)
+    if allocation is not None and allocation.gpu is not None and allocation.block is not None:
+        with allocation.gpu.lock:
+            allocation.gpu.memory.record_stream(allocation.block, stream.stream_id)
 
 
 def _exact(tensor):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from virtualgpu.engine.allocation import ALLOCATION, Allocation, gpu_of, storage_of
 from virtualgpu.engine.gpu import CONTEXT, GPU
-from virtualgpu.engine.home import HOME, Home, gpu_of, storage_of
 from virtualgpu.engine.in_thread import Anywhere, here
 from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking
@@ -17,9 +17,9 @@ from virtualgpu.hardware.hosts import HOSTS, ClockSettings
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.memory.ledger import Ledger
-from virtualgpu.simulation.clock import Clock
+from virtualgpu.timing.clock import Clock
 
-__all__ = ["CONTEXT", "GPU", "HOME", "Home", "Machine", "gpu_of", "storage_of"]
+__all__ = ["ALLOCATION", "CONTEXT", "GPU", "Allocation", "Machine", "gpu_of", "storage_of"]
 
 
 class Machine(Anywhere):
@@ -39,7 +39,7 @@ class Machine(Anywhere):
     ):
         self.specs, self.choose, self.clock_settings = specs, None, clock_settings
         self.ledger: Ledger | None = None
-        self.alone = None  # the rank that this process plays alone (distributed.alone.Place)
+        self.single_rank = None  # the rank that this process plays alone: distributed.rank_config.RankConfig
         self.gpus_per_node: int | None = None
         self.network: Network | None = None
         self.communicators = None  # of process groups: virtualgpu.distributed puts them here
@@ -208,7 +208,7 @@ class Machine(Anywhere):
 
     def place_storage(self, storage, gpu: GPU | None):
         """As `place`; returns the storage. None for `gpu`: the CPU; the bytes that it had on a GPU are given back."""
-        setattr(storage, HOME, None if gpu is None else Home(gpu, storage.nbytes()))
+        setattr(storage, ALLOCATION, None if gpu is None else Allocation(gpu, storage.nbytes()))
         return storage
 
 

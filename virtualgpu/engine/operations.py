@@ -4,12 +4,12 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine import halves
-from virtualgpu.engine.alerts import ALERTS
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
-from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.nondeterministic import ALERTS
 from virtualgpu.engine.workspaces import USERS
-from virtualgpu.simulation.costs import CONVOLUTIONS, WRITE_ONLY, formula
-from virtualgpu.simulation.kinds import ELEMENTWISE, KINDS, PLAIN
+from virtualgpu.timing.costs import CONVOLUTIONS, WRITE_ONLY, formula
+from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ class Operation:
     at least one new tensor. packs: wants lengths on the CPU. product: see PRODUCTS. random:
     draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
-    shape_from_values: the host must wait to know the result's shape. special: how dispatch handles it, where not like
+    shape_from_values: the host must wait to know the result's shape. override: how dispatch handles it, where not like
     the others. strict: see STRICT. takes_device: has an argument `device`. write_only: reads none. writes: position and
     name of each argument that it writes to.
     """
@@ -105,6 +105,7 @@ class Operation:
         "new",
         "on_cpu",
         "on_gpu",
+        "override",
         "packs",
         "plain",
         "pointwise",
@@ -114,7 +115,6 @@ class Operation:
         "returns",
         "returns_value_to_host",
         "shape_from_values",
-        "special",
         "strict",
         "takes_device",
         "workspace",
@@ -122,12 +122,12 @@ class Operation:
         "writes",
     )
 
-    def __init__(self, func, special=None):
+    def __init__(self, func, override=None):
         schema = func._schema
         packet = func._overloadpacket
         arguments = schema.arguments
         self.func, self.name = func, packet.__name__
-        self.special = special
+        self.override = override
         self.alert = ALERTS.get(self.name) if func.namespace == "aten" else None
         self.composite = func.namespace == "aten" and _compat.is_composite(func)
         self.is_view = func.is_view or packet in VIEWS
@@ -173,7 +173,7 @@ class Operation:
         self.plain = not (
             self.composite
             or self.is_view
-            or self.special
+            or self.override
             or self.extension
             or self.factory
             or self.generator

@@ -2,8 +2,8 @@
 
 import torch
 
-from virtualgpu.engine import special
-from virtualgpu.engine.home import gpu_of, holders, home_of, label
+from virtualgpu.engine import overrides
+from virtualgpu.engine.allocation import allocation_of, gpu_of, holders, label
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation, mismatch
 
@@ -20,50 +20,52 @@ class Places:
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
         if op.foreach:
             return self._of_lists(op, args, kwargs, tensors)
-        gpu, adrift, guess, written = UNSET, None, None, False
+        gpu, unplaced, guess, written = UNSET, None, None, False
         for tensor in tensors:
             try:
-                home = tensor.untyped_storage()._virtual_home
+                allocation = tensor.untyped_storage()._virtual_allocation
             except NotImplementedError:  # sparse tensors
-                home = home_of(tensor)
-            here = None if home is None else home.gpu
+                allocation = allocation_of(tensor)
+            here = None if allocation is None else allocation.gpu
             if here is None:
-                if home is not None:
-                    if home.at_home and (home.in_backward or not holders.in_python(tensor, tensors)):
-                        adrift = [tensor] if adrift is None else [*adrift, tensor]
+                if allocation is not None:
+                    if allocation.in_creating_call and (
+                        allocation.in_backward or not holders.in_python(tensor, tensors)
+                    ):
+                        unplaced = [tensor] if unplaced is None else [*unplaced, tensor]
                         continue
                     label(tensor, None)
                 if gpu is None:
                     continue
                 if not (op.strict or tensor.dim()):
-                    written = written or special.is_written(op, tensor, args, kwargs)
+                    written = written or overrides.is_written(op, tensor, args, kwargs)
                     continue
             elif here is gpu:
                 continue
-            elif home.guessed and (gpu is not UNSET or len(tensors) > 1):
-                adrift = [tensor] if adrift is None else [*adrift, tensor]
+            elif allocation.inferred and (gpu is not UNSET or len(tensors) > 1):
+                unplaced = [tensor] if unplaced is None else [*unplaced, tensor]
                 guess = here
                 continue
             if gpu is UNSET:
                 gpu = here
             elif op.mixed:
                 gpu = gpu or here
-            elif not special.may_stay_on_cpu(op, tensor, gpu, here):
+            elif not overrides.may_stay_on_cpu(op, tensor, gpu, here):
                 raise mismatch(op, args, kwargs)
         if gpu is UNSET and guess is not None:
             gpu = guess
         if gpu is UNSET or gpu is None:
-            for tensor in adrift or ():
-                if gpu is None and home_of(tensor).gpu is not None:  # a guess that was wrong: it is the CPU's
+            for tensor in unplaced or ():
+                if gpu is None and allocation_of(tensor).gpu is not None:  # a guess that was wrong: it is the CPU's
                     label(tensor, None)
             return None
         if op.mixed:
-            gpu = special.place_of_mixed(op, args, kwargs, gpu)
+            gpu = overrides.place_of_mixed(op, args, kwargs, gpu)
         elif written:
             raise mismatch(op, args, kwargs)
-        if adrift:
-            for tensor in adrift:
-                if not op.indexes and home_of(tensor).gpu is not gpu:
+        if unplaced:
+            for tensor in unplaced:
+                if not op.indexes and allocation_of(tensor).gpu is not gpu:
                     self.machine.place(tensor, gpu)
         self.local.last = gpu
         machine = self.machine

@@ -8,11 +8,11 @@ apart, and are taken as they lie; cuDNN has them in one buffer (flatten_paramete
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.home import gpu_of
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, tensors_of
 from virtualgpu.engine.timing import Kernel
-from virtualgpu.simulation.costs import formula
+from virtualgpu.timing.costs import formula
 
 aten = torch.ops.aten
 RELU, TANH, LSTM, GRU = range(4)  # cuDNN's numbers of them, cudnnRNNMode_t

@@ -16,12 +16,12 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine import draws, halves
 from virtualgpu.engine import sdpa_layouts as layouts
+from virtualgpu.engine.allocation import Allocation, gpu_of
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.home import Home, gpu_of
 from virtualgpu.engine.operations import SAME_DEVICE
 from virtualgpu.engine.sdpa_backends import HALVES
 from virtualgpu.engine.timing import Kernel
-from virtualgpu.simulation.attention import fused, fused_backward
+from virtualgpu.timing.attention import fused, fused_backward
 
 aten = torch.ops.aten
 FLASH_ON_CPU = 1  # what _fused_sdp_choice says of it
@@ -117,7 +117,7 @@ def backward(dispatch, func, args, kwargs):
             require_room([grad.nbytes for grad in made], gpu)
             grads = _differentiate(call, machine, grad_out, out, logsumexp, wants_bias)
             made = [layouts.laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
-    scratch = [Home(gpu, nbytes) for nbytes in layouts.scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
+    scratch = [Allocation(gpu, nbytes) for nbytes in layouts.scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
     read = [grad_out, *call.inputs, out, logsumexp]
     dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), read, made, gpu)
     del scratch

@@ -3,12 +3,12 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.home import gpu_of, home_of
+from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
-from virtualgpu.simulation import arithmetic
-from virtualgpu.simulation.costs import OF_CUDNN, moved, rate
-from virtualgpu.simulation.kinds import ELEMENTWISE, KINDS, PLAIN
+from virtualgpu.timing import arithmetic
+from virtualgpu.timing.costs import OF_CUDNN, moved, rate
+from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
 
 FLOAT = torch.float32
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
@@ -44,10 +44,10 @@ class Timing:
                 if (
                     tensor.requires_grad
                     and tensor.is_leaf
-                    and (home := home_of(tensor)) is not None
-                    and home.gpu is not None
+                    and (allocation := allocation_of(tensor)) is not None
+                    and allocation.gpu is not None
                 ):
-                    home.used_on = home.used_on or self.clock.current(home.gpu.index)
+                    allocation.used_on = allocation.used_on or self.clock.current(allocation.gpu.index)
 
     def book(self, kernel: Kernel, args, read, made, gpu: GPU, share: float = 1.0) -> None:
         """One kernel that reads the tensors `read`, and whose results `made` are on that GPU from now on. share: of its FLOPs, where
@@ -78,12 +78,20 @@ class Timing:
         # on a GPU autograd lets the stream of a backward operation wait for its gradient; who uses streams in the forward pass
         # waits for what they made by themselves
         backward = self.clock.local.backward is not None
-        homes = [home for tensor in tensors if (home := home_of(tensor)) is not None and home.gpu is gpu]
-        after = max((home.done for home in homes), default=0.0) if backward else 0.0
+        homes = [
+            allocation
+            for tensor in tensors
+            if (allocation := allocation_of(tensor)) is not None and allocation.gpu is gpu
+        ]
+        after = max((allocation.done for allocation in homes), default=0.0) if backward else 0.0
         end = self.clock.launch(gpu.index, seconds, op.name, after)
         for tensor in [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []:
-            if isinstance(tensor, torch.Tensor) and (home := home_of(tensor)) is not None and home.gpu is gpu:
-                home.done = end
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (allocation := allocation_of(tensor)) is not None
+                and allocation.gpu is gpu
+            ):
+                allocation.done = end
 
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine.home import gpu_of
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.in_thread import Anywhere
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 

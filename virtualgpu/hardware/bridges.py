@@ -1,7 +1,7 @@
 """NVLink bridges, which are sold apart: they join two equal cards on PCI Express. `like="TITAN RTX NVLink"` asks for cards with theirs.
 
 A bridged pair reaches each other's memory, also where the card alone does not. NCCL counts less of a link than its data sheet does
-(simulation/nccl.py).
+(timing/nccl.py).
 """
 
 from collections.abc import Sequence

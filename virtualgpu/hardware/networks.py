@@ -3,7 +3,7 @@
 Bytes/s are line rates in one direction, as NCCL takes them (src/graph/topo.cc: a card's Mbit/s / 8000 is its GB/s). InfiniBand and
 RoCE stand here with a card for each GPU, as machines for training have them; Ethernet with one card for all GPUs of a node, as
 ordinary servers and most instances of clouds do. A latency of their own none of them has in NCCL's model: net_ib and net_socket leave it
-at 0, and every step over a network costs the same (simulation/nccl.py). TCP's share of the line, and what it asks of the CPU, are in
+at 0, and every step over a network costs the same (timing/nccl.py). TCP's share of the line, and what it asks of the CPU, are in
 neither: with sockets a simulated time is a lower bound.
 """
 

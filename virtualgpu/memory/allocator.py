@@ -155,7 +155,7 @@ class CachingAllocator(GeneralAllocator):
             return self.free_generally(block, ends, context)
         assert block.used, "freed twice"
         block.used = False
-        free = block.home
+        free = block.free_list
         size = block.size
         before, after = block.before, block.after
         keys, blocks, bar = free.keys, free.blocks, free.bar
@@ -276,7 +276,7 @@ class CachingAllocator(GeneralAllocator):
             raise
         else:
             for block in reversed(blocks):
-                up, bar, size, requested = block.home.up, block.home.bar, block.size, block.requested
+                up, bar, size, requested = block.free_list.up, block.free_list.bar, block.size, block.requested
                 self.free(block)
                 for i, amount in enumerate((1, size, requested)):
                     up[i] -= amount

@@ -34,15 +34,15 @@ class Block:
     mark = 0  # the pool's count of searches when it became free
     accesses = None  # who used it, while races are looked for (virtualgpu.sanitizer)
 
-    def __init__(self, address: int, size: int, home: "FreeList", before: "Block | None", after: "Block | None"):
-        self.address, self.size, self.home, self.before, self.after = address, size, home, before, after
+    def __init__(self, address: int, size: int, free_list: "FreeList", before: "Block | None", after: "Block | None"):
+        self.address, self.size, self.free_list, self.before, self.after = address, size, free_list, before, after
         self.used = False
         self.requested = 0
 
     @property
     def stream(self) -> int:
         """The stream that it was allocated on."""
-        return self.home.stream
+        return self.free_list.stream
 
     @property
     def whole(self) -> bool:

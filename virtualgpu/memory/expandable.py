@@ -69,7 +69,7 @@ class Expandable:
 
     def _map(self, block: Block, size: int) -> bool:
         """Put memory behind the first `size` bytes of an unmapped block, in whole pages, and make it a free block."""
-        owner, free = self.allocator, block.home
+        owner, free = self.allocator, block.free_list
         _, page = block.segment
         size = -(-size // page) * page
         if size > owner.free_on_gpu:
@@ -100,7 +100,7 @@ class Expandable:
                     self._discard(block)
 
     def _unmap(self, block: Block) -> None:
-        owner, free = self.allocator, block.home
+        owner, free = self.allocator, block.free_list
         start, page = block.segment
         first = start + -(-(block.address - start) // page) * page
         last = start + (block.address + block.size - start) // page * page
@@ -126,14 +126,14 @@ class Expandable:
 
     def _discard(self, block: Block) -> None:
         del self.segments[block.address], self.allocator.heads[block.address]
-        block.home.unmapped.remove(block)
+        block.free_list.unmapped.remove(block)
         self.allocator._choose_way()
 
     # -- pieces
 
     def _split(self, block: Block, size: int) -> Block:
         """What is left of a block after its first `size` bytes, as a block of its own."""
-        rest = Block(block.address + size, block.size - size, block.home, block, block.after)
+        rest = Block(block.address + size, block.size - size, block.free_list, block, block.after)
         rest.segment = block.segment
         self._link(rest)
         block.size = size
@@ -153,14 +153,14 @@ class Expandable:
         for other in (block.before, block.after):
             if other is not None and not other.used and other.mapped == block.mapped:
                 if other.mapped:
-                    other.home.remove(other)
+                    other.free_list.remove(other)
                 else:
-                    other.home.unmapped.remove(other)
+                    other.free_list.unmapped.remove(other)
                 absorb(self.allocator, block, other)
 
     def _insert_unmapped(self, block: Block) -> None:
-        block.home.unmapped.append(block)
-        block.home.unmapped.sort(key=lambda other: other.address)
+        block.free_list.unmapped.append(block)
+        block.free_list.unmapped.sort(key=lambda other: other.address)
 
 
 def absorb(allocator, block: Block, other: Block) -> None:

@@ -56,7 +56,7 @@ class GeneralAllocator(Segments):
             return
         if self.history is not None:
             self._context = context if context is not None else self.history.gather(freeing=True)
-        counts = block.home.pool.counts
+        counts = block.free_list.pool.counts
         counts.bar[0] += 1
         counts.bar[1] += block.size
         if self.history is not None or self.listeners:
@@ -96,7 +96,7 @@ class GeneralAllocator(Segments):
     def record_stream(self, block: Block | None, stream: int) -> None:
         """`stream` uses the block too: when it is freed, it waits until that stream has come past the moment of the
         free."""
-        if block is not None and stream != block.home.stream and not block.uncached:
+        if block is not None and stream != block.free_list.stream and not block.uncached:
             block.streams = {stream, *(block.streams or ())}
             self._shared = True
             self._choose_way()
@@ -187,7 +187,7 @@ class GeneralAllocator(Segments):
 
     def _use(self, block: Block, size: int, nbytes: int) -> None:
         """A free block, in no list, is allocated: so much of it as is needed."""
-        free, config, statistics = block.home, self.config, self.statistics
+        free, config, statistics = block.free_list, self.config, self.statistics
         up, bar, was_whole = free.up, free.bar, block.whole
         rest = block.size - size
         private = self.private.known.get(free.pool.id)
@@ -225,7 +225,7 @@ class GeneralAllocator(Segments):
 
     def _complete(self, block: Block) -> None:
         """Nobody uses the block any more: into the cache with it."""
-        free, size = block.home, block.size
+        free, size = block.free_list, block.size
         up, bar = free.up, free.bar
         if self.history is not None or self.listeners:
             at = self._context or block.context
@@ -254,7 +254,7 @@ class GeneralAllocator(Segments):
         """The blocks that waited until now, or less long, are free."""
         while self._waiting and self._waiting[0][0] <= now:
             block = self._waiting.pop(0)[2]
-            counts = block.home.pool.counts
+            counts = block.free_list.pool.counts
             counts.waiting[0] -= 1
             counts.waiting[1] -= block.size
             block.waiting = False

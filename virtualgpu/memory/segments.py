@@ -208,7 +208,7 @@ class Segments:
 
     def _release(self, block: Block) -> None:
         """cudaFree: the GPU is done with its work first."""
-        free = block.home
+        free = block.free_list
         free.remove(block)
         del self.heads[block.address]
         self.timeline.wait_until(self.timeline.ready(free.stream))

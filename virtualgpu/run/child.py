@@ -121,10 +121,10 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
     machine = session.activate(
         cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
     )
-    if settings.alone is not None:
-        from virtualgpu.distributed import alone, place
+    if settings.single_rank is not None:
+        from virtualgpu.distributed import rank_config, single_rank
 
-        alone.enter(machine, place.place(*settings.alone))
+        single_rank.enter(machine, rank_config.make(*settings.single_rank))
     if ledger is not None:
         machine.share(ledger)
 

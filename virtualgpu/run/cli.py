@@ -7,7 +7,7 @@ import sys
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.distributed import place
+from virtualgpu.distributed import rank_config
 from virtualgpu.run import cards
 
 USAGE = """\
@@ -121,9 +121,9 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:  # before there was a program, or after its end
         status = -signal.SIGINT
     if status < 0:
-        from virtualgpu.run import warden
+        from virtualgpu.run import supervisor
 
-        return warden.end_as(status)
+        return supervisor.end_as(status)
     return status
 
 
@@ -206,7 +206,7 @@ def _settings(options: Options) -> environment.Settings:
         cards.bridge(found[0], min(alone.world_size, alone.gpus_per_node))
         per_node = None
     elif per_node is not None:
-        _checked(f"--gpus-per-node {per_node}", place.nodes, len(found), per_node)
+        _checked(f"--gpus-per-node {per_node}", rank_config.nodes, len(found), per_node)
     network = None if options.network is None else _checked("--network", cards.network, options.network)
     trace, report, sanitize = bool(options.trace), options.report, options.sanitize
     return environment.Settings(
@@ -223,7 +223,7 @@ def _settings(options: Options) -> environment.Settings:
     )
 
 
-def _alone(options: Options) -> place.Place | None:
+def _alone(options: Options) -> rank_config.RankConfig | None:
     """Which rank, where one process plays one of many. Raises ValueError."""
     if options.world_size is None:
         if options.rank is not None:
@@ -234,7 +234,9 @@ def _alone(options: Options) -> place.Place | None:
             "--world-size plays one rank of many, on shapes alone: add --dry (or start all ranks, by torchrun)"
         )
     per_node = 8 if options.gpus_per_node is None else options.gpus_per_node
-    return _checked(f"--world-size {options.world_size}", place.place, options.world_size, options.rank or 0, per_node)
+    return _checked(
+        f"--world-size {options.world_size}", rank_config.make, options.world_size, options.rank or 0, per_node
+    )
 
 
 def _checked(option: str, check, *values):

@@ -162,7 +162,7 @@ def milliseconds(seconds: float) -> str:
 def machine(settings: Settings) -> str:
     """The virtual GPUs, in words."""
     cards = table.names(settings.cards)
-    return f"{cards}, rank {settings.alone[1]} of {settings.alone[0]}" if settings.alone else cards
+    return f"{cards}, rank {settings.single_rank[1]} of {settings.single_rank[0]}" if settings.single_rank else cards
 
 
 def as_json(found: Explanation) -> str:

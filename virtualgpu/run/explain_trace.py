@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from virtualgpu.simulation.queues import Span
+from virtualgpu.timing.queues import Span
 
 MARK = "virtualgpu: a step has ended"
 OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"

@@ -80,7 +80,7 @@ def _communication(explained: Sequence[Explained], settings: Settings, environ: 
         names = " and ".join(name for name in P2P if name in environ)
         found.append(Change("peer to peer", f"Without {names} in the environment", COMMUNICATION, without=P2P))
     elif spec.nvlink is None:
-        gpus = min(settings.alone[0], settings.alone[2]) if settings.alone else len(settings.cards)
+        gpus = min(settings.single_rank[0], settings.single_rank[2]) if settings.single_rank else len(settings.cards)
         words = f"Over {nvlinked(spec, gpus)[1]}"
         found.append(Change("NVLink", words, COMMUNICATION, {"link": "nvlink"}))
     if settings.network is not None and settings.network != FASTEST:

@@ -13,7 +13,7 @@ from virtualgpu import environment
 from virtualgpu.run import explain_changes, steps
 from virtualgpu.run.explain_loader import Loader
 from virtualgpu.run.explain_parts import Parts, parts
-from virtualgpu.simulation.trace import Recording
+from virtualgpu.timing.trace import Recording
 
 SUFFIX = ".explained"
 HALF = (torch.float16, torch.bfloat16)

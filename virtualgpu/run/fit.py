@@ -93,7 +93,7 @@ def run(
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
             settings = environment.Settings(found[card] * count, dry=True, steps=step)
             if world_size is not None:
-                settings = settings._replace(cards=found[card], alone=(world_size, 0, 8))
+                settings = settings._replace(cards=found[card], single_rank=(world_size, 0, 8))
             held = {"gpus": str(count), **values}
             words = fit_command.filled(command, held)
             result = _trial(programs, settings, words, Trial(card, count, values, "fits"), limit)
@@ -183,9 +183,9 @@ def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: enviro
     """Of all ranks in a step: as many as went into the model, where a size of it is the batch; else the batch for each rank."""
     if batch is None or not stepped:
         return None
-    ranks, gpus = (settings.alone[0], 1) if settings.alone else (len(stepped), len(settings.cards))
+    ranks, gpus = (settings.single_rank[0], 1) if settings.single_rank else (len(stepped), len(settings.cards))
     counted = [fit_command.rows(rank.rows, rank.passes, batch, ranks, gpus) or batch for rank in stepped]
-    return counted[0] * ranks if settings.alone else sum(counted)
+    return counted[0] * ranks if settings.single_rank else sum(counted)
 
 
 def _end(status: int, said: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from virtualgpu.run import program
-from virtualgpu.run.family import kill_family
+from virtualgpu.run.process_tree import kill_tree
 
 LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
@@ -75,7 +75,7 @@ class Programs:
         finally:
             with self._lock:
                 self._running.discard(child)
-            kill_family(child.pid)  # what it left behind
+            kill_tree(child.pid)  # what it left behind
             child.kill()
             child.wait()
         if self._ended:
@@ -117,5 +117,5 @@ class Programs:
         with self._lock:
             self._ended, running = True, list(self._running)
         for child in running:
-            kill_family(child.pid)
+            kill_tree(child.pid)
             child.kill()

@@ -16,7 +16,7 @@ from virtualgpu.memory.ledger import Ledger
 from virtualgpu.run import program, traces
 
 
-def offer(dry: bool) -> bytes | None:
+def export_state(dry: bool) -> bytes | None:
     """What ranks take over from this process; None where it has no virtual GPUs of its own.
 
     Raises ValueError where a dry run is asked for and there are none.
@@ -59,7 +59,7 @@ def variables() -> dict[str, str]:
     return program.variables(Settings(cards, machine.dry, machine.ledger.folder, **nodes), dict(os.environ))
 
 
-def take(offered: bytes | None) -> None:
+def import_state(offered: bytes | None) -> None:
     """In a rank: the notebook's GPUs are on."""
     if offered is None:
         return
@@ -104,7 +104,7 @@ def has_gpus() -> bool:
     return _machine() is not None
 
 
-def leave(offered: bytes | None) -> bytes | None:
+def export_trace(offered: bytes | None) -> bytes | None:
     """In a rank, at its end: what its GPUs did."""
     machine = _machine() if offered is not None else None
     if machine is None or machine.clock.spans is None:
@@ -116,7 +116,7 @@ def leave(offered: bytes | None) -> bytes | None:
     return pickle.dumps((machine.clock.latest(), machine.clock.spans))
 
 
-def bring_back(left: list[bytes | None]) -> None:
+def merge_traces(left: list[bytes | None]) -> None:
     """In the notebook: the ranks began when it started them, and it has waited for the last."""
     machine = _machine()
     if machine is None or machine.clock.spans is None:

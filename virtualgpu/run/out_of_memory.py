@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from virtualgpu.engine.home import HOME, storage_of
+from virtualgpu.engine.allocation import ALLOCATION, storage_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.run import report
 
@@ -37,10 +37,15 @@ def peak(gpu: GPU, asked: int) -> report.Peak:
     """What lies on it now: a block a kind. asked: bytes that could not be had."""
     memory, seen, held = gpu.settled(), set(), dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for kind, tensor in _owned():
-        home = getattr(storage_of(tensor), HOME, None)
-        if home is not None and home.gpu is gpu and home.block is not None and home.block.address not in seen:
-            seen.add(home.block.address)
-            held[kind] += home.block.size
+        allocation = getattr(storage_of(tensor), ALLOCATION, None)
+        if (
+            allocation is not None
+            and allocation.gpu is gpu
+            and allocation.block is not None
+            and allocation.block.address not in seen
+        ):
+            seen.add(allocation.block.address)
+            held[kind] += allocation.block.size
     held[REST] = memory.allocated - sum(held.values())
     return report.Peak(
         gpu=gpu.physical,

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from virtualgpu.engine.home import HOME, storage_of
+from virtualgpu.engine.allocation import ALLOCATION, storage_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.run.report import LiveBlock, Peak, own_frames
 
@@ -55,9 +55,9 @@ class Peaks:
                     self._mark(tensor.grad, "gradients")
 
     def _mark(self, tensor: torch.Tensor, kind: str) -> None:
-        home = getattr(storage_of(tensor), HOME, None)
-        if home is not None and home.block is not None and home.gpu.machine is self.machine:
-            entry = self.watched[home.gpu.index].live.get(home.block.address)
+        allocation = getattr(storage_of(tensor), ALLOCATION, None)
+        if allocation is not None and allocation.block is not None and allocation.gpu.machine is self.machine:
+            entry = self.watched[allocation.gpu.index].live.get(allocation.block.address)
             if entry is not None:
                 entry[1] = kind
 

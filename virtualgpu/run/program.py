@@ -51,7 +51,7 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
     Threads that wait for others sleep: by default OpenMP's turn in circles meanwhile, for as long as a processor's whole share of time
     where ranks, or a neighbour, want it as well (on two shared cores a small GPT took 12 to 15 times as long). Their number stays what it
-    is, so that no sum changes. Triton's kernels are interpreted, which needs NumPy (patches/triton.py): there is no driver to compile for.
+    is, so that no sum changes. Triton's kernels are interpreted, which needs NumPy (torch_api/triton.py): there is no driver to compile for.
     """
     found = {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
     if importlib.util.find_spec("numpy") is not None:
@@ -82,13 +82,13 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
         environ = whole(settings, os.environ)
         started = command(arguments, environ["PATH"])
         if os.name == "posix":
-            from virtualgpu.run.warden import Warden
+            from virtualgpu.run.supervisor import Supervisor
 
-            warden = Warden(path)
+            supervisor = Supervisor(path)
             try:
-                status = warden.wait(subprocess.Popen(started, env=environ))
+                status = supervisor.wait(subprocess.Popen(started, env=environ))
             finally:
-                warden.dismiss()
+                supervisor.dismiss()
         else:  # Windows knows neither groups nor these signals
             with subprocess.Popen(started, env=environ) as program:
                 status = _wait(program)

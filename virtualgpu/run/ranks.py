@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from virtualgpu.run import inherit, output, places, watch
-from virtualgpu.run.family import keep_family, kill_family
+from virtualgpu.run.process_tree import keep_tree, kill_tree
 from virtualgpu.run.watch import WorkerError
 
 __all__ = ["WorkerError", "launch"]
@@ -52,7 +52,7 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
         raise ValueError(f"timeout={timeout!r}: say after how many seconds to give up, such as 60")
 
     cloudpickle = _cloudpickle()
-    offered = inherit.offer(dry)
+    offered = inherit.export_state(dry)
     payload = cloudpickle.dumps((offered, places.interface(), cloudpickle.dumps((fn, args, kwargs))))
     places.require_files(nprocs)
     store = places.store(nprocs)
@@ -67,7 +67,7 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
                 rank.end()
             for rank in ranks:
                 output.show(f"[rank {rank.index}] {line}" for line in rank.lines())
-    inherit.bring_back([rank.left for rank in ranks])
+    inherit.merge_traces([rank.left for rank in ranks])
     return [cloudpickle.loads(rank.result) for rank in ranks]
 
 
@@ -142,7 +142,7 @@ class Rank:
         if self.process is None:
             return
         if self.process.pid is not None:  # None: interrupted while it was being started; the closed pipe ends it
-            kill_family(self.process.pid)
+            kill_tree(self.process.pid)
             self.process.kill()
             self.process.join()
             self.read()
@@ -169,7 +169,7 @@ def _work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port
     multiprocessing.current_process()._config["daemon"] = False  # a DataLoader in it may have workers
     multiprocessing.set_start_method(None, force=True)  # started as everywhere else, not from the forkserver too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
-    keep_family()
+    keep_tree()
     try:
         payload = pipe.recv_bytes()
     except (EOFError, OSError):
@@ -203,7 +203,7 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     offered, interface, function = cloudpickle.loads(payload)
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    inherit.take(offered)
+    inherit.import_state(offered)
     store = dist.TCPStore(address, port, world_size, is_master=False)
     dist.init_process_group(_backend(rank, world_size), store=store, rank=rank, world_size=world_size)
     inherit.meet(store)
@@ -214,7 +214,7 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     inherit.returned(store, rank)
     if dist.is_initialized():
         dist.barrier()
-        pipe.send(("left", inherit.leave(offered)))
+        pipe.send(("left", inherit.export_trace(offered)))
         dist.destroy_process_group()
     return result
 
@@ -239,7 +239,7 @@ def _end_with_parent(pipe: Connection) -> None:
     """The other end closes when the notebook's kernel dies, however it does."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
-    kill_family(os.getpid())
+    kill_tree(os.getpid())
     os._exit(1)
 
 

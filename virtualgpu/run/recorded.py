@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from virtualgpu import blocks, session
 from virtualgpu.run.ranks import launch
-from virtualgpu.simulation.queues import Span
 from virtualgpu.timeline import Timeline
+from virtualgpu.timing.queues import Span
 
 
 class Recorded(NamedTuple):

@@ -23,10 +23,10 @@ if __name__ == "__main__":  # a script: the package without its __init__
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import Board, share
-from virtualgpu.patches import nvml
 from virtualgpu.run import cards, smi_fields, smi_topology
 from virtualgpu.run.smi_fields import APPS, FIELDS, MIB, NONE
 from virtualgpu.run.smi_unmodelled import NOT_MODELLED
+from virtualgpu.torch_api import nvml
 
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
 INVALID = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"

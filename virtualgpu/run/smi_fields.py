@@ -3,7 +3,7 @@
 import time
 
 from virtualgpu import environment
-from virtualgpu.patches.nvml import DRIVER
+from virtualgpu.torch_api.nvml import DRIVER
 
 NONE = "[N/A]"
 MIB = 1 << 20

@@ -3,10 +3,10 @@
 import torch
 
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.registry import Patches
 from virtualgpu.sanitizer.detector import Detector
 from virtualgpu.sanitizer.waits import after
-from virtualgpu.simulation.queues import Queue
+from virtualgpu.timing.queues import Queue
+from virtualgpu.torch_api.registry import Patches
 
 STATE = "_virtual_state"  # of a work: what is done when it is
 

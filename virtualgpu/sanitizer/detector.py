@@ -11,15 +11,15 @@ from collections import deque
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.home import gpu_of, sparse_parts
+from virtualgpu.engine.allocation import gpu_of, sparse_parts
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.sanitizer import frames
 from virtualgpu.sanitizer.accesses import Access, Accesses
 from virtualgpu.sanitizer.freed import FreedMemory
 from virtualgpu.sanitizer.order import Order
 from virtualgpu.sanitizer.report import race
-from virtualgpu.simulation.collectives import COMMUNICATION
-from virtualgpu.simulation.queues import Queue
+from virtualgpu.timing.collectives import COMMUNICATION
+from virtualgpu.timing.queues import Queue
 
 ON_HOST = "_virtual_accesses"  # the attribute of a storage on the host that copies in the background use
 
@@ -60,20 +60,20 @@ class Detector:
     def accesses_of(self, tensor: torch.Tensor) -> tuple[Accesses | None, str]:
         """Those to the tensor's storage, and where that is; None for memory of no bytes."""
         storage = _storage(tensor)
-        home = storage._virtual_home
-        if home is None or home.gpu is None:
+        allocation = storage._virtual_allocation
+        if allocation is None or allocation.gpu is None:
             found = getattr(storage, ON_HOST, None)
             if found is None or found.of is not self:
                 found = Accesses(self)
                 setattr(storage, ON_HOST, found)
             return found, "of the host's pinned memory"
-        block = home.block
+        block = allocation.block
         if block is None:
             return None, ""
         found = block.accesses
         if found is None or found.of is not self:  # allocated before the detector was on
             found = block.accesses = Accesses(self, stream=block.stream)
-        return found, f"on {home.gpu.device}, at {block.address:#x}"
+        return found, f"on {allocation.gpu.device}, at {block.address:#x}"
 
     # -- memory
 

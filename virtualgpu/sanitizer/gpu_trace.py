@@ -13,11 +13,11 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.registry import Patches
-from virtualgpu.patches.streams import handle
-from virtualgpu.patches.tensor import TensorPatches
 from virtualgpu.sanitizer import waits
-from virtualgpu.simulation.queues import Queue
+from virtualgpu.timing.queues import Queue
+from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.streams import handle
+from virtualgpu.torch_api.tensor import TensorPatches
 
 MADE_UP = 1 << 44  # numbers of events from here on have no object
 

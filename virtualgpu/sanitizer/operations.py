@@ -4,15 +4,15 @@ import re
 
 import torch
 
+from virtualgpu.engine.allocation import PLAIN, gpu_of, storage_of
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.factories import Factories
-from virtualgpu.engine.home import PLAIN, gpu_of, storage_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import EMPTY, RESIZING, Operation
 from virtualgpu.engine.timing import Timing
-from virtualgpu.patches.registry import Patches
-from virtualgpu.patches.tensor import TensorPatches
 from virtualgpu.sanitizer.detector import Detector, Work
+from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.tensor import TensorPatches
 
 # They make a tensor like another one, whose numbers they do not read (torch.cuda._sanitizer has the same rule)
 LIKE = re.compile("(new_.*|.*_like)$")

@@ -6,8 +6,8 @@ from virtualgpu import environment
 from virtualgpu.memory.blocks import format_size
 from virtualgpu.sanitizer import frames
 from virtualgpu.sanitizer.accesses import Access, Accesses
-from virtualgpu.simulation.collectives import COMMUNICATION
-from virtualgpu.simulation.queues import DEFAULT, Queue
+from virtualgpu.timing.collectives import COMMUNICATION
+from virtualgpu.timing.queues import DEFAULT, Queue
 
 
 class UnsynchronizedAccessError(RuntimeError):

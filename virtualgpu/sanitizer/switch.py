@@ -1,9 +1,9 @@
 """Races looked for, on one machine's virtual GPUs: on and off."""
 
 from virtualgpu.engine.machine import Machine
-from virtualgpu.patches.registry import Patches
 from virtualgpu.sanitizer import collectives, operations, waits
 from virtualgpu.sanitizer.detector import Detector
+from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> Detector:

@@ -9,9 +9,9 @@ import functools
 import torch
 
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.patches.registry import Patches
-from virtualgpu.simulation.clock import Clock
-from virtualgpu.simulation.queues import Queue
+from virtualgpu.timing.clock import Clock
+from virtualgpu.timing.queues import Queue
+from virtualgpu.torch_api.registry import Patches
 
 
 def after(patches: Patches, owner, name: str, then) -> None:

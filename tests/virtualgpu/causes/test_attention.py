@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import virtualgpu
 from tests.virtualgpu.rounded import RoundedProducts
 from virtualgpu.engine import sdpa_backends
-from virtualgpu.simulation.attention import causal_share
+from virtualgpu.timing.attention import causal_share
 
 FLASH, EFFICIENT, CUDNN = "Flash", "Efficient", "Cudnn"
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -10,7 +10,7 @@ from torchvision import models
 import virtualgpu
 from virtualgpu import _compat
 from virtualgpu.engine.timing import Timing
-from virtualgpu.simulation.costs import formula
+from virtualgpu.timing.costs import formula
 
 aten = torch.ops.aten
 CASES = [  # dimensions, groups, channels in, channels out, stride, dilation, transposed

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 
 import virtualgpu
-from virtualgpu.simulation import nccl
+from virtualgpu.timing import nccl
 
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.simulation.priorities import Priorities
-from virtualgpu.simulation.queues import Engine, Queue
+from virtualgpu.timing.priorities import Priorities
+from virtualgpu.timing.queues import Engine, Queue
 
 
 def ends(priorities: tuple[int, int], host_waits=False) -> tuple[list[float], list[float], float]:

@@ -32,7 +32,7 @@ def dry(gpus):
 
 
 def launch_time():
-    from virtualgpu.simulation.clock import LAUNCH
+    from virtualgpu.timing.clock import LAUNCH
 
     return LAUNCH
 

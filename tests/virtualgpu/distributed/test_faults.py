@@ -11,7 +11,7 @@ import torch
 import virtualgpu
 from tests.processes import ranks
 from virtualgpu import session
-from virtualgpu.distributed import numbers
+from virtualgpu.distributed import transport
 from virtualgpu.distributed.groups import Communicators
 from virtualgpu.run.ranks import WorkerError
 
@@ -153,15 +153,15 @@ def test_the_end_waits_until_no_thread_of_gloo_holds_a_tensor():
     def all_reduce(tensor):
         threading.Thread(target=lambda held: (holds.set(), time.sleep(0.3)), args=[tensor]).start()
 
-    numbers.Transfer().carry(all_reduce, torch.ones(3))
+    transport.Transfer().carry(all_reduce, torch.ones(3))
     holds.wait()
-    assert numbers.HELD[-1]() is not None
+    assert transport.HELD[-1]() is not None
     Communicators(session.current()).forget()
-    assert numbers.HELD[-1]() is None
+    assert transport.HELD[-1]() is None
 
 
 def test_what_gloo_never_lets_go_of_is_not_waited_for():
     kept = []
-    numbers.Transfer().carry(kept.append, torch.ones(3))
-    numbers.let_go(seconds=0.1)
-    assert numbers.HELD[-1]() is kept[0]
+    transport.Transfer().carry(kept.append, torch.ones(3))
+    transport.let_go(seconds=0.1)
+    assert transport.HELD[-1]() is kept[0]

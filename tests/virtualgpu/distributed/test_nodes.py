@@ -8,7 +8,7 @@ from virtualgpu.distributed.nodes import Layout, Where
 from virtualgpu.hardware import networks
 from virtualgpu.hardware.specs import SPECS, find
 from virtualgpu.run.ranks import launch
-from virtualgpu.simulation import nccl
+from virtualgpu.timing import nccl
 
 LARGE = 8 << 20
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.simulation import nccl
 from virtualgpu.sources import VirtualSource
+from virtualgpu.timing import nccl
 
 
 def spans_of(program):

@@ -7,7 +7,7 @@ import torch
 
 from virtualgpu.hardware import links, specs
 from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
-from virtualgpu.simulation.kernels import Kernels
+from virtualgpu.timing.kernels import Kernels
 
 GEFORCE = {"RTX 3090", "RTX 4090", "RTX 5090"}
 SOLD_AS = {  # GB on the box

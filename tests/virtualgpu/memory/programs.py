@@ -71,7 +71,7 @@ def check(memory: CachingAllocator, live: list) -> None:
         assert block.size > 0 and block.size % 512 == 0
         if block.after is not None:
             assert block.after.before is block and block.after.address == block.address + block.size
-            assert block.after.home is block.home, "a segment is of one stream and one pool"
+            assert block.after.free_list is block.free_list, "a segment is of one stream and one pool"
             assert block.used or block.after.used or block.mapped != block.after.mapped, "free neighbours did not join"
     assert all(a.address + a.size <= b.address for a, b in itertools.pairwise(blocks)), "two blocks overlap"
     free = [block for pool in memory.pools for block in pool.free_blocks()]
@@ -87,10 +87,12 @@ def check(memory: CachingAllocator, live: list) -> None:
     assert figures["active_bytes"]["all"]["current"] == sum(block.size for block in mapped if block.used)
     assert figures["active"]["all"]["current"] == len(live) + len(waiting)
     for name, small in (("small_pool", True), ("large_pool", False)):
-        pieces = [b for b in mapped if not b.used and not b.whole and b.segment is None and b.home.pool.small is small]
+        pieces = [
+            b for b in mapped if not b.used and not b.whole and b.segment is None and b.free_list.pool.small is small
+        ]
         assert figures["inactive_split"][name]["current"] == len(pieces)
         assert figures["inactive_split_bytes"][name]["current"] == sum(block.size for block in pieces)
-        of_pool = [block for block in mapped if block.home.pool.small is small]
+        of_pool = [block for block in mapped if block.free_list.pool.small is small]
         assert figures["reserved_bytes"][name]["current"] == sum(block.size for block in of_pool)
 
 

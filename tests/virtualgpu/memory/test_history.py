@@ -15,9 +15,9 @@ from torch.cuda import _memory_viz
 
 from tests.virtualgpu.memory.programs import KIB, MIB, Time
 from virtualgpu.memory.allocator import CachingAllocator
-from virtualgpu.patches import memory as patch
-from virtualgpu.patches import surface
-from virtualgpu.patches.registry import Patches
+from virtualgpu.torch_api import memory as patch
+from virtualgpu.torch_api import surface
+from virtualgpu.torch_api.registry import Patches
 
 HERE = __file__
 

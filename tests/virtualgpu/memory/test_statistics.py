@@ -25,7 +25,7 @@ def present(memory: CachingAllocator) -> dict[tuple[str, str], int]:
     """Each figure's present value, counted from the blocks."""
     values = {}
     for pool, sizes in POOLS.items():
-        blocks = [block for block in memory.all_blocks() if block.home.pool.small in sizes]
+        blocks = [block for block in memory.all_blocks() if block.free_list.pool.small in sizes]
         allocated = [block for block in blocks if block.used and not block.waiting]
         active = [block for block in blocks if block.used]
         pieces = [block for block in blocks if not block.used and not block.whole]

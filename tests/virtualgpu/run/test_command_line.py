@@ -61,13 +61,13 @@ def settings_of(line: str):
 
 def test_what_processes_are_told_of_nodes():
     told = settings_of("--gpus 4 --gpus-per-node 2 --network ndr x.py")
-    assert (told.gpus_per_node, told.network, told.alone) == (2, "InfiniBand NDR", None)
+    assert (told.gpus_per_node, told.network, told.single_rank) == (2, "InfiniBand NDR", None)
     told = settings_of("--dry --world-size 64 --rank 9 --network=40Gb/s x.py")
-    assert (told.gpus_per_node, told.network, told.alone) == (None, "40Gb/s", (64, 9, 8))
+    assert (told.gpus_per_node, told.network, told.single_rank) == (None, "40Gb/s", (64, 9, 8))
     told = settings_of("x.py")
-    assert (told.gpus_per_node, told.network, told.alone) == (None, None, None)
+    assert (told.gpus_per_node, told.network, told.single_rank) == (None, None, None)
     told = settings_of("--dry --world-size 64 --rank 9 --network=40Gb/s x.py")
-    assert environment.settings({"VIRTUALGPU": told.text()})._replace(alone=(64, 9, 8)) == told
+    assert environment.settings({"VIRTUALGPU": told.text()})._replace(single_rank=(64, 9, 8)) == told
 
 
 def test_cards_for_each_gpu(tmp_path, monkeypatch):

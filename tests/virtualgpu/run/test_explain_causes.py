@@ -96,7 +96,7 @@ def told(tmp_path):
         command = [str(path), *map(str, arguments)]
         if program is DDP and gpus > 1:
             command = ["torchrun", "--standalone", f"--nproc-per-node={gpus}", *command]
-        settings = environment.Settings(cards.find(gpus, like, None), host=host, alone=of and (of, 0, 8))
+        settings = environment.Settings(cards.find(gpus, like, None), host=host, single_rank=of and (of, 0, 8))
         if only:
             settings = settings._replace(dry=True, steps=explain.STEPS, explain={})
             with explain.Programs() as programs:

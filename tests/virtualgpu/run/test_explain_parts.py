@@ -15,7 +15,7 @@ from virtualgpu.run.explain_parts import (
     mean,
     parts,
 )
-from virtualgpu.simulation.queues import Span
+from virtualgpu.timing.queues import Span
 
 
 def span(start, end, kind="forward", name="mm", issued=0.0):

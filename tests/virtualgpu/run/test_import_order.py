@@ -5,17 +5,17 @@ import pytest
 FIRST = [
     "import virtualgpu; assert virtualgpu.machine()",
     "from virtualgpu.hardware import specs; import virtualgpu.session as s; assert s._session.cards[0] == specs.find('T4')",
-    "from virtualgpu.patches import streams",
+    "from virtualgpu.torch_api import streams",
     "import importlib.util; assert importlib.util.find_spec('virtualgpu.session'); import virtualgpu.session",
 ]
 THEN = """
 import torch
 from virtualgpu import session
-from virtualgpu.engine import home, machine
+from virtualgpu.engine import allocation, machine
 assert torch.cuda.device_count() == 2
 assert session._session is not None
 there = torch.ones(2, device="cuda:1")
-assert isinstance(home.gpu_of(there), machine.GPU)
+assert isinstance(allocation.gpu_of(there), machine.GPU)
 print(there.device, end="")
 """
 

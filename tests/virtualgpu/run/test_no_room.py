@@ -84,7 +84,7 @@ def test_a_report_that_was_cut_off(tmp_path):
 FULL = """
 import os, sys, warnings
 from datetime import timedelta
-from virtualgpu.distributed.moments import Page
+from virtualgpu.distributed.arrivals import Arrivals
 from virtualgpu.memory.ledger import Ledger, entries
 
 folder = sys.argv[1]
@@ -101,7 +101,7 @@ with warnings.catch_warnings(record=True) as told:
     print(*(warning.message for warning in told))
 print(entries(folder))
 try:
-    Page.meet(None, 0, 2, folder)
+    Arrivals.meet(None, 0, 2, folder)
 except RuntimeError as error:
     print(error)
 print(os.listdir(folder))

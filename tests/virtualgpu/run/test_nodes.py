@@ -9,7 +9,7 @@ import pytest
 from tests.processes import free_port
 from virtualgpu.hardware import networks
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.simulation import nccl
+from virtualgpu.timing import nccl
 
 # Each rank prints where it is, how long an all_reduce of 4 MB lasts, and with "ddp" the sum of its gradients
 RANK = """

@@ -103,7 +103,7 @@ def test_a_killed_runner(temporary, clean_environ):
         assert runner.stdout.readline() == "up\n"
         [left] = temporary.glob("virtualgpu-*")
         os.killpg(runner.pid, signal.SIGKILL)
-    wait_until(lambda: nobody_holds(left))  # the program and the warden end a moment after
+    wait_until(lambda: nobody_holds(left))  # the program and the supervisor end a moment after
     make_old(left)
     mine = scratch.folder()
     assert list(map(str, temporary.glob("virtualgpu-*"))) == [mine]

@@ -103,7 +103,7 @@ def test_a_killed_runner_takes_the_program_along(start):
     with pytest.raises(ProcessLookupError):
         while True:
             os.kill(int(program), 0)
-    while folder.exists():  # the warden is about to remove it
+    while folder.exists():  # the supervisor is about to remove it
         pass
 
 
@@ -172,7 +172,7 @@ def test_a_killed_runner_takes_the_ranks_along(start, tmp_path):
     runner = start(FAMILY)
     mine = {"name": "TMPDIR", "value": str(tmp_path)}
     assert runner.stdout.readline() == "ready\n"
-    wait_until(lambda: len(family(**mine)) == 7)  # runner, warden, program, two ranks, a leaf of each
+    wait_until(lambda: len(family(**mine)) == 7)  # runner, supervisor, program, two ranks, a leaf of each
     runner.kill()
     wait_until(lambda: not family(**mine))
 
@@ -180,8 +180,8 @@ def test_a_killed_runner_takes_the_ranks_along(start, tmp_path):
 def test_a_killed_warden_is_not_missed(start):
     runner = start(WAITS)
     program = int(runner.stdout.readline().split()[1])
-    (warden,) = (child for child in psutil.Process(runner.pid).children() if child.pid != program)
-    warden.kill()
+    (supervisor,) = (child for child in psutil.Process(runner.pid).children() if child.pid != program)
+    supervisor.kill()
     runner.send_signal(signal.SIGUSR1)
     assert runner.stdout.readline() == "SIGUSR1\n"
     os.kill(program, signal.SIGKILL)

@@ -10,8 +10,8 @@ from tests.virtualgpu.run.test_environment import H100, T4
 from virtualgpu import environment
 from virtualgpu.environment import Settings
 from virtualgpu.memory.ledger import Ledger
-from virtualgpu.patches import nvml
 from virtualgpu.run import program
+from virtualgpu.torch_api import nvml
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -233,7 +233,7 @@ def test_nvml_of_one_process_without_a_runner(monkeypatch):
     import torch
 
     import virtualgpu
-    from virtualgpu.patches.registry import Patches
+    from virtualgpu.torch_api.registry import Patches
 
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     before = pynvml.nvmlLib

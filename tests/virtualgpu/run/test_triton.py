@@ -12,7 +12,7 @@ import warnings
 import torch, triton
 import triton.language as tl
 import virtualgpu
-from virtualgpu.simulation.kinds import PLAIN
+from virtualgpu.timing.kinds import PLAIN
 
 @triton.jit
 def add(x, y, out, n, BLOCK: tl.constexpr):

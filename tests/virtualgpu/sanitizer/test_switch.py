@@ -14,7 +14,7 @@ from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import GPU
 from virtualgpu.run import inherit
 from virtualgpu.sanitizer import UnsynchronizedAccessError
-from virtualgpu.simulation.clock import Clock
+from virtualgpu.timing.clock import Clock
 
 pytest_plugins = "pytester"
 REPLACED = [(Dispatch, "_work"), (Factories, "make"), (Factories, "make_like"), (GPU, "malloc"), (GPU, "free")]

@@ -100,7 +100,7 @@ class _Later:
         self._nvml = nvml
 
     def __getattr__(self, name):
-        from virtualgpu.patches import nvml
+        from virtualgpu.torch_api import nvml
 
         self._nvml.nvmlLib = library = nvml.of_the_runner()
         return getattr(library, name)

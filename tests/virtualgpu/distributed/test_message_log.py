@@ -1,0 +1,101 @@
+"""Messages whose sender has gone, or whose group is destroyed, before the receiver looks."""
+
+import gc
+import os
+import tempfile
+import time
+from datetime import timedelta
+
+import pytest
+
+from tests.processes import ranks
+from virtualgpu.distributed.arrivals import Arrivals, RankEnded
+from virtualgpu.distributed.message_log import RECV, SEND, MessageLog
+
+
+class Store(dict):
+    """What Arrivals.meet uses of a store, in one process."""
+
+    set = dict.__setitem__
+
+    def get(self, key: str) -> bytes:
+        return self[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self[key] = self.setdefault(key, 0) + amount
+        return self[key]
+
+
+def pages(size: int, folder) -> list[Arrivals]:
+    store = Store()
+    return [Arrivals.meet(store, rank, size, str(folder)) for rank in range(size)]
+
+
+def soon() -> tuple[float, timedelta]:
+    return time.monotonic() + 0.2, timedelta(seconds=0.2)
+
+
+def test_all_that_was_written_is_read(tmp_path):
+    first, second = (MessageLog(page) for page in pages(2, tmp_path))
+    assert not list(tmp_path.iterdir())  # the file is theirs alone as soon as both have it
+    many = [(SEND, 1, nbytes) for nbytes in range(200)]  # more than is looked at at once
+    for batch in (many, [(SEND, 1, 0)], [(RECV, 1, 5), (SEND, 1, 7)]):
+        first.write(0.0, -1, batch)
+    del first
+    assert [second.batch_of(0, SEND, 1, index, *soon()) for index in (0, 199, 200, 201)] == [0, 0, 1, 2]
+    assert second.batch_of(0, RECV, 1, 0, *soon()) == 2
+    assert [message.nbytes for message in second.batches[0][0].messages] == list(range(200))
+    assert second.batches[0][2].messages[1].index == 201 and len(second.batches[0]) == 3
+
+
+def test_a_rank_that_ended_wrote_what_it_wrote(tmp_path):
+    zero, one = pages(2, tmp_path)
+    MessageLog(zero).write(1.5, -1, [(SEND, 1, 10)])
+    tape = MessageLog(one)
+    one._words[1] = 2**30  # rank 0 is of a process that is not there
+    assert tape.batch_of(0, SEND, 1, 0, *soon()) == 0 and tape.batches[0][0].issued == 1.5
+    with pytest.raises(RankEnded):
+        tape.batch_of(0, SEND, 1, 1, time.monotonic() + 20, timedelta(seconds=20))
+
+
+def late_receiver(folder):
+    """Rank 0 sends and destroys its groups; rank 1 looks a second later. What they share is in this folder."""
+    import torch
+    import torch.distributed as dist
+
+    tempfile.tempdir = folder
+    rank = dist.get_rank()
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=5))
+    x = torch.full((4,), float(1 + rank), device=f"cuda:{rank}")
+    dist.barrier(group=group)
+    if rank == 0:
+        dist.send(x, 1, group=group)
+    else:
+        work = dist.irecv(x, 0, group=group)
+        time.sleep(1)
+        work.wait()
+    found = x.device.index, x.tolist()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_destroyed_group_keeps_what_was_sent(on_gpus, tmp_path, dry):
+    _, (device, values) = on_gpus(late_receiver, str(tmp_path), dry=dry, timeout=30)
+    assert device == 1 and (dry or values == [1.0] * 4)
+    assert not list(tmp_path.iterdir())
+    assert not ranks()
+
+
+def test_a_page_leaves_no_open_file(tmp_path, recwarn):
+    """Neither a number of the system's, nor a warning of Python's, nor a name where not all ranks come."""
+    before = len(os.listdir("/proc/self/fd"))
+    mine = Arrivals.meet(Store(), 0, 2, str(tmp_path))
+    assert list(tmp_path.iterdir())
+    mine.unname()
+    assert not list(tmp_path.iterdir())
+    del mine
+    pages(2, tmp_path)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [warning for warning in recwarn if warning.category is ResourceWarning]

@@ -1,0 +1,346 @@
+"""What one kernel takes: against products that others timed, and by the rules that published traces show."""
+
+import math
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+
+import virtualgpu
+from tests.accuracy import convolutions as convolved
+from tests.accuracy import kernels as measured
+from virtualgpu.hardware import achieved
+from virtualgpu.hardware.specs import SPECS, TF32
+from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.kinds import KINDS, PLAIN
+
+HALF = torch.float16
+
+
+def seconds(run, like="A100", clock=None):
+    """What the second call takes on the simulated clock."""
+    with virtualgpu.dry_run(1, like=like, clock=clock, host="launch"):
+        call = run()
+        call()
+        torch.cuda.synchronize()
+        before = virtualgpu.machine().clock.busy[0]
+        call()
+        return virtualgpu.machine().clock.busy[0] - before
+
+
+def test_products_take_what_others_measured():
+    """488 of five sources on 13 cards, float32 to bfloat16, 60 us to seconds: `python -m tests.accuracy.kernels` has the table."""
+    logs = [product.log for product in measured.products()]
+    assert len(logs) > 400 and abs(median(logs)) < math.log(1.05)
+    assert measured.within(logs, 15) > 0.6 and measured.within(logs, 30) > 0.8
+
+
+def test_a_source_that_is_left_out_is_met():
+    """A card's share from the other sources alone."""
+    logs = [log for rest in measured.left_out(measured.products()).values() for log in rest]
+    assert len(logs) > 200 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.7
+
+
+def test_convolutions_take_what_others_measured():
+    """451 of three sources on 12 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table."""
+    found = convolved.convolutions()
+    logs = [one.log for one in found]
+    assert len(logs) > 400 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.5
+    forward = [one.log for one in found if one.direction == "forward" and one.dtype == "float16"]
+    assert len(forward) > 30 and abs(median(forward)) < math.log(1.15) and measured.within(forward, 30) > 0.6
+
+
+def test_a_tile_more_than_the_processors_is_a_round_more():
+    a100 = Kernels(SPECS["A100"])
+    full = a100.product(1, 128 * 108 // 2, 512, 4096, HALF, 2)  # 108 tiles of 128 x 256 for 108 processors
+    more = a100.product(1, 128 * 109 // 2 + 128, 512, 4096, HALF, 2)
+    assert 1.2 < more / full < 2.1
+
+
+@pytest.mark.parametrize("card", sorted(SPECS))
+def test_the_data_sheet_is_a_lower_bound_but_for_clocks_that_are_held(card):
+    kernels, peak = Kernels(SPECS[card]), Kernels(SPECS[card], peak=True)
+    for key, size in ((torch.float32, 4), (HALF, 2)):
+        assert kernels.product(1, 8192, 8192, 8192, key, size) > 0.85 * peak.product(1, 8192, 8192, 8192, key, size)
+    assert kernels.moving(1 << 30, PLAIN) > peak.moving(1 << 30, PLAIN)
+
+
+def test_every_card_stands_on_one_that_was_measured():
+    assert {achieved.basis(spec) for spec in SPECS.values()} <= {key for key in SPECS}
+    assert achieved.basis(SPECS["T4"]) == "T4" and achieved.basis(SPECS["A100-PCIE-40GB"]) == "A100"
+    own = virtualgpu.Spec("mine", 1 << 34, (8, 9), 50, {torch.float32: 2e13}, 5e11, SPECS["L4"].peer, SPECS["L4"].host)
+    assert achieved.basis(own) == "A100"
+
+
+def test_every_row_says_its_source():
+    import csv
+
+    with open(achieved.TABLE, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 60 and all(row["source"] and row["licence"] and row["date"] for row in rows)
+    assert all(row["card"] in SPECS and 0.1 < float(row["share"]) < 1.3 for row in rows)
+
+
+def test_bfloat16_on_a_card_without_it_is_slow():
+    """Measured on T4s: 4.3 TFLOPS in float32, 42 in float16, 2.0 to 2.5 in bfloat16."""
+
+    def product(dtype):
+        a = torch.ones(4096, 4096, dtype=dtype, device="cuda")
+        return lambda: a @ a
+
+    single, half, brain = (seconds(lambda d=d: product(d), "T4") for d in (torch.float32, HALF, torch.bfloat16))
+    assert 2 * 4096**3 / brain == pytest.approx(2.3e12, rel=0.15)
+    assert 1.5 < brain / single < 2.2 and 12 < brain / half < 20
+
+
+def test_widths_that_are_no_multiple_of_8_cost():
+    def logits(width):
+        x, w = torch.ones(4096, 768, dtype=HALF, device="cuda"), torch.ones(768, width, dtype=HALF, device="cuda")
+        return lambda: x @ w
+
+    assert 1.3 < seconds(lambda: logits(50257)) / seconds(lambda: logits(50304)) < 2
+
+
+def layouts(kernel, dtype, like="A100"):
+    """Seconds of a convolution forward, channels first and last."""
+
+    def convolution(layout):
+        x = torch.ones(64, 256, 56, 56, dtype=dtype, device="cuda").contiguous(memory_format=layout)
+        layer = nn.Conv2d(256, 64, kernel, bias=False, device="cuda", dtype=dtype).to(memory_format=layout)
+
+        def call():
+            with torch.no_grad():
+                return layer(x)
+
+        return call
+
+    return [seconds(lambda m=m: convolution(m), like) for m in (torch.contiguous_format, torch.channels_last)]
+
+
+def test_images_with_channels_first_are_converted_for_tensor_cores():
+    """Back as well in half precision, but not for Volta's, Turing's and TF32's kernels (..._nhwckrsc_nchw), which write channels first."""
+    read, made = 2 * 64 * 256 * 56 * 56, 2 * 64 * 64 * 54 * 54
+    bandwidth = Kernels(SPECS["A100"]).bandwidth["memory"]
+    first, last = layouts(3, HALF)
+    assert first - last == pytest.approx(2 * (read + made) / bandwidth, rel=0.1)
+    first, last = layouts(3, torch.float32)
+    assert first - last == pytest.approx(2 * 2 * read / bandwidth, rel=0.1)
+    first, last = layouts(3, HALF, "V100")
+    assert first - last == pytest.approx(2 * read / Kernels(SPECS["V100"]).bandwidth["memory"], rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_a_pointwise_convolution_takes_images_as_they_are(dtype):
+    """DeepBench on V100 and T4, KernelBench's from T4 to H100: as fast as their bytes are moved, channels first."""
+    first, last = layouts(1, dtype)
+    assert first == pytest.approx(last)
+
+
+def test_a_card_without_tf32_multiplies_less_for_three_by_three():
+    """Winograd's: DeepBench's 3x3 on V100, T4 and P100 take 0.62 of their products' time, PyTorch's settings as they come."""
+
+    def convolution(kernel, channels):
+        layer = nn.Conv2d(channels, 256, kernel, bias=False, device="cuda")
+        x = torch.ones(64, channels, 28, 28, device="cuda")
+        return lambda: layer(x)
+
+    same = seconds(lambda: convolution(3, 256), "V100") / seconds(lambda: convolution(1, 9 * 256), "V100")
+    assert same == pytest.approx(0.62 / 1.1 * (26 / 28) ** 2, rel=0.1)
+
+
+@pytest.mark.parametrize(("card", "measured"), [("RTX 3090", 1.05e-3), ("RTX 4090", 0.537e-3)])
+def test_narrow_groups_are_done_side_by_side(card, measured):
+    """spio, 2024: 256 images of 64 x 64, 64 channels in groups of 8, channels last: 255 and 500 GB/s of what goes in and out."""
+
+    def convolution():
+        layer = nn.Conv2d(64, 64, 3, padding=1, groups=8, bias=False, device="cuda", dtype=HALF)
+        x = torch.ones(256, 64, 64, 64, device="cuda", dtype=HALF).contiguous(memory_format=torch.channels_last)
+        return lambda: layer(x)
+
+    assert 0.6 < measured / seconds(convolution, card) < 1.2
+
+
+def norm(training=True, channels=256, side=56, layout=torch.contiguous_format, dtype=torch.float32):
+    layer = nn.BatchNorm2d(channels, device="cuda", dtype=dtype).train(training)
+    x = torch.ones(64, channels, side, side, device="cuda", dtype=dtype).contiguous(memory_format=layout)
+
+    def call():
+        with torch.no_grad():
+            return layer(x)
+
+    return call
+
+
+def test_batch_norm_reads_twice_when_it_trains():
+    assert seconds(norm) / seconds(lambda: norm(False)) == pytest.approx(1.5, rel=0.02)
+
+
+def test_a_batch_norm_of_few_channels_leaves_most_of_a_gpu_idle():
+    """One block a channel where they come first: of as many bytes, 64 channels take longer than 256."""
+    wide, few = seconds(norm, "H100"), seconds(lambda: norm(channels=64, side=112), "H100")
+    last = seconds(lambda: norm(channels=64, side=112, layout=torch.channels_last), "H100")
+    assert few > 1.5 * wide and last == pytest.approx(wide, rel=0.05)
+
+
+def test_a_batch_norm_in_half_is_pytorchs_own():
+    """PyProf, 2019: 64 x 64 x 112 x 112, 0.93 ms for the statistics, 0.38 ms for the result, on a V100."""
+    took = seconds(lambda: norm(channels=64, side=112, dtype=HALF), "V100")
+    assert took == pytest.approx(0.93e-3 + 0.38e-3, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("card", "milliseconds"),
+    [("T4", 4.06), ("A100", 1.33), ("L4", 3.52), ("RTX A6000", 1.24), ("H100", 0.58), ("B200", 0.74)],
+)
+def test_batch_norm_takes_what_others_measured(card, milliseconds):
+    """KernelBench's BatchNorm, 2025 (MIT): 16 x 64 x 256 x 256, forward in training."""
+
+    def call():
+        layer, x = nn.BatchNorm2d(64, device="cuda"), torch.ones(16, 64, 256, 256, device="cuda")
+        return lambda: layer(x)
+
+    assert 0.8 < 1e-3 * milliseconds / seconds(call, card) < 1.45
+
+
+def test_rows_of_a_vocabulary_are_read_more_than_once():
+    def loss(width):
+        x = torch.ones(16384, width, device="cuda")
+        return lambda: x.log_softmax(-1)
+
+    assert (
+        0.7e12 < 2 * 16384 * 65536 * 4 / seconds(lambda: loss(65536), "A100-80GB") < 0.95e12
+    )  # measured: 820 to 830 GB/s
+    assert 4.2 < seconds(lambda: loss(32768)) / seconds(lambda: loss(12288)) < 5.2
+
+
+def test_half_precision_is_read_number_by_number_where_layouts_or_types_differ():
+    """Liger-Kernel on an A100, large sizes: rotary embedding in bfloat16 takes twice its bytes, float32 none more, a conversion 1.7 times."""
+
+    def times(dtype, other=(), like=None):
+        x = torch.ones(16384, 4096, dtype=dtype, device="cuda")
+        y = torch.ones(*other or x.shape, dtype=like or dtype, device="cuda")
+        return lambda: x * y
+
+    def ratio(one, other, like="A100-80GB"):
+        return seconds(one, like) / seconds(other, like)
+
+    row = (4096,)
+    assert ratio(lambda: times(torch.bfloat16, row), lambda: times(torch.bfloat16)) == pytest.approx(
+        2 * 2 / 3, rel=0.03
+    )
+    assert ratio(lambda: times(torch.float32, row), lambda: times(torch.float32)) == pytest.approx(2 / 3, rel=0.03)
+    mixed, single = lambda: times(torch.bfloat16, like=torch.float32), lambda: times(torch.float32)
+    assert ratio(mixed, single) == pytest.approx(1.7 * 10 / 12, rel=0.03)
+    assert ratio(mixed, single, "RTX 4090") == pytest.approx(
+        10 / 12, rel=0.03
+    )  # its memory is slower than its processors
+
+    def turned(dtype):
+        x = torch.ones(128, 128, 4096, dtype=dtype, device="cuda")
+        return lambda: x.transpose(0, 1).contiguous()
+
+    assert ratio(lambda: turned(HALF), lambda: turned(torch.float32)) == pytest.approx(1, rel=0.03)
+
+
+def test_a_copy_does_not_read_what_it_writes():
+    def copy(layer):
+        x, y = (torch.ones(1 << 26, device="cuda") for _ in range(2))
+        x = nn.Parameter(x, requires_grad=False) if layer else x
+        return lambda: x.copy_(y)
+
+    def add():
+        x, y = (torch.ones(1 << 26, device="cuda") for _ in range(2))
+        return lambda: x.add_(y)
+
+    assert seconds(lambda: copy(False)) == pytest.approx(seconds(lambda: copy(True)))
+    assert seconds(add) / seconds(lambda: copy(False)) == pytest.approx(1.5, rel=0.02)
+
+
+def test_a_masked_fill_copies_first():
+    def fill(in_place):
+        x, mask = torch.ones(1 << 26, device="cuda"), torch.ones(1 << 26, dtype=torch.bool, device="cuda")
+        return lambda: x.masked_fill_(mask, 0) if in_place else x.masked_fill(mask, 0)
+
+    assert seconds(lambda: fill(False)) / seconds(lambda: fill(True)) == pytest.approx(2, rel=0.02)
+
+
+def test_an_embedding_reads_its_rows_alone():
+    """Liger-Kernel on an A100-80GB: 16384 rows of 4096 in 0.79 to 0.86 ms, of 1,024 words to 131,072."""
+
+    def embed(words):
+        layer, tokens = nn.Embedding(words, 4096, device="cuda"), torch.zeros(16384, dtype=torch.int64, device="cuda")
+        return lambda: layer(tokens)
+
+    few, many = (seconds(lambda n=n: embed(n), "A100-80GB") for n in (1024, 131072))
+    assert few == pytest.approx(many)
+    assert few == pytest.approx(0.82e-3, rel=0.15)
+
+
+def test_a_loss_over_words_waits_row_by_row():
+    """Liger-Kernel's cross entropy on an A100-80GB, 16384 rows of float32, forward."""
+
+    def loss(words):
+        x, labels = torch.ones(16384, words, device="cuda"), torch.zeros(16384, dtype=torch.int64, device="cuda")
+        return lambda: nn.functional.cross_entropy(x, labels)
+
+    for words, measured_ms in ((4096, 0.875), (8192, 1.188), (16384, 1.952), (32768, 5.317), (131072, 20.73)):
+        assert 1e3 * seconds(lambda n=words: loss(n), "A100-80GB") == pytest.approx(measured_ms, rel=0.06)
+
+
+def test_depthwise_convolutions_are_bound_by_cycles():
+    """RepLKNet's table 1: 24 layers of 64 x 384 channels, 32 x 32, kernels 3 and 7: 21.9 and 54.8 ms on a 2080 Ti."""
+
+    def convolution(kernel):
+        layer = nn.Conv2d(384, 384, kernel, padding=kernel // 2, groups=384, bias=False, device="cuda")
+        x = torch.ones(64, 384, 32, 32, device="cuda")
+        return lambda: layer(x)
+
+    cycles = 68 * 1.545 / (72 * 1.77)  # of all multiprocessors, of the one card over the other's
+    assert 24 * seconds(lambda: convolution(3), "TITAN RTX") == pytest.approx(21.9e-3 * cycles, rel=0.1)
+    assert 24 * seconds(lambda: convolution(7), "TITAN RTX") == pytest.approx(54.8e-3 * cycles, rel=0.1)
+
+
+def test_gradients_of_a_depthwise_convolution_take_longer_by_pytorchs_own_kernels():
+    """pytorch #18631 on an A100: forward 0.27 ms, with both gradients 4.8 ms in float32; 0.20 and 0.68 ms in float16, by cuDNN."""
+
+    def convolution(dtype, backward):
+        layer = nn.Conv2d(256, 256, 3, padding=1, groups=256, bias=False, device="cuda", dtype=dtype)
+        x = torch.ones(16, 256, 56, 56, device="cuda", dtype=dtype, requires_grad=True)
+
+        def call():
+            result = layer(x)
+            if backward:
+                result.backward(result.detach())
+
+        return call
+
+    def ratio(dtype):
+        return seconds(lambda: convolution(dtype, True)) / seconds(lambda: convolution(dtype, False))
+
+    assert 9 < ratio(torch.float32) < 20 and 2 < ratio(HALF) < 4.5
+
+
+def test_what_fits_into_the_cache_is_read_from_it():
+    a100 = Kernels(SPECS["A100"])
+    small, large = a100.moving(10 << 20, PLAIN) - 2e-6, a100.moving(100 << 20, PLAIN) - 2e-6
+    assert 0.5 < 10 * small / large < 0.75
+
+
+def test_kinds_name_operations_that_there_are():
+    assert all(hasattr(torch.ops.aten, name) for name in KINDS)
+
+
+def test_tf32_is_used_where_pytorch_allows_it():
+    def product():
+        a = torch.ones(4096, 4096, device="cuda")
+        return lambda: a @ a
+
+    plain = seconds(product)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        fast = seconds(product)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert TF32 in SPECS["A100"].rates and 4 < plain / fast < 8

@@ -1,0 +1,245 @@
+"""How ranks tell each other when, on their simulated clocks, they came to a collective: a page of memory that they share.
+
+Each rank writes its moment before the collective's numbers travel, and reads the others' when it needs to know the end; by then
+they are nearly always there, so that the exchange costs microseconds. What is read depends on the program alone, never on how
+fast the processes really ran.
+
+    arrivals = Arrivals.meet(store, rank, size)               # all ranks of the group call it
+    arrivals.post(1, moment, words, timeout)              # collectives are numbered from 1; `words`: four whole numbers about it
+    arrivals.come(1)                                      # [(rank, words)] of the others that have come to it so far
+    arrivals.read(1, timeout)                             # [(moment, words) of rank 0, of rank 1, ...]
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+from virtualgpu import scratch
+from virtualgpu.memory.ledger import started
+
+SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
+Words = tuple[int, int, int, int]  # what a rank says of a collective
+SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
+RECORD = struct.Struct(f"{SLOT}q")
+# words at the head of a rank's part: up to which number it has read, who it is, and whether it will come to nothing more
+READ, PID, STARTED, OVER, HEAD = 0, 1, 2, 3, 4
+
+
+def float_bits(moment: float) -> int:
+    """A moment as a whole number, to the last bit."""
+    return struct.unpack("q", struct.pack("d", moment))[0]
+
+
+def float_of_bits(bits: int) -> float:
+    """The moment that `bits_of` made this number of."""
+    return struct.unpack("d", struct.pack("q", bits))[0]
+
+
+class RankEnded(RuntimeError):
+    """A rank that will not come. `rank`: within the group; `alive`: its process is there, but done with the group."""
+
+    def __init__(self, rank: int, alive: bool = False):
+        super().__init__(f"rank {rank} has {'left' if alive else 'ended'}")
+        self.rank, self.alive = rank, alive
+
+
+class RankLate(RuntimeError):
+    """Ranks that had not come in time. `ranks`: within the group."""
+
+    def __init__(self, ranks: list[int], seconds: float):
+        super().__init__(f"after {seconds:g} s rank {', '.join(map(str, ranks))} had not come")
+        self.ranks, self.seconds = ranks, seconds
+
+
+def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
+    """A file of zeros, open. Its room is taken now: where a disk is full, a store into mapped memory would end the process (SIGBUS)."""
+    path = None
+    try:
+        number, path = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments", dir=folder)
+        scratch.hold(number)
+        with open(number, "wb", closefd=False) as file:
+            file.write(bytes(nbytes))
+    except OSError as error:
+        if path is not None:
+            os.close(number)
+            os.unlink(path)
+        raise RuntimeError(
+            f"ranks of virtual GPUs share a page of memory, and there is no room for it in {folder or tempfile.gettempdir()} "
+            f"({error}): free some space there, or set TMPDIR to another folder"
+        ) from error
+    return number, path
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+class Arrivals:
+    """The moments of one group. Ranks count within the group. file: the number of the open file that the page is mapped from, None
+    where it is one rank's alone; behind the page is room for what ranks write for each other (`message_log`, `splits`).
+    """
+
+    file: int | None = None
+    _remove: Callable[[], object] | None = None  # takes away the file's name
+
+    def __init__(self, words: memoryview, rank: int, size: int, file: int | None = None):
+        self._words, self.rank, self.size, self.file = words, rank, size, file
+        if file is not None:
+            weakref.finalize(self, os.close, file)  # works of a group that is destroyed may still read it
+        self._each = HEAD + SLOTS * SLOT
+        self._read = 0
+        mine = rank * self._each
+        words[mine + STARTED], words[mine + PID] = started(os.getpid()), os.getpid()
+
+    @classmethod
+    def meet(cls, store, rank: int, size: int, folder: str | None = None) -> "Arrivals":
+        """Rank 0 makes the page, as a file that is gone as soon as all have it. Raises RuntimeError on another machine, and where
+        there is no room for it."""
+        nbytes = 8 * size * (HEAD + SLOTS * SLOT)
+        if size == 1:
+            return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
+        if rank == 0:
+            number, path = _new_file(folder, nbytes)
+            try:
+                store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
+            except RuntimeError:
+                os.close(number)
+                os.unlink(path)
+                raise
+        else:
+            path = os.fsdecode(bytes.fromhex(store.get("virtualgpu/page").decode()))
+            try:
+                number = os.open(path, os.O_RDWR)
+            except FileNotFoundError:
+                raise RuntimeError(
+                    "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
+                ) from None
+        arrivals = cls(memoryview(mmap.mmap(number, nbytes)).cast("q"), rank, size, number)
+        arrivals._remove = (
+            weakref.finalize(arrivals, _unlink, path) if rank == 0 else None
+        )  # also where not all ranks come
+        if store.add("virtualgpu/met", 1) == size:
+            _unlink(path)
+        return arrivals
+
+    def unname(self) -> None:
+        """All ranks have it, or one will never come: its file needs no name any more."""
+        if self._remove is not None:
+            self._remove()
+
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
+        """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
+        if number > SLOTS:
+            self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
+        at = self.rank * self._each + HEAD + number % SLOTS * SLOT
+        bits = float_bits(moment)
+        first, second, third, fourth = words
+        check = number ^ bits ^ first ^ second ^ third ^ fourth
+        RECORD.pack_into(self._words, 8 * at, bits, first, second, third, fourth, check)
+
+    def come(self, number: int) -> list[tuple[int, Words]]:
+        """The other ranks that have come to it so far, and what they said. Called after `post`: of two ranks, at least one sees the
+        other."""
+        slots = [(rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank]
+        return [(rank, slot[1]) for rank, slot in slots if slot is not None]
+
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
+        """When each rank came to it, and what it said. Raises RankEnded or RankLate for one that does not come."""
+        slots = [self._slot(rank, number) for rank in range(self.size)]
+        if None in slots:
+            self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
+            slots = [self._slot(rank, number) for rank in range(self.size)]
+        self._read = max(self._read, number)
+        self._words[self.rank * self._each + READ] = self._read
+        return slots
+
+    def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
+        at = rank * self._each + HEAD + number % SLOTS * SLOT
+        bits, first, second, third, fourth, check = RECORD.unpack_from(self._words, 8 * at)
+        if number ^ bits ^ first ^ second ^ third ^ fourth != check:
+            return None
+        return float_of_bits(bits), (first, second, third, fourth)
+
+    def _wait(self, arrived, timeout: timedelta) -> None:
+        """Until it is true of every rank: at first looking again at once, then with pauses of up to a millisecond."""
+        late = [rank for rank in range(self.size) if not arrived(rank)]
+        if not late:
+            return
+        begin, pause, looks = time.monotonic(), 1e-5, 0
+        while late := [rank for rank in late if not arrived(rank)]:
+            passed = time.monotonic() - begin
+            if passed > timeout.total_seconds():
+                raise RankLate(late, timeout.total_seconds())
+            looks += 1
+            if looks % 100 == 0:  # every tenth of a second, when pauses are longest
+                self._look_for_the_dead(late, arrived)
+            time.sleep(pause)
+            pause = min(1e-3, 1.5 * pause)
+
+    def ended(self) -> list[int]:
+        """Ranks whose process is gone, or is done with the group."""
+        return [rank for rank in range(self.size) if self.left(rank) or self._gone(rank)]
+
+    def left(self, rank: int) -> bool:
+        """Is a rank done with the group?"""
+        return bool(self._words[rank * self._each + OVER])
+
+    def leave(self) -> None:
+        """This rank will come to nothing more: others need not wait."""
+        self._words[self.rank * self._each + OVER] = 1
+
+    def _gone(self, rank: int) -> bool:
+        at = rank * self._each
+        pid = self._words[at + PID]
+        return bool(pid) and started(pid) != self._words[at + STARTED]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the page itself."""
+        return 8 * self.size * (HEAD + SLOTS * SLOT)
+
+    def behind(self, number: int) -> list[int]:
+        """Ranks that have not come to collective `number`."""
+        return [rank for rank in range(self.size) if self._slot(rank, number) is None]
+
+    def _look_for_the_dead(self, ranks: list[int], arrived) -> None:
+        for rank in self.ended():
+            if rank in ranks and not arrived(rank):
+                raise RankEnded(rank, alive=not self._gone(rank))
+
+
+class SingleRankArrivals(Arrivals):
+    """For one process that plays one rank of many: the others are taken to be like it."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self._posted = rank, size, {}
+
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
+        """Only noted, for `read`; never waits."""
+        self._posted[number] = moment, words
+
+    def come(self, number: int) -> list[tuple[int, Words]]:
+        """Nobody: there are no other processes."""
+        return []
+
+    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
+        """This rank's own moment and words, once for each rank. A collective can be read once."""
+        return [self._posted.pop(number)] * self.size
+
+    def leave(self) -> None:
+        """Nobody waits."""
+
+    def ended(self) -> list[int]:
+        """Nobody: there are no other processes."""
+        return []
+
+    def behind(self, number: int) -> list[int]:
+        """Nobody: the others come when this rank does."""
+        return []

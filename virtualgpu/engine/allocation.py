@@ -1,0 +1,208 @@
+"""Where a tensor lives: a label on its storage.
+
+A storage on a GPU carries a `Home` as its Python attribute; it dies with the storage, wherever that was kept (a variable, the
+autograd graph, an optimizer), and gives its block back. A storage without one is the CPU's.
+
+Why a label, and not a subclass of Tensor, or a device of one's own: the tensors stay PyTorch's plain CPU tensors, so that its C++
+(autograd, DDP's reducer, foreach kernels) works on them as it is, numbers equal the CPU's to the last bit, and an operation costs
+microseconds. The price is that C++ itself believes they are on the CPU; where that shows, a stand-in says otherwise.
+"""
+
+import sys
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.timing.costs import parts as sparse_parts
+
+ALLOCATION = "_virtual_allocation"  # the attribute of a storage
+
+
+class Allocation:
+    """Lives on `gpu`, with so many bytes. Gives its memory back when it goes.
+
+    done: when the last operation that wrote here ends; kept where several streams are used. guessed: C++ made it in a backward
+    pass without saying where; it moves to whatever it meets. used_on: the stream of a leaf's first use, on which autograd adds up
+    its gradient.
+    """
+
+    __slots__ = ("block", "done", "gpu", "inferred", "nbytes", "used_on")
+
+    def __init__(self, gpu, nbytes: int, inferred: bool = False):
+        self.gpu, self.nbytes, self.done, self.inferred = gpu, nbytes, 0.0, inferred
+        self.used_on = None
+        self.block = None  # so that a failing malloc leaves nothing to free
+        self.block = gpu.malloc(nbytes)
+
+    def __del__(self):
+        if self.block is not None:
+            self.gpu.free(self.block)
+
+
+class MadeByCpp:
+    """On a storage that PyTorch's own C++ made for its use: zeros for a gradient that is missing, the canvas of one_hot.
+
+    Options that C++ copies from a GPU tensor say CPU here. Such a tensor belongs with whatever it meets, inside the call of Python
+    that it was made in (`site`), or inside the same backward pass. Once Python has it, it is the CPU's: `Holders` tells, where the next
+    call comes from the same instruction.
+    """
+
+    __slots__ = ("call_site",)
+    gpu = None
+    nbytes = 0
+    block = None
+    inferred = False
+
+    def __init__(self):
+        self.call_site = _call_site()
+
+    @property
+    def in_creating_call(self) -> bool:
+        """Are we still where it was made?"""
+        return self.call_site == _call_site()
+
+    @property
+    def in_backward(self) -> bool:
+        """Was it made in a backward pass, which hands it to functions of Python as well?"""
+        return self.call_site[:1] == ("backward",)
+
+
+class Holders:
+    """Does Python hold a tensor that C++ made, or C++ alone? Then an operation's arguments are all that refers to it.
+
+    How many references that makes depends on the versions of Python and PyTorch: `learn` looks once.
+    """
+
+    of_cpp: int | None = None  # None: not known yet
+    seen: list[int] | None = None
+
+    def learn(self) -> None:
+        """Look at what torch.vander hands from one operation to the next. It needs our dispatch mode, and no GPU."""
+        self.seen = []
+        try:
+            torch.vander(torch.ones(2))
+            self.of_cpp = min(self.seen, default=None)
+        finally:
+            self.seen = None
+
+    def in_python(self, tensor: torch.Tensor, tensors: list) -> bool:
+        """Of a tensor among `tensors`, an operation's arguments. False where it cannot be told: below a dispatch mode of somebody else,
+        which holds what it passes on."""
+        count = sys.getrefcount(tensor)
+        if self.of_cpp is None:
+            if self.seen is not None:
+                self.seen.append(count)
+            return False
+        if count <= self.of_cpp:
+            return False
+        more = sum(other is tensor for other in tensors) - 1  # in the arguments, and in `tensors`
+        return count - 2 * more > self.of_cpp and not _below_another_mode()
+
+
+holders = Holders()
+
+
+def _below_another_mode() -> bool:
+    """Did the operation come through another dispatch mode, or a kernel that is written in Python?"""
+    frame = sys._getframe(1)
+    for _ in range(64):
+        if frame is None:
+            break
+        name = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "__torch_dispatch__" and not name.startswith("virtualgpu."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _call_site() -> tuple:
+    """The call that Python is in: its frame and instruction, or the backward pass."""
+    task = _compat.graph_task()
+    if task != -1:
+        return ("backward", task)
+    frame = callers_frame()
+    return (id(frame), frame.f_lasti) if frame is not None else ()
+
+
+def callers_frame():
+    """The frame of Python that called the operation: not of ours, and not of another mode or kernel in Python on the way."""
+    frame = found = sys._getframe(1)
+    for _ in range(64):
+        if frame is None:
+            break
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(BEGIN):
+            break
+        if frame.f_code.co_name == "__torch_dispatch__" or name.startswith("virtualgpu.") or name in ON_THE_WAY:
+            found = frame.f_back
+        frame = frame.f_back
+    return found
+
+
+BEGIN = ("virtualgpu.run.", "virtualgpu.torch_api.threads")  # what calls the program, or a thread of it
+ON_THE_WAY = ("torch._ops", "torch.utils._python_dispatch", "torch._dynamo.eval_frame", "torch._compile")
+
+
+torch.UntypedStorage._virtual_allocation = (
+    None  # the CPU's, unless it says otherwise; stays, so that no thread ever misses it
+)
+
+
+def storage_of(tensor: torch.Tensor):
+    """A tensor's storage, through wrappers (torch.func's, DTensor and its kind) and, for a sparse tensor, that of its values.
+
+    None where there is none.
+    """
+    plain = type(tensor) in PLAIN
+    if not plain and hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            return storage_of(getattr(tensor, name))
+    try:
+        if plain:
+            return tensor.untyped_storage()
+        with _compat.without_function_subclasses():  # nobody's concern: a lazy module's parameter refuses it
+            return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        if _compat.is_functorch_wrapped(tensor):
+            return storage_of(_compat.functorch_unwrap(tensor))
+        parts = sparse_parts(tensor)
+        return storage_of(parts[-1]) if parts else None
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def gpu_of(tensor: torch.Tensor):
+    """The GPU on which a tensor lives; None: on the CPU."""
+    if type(tensor) in PLAIN:  # as storage_of, written out for speed
+        try:
+            allocation = tensor.untyped_storage()._virtual_allocation
+        except RuntimeError:
+            allocation = getattr(storage_of(tensor), ALLOCATION, None)
+    else:
+        allocation = getattr(storage_of(tensor), ALLOCATION, None)
+    return None if allocation is None else allocation.gpu
+
+
+def allocation_of(tensor: torch.Tensor):
+    """The label of a plain tensor's storage; of a sparse one, that of its values. None: the CPU's."""
+    try:
+        return tensor.untyped_storage()._virtual_allocation
+    except NotImplementedError:
+        parts = sparse_parts(tensor)
+        return allocation_of(parts[-1]) if parts else None
+
+
+def label(tensor: torch.Tensor, allocation) -> None:
+    """Put a label on a tensor's storage, or those of a sparse one's parts, without asking for memory."""
+    try:
+        tensor.untyped_storage()._virtual_allocation = allocation
+    except NotImplementedError:
+        for part in sparse_parts(tensor):
+            label(part, allocation)
+
+
+def made_by_cpp(tensor: torch.Tensor) -> bool:
+    """Did C++ make it for the call that Python is in? See MadeByCpp."""
+    allocation = allocation_of(tensor)
+    return allocation is not None and allocation.gpu is None and allocation.in_creating_call

@@ -1,0 +1,144 @@
+"""Operations that are not like the others: what each does on virtual GPUs.
+
+Each handler takes (dispatch, func, args, kwargs) and returns the operation's result; NotImplemented where it is like the others.
+"""
+
+import opcode
+
+import torch
+
+from virtualgpu.engine import kernels, mixed_batch_norm, recurrent, sdpa
+from virtualgpu.engine.allocation import allocation_of, callers_frame, gpu_of, storage_of
+from virtualgpu.engine.operations import SAME_DEVICE, type_name
+
+aten = torch.ops.aten
+
+
+def record_stream(dispatch, func, args, kwargs):
+    """Tensor.record_stream; nothing for the CPU's. Raises RuntimeError for a tensor of GPUs that were replaced."""
+    allocation = allocation_of(args[0])
+    if allocation is not None and allocation.gpu is not None:
+        dispatch.machine.own(allocation.gpu)
+    kernels.record_stream(*args[:2])
+
+
+def is_pinned(dispatch, func, args, kwargs):
+    """Tensor.is_pinned: is its storage marked so? Whether C++ pinned it is not asked."""
+    return getattr(storage_of(args[0]), "_virtual_pinned", False)
+
+
+def pin_memory(dispatch, func, args, kwargs):
+    """A copy whose storage is marked as pinned. Raises RuntimeError for a tensor on a GPU and a sparse one."""
+    tensor = args[0]
+    if gpu_of(tensor) is not None or tensor.layout is not torch.strided:
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    with dispatch.machine.untracked():
+        copy = aten.clone.default(tensor)
+    storage_of(copy)._virtual_pinned = True
+    return copy
+
+
+def move_to_nested(dispatch, func, args, kwargs):
+    """torch.nested.nested_tensor(..., device="cuda") of the strided layout."""
+    raise NotImplementedError(
+        'nested tensors of the strided layout are not modelled on virtual GPUs; use layout=torch.jagged, or device="cpu"'
+    )
+
+
+def absent(dispatch, func, args, kwargs):
+    """CUDA has no kernel of it."""
+    if any(isinstance(value, torch.Tensor) and gpu_of(value) is not None for value in args):
+        raise NotImplementedError(
+            f"Could not run '{func.name()}' with arguments from the 'CUDA' backend: PyTorch has no CUDA kernel of it. "
+            "Move the tensor to the CPU first"
+        )
+    return func(*args, **kwargs)
+
+
+ABSENT = ("histogram.bin_ct", "histogram.bins_tensor", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts")
+ABSENT += ("_histogramdd_from_bin_tensors", "_spdiags", "to_mkldnn")
+
+
+def fill(dispatch, func, args, kwargs):
+    """Another device's number may fill a tensor: the host reads it first."""
+    tensor, value = args
+    if gpu_of(tensor) is gpu_of(value):
+        return NotImplemented
+    return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
+
+
+def assert_metadata(dispatch, func, args, kwargs):
+    """torch.export leaves it in what it traced: is a tensor still of that type, and there?"""
+    options = dict(kwargs)
+    wanted, gpu = options.pop("device", None), gpu_of(args[0])
+    there = None if wanted is None else dispatch.machine.gpu(wanted)
+    if wanted is not None and there is not gpu:
+        raise RuntimeError(f"Tensor device mismatch! Expected: {wanted}, got: {gpu.device if gpu else 'cpu'}")
+    options.pop("layout", None)
+    return func(*args, **options)
+
+
+NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.distributed has some
+OPERATIONS = {
+    **mixed_batch_norm.OPERATIONS,
+    **recurrent.OPERATIONS,
+    **sdpa.OPERATIONS,
+    aten._assert_tensor_metadata.default: assert_metadata,
+    aten.fill_.Tensor: fill,
+    aten.fill.Tensor: fill,
+    aten.record_stream.default: record_stream,
+    aten.is_pinned.default: is_pinned,
+    aten._pin_memory.default: pin_memory,
+    aten._nested_tensor_from_tensor_list.default: move_to_nested,
+}
+for name in ABSENT:
+    packet, _, overload = name.partition(".")
+    if hasattr(aten, packet):
+        OPERATIONS[getattr(getattr(aten, packet), overload or "default")] = absent
+
+
+def is_written(op, tensor: torch.Tensor, args, kwargs) -> bool:
+    """Does the operation write to this very tensor?"""
+    return any((args[at] if at < len(args) else kwargs.get(name)) is tensor for at, name in op.writes)
+
+
+def place_of_mixed(op, args, kwargs, gpu):
+    """Where an operation runs whose tensors may be on several devices. Raises RuntimeError for those that may not."""
+    if op.indexes:
+        allocation = gpu_of(args[0])
+        for index in args[1]:
+            if index is not None and gpu_of(index) not in (None, allocation):
+                where = "cpu" if allocation is None else allocation.device
+                raise RuntimeError(
+                    f"indices should be either on cpu or on the same device as the indexed tensor ({where})"
+                )
+        values = args[2] if len(args) > 2 else None
+        if values is not None and values.dim() and gpu_of(values) is not allocation:
+            places = [torch.device("cpu") if gpu is None else gpu.device for gpu in (allocation, gpu_of(values))]
+            raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {places[0]} and {places[1]}!")
+        return allocation
+    if op.packs and gpu_of(args[1]) is not None:
+        kind = type_name(args[1]).rpartition(".")[2].removesuffix("Tensor")
+        raise RuntimeError(
+            f"'lengths' argument should be a 1D CPU int64 tensor, but got {args[1].dim()}D {gpu.device} {kind} tensor"
+        )
+    return gpu
+
+
+STORE = {opcode.opmap[name] for name in ("STORE_SUBSCR",)}
+
+
+FILLS = ("index_fill_", "masked_fill_")
+
+
+def may_stay_on_cpu(op, tensor: torch.Tensor, gpu, here) -> bool:
+    """x[[0, 1]] = 0 and x[mask] = 0 become one of FILLS with an index on the CPU: allowed in a subscript, and nowhere else."""
+    if op.name not in FILLS or here is not None or gpu is None:
+        return False
+    frame = callers_frame()
+    return frame is not None and frame.f_code.co_code[frame.f_lasti] in STORE
+
+
+def handler(func):
+    """What carries out this operation, where it is not like the others."""
+    return OPERATIONS.get(func) or NAMESPACES.get(func.namespace)

@@ -1,0 +1,143 @@
+"""Signals between a terminal, the runner and its program: each reaches the program exactly once.
+
+A terminal sends Ctrl-C to the whole process group, so the program has it already, and passing it on would interrupt it twice.
+`kill PID` sends a signal to the runner alone, which must pass it on. The two look alike to the receiver. So the runner keeps a
+second process in its group, the supervisor: what the supervisor hears as well was sent to the group.
+
+The supervisor also notices when the runner itself is killed (a pipe closes): then it kills the program, and what the program started
+(torchrun's ranks, and theirs), and removes its folder.
+"""
+
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import time
+
+from virtualgpu.run.process_tree import kill_tree
+
+PASSED_ON = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
+# How long to wait for the supervisor's word. It has nothing else to do; a busy machine wakes it within some milliseconds.
+WORD = 0.2
+_HEARD = struct.Struct("qd")  # which signal, and when by the monotonic clock
+
+
+class Supervisor:
+    """Started before the program. What was ignored when the runner started stays ignored (nohup)."""
+
+    def __init__(self, folder: str):
+        from_runner, self._to_supervisor = _pipe()
+        self._heard, to_runner = _pipe()
+        self._program: subprocess.Popen | None = None
+        self._early: list[int] = []  # signals that came before there was a program
+        self._words: list[tuple[int, float]] = []  # what the supervisor heard, and when
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until both of us are ready for them
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._to_supervisor)
+                os.close(self._heard)
+                _keep_watch(from_runner, to_runner, folder, before)
+            finally:
+                os._exit(0)
+        os.close(from_runner)
+        os.close(to_runner)
+        self._before = {}
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(
+                    number, self._pass_on
+                )  # a handler is the default again in the program
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def wait(self, program: subprocess.Popen) -> int:
+        """The program's status, as Popen gives it, once it has ended. It does not outlive an error here."""
+        try:
+            self._program = program
+            with contextlib.suppress(BrokenPipeError):  # somebody killed the supervisor
+                os.write(self._to_supervisor, b"%d" % program.pid)
+            for number in self._early:  # sent to the group or to us: the program was not there to hear it
+                program.send_signal(number)
+            return program.wait()
+        except BaseException:
+            program.kill()
+            program.wait()
+            raise
+
+    def dismiss(self) -> None:
+        """Signals are again what they were before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def _pass_on(self, number: int, frame) -> None:
+        if self._program is None:
+            self._early.append(number)
+        elif not self._sent_to_group(number):
+            self._program.send_signal(number)
+
+    def _sent_to_group(self, number: int) -> bool:
+        """Did the supervisor hear it too? Another signal's handler may run in the midst of this, and wait for its own word."""
+        now = time.monotonic()
+        until = now + WORD
+        while True:
+            while select.select([self._heard], [], [], 0)[0]:
+                word = os.read(self._heard, _HEARD.size)
+                if not word:  # somebody killed the supervisor
+                    return False
+                self._words.append(_HEARD.unpack(word))
+            for word in self._words:
+                if word[0] == number and now - word[1] < WORD:  # not one of another time
+                    self._words.remove(word)
+                    return True
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            select.select([self._heard], [], [], min(left, WORD / 10))
+
+
+def _pipe() -> tuple[int, int]:
+    """Its ends are none of 0, 1, 2: these may be closed (`<&-`), and the supervisor puts nothing in their place."""
+    ends = os.pipe()
+    moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
+    for end in ends:
+        os.close(end)
+    return moved
+
+
+def _keep_watch(from_runner: int, to_runner: int, folder: str, mask: set[int]) -> None:
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, frame: os.write(to_runner, _HEARD.pack(number, time.monotonic())))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # whoever reads the program's output must not wait for us
+        os.dup2(nothing, stream)
+    program = os.read(from_runner, 32)
+    os.read(from_runner, 1)  # returns when the runner is gone
+    with contextlib.suppress(ProcessLookupError):
+        if program:
+            os.kill(int(program), signal.SIGSTOP)  # it must not start more, as torchrun does for a rank that ended
+            kill_tree(int(program))
+            os.kill(int(program), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_as(status: int) -> int:
+    """End as the program did: its exit status; and where a signal ended it, by the same signal."""
+    if status < 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left its core, if it was to leave one
+        signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-status])
+        os.kill(os.getpid(), -status)
+    return status

@@ -1,0 +1,100 @@
+"""How long an operation that multiplies takes on a card: products of matrices, convolutions, attention, recurrent layers.
+
+`seconds` is asked with the operation's own arguments; what it finds in them is a few sizes, which `kernels` turns into time.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.timing import convolving
+from virtualgpu.timing.kernels import Kernels
+
+ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
+SHORT = 100  # keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384)
+# The memory-efficient kernels, over products of the same type: xformers' benchmarks on an A100 (64 x 16 heads of 64 over 1024 keys:
+# 164 TFLOPS forward, 61 to 68 backward in float16; 47 and 26 in float32)
+EFFICIENT, EFFICIENT_TF32 = {"forward": 0.68, "backward": 0.28}, {"forward": 0.42, "backward": 0.23}
+STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other
+
+
+def seconds(kernels: Kernels, name: str, args, tensors, flops: float, moved: float, key, share: float = 1.0) -> float:
+    """One kernel, or the few that the operation is made of.
+
+    name: of the operation. tensors: all that it reads and writes. flops, moved: by their counts. key: into Spec.rates. share: of
+    the FLOPs, where values leave some out.
+    """
+    rule = None if kernels.peak else RULES.get(name)
+    if rule is None:
+        return kernels.plain(flops * share, moved, key)
+    return rule(kernels, args, tensors, flops * share, moved, key)
+
+
+def _matrices(at: int) -> Callable:
+    def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+        """[count, rows, length] times [count, length, columns], from argument `at` on."""
+        left, right = args[at], args[at + 1]
+        count = left.shape[0] if left.dim() == 3 else 1
+        rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+        if left.is_complex():
+            count *= 4
+        aligned = columns * left.itemsize % ROW == 0 and all(
+            max(matrix.stride()[-2:]) * matrix.itemsize % ROW == 0 for matrix in (left, right)
+        )
+        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, aligned)
+
+    return rule
+
+
+def _attention(which: str, efficient: bool = False) -> Callable:
+    def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+        keys = args[1].shape[2]
+        spec = kernels.spec
+        if (
+            efficient and key == torch.float32 and TF32 in spec.rates
+        ):  # its kernels for Ampere multiply single precision so in any case
+            key, reached = TF32, EFFICIENT_TF32[which] * kernels.achieved.product(TF32)
+        elif efficient:
+            reached = EFFICIENT[which] * kernels.achieved.product(key)
+        else:
+            reached = kernels.achieved.attention[which]
+        reached *= keys / (keys + SHORT)
+        peak = spec.rates.get(key, spec.rates[torch.float32])
+        return spec.kernel * (1 if which == "forward" else 3) + max(
+            flops / (peak * reached), moved / kernels.bandwidth["memory"]
+        )
+
+    return rule
+
+
+def _recurrent(passes: int) -> Callable:
+    def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+        steps = args[0].shape[0] if args[0].dim() == 3 else 1
+        return kernels.plain(flops, moved, key) + passes * steps * STEP
+
+    return rule
+
+
+FORWARD, BACKWARD = _attention("forward"), _attention("backward")
+EFFICIENT_FORWARD, EFFICIENT_BACKWARD = _attention("forward", True), _attention("backward", True)
+RULES: dict[str, Callable] = {
+    "mm": _matrices(0),
+    "bmm": _matrices(0),
+    "addmm": _matrices(1),
+    "baddbmm": _matrices(1),
+    "_scaled_mm": _matrices(0),
+    "convolution": convolving.forward,
+    "_convolution": convolving.forward,
+    "convolution_backward": convolving.backward,
+    "_scaled_dot_product_flash_attention": FORWARD,
+    "_scaled_dot_product_efficient_attention": EFFICIENT_FORWARD,
+    "_scaled_dot_product_cudnn_attention": FORWARD,
+    "_scaled_dot_product_flash_attention_backward": BACKWARD,
+    "_scaled_dot_product_efficient_attention_backward": EFFICIENT_BACKWARD,
+    "_scaled_dot_product_cudnn_attention_backward": BACKWARD,
+    "flex_attention": FORWARD,
+    "flex_attention_backward": BACKWARD,
+    "_cudnn_rnn": _recurrent(1),
+    "_cudnn_rnn_backward": _recurrent(2),
+}

@@ -1,0 +1,228 @@
+"""Simulated time: the streams of each GPU, what of a GPU they share, and the host that fills them.
+
+Launching a kernel takes the host a moment, and returns before the kernel runs: the host runs ahead, until something makes it
+wait. A stream runs its work in order. The kernels of all streams of one GPU take turns; copies run beside them, one in each
+direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A copy between two GPUs is ordered after the current
+streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
+
+Each thread of Python has its own time as a host: streams.py has these, and to which stream their work goes. Work on CPU tensors takes
+no time here: the clock knows GPUs, and the host only as the one who launches.
+
+All times are in seconds since the GPUs were made.
+"""
+
+from collections.abc import Callable
+
+from virtualgpu.errors import device_assert
+from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
+from virtualgpu.hardware.hosts import HOSTS, Host
+from virtualgpu.timing.collectives import Collectives
+from virtualgpu.timing.queues import DEFAULT, Engine, Queue, Span
+from virtualgpu.timing.streams import HostThread, Streams, graph_task
+
+__all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
+
+LAUNCH = HOSTS["launch"].forward  # of a question to the driver
+
+
+class Clock(Streams):
+    """`computing[g]`: for how long the kernels of GPU g ran, added up. `busy[g]`: the same with NCCL's kernels, also while these
+    wait for other ranks; what runs at the same time counts once.
+
+    blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. After `stop`, calls raise as CUDA's do.
+    """
+
+    def __init__(self, gpus: int, blocking: bool = False, costs: Host = HOSTS[DEFAULT_HOST]):
+        super().__init__(gpus)
+        self.blocking, self.costs = blocking, costs
+        self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
+        self.copies = {(gpu, way): Engine() for gpu in range(gpus) for way in ("in", "out", "peer")}
+        self.collectives = Collectives(self, gpus)
+        self.watched = False  # are kernels' times kept, to see what of the communication they hide?
+        self.computing = [0.0] * gpus
+        self.spans: list[Span] | None = None  # recorded while it is a list
+        self.on_wait: Callable[[], None] | None = None  # told when the host has waited for a GPU
+
+    # -- time
+
+    @property
+    def busy(self) -> list[float]:
+        """As nvidia-smi counts: of work already queued, and collectives whose end is known."""
+        beside = self.collectives.beside
+        return [seconds + beside[gpu].alone() for gpu, seconds in enumerate(self.computing)]
+
+    @property
+    def host(self) -> float:
+        """Now, as this thread of the program sees it."""
+        local = self.local
+        if local.backward is not None:
+            if graph_task() != -1:
+                return max(local.backward, default=local.now)
+            self._leave_backward(local)
+        return local.now
+
+    def ready(self, gpu: int) -> float:
+        """When this GPU has done all that is queued so far, on every stream."""
+        beside = self.collectives.streams[gpu]
+        if not self.multi and not beside:
+            return self.default[gpu].ready
+        return max(queue.ready for queue in (*self.queues[gpu].values(), *beside))
+
+    def latest(self) -> float:
+        """The end of all that the program has done or queued."""
+        return max([self.host, *(self.ready(gpu) for gpu in range(len(self.queues)))])
+
+    def inherit(self, now: float) -> None:
+        """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
+        self.local.now = max(self.local.now, now)
+
+    # -- work
+
+    def launched(self, gpu: int) -> float:
+        """The host has launched something on this GPU: now."""
+        return self._passed(self.local, gpu, self.costs.launch)
+
+    def pass_time(self) -> None:
+        """The host asks for something, which takes as long as a launch."""
+        self.wait_until(self.host + LAUNCH)
+
+    def over(self, moment: float) -> bool:
+        """Has the host come to that moment? Where it has not, asking takes a moment, so that who asks again and again comes to it."""
+        if moment > self.host:
+            self.pass_time()
+        return moment <= self.host
+
+    def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0) -> float:
+        """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end. more: seconds of the host beyond
+        what an operation costs it anyway."""
+        local, costs = self.local, self.costs
+        threads = local.backward
+        if self.stopped or (threads is None) is not (graph_task() == -1):
+            now = self._passed(local, gpu, more + (costs.backward if self._in_backward(local) else costs.forward))
+        elif threads is None:
+            now = local.now = local.now + more + (costs.forward if local.kind == "forward" else costs.optimizer)
+        else:
+            now = threads[gpu] = threads[gpu] + more + costs.backward
+        if self.multi:
+            queue = self.current(gpu)
+            ready = max(now, queue.ready, after)
+            ranked = self.ranked.get(gpu)
+            if ranked is None:
+                start = self.compute[gpu].reserve(ready, seconds)
+            else:
+                start = ranked.reserve(queue, ready, seconds, self.spans)
+        else:
+            queue = self.default[gpu]
+            start = now if now > queue.ready else queue.ready
+            if self.watched:
+                self.compute[gpu].extend(start, start + seconds)
+        queue.ready = end = start + seconds
+        self.computing[gpu] += seconds
+        if self.spans is not None:
+            self._record(queue, start, end, "backward" if local.backward is not None else local.kind, name, now)
+        if self.blocking:
+            self.wait(gpu)
+        return end
+
+    def spin(self, gpu: int, seconds: float, name: str) -> None:
+        """Queue a kernel of one thread, which leaves the rest of the GPU to the kernels of other streams. Beside these it does not
+        count as busy.
+        """
+        if not self.multi:
+            self.launch(gpu, seconds, name)
+            return
+        now, queue = self._passed(self.local, gpu, self.costs.launch), self.current(gpu)
+        start = max(now, queue.ready)
+        queue.ready = end = start + seconds
+        if self.spans is not None:
+            kind = "backward" if self.local.backward is not None else self.local.kind
+            self._record(queue, start, end, kind, name, now)
+        if self.blocking:
+            self.wait(gpu)
+
+    def stop(self, gpu: int) -> None:
+        """The kernel launched last asserts: calls fail from the moment at which it runs."""
+        self.stopped.setdefault(gpu, self.current(gpu).ready)
+        if self.blocking:
+            self.wait(gpu)
+
+    def check(self, gpu: int) -> None:
+        """Raises CUDA's error if, as far as the host can know now, a kernel of this GPU asserted."""
+        if gpu in self.stopped:
+            local = self.local
+            if self.stopped[gpu] <= (local.now if local.backward is None else local.backward[gpu]):
+                raise device_assert()
+
+    def between(self, source: int, target: int, seconds: float) -> None:
+        """Queue a copy from one GPU to another: it starts when both have come to it, and both go on when it is done."""
+        local = self.local
+        now = self._passed(local, source, self.costs.launch)
+        here, there = self.current(source), self.current(target)
+        start = max(now, here.ready, there.ready)
+        if self.multi:
+            start = self.copies[source, "peer"].reserve(start, seconds)
+        here.ready = there.ready = start + seconds
+        if local.backward is not None:  # the thread of the target comes to its next work only now
+            local.backward[target] = max(local.backward[target], now)
+        if self.spans is not None:
+            for queue in (here, there):
+                self._record(queue, start, start + seconds, "copy", f"copy cuda:{source} to cuda:{target}", now)
+
+    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
+        """Queue a copy from ("in") or to ("out") the host; the host waits for it unless it is asynchronous."""
+        local = self.local
+        now = self._passed(local, gpu, self.costs.launch)
+        queue = self.current(gpu)
+        start = max(now, queue.ready)
+        if self.multi:
+            start = self.copies[gpu, way].reserve(start, seconds)
+        queue.ready = start + seconds
+        if self.spans is not None:
+            self._record(queue, start, start + seconds, "copy", name, now)
+        if wait:
+            self.wait_for(queue)
+
+    def _passed(self, local: HostThread, gpu: int, seconds: float) -> float:
+        """The moment after the thread that serves this GPU has spent `seconds`."""
+        if self.stopped:
+            self.check(gpu)
+        if self._in_backward(local):
+            local.backward[gpu] += seconds
+            return local.backward[gpu]
+        local.now += seconds
+        return local.now
+
+    def _record(self, queue: Queue, start: float, end: float, kind: str, name: str, issued: float) -> None:
+        annotations = self.local.annotations
+        annotation = annotations[-1] if annotations else ""
+        self.spans.append(Span(queue.gpu, start, end, kind, name, queue.id, annotation, issued))
+
+    # -- waiting
+
+    def wait(self, gpu: int | None = None) -> None:
+        """The host waits until this GPU's streams, or those of all, are empty."""
+        if self.collectives.settle is not None:
+            self.collectives.settle()
+        gpus = range(len(self.queues)) if gpu is None else (gpu,)
+        for index in gpus:
+            self.collectives.charge(index)
+        self.wait_until(max((self.ready(index) for index in gpus), default=0.0))
+        for index in gpus:
+            self.check(index)
+        if self.on_wait is not None:
+            self.on_wait()
+
+    def wait_for(self, queue: Queue) -> None:
+        """The host waits until this stream is empty."""
+        self.wait_until(queue.ready)
+        self.check(queue.gpu)
+        if self.on_wait is not None:
+            self.on_wait()
+
+    def wait_until(self, until: float) -> None:
+        """The host waits for a moment."""
+        local = self.local
+        if self._in_backward(local):
+            local.backward = [max(thread, until) for thread in local.backward]
+        elif until > local.now:
+            local.now = until

@@ -1,0 +1,131 @@
+"""How long one kernel lasts on a card: what its data sheet promises, times what kernels reach of it, for the size it has.
+
+**Products** are cut into tiles, and a GPU works on as many at once as it has multiprocessors: what is left over after the last full
+round is waited for (NVIDIA, "Matrix Multiplication Background User's Guide", wave and tile quantization). Small tiles reach less than
+large ones, and each begins with a stretch in which nothing is multiplied yet. One share a card (hardware.achieved), with tiles and their
+shares alike for all, finds nine of ten of NeuSight's and DeepBench's products within 30 %.
+
+**Convolutions** are products of the same kind (`convolving`).
+
+**Everything else** is bound by memory, by the bytes that the kernel really moves. What fits into the second-level cache is read from it.
+A batch norm of few channels is bound by its blocks (`norms`).
+
+All times in seconds.
+"""
+
+import math
+
+import torch
+
+from virtualgpu.hardware import achieved
+from virtualgpu.hardware.datasheet import TF32, Spec
+from virtualgpu.timing.kinds import Kind
+
+# rows x columns of a tile, and what it reaches of the largest; the same for all cards
+TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.8), (64, 32, 0.65), (32, 32, 0.5))
+TENSOR_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55), (64, 32, 0.35), (32, 32, 0.2))
+SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum that several multiprocessors share
+# of the sum's length, what the time before the first multiplication is worth: fitted to NeuSight's (float32), DeepBench's (V100 and T4)
+# and torch_benchmark's products (Hopper: 2048 x 2048 x 2048). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
+# ISA, target architectures): its products of 2048 say 64, too
+FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 512
+# Matrices whose rows are no multiple of 16 bytes: NVIDIA's guide above, alignment
+UNALIGNED = 0.6
+WINOGRAD = 0.62  # the time of a 3x3 convolution in float32 over that of its product: DeepBench, V100, T4, P100 and 1080 Ti, medians
+# The same of other kernel sizes, forward, gradient of the image and of the weight
+DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
+WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half of one on average
+L2_READS = 0.5  # of what a kernel moves, the part that it reads
+
+
+class Kernels:
+    """Of one card. peak: at the data sheet's rates, for any size: a lower bound.
+
+    What was asked before is remembered, in `known`.
+    """
+
+    def __init__(self, spec: Spec, peak: bool = False):
+        self.spec, self.peak = spec, peak
+        self.achieved = reached = achieved.of(spec)
+        share = {"memory": reached.memory, "softmax": reached.softmax, "layer_norm": reached.layer_norm}
+        self.bandwidth = {name: spec.bandwidth * (1.0 if peak else part) for name, part in share.items()}
+        self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
+        self.cache = 0 if peak else (spec.l2 or 0)
+        self.known: dict = {}
+
+    def moving(self, nbytes: int, kind: Kind, args=()) -> float:
+        """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. args: the operation's, for a kind
+        that takes a while at least."""
+        spec = self.spec
+        if self.peak:
+            return spec.kernel + nbytes / spec.bandwidth
+        bandwidth, beyond = self.bandwidth[kind.limit], 0.0
+        if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory
+            beyond = max(0.0, nbytes / (kind.per_cycle * self.cycles) - nbytes / bandwidth)
+        nbytes *= kind.traffic
+        if nbytes < self.cache:
+            nbytes *= 1 - L2_READS * (1 - nbytes / self.cache)
+        seconds = nbytes / bandwidth + beyond
+        if kind.blocks is not None and args and (least := kind.blocks(args)) is not None:
+            floor = self.known.get(least)
+            if floor is None:
+                floor = self.known[least] = least.seconds(spec)
+            part = least.part * seconds
+            if floor > part:
+                seconds += floor - part
+        seconds += kind.launches * spec.kernel
+        return seconds + kind.latency(args) if kind.rows is not None and args else seconds
+
+    def plain(self, flops: float, moved: float, key) -> float:
+        """A kernel of which no more is known than these: at the share of large products, or of memory."""
+        spec = self.spec
+        peak = spec.rates.get(key, spec.rates[torch.float32])
+        if not self.peak:
+            peak *= self.achieved.product(key)
+        return spec.kernel + max(flops / peak, moved / self.bandwidth["memory"])
+
+    def product(self, count: int, rows: int, columns: int, length: int, key, size: int, aligned: bool = True) -> float:
+        """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates."""
+        moved = count * size * (rows * length + length * columns + rows * columns)
+        return self.spec.kernel + self.multiplying(count, rows, columns, length, key, moved, aligned)
+
+    def multiplying(
+        self,
+        count: int,
+        rows: int,
+        columns: int,
+        length: int,
+        key,
+        moved: float,
+        aligned: bool = True,
+        share: float = 1.0,
+        fill: int | None = None,
+    ) -> float:
+        """The same, for a kernel that moves so many bytes; without its launch. share: of what products reach of the peak. fill: as
+        above, for a kernel that is not of the card's generation."""
+        spec = self.spec
+        peak = spec.rates.get(key, spec.rates[torch.float32])
+        flops = 2.0 * count * rows * columns * length
+        if self.peak or not flops:
+            return max(flops / peak, moved / spec.bandwidth)
+        tensor_cores = peak > spec.rates[torch.float32] or (key == TF32 and key in spec.rates)
+        tiles = TENSOR_TILES if tensor_cores else TILES
+        if fill is None:
+            fill = FILL if not tensor_cores else HOPPER_FILL if spec.capability[0] in (9, 10) else TENSOR_FILL
+        each = peak * share * self.achieved.product(key) / spec.processors
+        if tensor_cores and not aligned:
+            each *= UNALIGNED
+        best = math.inf
+        for tall, wide, reached in tiles:
+            for height, width in {(tall, wide), (wide, tall)}:
+                blocks = count * -(-rows // height) * -(-columns // width)
+                for parts in SPLITS:
+                    if parts > 1 and (length < 64 * parts or blocks * parts > 2 * spec.processors):
+                        break
+                    rounds = blocks * parts / spec.processors
+                    rounds = math.ceil(rounds) if rounds < WAVE else rounds + 0.5
+                    seconds = rounds * 2 * height * width * (-(-length // parts) + fill) / (each * reached)
+                    if parts > 1:  # partial sums are written, read and added up
+                        seconds += 4 * count * rows * columns * (parts + 1) / spec.bandwidth + spec.kernel
+                    best = min(best, seconds)
+        return max(best, moved / self.bandwidth["memory"])

@@ -1,0 +1,143 @@
+"""Streams: to which of them each thread's work goes, also in a backward pass.
+
+Each thread of Python has its own time as a host, and its own current streams. In a backward pass autograd has one thread per GPU
+("Autograd mechanics", PyTorch notes), so that one thread's launches do not wait for the other's; an operation of it runs on the
+stream of its forward operation.
+"""
+
+import threading
+from collections.abc import Iterable
+
+from virtualgpu import _compat
+from virtualgpu.timing.priorities import Priorities
+from virtualgpu.timing.queues import DEFAULT, Engine, Queue
+
+POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
+NODES = 100_000  # forward operations whose stream is remembered for the backward pass
+
+graph_task = _compat.graph_task  # -1 outside a backward pass
+
+
+class HostThread(threading.local):
+    """One thread of Python, as a host."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.kind = "forward"  # what the kernels it launches are for, outside a backward pass
+        self.annotations: list[str] = []  # torch.profiler.record_function's names, the innermost last
+        self.streams: dict[int, Queue] = {}  # of each GPU, where not the default one
+        self.backward: list[float] | None = None  # in a backward pass: each GPU's own launching thread
+        self.node = None  # of the backward pass, that `streams` was set for
+        self.outside: dict[int, Queue] = {}  # `streams` as it was before the backward pass
+
+
+class Streams:
+    """The streams of each GPU, what of it their kernels share, and which of them are current."""
+
+    def __init__(self, gpus: int):
+        self.queues: list[dict[int, Queue]] = [{DEFAULT: Queue(gpu, DEFAULT)} for gpu in range(gpus)]
+        self.default = [queues[DEFAULT] for queues in self.queues]
+        self.compute = [Engine() for _ in range(gpus)]
+        self.multi = False  # somebody uses streams of their own; before that, all of a GPU's work is one queue
+        self.ranked: dict[int, Priorities] = {}  # of GPUs that have a stream with a priority
+        self.local = HostThread()
+        self._made: list[dict[int, int]] = [{} for _ in range(gpus)]  # streams of each priority
+        self._streams_of_nodes: dict[tuple[int, int], Queue] = {}
+
+    def stream(self, gpu: int, id: int) -> Queue:
+        """The stream of that id. Raises RuntimeError where there is none."""
+        try:
+            return self.queues[gpu][id]
+        except (KeyError, IndexError):
+            raise RuntimeError(f"cuda:{gpu} has no stream with the id {id}: make one by torch.cuda.Stream()") from None
+
+    def new_stream(self, gpu: int, priority: int = 0) -> Queue:
+        """The next stream of the GPU's pool for this priority: 0, or down to -3 for higher ones."""
+        priority = max(-3, min(0, priority))
+        made = self._made[gpu].get(priority, 0)
+        self._made[gpu][priority] = made + 1
+        id = made % POOL << 5 | (1 - priority) << 1 | 1
+        queue = self.queues[gpu].get(id)
+        if queue is None:
+            queue = self.queues[gpu][id] = Queue(gpu, id, priority)
+        if priority and gpu not in self.ranked:
+            self.ranked[gpu] = Priorities(self.compute[gpu])
+            if not self.multi:
+                self._begin_multi()
+        return queue
+
+    def current(self, gpu: int) -> Queue:
+        """The stream that this thread's next work on the GPU goes to; in a backward pass, that of the forward operation."""
+        if not self.multi:
+            return self.default[gpu]
+        local = self.local
+        if self._in_backward(local):
+            self._enter_node(local)
+        return local.streams.get(gpu) or self.default[gpu]
+
+    def use(self, queue: Queue) -> None:
+        """This stream becomes current for this thread."""
+        local = self.local
+        if queue.id != DEFAULT and not self.multi:
+            self._begin_multi()
+        if self._in_backward(local):
+            self._enter_node(local)
+        local.streams = {**local.streams, queue.gpu: queue}
+
+    def note_node(self, gpu: int) -> None:
+        """A forward operation is being run: its backward one will be on the same stream. The first of a node counts."""
+        known = self._streams_of_nodes
+        if len(known) > NODES:
+            for key in list(known)[: NODES // 2]:
+                del known[key]
+        known.setdefault((gpu, _compat.next_sequence_number() - 1), self.local.streams.get(gpu) or self.default[gpu])
+
+    def _begin_multi(self) -> None:
+        for gpu, queue in enumerate(self.default):
+            self.compute[gpu].floor = queue.ready
+        self.multi = True
+
+    # -- a backward pass
+
+    def _in_backward(self, local: HostThread) -> bool:
+        if graph_task() == -1:
+            if local.backward is not None:
+                self._leave_backward(local)
+            return False
+        if local.backward is None:
+            local.backward = [local.now] * len(self.queues)
+            if local.kind == "optimizer":  # the last step raised, or this is in its closure
+                local.kind = "forward"
+            local.outside, local.node = local.streams, None
+        return True
+
+    def _enter_node(self, local: HostThread) -> None:
+        """Autograd makes the streams of a node's forward operation current before it calls the node."""
+        node = _compat.current_node()
+        leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
+        key = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
+        if key == local.node:  # also None: a callback at the end of the pass, which may have chosen streams of its own
+            return
+        local.node = key
+        if node is None:  # the first of these callbacks
+            local.streams = local.outside
+            return
+        if leaf is not None:
+            queue = getattr(leaf.untyped_storage()._virtual_allocation, "used_on", None)
+            local.streams = {} if queue is None else {queue.gpu: queue}
+            return
+        found = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
+        local.streams = {gpu: queue for gpu, queue in found if queue is not None}
+
+    def _leave_backward(self, local: HostThread) -> None:
+        """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
+        local.now, local.backward = max([local.now, *local.backward]), None
+        if self.multi:
+            local.streams, local.node = local.outside, None
+            for gpu, queues in enumerate(self.queues):
+                queue = local.streams.get(gpu) or self.default[gpu]
+                queue.ready = max(queue.ready, *self._used_in_backward(queues.values()))
+
+    def _used_in_backward(self, queues: Iterable[Queue]) -> list[float]:
+        noted = {id(queue) for queue in self._streams_of_nodes.values()}
+        return [0.0] + [queue.ready for queue in queues if id(queue) in noted or queue.id == DEFAULT]

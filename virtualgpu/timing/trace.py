@@ -1,0 +1,60 @@
+"""What the GPUs did, as a list and as a Chrome trace: chrome://tracing and https://ui.perfetto.dev open it."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+
+from virtualgpu.timing.clock import Span
+
+
+class Recording(list):
+    """Spans in the order in which they were queued."""
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write them as a Chrome trace (JSON): a process for each GPU, a thread for each of its streams."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": chrome_events(self), "displayTimeUnit": "ms"}, file)
+
+
+def chrome_events(spans: Iterable[Span], origin: float = 0.0, rank: int | None = None) -> list[dict]:
+    """The events of a Chrome trace; times in microseconds since `origin` (seconds). Kernels of one annotation that follow each
+    other on a stream lie under one event of that name, of the category that torch.profiler gives these."""
+    spans = list(spans)
+    events: list[dict] = []
+    for gpu, stream in sorted({(span.gpu, span.stream) for span in spans}):
+        who = f"GPU {gpu} (virtual)" if rank is None else f"rank {rank}, GPU {gpu} (virtual)"
+        pid = gpu if rank is None else rank
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": who}})
+        name = "default stream" if stream == 0 else f"stream {stream}"
+        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": stream, "args": {"name": name}})
+    for span in [*_annotated(spans), *spans]:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.kind,
+                "pid": span.gpu if rank is None else rank,
+                "tid": span.stream,
+                "ts": (span.start - origin) * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+            }
+        )
+    return events
+
+
+def _annotated(spans: list[Span]) -> list[Span]:
+    found: list[Span] = []
+    latest: dict[tuple[int, int], Span] = {}  # of each stream
+    for span in sorted(spans, key=lambda span: span.start):
+        key = span.gpu, span.stream
+        before = latest.get(key)
+        if before is not None and before.name == span.annotation:
+            latest[key] = replace(before, end=max(before.end, span.end))
+            continue
+        if before is not None:
+            found.append(before)
+        latest.pop(key, None)
+        if span.annotation:
+            latest[key] = replace(span, kind="gpu_user_annotation", name=span.annotation)
+    return found + list(latest.values())

@@ -1,0 +1,290 @@
+"""The driver as PyTorch's own Python sees it: the functions of C++ below torch.cuda and torch.accelerator.
+
+torch.cuda's Python code stays as it is; what it calls (`torch._C._cuda_getDeviceCount` and its kind) is answered here. A wheel
+without CUDA lacks those names: they are added. What is not modelled is refused by `surface`.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.errors import forked, no_gpus
+from virtualgpu.torch_api import nvml, streams
+from virtualgpu.torch_api.registry import Patches
+
+# What a wheel without CUDA says: the default wheel of PyTorch 2.11 has these (2.11.0+cu130 on PyPI)
+CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "13.0", 91900, (2, 28, 9)
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Answer the driver's functions of torch._C and torch.cuda."""
+    driver, cuda = Driver(machine), torch.cuda
+    for name, answer in driver.functions().items():
+        patches.add(torch._C, name, answer)
+    for name in ("_exchange_device", "_maybe_exchange_device"):  # torch.cuda bound C's when it was imported
+        patches.replace(cuda, name, driver.exchange_device)
+    cudart, nvtx = Cudart(driver), _Nvtx()
+    patches.add(torch._C, "_cudart", cudart)
+    patches.add(torch._C, "_nvtx", nvtx)
+    patches.replace(cuda, "_cudart", cudart)
+    patches.replace(cuda.nvtx, "_nvtx", nvtx)
+    patches.add(torch._C, "_CudaDeviceProperties", DeviceProperties)
+    patches.replace(cuda, "_CudaDeviceProperties", DeviceProperties)
+    patches.replace(cuda, "_lazy_init", driver.lazy_init)
+    patches.set(cuda, "_initialized", machine.initialized)
+    patches.replace(cuda, "_is_in_bad_fork", lambda: machine.forked)
+    patches.set(cuda, "_cached_device_count", None)
+    patches.replace_everywhere(cuda, "is_available", lambda: bool(machine.look()))
+    patches.replace_everywhere(cuda, "device_count", lambda: len(machine.look()))
+    patches.add(cuda, "_get_device_properties", driver.properties)
+    patches.replace(cuda, "is_bf16_supported", driver.is_bf16_supported)
+    patches.replace(cuda, "get_arch_list", driver.arch_list)
+    patches.replace(torch.backends.cuda, "is_built", lambda: True)
+    # PyTorch 2.11 would make a tensor on a real GPU in it
+    patches.replace(_compat.fake_tensor, "init_gpu_context", lambda device: None)
+    if torch.version.cuda is None:
+        _of_a_wheel_with_cuda(patches)
+    if hasattr(cuda.graphs, "_cuda_isCurrentStreamCapturing"):
+        patches.replace(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    if hasattr(cuda.green_contexts, "_get_driver_version"):  # no card has domains before CUDA 13.4
+        patches.replace(cuda.green_contexts, "_get_driver_version", lambda: nvml.CUDA)
+    patches.set(torch.nn.parallel._functions, "_streams", None)  # it keeps its streams; those of earlier GPUs have gone
+    machine.on_first_use = cuda._lazy_init
+
+
+def _of_a_wheel_with_cuda(patches: Patches) -> None:
+    """The versions that programs print and check."""
+    major, minor = CUDA_VERSION.split(".")
+    compiled = 1000 * int(major) + 10 * int(minor)  # CUDA's own way to write a version
+    patches.add(torch.version, "cuda", CUDA_VERSION)
+    patches.add(torch._C, "_cuda_getCompiledVersion", lambda: compiled)
+    patches.replace(torch.backends.cudnn, "is_available", lambda: True)
+    patches.replace(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
+    if not hasattr(torch._C, "_nccl_version"):
+        nccl = NCCL_VERSION[0] << 32 | NCCL_VERSION[1] << 16 | NCCL_VERSION[2]
+        patches.add(torch._C, "_nccl_version", lambda: nccl)
+        patches.add(torch._C, "_nccl_version_suffix", lambda: b"")
+
+
+class Driver:
+    """What C++ would ask CUDA. A device is an index, a name, a torch.device or None for the current one."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.clock, self.local = machine, machine.clock, machine.local
+
+    def functions(self) -> dict[str, Callable]:
+        """{the name in torch._C: what answers}."""
+        return {
+            "_cuda_getDeviceCount": lambda: len(self.machine.look()),
+            "_cuda_init": lambda: None,
+            "_cuda_isInBadFork": lambda: self.machine.forked,
+            "_cuda_getDevice": lambda: self.local.current,
+            "_cuda_setDevice": self.set_device,
+            "_cuda_exchangeDevice": self.exchange_device,
+            "_cuda_maybeExchangeDevice": self.exchange_device,
+            "_cuda_hasPrimaryContext": lambda device: self.machine.initialized,
+            "_cuda_synchronize": lambda: self.clock.wait(self.local.current),
+            "_cuda_canDeviceAccessPeer": self.can_access_peer,
+            "_cuda_getArchFlags": lambda: " ".join(self.arch_list()),
+            "_cuda_sleep": self.sleep,
+            "_cuda_ipc_collect": lambda: None,
+            "_cuda_isCurrentStreamCapturing": lambda: False,
+            "_is_cudnn_attention_decode_disabled": self.cudnn_cannot_decode,
+            "_get_accelerator": lambda check=None: torch.device("cuda"),
+            "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+            "_accelerator_getDeviceIndex": lambda: self.local.current,
+            "_accelerator_setDeviceIndex": self.set_device,
+            "_accelerator_exchangeDevice": self.exchange_device,
+            "_accelerator_maybeExchangeDevice": self.exchange_device,
+            "_accelerator_synchronizeDevice": lambda device: self.clock.wait(self.gpu(device).index),
+            "_accelerator_getDeviceCapability": self.capability,
+            "_accelerator_hooks_device_count": lambda: len(self.machine.look()),
+            "_accelerator_hooks_get_current_device": lambda: self.local.current,
+            "_accelerator_hooks_set_current_device": self.set_device,
+            "_accelerator_hooks_exchange_device": self.exchange_device,
+            "_accelerator_hooks_maybe_exchange_device": self.exchange_device,
+        }
+
+    def gpu(self, device=None) -> GPU:
+        """The GPU of a device. Raises ValueError for the CPU, and PyTorch's error for one that is not there."""
+        gpu = self.machine.gpu(device)
+        if gpu is None:
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        return gpu
+
+    def lazy_init(self) -> None:
+        """PyTorch's own asks the driver; here the generators are made, and what waited for them is called."""
+        if self.machine.forked:
+            raise forked()
+        cuda = torch.cuda
+        if not self.machine.look():
+            raise no_gpus()
+        if cuda._initialized or hasattr(cuda._tls, "is_initializing"):
+            return
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+        cuda._tls.is_initializing = True
+        try:
+            self.machine.initialize()
+            tracker = cuda._lazy_seed_tracker
+            waiting, tracker.call_order = tracker.call_order, []
+            for call in filter(None, waiting):  # torch.cuda.manual_seed before the first use of a GPU
+                call[0]()
+        finally:
+            del cuda._tls.is_initializing
+        cuda._initialized = True
+
+    def set_device(self, device: int) -> None:
+        """torch.cuda.set_device: the current GPU of this thread."""
+        self.local.current = self.gpu(int(device)).index
+
+    def exchange_device(self, device: int) -> int:
+        """Make it current; returns the index of the one before. A negative one changes nothing, and returns -1."""
+        before = self.local.current
+        if device < 0:
+            return -1
+        if device != before:
+            self.set_device(device)
+        return before
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """torch.cuda.can_device_access_peer: where both cards' `peer_access` allow it. False for a GPU and itself."""
+        one, other = self.gpu(device), self.gpu(peer)
+        return one is not other and getattr(one.spec, "peer_access", True) and getattr(other.spec, "peer_access", True)
+
+    def arch_list(self) -> list[str]:
+        """torch.cuda.get_arch_list: here the capabilities of the GPUs there are ("sm_75"), not those of a wheel."""
+        return sorted({"sm_{}{}".format(*gpu.spec.capability) for gpu in self.machine.gpus})
+
+    def sleep(self, cycles: int) -> None:
+        """A kernel of one thread, which does nothing for so many cycles."""
+        gpu = self.gpu()
+        self.clock.spin(gpu.index, cycles / (getattr(gpu.spec, "clock", None) or 1.5e9), "sleep")
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """torch.cuda.is_bf16_supported: True, since cards emulate it; without that, from capability 8.0 on."""
+        return including_emulation or self.gpu().spec.capability >= (8, 0)
+
+    def capability(self, device: int) -> dict:
+        """torch.accelerator.get_device_capability: all types, as PyTorch says of every card."""
+        self.gpu(device)
+        return {"supported_dtypes": {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}}
+
+    def cudnn_cannot_decode(self) -> bool:
+        """Attention of one query by cuDNN: PyTorch leaves it out on Blackwell for these versions of cuDNN (its MHA.cpp)."""
+        version = torch.backends.cudnn.version() or 0
+        return self.gpu().spec.capability[0] in (10, 11) and 91900 <= version <= 92500 and version != 92401
+
+    def properties(self, device) -> "DeviceProperties":
+        """torch.cuda.get_device_properties. Raises ValueError for the CPU."""
+        gpu = self.gpu(device)
+        return DeviceProperties(gpu)
+
+
+class DeviceProperties:
+    """torch.cuda.get_device_properties: of the card's data sheet, under PyTorch's names."""
+
+    def __init__(self, gpu: GPU):
+        spec = gpu.spec
+        self.name = spec.name
+        self.major, self.minor = spec.capability
+        self.total_memory = spec.memory
+        self.multi_processor_count = spec.processors
+        self.is_multi_gpu_board = self.is_integrated = False
+        self.warp_size = 32
+        self.uuid = gpu.uuid
+        self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, gpu.physical + 1, 0
+        for name in CARD:
+            value = getattr(spec, name, None)
+            if value is not None:
+                setattr(self, name, value)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, DeviceProperties) and vars(other) == vars(self)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory // (1 << 20)}MB, multi_processor_count={self.multi_processor_count}, uuid={self.uuid})"
+        )
+
+    def __getattr__(self, name: str):
+        raise AttributeError(f"{self.name}, virtual, does not say its {name!r}: give it in a Spec of your own")
+
+
+CARD = (
+    "L2_cache_size",
+    "clock_rate",
+    "max_threads_per_multi_processor",
+    "memory_bus_width",
+    "memory_clock_rate",
+    "regs_per_multiprocessor",
+    "shared_memory_per_block",
+    "shared_memory_per_block_optin",
+    "shared_memory_per_multiprocessor",
+    "max_threads_per_block",
+)
+
+
+class Cudart:
+    """torch.cuda.cudart(): those calls of the CUDA runtime that programs make."""
+
+    class cudaError(int):
+        success = 0
+
+    def __init__(self, driver: Driver):
+        self.driver = driver
+
+    def cudaMemGetInfo(self, device=None) -> tuple[int, int]:
+        """Bytes that are free, and all of the GPU's. Raises CUDA's error after a kernel's assert."""
+        gpu = self.driver.gpu(device)
+        self.driver.clock.check(gpu.index)
+        memory = gpu.settled()
+        return memory.free_on_gpu, memory.capacity
+
+    def cudaGetErrorString(self, error: int) -> str:
+        """CUDA's words for 0, 2 and 100; for any other, its number."""
+        return {0: "no error", 2: "out of memory", 100: "no CUDA-capable device is detected"}.get(
+            error, f"error {error}"
+        )
+
+    def cudaStreamCreate(self, pointer: int) -> int:
+        """Writes the handle of a new stream to that address of the host."""
+        queue = self.driver.clock.new_stream(self.driver.local.current)
+        ctypes.c_ulonglong.from_address(pointer).value = streams.handle(queue)
+        return 0
+
+    def cudaStreamDestroy(self, handle: int) -> int:
+        """0, for success; the stream stays."""
+        return 0
+
+    def cudaDeviceSynchronize(self) -> int:
+        """The host waits for the current GPU. Returns 0, or raises CUDA's error after a kernel's assert."""
+        self.driver.clock.wait(self.driver.local.current)
+        return 0
+
+    def cudaProfilerStart(self) -> int:
+        """0, for success: there is no profiler to start, nor to stop."""
+        return 0
+
+    cudaProfilerStop = cudaProfilerStart
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        """0, for success; the memory does not count as pinned."""
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        """0, for success."""
+        return 0
+
+
+class _Nvtx:
+    """Ranges for a profiler that is not there."""
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: 0

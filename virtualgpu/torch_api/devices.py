@@ -1,0 +1,160 @@
+"""Devices that C++ cannot tell: "cuda" without an index where it asks CUDA for the current one, and, on some wheels, `device=1`.
+
+What makes a tensor from Python's numbers (torch.tensor and its kind) does not leave "cuda" to the dispatcher: it asks C++'s CUDA for
+the current device, which is 0 for ever without a driver, and an error on wheels without CUDA. So "cuda" becomes the current GPU
+before C++ meets it, also where torch.set_default_device or `with torch.device("cuda")` say it.
+
+Wheels without CUDA do not know either which device a bare number means: `torch.device(1)` and `torch.ones(2, device=1)` raise (on a
+Mac they mean mps). There a number becomes cuda:number in each function that takes a device. torch.device is another class then than
+the one that a library imported earlier may have as an annotation; isinstance knows both as one, TorchScript does not.
+"""
+
+import functools
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.machine import Machine
+from virtualgpu.errors import foreign
+from virtualgpu.torch_api.registry import Patches
+
+ASKING = ["as_tensor", "asarray", "tensor"]
+SPARSE = [f"sparse_{kind}_tensor" for kind in ("bsc", "bsr", "compressed", "coo", "csc", "csr")]
+# Besides those that torch.set_default_device knows
+LIKE = ["empty_like", "full_like", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
+METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Replace what asks C++ for the current GPU; on wheels without CUDA torch.device and what takes one, too."""
+    known, cuda_wheel = _compat.device_constructors(), _compat.numbers_are_gpus()
+
+    def spelled(device):
+        """A torch.device with an index for a number, and for "cuda"; what else it may be stays."""
+        device = numbered(device)
+        if isinstance(device, str) and device.partition(":")[0] == "cuda":
+            device = _compat.Device(device)
+        if (
+            type(device) is not _compat.Device
+            or device.type != "cuda"
+            or device.index is not None
+            or machine.local.bypass
+        ):
+            return device
+        return _compat.Device("cuda", machine.local.current)
+
+    def spelling(original):
+        @functools.wraps(original)
+        def function(*args, **kwargs):
+            __tracebackhide__ = True
+            if kwargs.get("device") is not None:
+                kwargs["device"] = spelled(kwargs["device"])
+            try:
+                return original(*args, **kwargs)
+            except RuntimeError as error:
+                frames = foreign(error.__traceback__)
+                raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
+
+        return function
+
+    def copying(original):
+        @functools.wraps(original)
+        def function(*args, device=None, requires_grad=False, **kwargs):
+            made = original(*args, **kwargs)
+            return (made if device is None else made.to(spelled(device))).requires_grad_(requires_grad)
+
+        return function
+
+    def not_dry(function):
+        """C++ looks for the size among the indices before it comes to a dispatch mode."""
+
+        @functools.wraps(function)
+        def sparse(*args, **kwargs):
+            if machine.dry and not machine.local.bypass:
+                raise NotImplementedError(
+                    f"sparse tensors are not modelled in a dry run ({function.__name__}). Run this line outside dry_run()"
+                )
+            return function(*args, **kwargs)
+
+        return sparse
+
+    # These make C++'s current device theirs first, and fail even with an index without CUDA: made on the CPU, and copied
+    copied = {} if cuda_wheel else {getattr(torch, name): copying(getattr(torch, name)) for name in [*SPARSE, "range"]}
+    names = {*ASKING, *SPARSE}
+    if not cuda_wheel:
+        names |= {*LIKE, *(function.__name__ for function in known if hasattr(torch, function.__name__))}
+    for name in sorted(names):
+        original = getattr(torch, name)
+        ours, builtin = copied.get(original) or spelling(original), _compat.builtin_name(original)
+        ours = not_dry(ours) if name in SPARSE else ours
+        if builtin is not None:
+            patches.undo(_compat.register_as_builtin(ours, builtin))
+        patches.replace(torch, name, ours)
+    default, parse = _compat.DeviceContext, _compat.parse_to
+    run = default.__torch_function__
+
+    def run_there(context, func, types, args=(), kwargs=None):
+        """What is made inside `with torch.device("cuda")` reaches C++ from here."""
+        kwargs = kwargs or {}
+        if func in known and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": spelled(context.device)}
+        return run(context, copied.get(func, func), types, args, kwargs)
+
+    @functools.wraps(parse)
+    def parse_to(*args, **kwargs):
+        """What nn.Module.to(1) and nn.Module.to(tensor) are given."""
+        other = args[0] if args else kwargs.pop("tensor", None)
+        if isinstance(other, torch.Tensor):
+            args = (other.device, other.dtype, *args[1:])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = numbered(kwargs["device"])
+        return parse(*map(numbered, args[:1]), *args[1:], **kwargs)
+
+    patches.replace(default, "__torch_function__", run_there)
+    patches.replace(torch._C._nn, "_parse_to", parse_to)
+    if not cuda_wheel:
+        fakes = _compat.fake_tensor.FakeTensorConverter
+        patches.replace(fakes, "from_real_tensor", _without_gradients(fakes.from_real_tensor))
+        for name in ("fftfreq", "rfftfreq"):
+            patches.replace(torch.fft, name, spelling(getattr(torch.fft, name)))
+        for name in METHODS:
+            patches.replace(torch.Tensor, name, spelling(getattr(torch.Tensor, name)))
+        patches.replace(torch, "device", Device)
+
+
+def _without_gradients(original):
+    """Of a fake tensor that says cuda and wants gradients, autograd's C++ asks a stream, and ends the process where it finds no CUDA."""
+
+    @functools.wraps(original)
+    def from_real_tensor(converter, mode, tensor, *args, **kwargs):
+        if tensor.requires_grad and tensor.is_cuda:
+            raise NotImplementedError(
+                "torch.export and other users of fake tensors need a wheel of PyTorch with CUDA (no driver) for parameters on a "
+                "virtual GPU; or move the model to the CPU first"
+            )
+        return original(converter, mode, tensor, *args, **kwargs)
+
+    return from_real_tensor
+
+
+def numbered(device):
+    """cuda:1 for 1; anything else as it is."""
+    if isinstance(device, (str, bool, torch.Tensor, _compat.Device, torch.dtype)) or not hasattr(device, "__index__"):
+        return device
+    return _compat.Device("cuda", device.__index__())
+
+
+class _Kind(type):
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, _compat.Device)
+
+    def __subclasscheck__(cls, other) -> bool:
+        return issubclass(other, _compat.Device) or other is cls
+
+    def __call__(cls, *args, **kwargs):
+        if len(args) + len(kwargs) == 1 and "type" not in kwargs:
+            return _compat.Device(numbered(*args, **kwargs))
+        return _compat.Device(*args, **kwargs)
+
+
+Device = _Kind("device", (), {"__module__": "torch", "__doc__": _compat.Device.__doc__})

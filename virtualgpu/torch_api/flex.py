@@ -1,0 +1,51 @@
+"""flex_attention on virtual GPUs: what PyTorch's Python code does before its kernels run."""
+
+import functools
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.allocation import gpu_of
+from virtualgpu.engine.machine import Machine
+from virtualgpu.torch_api.registry import Patches
+
+AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see autocast.py
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Replace the tracing of score_mod; both operators get a kernel for autocast."""
+    trace = _compat.flex.create_fw_bw_graph
+
+    @functools.wraps(trace)
+    def create_fw_bw_graph(*args, **kwargs):
+        """What the reader does to a score is traced, with fake tensors, to differentiate it.
+
+        It is traced where the tensors really are: autograd's C++ would ask the driver about a fake tensor of a GPU.
+        """
+        with machine.untracked():
+            forward, backward = trace(*args, **kwargs)
+        for node in backward.graph.nodes:
+            if node.op == "get_attr" and getattr(getattr(backward, node.target), "requires_grad", False):
+                raise NotImplementedError(
+                    "flex_attention on virtual GPUs has no gradient for a tensor that score_mod takes from around it: "
+                    "detach it before, or add it to the scores of F.scaled_dot_product_attention(attn_mask=...)"
+                )
+        return forward, backward
+
+    patches.replace(_compat.flex, "create_fw_bw_graph", create_fw_bw_graph)
+    for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
+        if AUTOCAST not in operator.py_kernels:  # stays for the life of the process
+            operator.py_impl(AUTOCAST)(functools.partial(_autocast, operator))
+
+
+def _autocast(operator, *args):
+    """The forward pass in autocast's type, as PyTorch's own kernel for CUDA has it."""
+    with _compat.without_keys(_compat.KeySet(AUTOCAST)):
+        if operator is _compat.flex.flex_attention:
+            args = [*map(_cast, args[:3]), *args[3:]]
+        return operator(*args)
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.dtype is torch.float64
+    return tensor if wide or gpu_of(tensor) is None else tensor.to(torch.get_autocast_dtype("cuda"))

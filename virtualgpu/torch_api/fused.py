@@ -1,0 +1,182 @@
+"""Kernels that PyTorch chooses by where a tensor really is: a virtual GPU takes the one that a GPU would."""
+
+import functools
+import warnings
+
+import torch
+from torch import _VF, nn
+
+from virtualgpu import _compat
+from virtualgpu.engine import sdpa, sdpa_backends
+from virtualgpu.engine.allocation import PLAIN, gpu_of
+from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.sdpa_backends import CUDNN, EFFICIENT, FLASH, MATH, Params
+from virtualgpu.torch_api import autocast
+from virtualgpu.torch_api.registry import Patches
+
+ATTENTION = "scaled_dot_product_attention"
+CHECKS = {
+    FLASH: "_can_use_flash_attention",
+    EFFICIENT: "_can_use_mem_efficient_attention",
+    CUDNN: "_can_use_cudnn_attention",
+}
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Replace scaled_dot_product_attention, what says which kernel it takes, and dropout."""
+    attention = _attention(machine, nn.functional.scaled_dot_product_attention)
+    patches.undo(_compat.register_as_builtin(attention, f"aten::{ATTENTION}"))
+    for owner in (nn.functional, torch._C._nn):
+        patches.replace(owner, ATTENTION, attention)
+    for backend, name in CHECKS.items():
+        patches.add(torch._C, name, _check(backend))
+    patches.replace(torch, "_fused_sdp_choice", _choice(machine, torch._fused_sdp_choice))
+    dropout = _dropout(machine, torch.dropout)
+    patches.undo(_compat.register_as_builtin(dropout, "aten::dropout"))
+    for owner in (torch, _VF):
+        patches.replace(owner, "dropout", dropout)
+
+
+def _attention(machine: Machine, original):
+    """As aten/src/ATen/native/transformers/attention.cpp prepares its arguments for each kernel."""
+
+    @functools.wraps(original)
+    def attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):  # in C++ the last two go by name alone
+        __tracebackhide__ = True
+        tensors = (query, key, value, attn_mask)
+        if machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None:
+            return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
+            _check_inputs(query, key, value, attn_mask)
+            # [heads, length, size]: a batch of one
+            one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
+            if one:
+                query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+            params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+            backend = sdpa_backends.choose(params, gpu_of(query).spec)
+            out = KERNELS[backend](params, scale)
+            return out.squeeze(0) if one else out
+
+    return attention
+
+
+@functools.cache
+def _adds_batch(original) -> bool:
+    """Does this version of PyTorch give inputs of three dimensions a batch, so that fused kernels take them? 2.11 does not yet."""
+    with torch.enable_grad():
+        x = torch.ones(1, 1, 1, device="meta", requires_grad=True)
+        return "Squeeze" in original(x, x, x).grad_fn.name()
+
+
+def _check_inputs(query, key, value, mask) -> None:
+    """In the words of validate_sdpa_input."""
+    for what in ("dtype", "device"):
+        query_s, key_s, value_s = (getattr(tensor, what) for tensor in (query, key, value))
+        if not query_s == key_s == value_s:
+            kind = "device type" if what == "device" else what
+            raise RuntimeError(
+                f"Expected query, key, and value to have the same {kind}, but got query.{what}: {query_s} key.{what}: {key_s} and "
+                f"value.{what}: {value_s} instead."
+            )
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32):
+        raise RuntimeError(
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} and  "
+            f"query.dtype: {query.dtype} instead."
+        )
+
+
+def _flash(params: Params, scale: float | None):
+    """Heads of a size that is no multiple of 8 are filled up with zeros, and the result is cut again."""
+    q, k, v, _, dropout, causal, _ = params
+    size = q.shape[-1]
+    scale = size**-0.5 if scale is None and size % 8 else scale
+    q, k, v = (nn.functional.pad(x, (0, -size % 8)) if size % 8 else x for x in (q, k, v))
+    out = sdpa.FLASH(q, k, v, dropout, causal, False, scale=scale)[0]
+    return out[..., :size] if size % 8 else out
+
+
+def _efficient(params: Params, scale: float | None):
+    q, k, v, mask, dropout, causal, _ = params
+    if mask is not None:
+        mask = _as_bias(mask, q.dtype).expand(*q.shape[:3], k.shape[2])
+        if k.shape[2] % 16:  # rows of a bias begin at multiples of 16 numbers
+            mask = nn.functional.pad(mask, (0, -k.shape[2] % 16))[..., : k.shape[2]]
+        elif any(stride % 16 for stride in mask.stride()[:3]):
+            mask = mask.contiguous()
+    return sdpa.EFFICIENT(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, scale=scale)[0]
+
+
+def _cudnn(params: Params, scale: float | None):
+    q, k, v, mask, dropout, causal, _ = params
+    mask = None if mask is None else _as_bias(mask, q.dtype)
+    return sdpa.CUDNN(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, False, scale=scale)[0]
+
+
+def _math(params: Params, scale: float | None):
+    q, k, v, mask, dropout, causal, grouped = params
+    if type(q) not in PLAIN and _compat.carried_out_by_dtensor(sdpa.FLASH):
+        raise NotImplementedError(
+            "context_parallel splits the fused kernels of attention, and here none of them may run, so that each part would look at "
+            "itself alone: give it a dtype and a size of head that they take (sdpa_kernel names the reason)"
+        )
+    mask = None if mask is None else _as_bias(mask, q.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_attention_math.default
+    return kernel(q, k, v, mask, dropout, causal, None, scale=scale, enable_gqa=grouped)[0]
+
+
+KERNELS = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn, MATH: _math}
+
+
+def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of bool as what is added to the scores: 0, or minus infinity."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _check(backend):
+    def can_use(params, debug=False) -> bool:
+        """No for tensors of the CPU, and for nested ones, whose kernels are not modelled."""
+        gpu = gpu_of(params.query)
+        if gpu is None or params.query.is_nested:
+            return False
+        reason = sdpa_backends.why_not(backend, Params.of(params), gpu.spec)
+        if debug and reason is not None:
+            warnings.warn(reason, stacklevel=2)
+        return reason is None
+
+    return can_use
+
+
+def _choice(machine: Machine, original):
+    @functools.wraps(original)
+    def choice(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        gpu = None if machine.local.bypass else gpu_of(query)
+        if gpu is None:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        return sdpa_backends.choose(params, gpu.spec).value
+
+    return choice
+
+
+def _dropout(machine: Machine, original):
+    """One kernel, which keeps a mask of one byte an element (is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp);
+    the CPU would keep one of the input's type. The numbers are the same."""
+
+    @functools.wraps(original)
+    def dropout(input, p, train):
+        fused = (
+            type(input) in PLAIN
+            and not machine.local.bypass
+            and train
+            and 0 < p < 1
+            and not _compat.is_functorch_wrapped(input)
+        )
+        if not fused or gpu_of(input) is None or not input.numel():
+            return original(input, p, train)
+        return torch.native_dropout(input, p, train)[0]
+
+    return dropout

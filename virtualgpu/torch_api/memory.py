@@ -1,0 +1,238 @@
+"""The C functions below torch/cuda/memory.py and torch/accelerator/memory.py, answered by the virtual GPUs' allocators.
+
+PyTorch's own Python code stays as it is: memory_stats, memory_summary, memory_snapshot, _record_memory_history,
+_dump_snapshot and the rest. What the allocators do not model (other allocators, figures of pinned memory) is refused by `surface`.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from virtualgpu.engine.allocation import ALLOCATION
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.memory import config, history
+from virtualgpu.memory.allocator import Block, CachingAllocator
+from virtualgpu.memory.history import History
+from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.streams import id_of
+
+_C = torch._C
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Replace them, until `patches.restore()`."""
+    functions = Memory(machine)
+    for name in vars(Memory):
+        if name.startswith(("_cuda_", "_host_")):
+            patches.add(_C, name, getattr(functions, name))
+        elif name.startswith("_accelerator_") and hasattr(_C, name):
+            patches.replace(_C, name, getattr(functions, name))
+    if hasattr(torch.cuda.memory, "_annotate_tensor"):
+        patches.replace(torch.cuda.memory, "_annotate_tensor", functions.annotate_tensor)
+
+
+class Memory:
+    """The functions, each under its name in torch._C. Devices are indices; sizes are bytes."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.raw: dict[int, tuple[GPU, Block]] = {}  # of caching_allocator_alloc, by address
+
+    def _gpu(self, index: int) -> GPU:
+        if not isinstance(index, int) or not 0 <= index < len(self.machine.gpus):
+            raise RuntimeError(f"Invalid device argument {index}: did you call init?")
+        return self.machine.gpus[index]
+
+    @contextmanager
+    def _memory(self, gpu: GPU) -> Iterator[CachingAllocator]:
+        """A GPU's allocator with every free carried out, which nobody else changes meanwhile."""
+        with gpu.lock:
+            yield gpu.settled()
+
+    # -- figures
+
+    def _cuda_memoryStats(self, device: int) -> dict[str, Any]:
+        with self._memory(self._gpu(device)) as memory:
+            return memory.statistics.nested()
+
+    def _cuda_resetPeakMemoryStats(self, device: int) -> None:
+        with self._memory(self._gpu(device)) as memory:
+            memory.statistics.reset_peaks()
+
+    def _cuda_resetAccumulatedMemoryStats(self, device: int) -> None:
+        with self._memory(self._gpu(device)) as memory:
+            memory.statistics.reset_accumulated()
+
+    def _cuda_getMemoryFraction(self, device: int) -> float:
+        with self._memory(self._gpu(device)) as memory:
+            return memory.limit / memory.capacity
+
+    def _cuda_setMemoryFraction(self, fraction: float, device: int) -> None:
+        if not 0 <= fraction <= 1:
+            raise RuntimeError(f"invalid fraction:{fraction}. Please set within [0, 1].")
+        with self._memory(self._gpu(device)) as memory:
+            memory.limit = int(fraction * memory.capacity)
+
+    def _cuda_emptyCache(self) -> None:
+        for gpu in self.machine.gpus:
+            self.machine.clock.check(gpu.index)
+            with self._memory(gpu) as memory:
+                memory.empty_cache()
+
+    def _host_emptyCache(self) -> None:
+        """No pinned memory is cached."""
+
+    def _cuda_getAllocatorBackend(self) -> str:
+        return "native"
+
+    # -- memory without a tensor
+
+    def _cuda_cudaCachingAllocator_raw_alloc(self, size: int, stream: int) -> int:
+        if size == 0:
+            return 0
+        gpu = self.machine.gpu(None)
+        with self._memory(gpu) as memory:
+            block = memory.malloc(size, id_of(stream))
+        self.raw[block.address] = (gpu, block)
+        return block.address
+
+    def _cuda_cudaCachingAllocator_raw_delete(self, ptr: int) -> None:
+        if ptr:
+            if ptr not in self.raw:
+                raise RuntimeError(f"invalid device pointer: {ptr:#x}")
+            gpu, block = self.raw.pop(ptr)
+            with self._memory(gpu) as memory:
+                memory.free(block)
+
+    def _cuda_cudaCachingAllocator_enable(self, value: bool) -> None:
+        for gpu in self.machine.gpus:
+            with self._memory(gpu) as memory:
+                memory.cache(value)
+
+    def _cuda_cudaCachingAllocator_is_enabled(self) -> bool:
+        return self.machine.gpu(None).memory.caching
+
+    # -- history
+
+    def _cuda_record_memory_history(
+        self,
+        enabled: str | None,
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = 1,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: list[str] | None = None,
+        record_pinned_host_memory: bool = False,
+        record_cuda: bool = True,
+    ) -> None:
+        level, entries = history.options(enabled, context, stacks, max_entries)
+        kept = dict(level=level, max_entries=entries, skip=skip_actions or (), operations=stacks == "all")
+        self._record(enabled is not None, kept, clear_history, record_pinned_host_memory, record_cuda)
+
+    def _cuda_record_memory_history_legacy(
+        self,
+        enabled: bool,
+        record_context: bool = True,
+        trace_alloc_max_entries: int = 1,
+        trace_alloc_record_context: bool = False,
+        record_cpp_context: bool = False,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: list[str] | None = None,
+        record_pinned_host_memory: bool = False,
+        record_cuda: bool = True,
+    ) -> None:
+        level = history.ALLOC if trace_alloc_record_context else history.STATE if record_context else history.NEVER
+        entries, operations = trace_alloc_max_entries, record_cpp_context
+        kept = dict(level=level, max_entries=entries, skip=skip_actions or (), operations=operations)
+        self._record(enabled, kept, clear_history, record_pinned_host_memory, record_cuda)
+
+    def _record(self, on: bool, kept: dict[str, Any], clear: bool, pinned: bool, cuda: bool) -> None:
+        if on and pinned:
+            raise NotImplementedError(
+                "the history of pinned memory is not modelled on virtual GPUs; leave record_pinned_host_memory out"
+            )
+        for gpu in self.machine.gpus if cuda or not on else ():
+            with self._memory(gpu) as memory:
+                new = History(memory.timeline, **kept) if on else None
+                if new is not None and memory.history is not None and not clear:
+                    new.events.extend(memory.history.events)
+                memory.record(new)
+
+    def _cuda_isHistoryEnabled(self) -> bool:
+        return self.machine.gpu(None).memory.history is not None
+
+    def _cuda_memorySnapshot(self, pool: tuple | None = None) -> dict[str, Any]:
+        """pool: None, or MemPool's two numbers (0, 0: all memory), which `include_traces` may follow."""
+        with ExitStack() as locks:
+            allocators = [locks.enter_context(self._memory(gpu)) for gpu in self.machine.gpus]
+            traces = pool is None or len(pool) < 3 or bool(pool[2])
+            return history.snapshot(allocators, traces, history.NO_POOL if pool is None else tuple(pool[:2]))
+
+    def _cuda_attach_out_of_memory_observer(self, observer) -> None:
+        """observer(device, bytes asked of the GPU, bytes allowed, bytes free), before the error is raised."""
+        for gpu in self.machine.gpus:
+            with self._memory(gpu) as memory:
+                memory.oom_observers.append(observer)
+
+    def _cuda_memoryMetadataSupported(self) -> bool:
+        return True
+
+    def _cuda_setMemoryMetadata(self, metadata: str) -> None:
+        history.metadata.text = metadata
+
+    def _cuda_getMemoryMetadata(self) -> str:
+        return history.metadata.text
+
+    def _cuda_allocationTraceback(self, data_ptr: int) -> list[dict[str, Any]] | None:
+        if data_ptr in self.raw:
+            context = self.raw[data_ptr][1].context
+            return None if context is None else history.frames_of(context)
+        raise NotImplementedError(
+            "on virtual GPUs data_ptr() is an address of the host's memory, so no allocation is found by it; "
+            "torch.cuda.memory._snapshot() has the frames of all blocks"
+        )
+
+    def annotate_tensor(self, tensor: torch.Tensor, metadata: str) -> None:
+        """torch.cuda.memory._annotate_tensor: it would look for the allocation by an address of the GPU."""
+        if not tensor.is_cuda:
+            raise ValueError(f"expected a CUDA tensor, got device {tensor.device}")
+        allocation = getattr(tensor.untyped_storage(), ALLOCATION, None)
+        if allocation is None or allocation.block is None:
+            return
+        with self._memory(allocation.gpu) as memory:
+            if memory.history is not None:
+                block = allocation.block
+                context = memory.history.gather()
+                memory.history.note("annotate", block.address, block.requested, block.stream, context, metadata)
+
+    # -- torch.accelerator, and settings
+
+    def _accelerator_isAllocatorInitialized(self) -> bool:
+        return torch.cuda.is_initialized()
+
+    def _accelerator_getMemoryInfo(self, device: int) -> tuple[int, int]:
+        gpu = self._gpu(device)
+        self.machine.clock.check(gpu.index)
+        with self._memory(gpu) as memory:
+            return memory.free_on_gpu, memory.capacity
+
+    def _accelerator_getAllocatorSettings(self) -> str:
+        return self.machine.gpus[0].memory.config.text
+
+    def _accelerator_setAllocatorSettings(self, env: str) -> None:
+        settings = config.parse(env, self.machine.gpus[0].memory.config)
+        for gpu in self.machine.gpus:
+            with self._memory(gpu) as memory:
+                memory.configure(settings)
+
+    _accelerator_emptyCache = _cuda_emptyCache
+    _accelerator_emptyHostCache = _host_emptyCache
+    _accelerator_getDeviceStats = _cuda_memoryStats
+    _accelerator_resetAccumulatedStats = _cuda_resetAccumulatedMemoryStats
+    _accelerator_resetPeakStats = _cuda_resetPeakMemoryStats

@@ -1,0 +1,71 @@
+"""The functions behind nn.LSTM, GRU and RNN: C++ asks where their tensors really are, and takes the CPU's way; here it is cuDNN's."""
+
+import functools
+
+import torch
+from torch import _VF
+from torch.backends import cudnn
+
+from virtualgpu import _compat
+from virtualgpu.engine import recurrent
+from virtualgpu.engine.allocation import PLAIN, gpu_of
+from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.operations import tensors_of
+from virtualgpu.torch_api.registry import Patches
+
+MODES = {"rnn_relu": recurrent.RELU, "rnn_tanh": recurrent.TANH, "lstm": recurrent.LSTM, "gru": recurrent.GRU}
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Replace torch.lstm, gru, rnn_tanh and rnn_relu, and what flatten_parameters asks."""
+    patches.replace(cudnn, "is_acceptable", _is_acceptable)
+    patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)
+    for name, mode in MODES.items():
+        ours = _layers(machine, getattr(torch, name), mode)
+        patches.undo(_compat.register_as_builtin(ours, f"aten::{name}"))
+        for owner in (torch, _VF):
+            patches.replace(owner, name, ours)
+
+
+def _layers(machine: Machine, original, mode: int):
+    """As aten/src/ATen/native/cudnn/RNN.cpp hands them to `_cudnn_rnn`."""
+
+    @functools.wraps(original)
+    def layers(*args):
+        if machine.local.bypass or not _taken_by_cudnn(args):
+            return original(*args)
+        packed = isinstance(args[3], (list, tuple))
+        input, sizes, args = args[0], args[1].tolist() if packed else [], args[2:] if packed else args[1:]
+        states, weights, biases, count, dropout, train, bidirectional, *batch_first = args
+        hx, cx = states if mode == recurrent.LSTM else (states, None)
+        hidden = (hx if cx is None else cx).shape[2]
+        projected = 0 if hx.shape[2] == hidden else hx.shape[2]
+        stride = (4 if biases else 2) + bool(projected)
+        seed = None
+        if dropout and train and count > 1:
+            seed = torch.randint(1 << 62, (1,), device=input.device)
+        settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
+        made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, None, hx, cx, *settings)
+        return made[: 3 if cx is not None else 2]
+
+    return layers
+
+
+def _taken_by_cudnn(args) -> bool:
+    """Is cuDNN on, and does it know this input (at::cudnn_is_acceptable)? Tracing and wrapped tensors are left to C++."""
+    input = args[0]
+    if type(input) not in PLAIN or (gpu := gpu_of(input)) is None or not recurrent.on_cudnn(input.dtype, gpu):
+        return False
+    if input.dtype not in TYPES or not input.numel() or torch.jit.is_tracing():
+        return False
+    return all(map(_is_plain, tensors_of(args, {})))
+
+
+def _is_acceptable(tensor: torch.Tensor) -> bool:
+    """torch.backends.cudnn.is_acceptable."""
+    return cudnn.enabled and tensor.is_cuda and tensor.dtype in cudnn.CUDNN_TENSOR_DTYPES
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN and not _compat.is_functorch_wrapped(tensor)

@@ -1,0 +1,106 @@
+"""torch.save and torch.load: tensors come back to the GPU that they were on, and a dry run destroys no file."""
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import warnings
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.allocation import ALLOCATION
+from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.values import is_forgotten
+from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.storage import meta_storage
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """Replace torch.save, and answer where a storage is and where it goes."""
+    _save(machine, patches)
+
+    def tag(storage) -> str | None:
+        if _made_dry(storage, machine):
+            raise NoValues
+        allocation = getattr(storage, ALLOCATION, None)
+        return None if allocation is None or allocation.gpu is None else f"cuda:{allocation.gpu.index}"
+
+    def restore(storage, location: str):
+        if not location.startswith("cuda"):
+            return None
+        index = torch.device(location).index or 0
+        if index >= len(machine.gpus):
+            raise RuntimeError(
+                f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
+                f"{len(machine.gpus)}. Please use torch.load with map_location to map your storages to an existing device."
+            )
+        gpu = machine.gpu(index)
+        machine.charge_copy(None, gpu, storage.nbytes(), wait=True)
+        return machine.place_storage(meta_storage(storage) if machine.dry else storage, gpu)
+
+    rebuild = _compat.pickling._rebuild_tensor
+
+    @functools.wraps(rebuild)
+    def rebuild_tensor(storage, *geometry):
+        """A dry run keeps what comes from a file, or from a loader's worker, with its values, as it does NumPy's arrays."""
+        with_values = machine.dry and not _has_no_values(storage._untyped_storage)
+        with machine.untracked() if with_values else contextlib.nullcontext():
+            return rebuild(storage, *geometry)
+
+    package = (0, tag, restore)  # before PyTorch's own, which have 10 and more
+    patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
+    torch.serialization.register_package(*package)
+    patches.replace(_compat.pickling, "_rebuild_tensor", rebuild_tensor)
+
+
+def _save(machine: Machine, patches: Patches) -> None:
+    """torch.save empties a file before it looks at what it is to write. Where tensors of a dry run may be among that, it writes to a
+    temporary file first: once, since what is pickled may do something by that."""
+    original = torch.save
+
+    @functools.wraps(original)
+    def save(obj, f, *args, **kwargs):
+        if not machine.some_dry and machine.epoch == 1:
+            return original(obj, f, *args, **kwargs)
+        with tempfile.SpooledTemporaryFile(IN_MEMORY) as held:
+            try:
+                original(obj, held, *args, **kwargs)
+            except NoValues:
+                if machine.dry and isinstance(f, (str, os.PathLike)):
+                    what = f"a dry run has no values to save: {os.fspath(f)} is not written"
+                    return warnings.warn(what, stacklevel=2)
+                raise
+            held.seek(0)
+            if isinstance(f, (str, os.PathLike)):
+                with open(f, "wb") as file:
+                    shutil.copyfileobj(held, file)
+            else:
+                shutil.copyfileobj(held, f)
+
+    patches.replace_everywhere(torch.serialization, "save", save)
+
+
+IN_MEMORY = 64 << 20  # bytes; a larger file goes to the disk
+
+
+class NoValues(RuntimeError):
+    """What is to be saved has a tensor of a dry run."""
+
+    def __init__(self):
+        super().__init__(
+            "this tensor comes from a dry run and has no values to save: switch saving off there, or make it outside dry_run()"
+        )
+
+
+def _made_dry(storage, machine: Machine) -> bool:
+    """Outside a dry run PyTorch's own meta tensors are saved as such, and a GPU's tensor without values was made in one."""
+    allocation = getattr(storage, ALLOCATION, None)
+    if machine.dry and is_forgotten(storage):
+        return True
+    return _has_no_values(storage) and (machine.dry or (allocation is not None and allocation.gpu is not None))
+
+
+def _has_no_values(storage) -> bool:
+    return _compat.real_storage_device(storage).type == "meta"

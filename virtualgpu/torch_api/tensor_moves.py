@@ -1,0 +1,170 @@
+"""How tensors get elsewhere: Tensor.to and its kind, and the gradients of such copies."""
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine import values
+from virtualgpu.engine.allocation import gpu_of, sparse_parts, storage_of
+from virtualgpu.engine.dispatch import has_dispatch
+from virtualgpu.engine.eager import LARGE, require_room
+from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, type_name
+from virtualgpu.errors import without_values
+
+CPU = torch.device("cpu")
+
+
+class Moves:
+    """The methods of Tensor that give a tensor somewhere else."""
+
+    machine: Machine
+
+    def move(self, tensor: torch.Tensor, target: GPU | None, wait: bool = True) -> torch.Tensor:
+        """A copy of `tensor` on `target` (None: the CPU), a new storage, through which gradients travel back."""
+        if (tensor.requires_grad and torch.is_grad_enabled()) or _compat.is_functorch_wrapped(tensor):
+            return ToCopy.apply(tensor, self, target, wait)
+        return self.carry(tensor, target, wait)
+
+    def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool) -> torch.Tensor:
+        """As `move`, without gradients. Raises torch.OutOfMemoryError where there is no room."""
+        machine, source = self.machine, gpu_of(tensor)
+        if takes_itself_apart(
+            tensor
+        ):  # as an operation, its parts come by; as `to`, C++ would find it on the CPU already
+            device = CPU if target is None else target.device
+            return torch.ops.aten._to_copy.default(tensor.detach(), device=device, non_blocking=not wait)
+        if source is not None:
+            machine.own(source)
+        if _compat.is_really_meta(tensor) and not machine.dry and (source or target) is not None:
+            raise (
+                without_values()
+                if source is not None
+                else NotImplementedError("Cannot copy out of meta tensor; no data!")
+            )
+        nbytes = tensor.numel() * tensor.element_size()
+        if target is not None and nbytes >= LARGE:
+            target.require(nbytes) if machine.dry else require_room([nbytes], target)
+        with machine.untracked():
+            if machine.dry and not _compat.is_really_meta(tensor):
+                copy = _compat.empty_like(tensor.detach(), device="meta")
+            else:
+                copy = tensor.detach().clone()
+            if machine.dry:
+                values.follow_copy(tensor, copy)
+        if storage_of(copy) is not None:
+            for part in _parts(copy):
+                machine.place(part, target)
+        if target is None and source is not None and not wait:
+            storage_of(copy)._virtual_pinned = True  # PyTorch pins what it copies to in the background
+        pinned = any(getattr(storage_of(t), "_virtual_pinned", False) for t in (tensor, copy))
+        machine.charge_copy(source, target, nbytes, wait or not (pinned or (source and target)))
+        return copy
+
+    def to(self, original, tensor, *args, **kwargs):
+        """Tensor.to, also to another tensor's place; what takes itself apart (DTensor) moves part by part."""
+        apart = takes_itself_apart(tensor)
+        first = args[0] if args else kwargs.get("other")
+        flags = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
+        if isinstance(first, torch.Tensor):  # .to(other): its device and dtype
+            where, dtype = self.device(first), first.dtype
+            if where.type not in ("cpu", "cuda"):
+                return original(tensor, *args, **kwargs)
+            if apart and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
+                return original(tensor, *args, **kwargs)
+            plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})
+        else:
+            where, dtype, _non_blocking, memory_format = _compat.parse_to(
+                *(_as_cuda_device(a) for a in args if not isinstance(a, bool)),
+                **{k: _as_cuda_device(v) for k, v in kwargs.items() if k not in ("copy", "non_blocking")},
+            )
+            if where is not None and where.type == "meta" and gpu_of(tensor) is not None and self.machine.dry:
+                with self.machine.untracked():  # a shape, and no memory of that GPU
+                    return torch.empty_like(tensor.detach(), dtype=dtype, device="meta")
+            if where is not None and where.type not in ("cpu", "cuda"):
+                return original(tensor, *args, **kwargs)
+            if apart and where is not None and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
+                return original(
+                    tensor, *args, **kwargs
+                )  # its parts come by; where it is already, there is nothing to do
+            copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
+            plain = tensor
+            if dtype is not None or memory_format is not None or copy:
+                options = {"copy": copy} | ({"memory_format": memory_format} if memory_format is not None else {})
+                plain = original(tensor, dtype if dtype is not None else tensor.dtype, **options)
+        if where is None:
+            return plain
+        wait = not kwargs.get("non_blocking", flags[0] if flags else False)
+        target = self.machine.gpu(where)
+        return plain if gpu_of(plain) is target else self.move(plain, target, wait)
+
+    def type_as(self, original, tensor, other):
+        """Tensor.type_as: a CPU tensor goes to the other's GPU, too."""
+        return tensor.to(other)
+
+    def cuda(self, original, tensor, device=None, non_blocking=False, memory_format=torch.preserve_format):
+        """Tensor.cuda. Raises RuntimeError for the CPU."""
+        target = self.machine.gpu("cuda" if device is None else device)
+        if target is None:
+            raise RuntimeError("Invalid device, must be cuda device")
+        return tensor.to(target.device, non_blocking=non_blocking, memory_format=memory_format)
+
+    def cpu(self, original, tensor, memory_format=torch.preserve_format):
+        """Tensor.cpu; from a GPU, the host waits for the copy."""
+        return tensor.to(CPU, memory_format=memory_format)
+
+    def type(self, original, tensor, dtype=None, non_blocking=False, **kwargs):
+        """Tensor.type; without dtype, the name ("torch.cuda.FloatTensor")."""
+        if dtype is None:
+            return type_name(tensor)
+        if isinstance(dtype, type):  # torch.cuda.FloatTensor itself, as torchsummary has it
+            dtype = f"{dtype.__module__}.{dtype.__name__}"
+        if isinstance(dtype, str) and dtype.startswith("torch."):
+            kinds = {name: kind for kind, name in LEGACY_TYPE_NAMES.items()}
+            kind = kinds.get(dtype.rpartition(".")[2])
+            if kind is not None:
+                gpu = gpu_of(tensor)
+                where = CPU if "cuda" not in dtype else "cuda" if gpu is None else gpu.device
+                return tensor.to(where, kind, non_blocking)
+        return original(tensor, dtype, non_blocking, **kwargs)
+
+
+class ToCopy(torch.autograd.Function):
+    """The copy between two places, and the copy of its gradient back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor, patches, target, wait):
+        """`Moves.carry` it to `target`; None: the CPU."""
+        return patches.carry(tensor, target, wait)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Remember where the tensor was (`source`), and where it goes (`target`)."""
+        tensor, ctx.patches, ctx.target, _ = inputs
+        ctx.source = gpu_of(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """The gradient goes to where the tensor was; the host waits, unless both places are GPUs."""
+        return ctx.patches.move(gradient, ctx.source), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        """A tangent goes where the tensor went."""
+        return ctx.patches.move(tangent, ctx.target)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with a storage that this one is made of: itself, or the parts of a sparse one."""
+    return sparse_parts(tensor) or [tensor]
+
+
+def takes_itself_apart(tensor: torch.Tensor) -> bool:
+    """Is it of a class that carries out operations by itself, part by part, as DTensor?"""
+    return type(tensor) is not torch.Tensor and has_dispatch(type(tensor))
+
+
+def _as_cuda_device(device):
+    """A bare index means a GPU."""
+    return torch.device("cuda", device) if type(device) is int else device
