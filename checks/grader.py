@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import virtualgpu
 from virtualgpu.run.ranks import WorkerError, launch
-from virtualgpu.session import aside
+from virtualgpu.session import suspended
 
 
 class NoRoom(RuntimeError):
@@ -62,7 +62,7 @@ def launched_on_gpus(worker: Callable, *args, nprocs: int = 2, **options) -> lis
         machine = virtualgpu.machine()
         if machine is None or len(machine.gpus) < nprocs:
             stack.enter_context(mock.patch.dict(os.environ, HELPERS_GPUS="virtual"))
-            stack.enter_context(aside())  # the notebook's own come back, also those that play real ones
+            stack.enter_context(suspended())  # the notebook's own come back, also those that play real ones
             with contextlib.redirect_stdout(None):
                 stack.enter_context(virtualgpu.gpus(nprocs))
         return launched(worker, *args, nprocs=nprocs, **options)

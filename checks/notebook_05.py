@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from checks.grader import grader
-from virtualgpu.session import aside
+from virtualgpu.session import suspended
 
 
 @grader
@@ -37,7 +37,7 @@ def frugal(scheduler) -> str | None:
 @grader
 def tunes(search: Callable[[Callable, int], object]) -> str | None:
     """The network of the lowest validation loss, within a budget, on hidden test images of two sets of brightness."""
-    with aside():  # the networks are on the CPU, and train three times as fast where no virtual GPU is on
+    with suspended():  # the networks are on the CPU, and train three times as fast where no virtual GPU is on
         return _tunes(search)
 
 

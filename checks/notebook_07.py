@@ -9,7 +9,7 @@ from torch import nn
 import virtualgpu
 from checks.grader import Computing, alone, grader
 from checks.notebook_06 import no_room
-from virtualgpu.session import aside
+from virtualgpu.session import suspended
 
 SMALL = {"layers": 2, "dim": 64, "heads": 2, "hidden": 192, "words": 100}
 
@@ -92,7 +92,7 @@ def slims(slim: Callable, make: Callable, sizes: Mapping, budget: float, timeout
 
 
 def _slimmed(slim, make, sizes, budget) -> str | None:
-    with aside():  # the notebook's own GPUs are left alone
+    with suspended():  # the notebook's own GPUs are left alone
         return _small(slim, make) or _large(slim, make, sizes, budget)
 
 
