@@ -264,9 +264,22 @@ def _announce(session: Session, new: bool) -> Devices:
 
 @_one_at_a_time
 def reset() -> None:
-    """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors. Under the runner,
-    after gpus() made others than those that the runner plays, these are there again.
+    """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors.
+
+    Under the runner, after gpus() made others than those that the runner plays, these are there again. Those that pass for real ones
+    (HELPERS_GPUS=real) stay, as real ones would.
     """
+    if _session is None or machine() is not None:
+        _off()
+
+
+@_one_at_a_time
+def deactivate() -> None:
+    """Those that `activate` turned on are off, also where they pass for real ones."""
+    _off()
+
+
+def _off() -> None:
     global _played
     _close()
     played, _played = _played, None

@@ -433,7 +433,7 @@ def test_gpus_that_pass_for_real_ones_are_virtual_in_a_dry_run(monkeypatch):
             assert virtualgpu.machine() is session.current()
         assert virtualgpu.machine() is None
     finally:
-        virtualgpu.reset()
+        session.deactivate()
 
 
 def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
@@ -451,7 +451,7 @@ def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
         assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 512)
         assert virtualgpu.machine() is None and (x + 1).device == torch.device("cuda:1") and x.sum() == 3
     finally:
-        virtualgpu.reset()
+        session.deactivate()
 
 
 def test_more_gpus_than_the_runner_plays(monkeypatch, capsys):
@@ -464,9 +464,10 @@ def test_more_gpus_than_the_runner_plays(monkeypatch, capsys):
             assert len(virtualgpu.gpus(2)) == 2 and len(virtualgpu.gpus(4, like="A100")) == 4
             assert torch.cuda.device_count() == 4 and torch.cuda.memory_allocated(0) == 0
             virtualgpu.reset()
+            virtualgpu.reset()  # once more: real ones would stay, too
             assert (torch.cuda.device_count(), torch.cuda.memory_allocated(0), virtualgpu.machine()) == (1, 512, None)
             assert (x + 1).tolist() == [2, 2, 2]
         assert virtualgpu.gpus(1) == [torch.device("cuda:0")] and "1 real GPU" in capsys.readouterr().out
     finally:
-        virtualgpu.reset()
+        session.deactivate()
     assert session.current() is None
