@@ -127,7 +127,7 @@ class _State:
         if self.on is not None:
             from virtualgpu import session
 
-            session.reset()
+            session.deactivate()
             session.look_for_races(self.sanitize)
             self.on = None
             for name, value in self._environ.items():

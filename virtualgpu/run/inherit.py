@@ -72,7 +72,7 @@ def import_state(offered: bytes | None) -> None:
     os.environ.update(variables)
     machine = _machine()
     if machine is not None and (machine.ledger is None or machine.ledger.folder != folder):
-        session.reset()  # the runner's, in whose place the notebook has others, with a memory of their own: of the same cards, too
+        session.deactivate()  # the runner's, in whose place the notebook has others, with a memory of their own: of the same cards, too
         machine = None
     if machine is None:
         machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes), clock=clock).machine

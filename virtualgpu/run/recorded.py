@@ -37,7 +37,7 @@ def record(build: Callable[..., Callable[[], object]], jobs: Iterable[tuple], np
     jobs together take more than ten minutes.
     """
     if session.machine():
-        session.reset()
+        session.deactivate()
     jobs = list(jobs)
     with blocks.dry_run(nprocs):
         ranks = launch(_on_rank, build, jobs, nprocs=nprocs, timeout=600)
