@@ -37,7 +37,7 @@ def made_of(notebook, stem: str, static: Path, colab: str, onward: Callable[[str
         if cell.metadata.get("jupyter", {}).get("source_hidden"):
             fold(cell)
         for index, output in enumerate(cell.outputs):
-            if "image/png" in output.get("data", {}):
+            if "image/png" in output.get("data", {}) and "text/html" not in output.data:  # a slider has both
                 count += 1
                 cell.outputs[index] = picture_file(output, folder, f"{stem}-{count}.png")
         if "prediction" in series.tags(cell):

@@ -88,6 +88,19 @@ def test_the_table_of_lessons(pages):
     assert facts[0].startswith("Runs in a minute on two cores; here it ran in 41 s; plan an hour and a quarter.")
 
 
+def test_sliders_are_on_the_pages(pages):
+    stored = {
+        path.stem: sum(
+            'type="range"' in output.get("data", {}).get("text/html", "")
+            for cell in series.code_cells(series.read(path))
+            for output in cell.outputs
+        )
+        for path in series.notebooks()
+    }
+    assert {stem: len(pages[f"notebooks/{stem}.html"].select("input[type=range]")) for stem in stored} == stored
+    assert sum(stored.values()) >= 5
+
+
 def test_the_front_page_moves(pages):
     assert pages["index.html"].select_one(".plays input[type=range]")
 
@@ -151,6 +164,8 @@ def test_the_examples_of_the_names_run():
     test = doctest.DocTestParser().get_doctest(re.sub(r"^```.*$", "", text, flags=re.M), {}, "api.md", "docs/api.md", 0)
     assert len(test.examples) > 20
     try:
-        assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL).run(test).failed == 0
+        assert (
+            doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL).run(test).failed == 0
+        )
     finally:
         virtualgpu.reset()
