@@ -1,4 +1,4 @@
-# make run   execute every notebook; pages under build/     make lab    open them in JupyterLab
+# make run   execute every notebook; site under build/      make lab    open them in JupyterLab
 # make test  unit tests, guards, strict nbval               make bench  the figures, as ratios
 #                                                           make accuracy  published figures against simulated
 PYTHON ?= python3
@@ -8,10 +8,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run site lab test bench everywhere accuracy judges gpu matrix browser doctor store stamp wheel clean setup
 
-run: setup         ## execute all notebooks, then write build/index.html
+run: setup         ## execute all notebooks, then build/site/index.html
 	@$(PY) tools/run.py
 
-site: setup        ## pages from the stored outputs, nothing executed
+site: setup        ## the site of the stored outputs, nothing executed: build/site/
 	@$(PY) tools/run.py --stored
 
 lab: setup         ## open them in JupyterLab; in a container, OPTIONS=--allow-root
@@ -45,7 +45,7 @@ gpu: setup         ## what only a real GPU can tell: the same bytes and types as
 matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, on other processors, as in Colab, in a browser; ONLY=colab
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")
 
-browser: setup     ## JupyterLab and the pages in chromium; screenshots under build/browser/
+browser: setup     ## JupyterLab and the site in chromium; screenshots under build/browser/
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[browser]' -c constraints.txt && $(PY) -m pytest tests/browser
 
 store: setup       ## execute and keep the outputs in notebooks/ (what nbval compares against)

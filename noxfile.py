@@ -73,6 +73,6 @@ def colab(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def browser(session: nox.Session) -> None:
-    """JupyterLab and the pages in a real browser: chromium or Chrome must be there. Screenshots under build/."""
+    """JupyterLab and the site in a real browser: chromium or Chrome must be there. Screenshots under build/."""
     session.install("-e", ".[dev,browser]", "-c", "constraints.txt")
     session.run("pytest", "tests/browser", *session.posargs)

@@ -1,8 +1,8 @@
-"""Execute the notebooks top to bottom, then write their pages: what `make run`, `make store` and `make site` call.
+"""Execute the notebooks top to bottom, then build the site of them: what `make run`, `make store` and `make site` call.
 
-    run.py                    all notebooks; executed copies and pages under build/
+    run.py                    all notebooks; executed copies under build/, the site under build/site/
     run.py --store            the same, and keep the outputs in notebooks/ (what nbval compares against)
-    run.py --stored           no execution: pages from the outputs that are kept
+    run.py --stored           no execution: the site of the outputs that are kept
     run.py --check            executed, and nothing kept: does each reach its end?
     run.py 01 05              only these
     run.py --jobs 1           one after the other: by default one more runs at a time than there are cores, three at most
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 import nbformat
-import pages
 import series
+import website
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm import tqdm
@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("only", nargs="*", help="the beginning of a notebook's name: 01")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--store", action="store_true", help="keep the outputs in notebooks/")
-    mode.add_argument("--check", action="store_true", help="keep neither pages nor times")
-    mode.add_argument("--stored", action="store_true", help="do not execute: pages from the kept outputs")
+    mode.add_argument("--check", action="store_true", help="neither a site nor times")
+    mode.add_argument("--stored", action="store_true", help="do not execute: the site of the kept outputs")
     # one more than cores: notebooks of Ray and of torchrun wait half of their time for processes to begin
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1) + 1, help="how many run at a time")
     options = parser.parse_args(arguments)
@@ -61,13 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
     # what is kept is measured on a machine that does nothing else
     jobs = 1 if options.store else max(1, options.jobs)
     share_cores(jobs)
-    site = None if options.check else pages.Site(chosen)
     start = time.perf_counter()
     try:
         if options.stored:
-            results = [stored(path, site) for path in chosen]
+            results = [{"path": path, "seconds": None, "error": None} for path in chosen]
         else:
-            results = asyncio.run(execute_all(chosen, jobs, site))
+            results = asyncio.run(execute_all(chosen, jobs))
     except KeyboardInterrupt:
         print("\nInterrupted: the kernel was stopped; what had finished is under build/.")
         return 130
@@ -75,10 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.store and not result["error"]:
             shutil.copyfile(result["path"], path)
     seconds = time.perf_counter() - start
-    if site:
+    if not options.check:
         note_times(results)
-    report(results, seconds, site and site.index(results))
-    return int(any(result["error"] for result in results))
+    report(results, seconds)
+    whole = options.check or site_of(results)
+    return int(not whole or any(result["error"] for result in results))
 
 
 def share_cores(jobs: int) -> None:
@@ -87,12 +87,20 @@ def share_cores(jobs: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
 
 
-def stored(path: Path, site: pages.Site) -> dict:
-    site.page(path)
-    return {"path": path, "seconds": None, "error": None}
+def site_of(results: list[dict]) -> bool:
+    """Build the site of these, and of the stored outputs of the others. Is it whole?"""
+    executed = {result["path"].name: result for result in results}
+    lessons = [executed[path.name]["path"] if path.name in executed else path for path in series.notebooks()]
+    seconds = {result["path"].stem: result["seconds"] for result in results if result["seconds"] is not None}
+    try:
+        print(f"The site: {website.build(lessons, seconds).relative_to(series.ROOT)}")
+    except website.Broken as broken:
+        print(broken)
+        return False
+    return True
 
 
-async def execute_all(paths: list[Path], jobs: int, site: pages.Site | None = None) -> list[dict]:
+async def execute_all(paths: list[Path], jobs: int) -> list[dict]:
     """Run them, at most `jobs` at a time; cancelled (Ctrl-C), each ends its kernel. Results are in the order of `paths`.
 
     Several at a time, the longest are begun first: at the end no processor waits for a long one.
@@ -101,10 +109,7 @@ async def execute_all(paths: list[Path], jobs: int, site: pages.Site | None = No
 
     async def one(path: Path) -> dict:
         async with room:
-            result = await execute(path)
-            if site:
-                await asyncio.to_thread(site.page, result["path"])
-            return result
+            return await execute(path)
 
     async with asyncio.TaskGroup() as group:
         tasks = {path: group.create_task(one(path)) for path in (paths if jobs == 1 else series.longest_first(paths))}
@@ -192,7 +197,7 @@ def note_times(results: list[dict]) -> None:
     path.write_text(json.dumps(dict(sorted(times.items())), indent=1), encoding="utf-8")
 
 
-def report(results: list[dict], seconds: float, index: Path | None = None) -> None:
+def report(results: list[dict], seconds: float) -> None:
     """What failed and why; how long all took together, several at a time."""
     failed = [result for result in results if result["error"]]
     if failed:
@@ -200,14 +205,8 @@ def report(results: list[dict], seconds: float, index: Path | None = None) -> No
         for result in failed:
             # whole: a launch says first which rank failed, and then why
             print(textwrap.indent(f"{result['path'].stem}: {result['error']}", "  "))
-    ran = any(result["seconds"] is not None for result in results)
-    where = f" Pages: {index.relative_to(series.ROOT)}" if index else ""
-    done = (
-        f"{len(results) - len(failed)} of {len(results)} notebooks ran, in {seconds:.0f} s."
-        if ran
-        else "Nothing was run."
-    )
-    print(f"\n{done}{where}")
+    if any(result["seconds"] is not None for result in results):
+        print(f"\n{len(results) - len(failed)} of {len(results)} notebooks ran, in {seconds:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -115,12 +115,10 @@ def stamp(notebook, name: str) -> list[str]:
 
 def lessons() -> str:
     """The table of the README: a row a lesson, from its opening."""
-    rows = ["| lesson | you will | runs in; plan | |", "| --- | --- | --- | --- |"]
+    rows = ["| lesson | runs in; plan | |", "| --- | --- | --- |"]
     for path in series.notebooks():
         found = series.summary(series.read(path))
-        rows.append(
-            f"| [{found.title}](notebooks/{path.name}) | {'; '.join(found.teaches)} | {found.runs}; {found.plan} | {badges(path.name)} |"
-        )
+        rows.append(f"| [{found.title}](notebooks/{path.name}) | {found.runs}; {found.plan} | {badges(path.name)} |")
     return "\n".join(rows)
 
 

@@ -173,13 +173,15 @@ def verdict(rows: list[Row]) -> str:
 
 
 def write(rows: list[Row], root: Path) -> None:
-    """Between the two marks of each README. Raises ValueError where they are missing."""
-    for name, tables in (("README.md", [by_kind(rows)]), ("virtualgpu/README.md", [by_kind(rows), by_source(rows)])):
+    """Between the two marks of each README: in words in the first, with the tables in the engine's. Raises ValueError where they are missing."""
+    words = f"{in_words(rows)} {verdict(rows)}"
+    tables = [by_kind(rows), by_source(rows), confusion(rows)]
+    for name, parts in (("README.md", [words]), ("virtualgpu/README.md", [*tables, words])):
         path = root / name
         text = path.read_text(encoding="utf-8")
         if text.count(BEGIN) != 1 or text.count(END) != 1:
             raise ValueError(f"{name} has no place for the table: put {BEGIN} and {END} into it, once each")
         before, rest = text.split(BEGIN)
         after = rest.split(END)[1]
-        body = "\n\n".join(filter(None, [*tables, confusion(rows), f"{in_words(rows)} {verdict(rows)}"]))
+        body = "\n\n".join(filter(None, parts))
         path.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")

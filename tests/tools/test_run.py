@@ -1,6 +1,5 @@
-"""make run: one notebook that fails does not hide the others, and the pages show what was learned."""
+"""make run: one notebook that fails does not hide the others; all of them, and their times, go into the site."""
 
-import base64
 import contextlib
 import io
 import json
@@ -10,15 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.parse import unquote
 
 import nbformat
-import pages
 import psutil
 import pytest
 import run
 import series
-from bs4 import BeautifulSoup
+import website
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 GOOD = new_notebook(
@@ -52,11 +49,17 @@ WHERE = new_notebook(
 )
 
 
+SITES = []  # what was asked for: notebooks, and seconds of each; test_website.py builds one
+
+
 def series_in(root, monkeypatch):
     """A series of its own: notebooks/ and build/ in this folder. What it gives writes notebooks there."""
     monkeypatch.setattr(series, "ROOT", root)
     monkeypatch.setattr(series, "NOTEBOOKS", root / "notebooks")
     monkeypatch.setattr(series, "BUILD", root / "build")
+    monkeypatch.setattr(
+        website, "build", lambda paths, seconds: SITES.append((paths, seconds)) or root / "build" / "index.html"
+    )
     (root / "notebooks").mkdir()
 
     def write(**notebooks):
@@ -93,9 +96,11 @@ def test_a_failing_notebook_does_not_hide_the_others(ran):
     )
     assert "03_dead: cell 1 of 1: the kernel died" in printed
     assert "2 of 4 notebooks ran" in printed
-    assert {path.name for path in build.glob("0*")} == {
-        f"{n}.{e}" for n in ("01_good", "02_bad", "03_dead", "04_where") for e in ("html", "ipynb")
-    }
+    copies = ["01_good.ipynb", "02_bad.ipynb", "03_dead.ipynb", "04_where.ipynb"]
+    assert sorted(path.name for path in build.glob("0*")) == copies
+    paths, seconds = SITES[-1]
+    assert [path.relative_to(build).name for path in paths] == copies, "the site is made of the executed copies"
+    assert list(seconds) == [Path(name).stem for name in copies]
     assert list(json.loads((build / "times.json").read_text("utf-8"))) == ["01_good", "04_where"]
     assert nbformat.read(build / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", "the copy shows it"
 
@@ -111,86 +116,6 @@ def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, m
     assert "01_good: the kernel did not start: Kernel died" in capsys.readouterr().out
 
 
-def test_the_pages(ran):
-    build, _ = ran
-    index = (build / "index.html").read_text("utf-8")
-    assert '<a href="01_good.html">01 · Add <em>numbers</em></a> <small>' in index
-    assert "<li>add with <code>+</code></li><li>see &lt;b&gt; escaped</li>" in index
-    assert 'alt="Figure (measured): It &quot;rises&quot;"' in index
-    assert "cell 2 of 2: ValueError: the cure is tea" in index
-    page = BeautifulSoup((build / "01_good.html").read_text("utf-8"), "html.parser")
-    assert page.title.text == "01 · Add numbers"
-    assert [image["alt"] for image in page.find_all("img")] == ['Figure (measured): It "rises"']
-    assert page.find("a", string="Open in Colab")["href"] == "https://colab/01", "the badge became a link"
-
-
-def test_the_pages_are_a_small_site(folder):
-    """Previous and next, an anchor for each section, and a link to another notebook leads to its page."""
-    first = new_notebook(
-        cells=[*GOOD.cells, new_markdown_cell("## What? · *Now*, and `then`\n\nSee [02](02_bad.ipynb#x).")]
-    )
-    root = folder(nb_01_good=first, nb_02_bad=BAD)
-    run.main(["--stored"])
-    one, two = (
-        BeautifulSoup((root / "build" / f"{name}.html").read_text("utf-8"), "html.parser")
-        for name in ("01_good", "02_bad")
-    )
-    around = [
-        [(link["href"], link.text) for link in page.select_one("nav.series").find_all("a")] for page in (one, two)
-    ]
-    everything = ("index.html", "All notebooks")
-    assert around == [
-        [everything, ("02_bad.html", "02 · Fail →")],
-        [("01_good.html", "← 01 · Add numbers"), everything],
-    ]
-    link = one.select_one("nav.toc li a")
-    assert link.text == "What? · Now, and then"
-    assert unquote(link["href"][1:]) == one.find("h2")["id"], "as a browser reads it"
-    assert one.find("a", string="02")["href"] == "02_bad.html#x"
-
-
-def test_a_link_to_a_file_leads_where_a_browser_can_read_it():
-    """A browser shows Markdown as it stands, without sections; and a page is read away from the repository, too."""
-
-    def led(target: str) -> str:
-        return re.sub(r'href="([^"]+)"', pages.onward, f'href="{target}"').removeprefix('href="').removesuffix('"')
-
-    assert led("../virtualgpu/README.md#how-near-it-comes") == "virtualgpu.html#How-near-it-comes"
-    assert led("../virtualgpu/README.md") == "virtualgpu.html"
-    assert led("scripts/llama.py").endswith("/blob/main/notebooks/scripts/llama.py")
-    assert led("../tests/accuracy/published.csv").endswith("/blob/main/tests/accuracy/published.csv")
-
-
-def test_a_page_asks_nothing_of_the_outside(folder):
-    root = folder(nb_01_good=GOOD)
-    run.main(["--stored"])
-    for path in (root / "build").glob("*.html"):
-        page = BeautifulSoup(path.read_text("utf-8"), "html.parser")
-        assert not page.find_all(["script", "link", "iframe"])
-        assert all(image["src"].startswith("data:") for image in page.find_all("img"))
-        assert not re.search(r"url\((?!['\"]?data:)|@import", "".join(style.text for style in page.find_all("style")))
-
-
-def test_the_virtual_gpus_have_a_page(folder):
-    """Their README: its picture within, links to files leading to the repository, the table of contents of a notebook's page."""
-    root = folder(nb_01_good=GOOD)
-    (root / "virtualgpu").mkdir()
-    (root / "drawn.png").write_bytes(b"picture")
-    text = "# virtualgpu\n\n## Run\n\n![Bars](../drawn.png) [judges](../tests/README.md) [outside](https://a.b/c) [here](#Run)\n"
-    (root / "virtualgpu" / "README.md").write_text(text, "utf-8")
-    (root / "pyproject.toml").write_text('[tool.series]\nrepository = "me/series"\nbranch = "main"\n')
-    run.main(["--stored"])
-    page = BeautifulSoup((root / "build" / "virtualgpu.html").read_text("utf-8"), "html.parser")
-    assert page.title.text == "virtualgpu"
-    assert base64.b64decode(page.img["src"].removeprefix("data:image/png;base64,")) == b"picture"
-    links = {link.text: link["href"] for link in page.main.find_all("a", class_=None)}
-    assert links["judges"] == "https://github.com/me/series/blob/main/tests/README.md"
-    assert (links["outside"], links["here"]) == ("https://a.b/c", "#Run")
-    assert [link.text for link in page.select("nav.toc li a")] == ["Run"]
-    index = BeautifulSoup((root / "build" / "index.html").read_text("utf-8"), "html.parser")
-    assert index.find("a", string="virtual GPUs")["href"] == "virtualgpu.html"
-
-
 def test_store_keeps_the_outputs_of_what_ran_only(folder):
     root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]), nb_02_bad=BAD)
     before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
@@ -203,7 +128,18 @@ def test_store_keeps_the_outputs_of_what_ran_only(folder):
 def test_stored_executes_nothing(folder):
     root = folder(nb_03_dead=DEAD)
     assert run.main(["--stored"]) == 0
-    assert "03 · Die" in (root / "build" / "index.html").read_text("utf-8")
+    assert SITES[-1] == ([root / "notebooks" / "03_dead.ipynb"], {})
+
+
+def test_a_site_that_is_not_whole_is_a_failure(folder, capsys, monkeypatch):
+    folder(nb_01_good=GOOD)
+
+    def broken(paths, seconds):
+        raise website.Broken("target not found: 02_gone.ipynb")
+
+    monkeypatch.setattr(website, "build", broken)
+    assert run.main(["--stored"]) == 1
+    assert "target not found: 02_gone.ipynb" in capsys.readouterr().out
 
 
 def test_a_kernel_has_the_environment_that_outputs_are_compared_in(ran):
@@ -218,8 +154,11 @@ def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(ran):
 
 def test_only_some(folder, capsys):
     root = folder(nb_01_good=GOOD, nb_02_bad=BAD)
-    assert run.main(["01", "--stored"]) == 0
-    assert [path.name for path in (root / "build").glob("0*")] == ["01_good.html"]
+    assert run.main(["01"]) == 0
+    assert [path.name for path in (root / "build").glob("0*")] == ["01_good.ipynb"]
+    assert SITES[-1][0] == [root / "build" / "01_good.ipynb", root / "notebooks" / "02_bad.ipynb"], (
+        "and the stored others"
+    )
     assert run.main(["07"]) == 2
     assert "There are: 01_good, 02_bad" in capsys.readouterr().out
 

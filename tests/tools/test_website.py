@@ -1,0 +1,171 @@
+"""The site: nothing broken, nothing from outside, and each thing on a page that a notebook shows by itself."""
+
+import doctest
+import re
+from urllib.parse import unquote
+
+import lesson_page
+import pytest
+import series
+import website
+from bs4 import BeautifulSoup
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+ELSEWHERE = re.compile(r"^(https?:|data:|mailto:|#$|javascript:)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site of the stored outputs, in a folder of its own. Sphinx's warnings are failures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(series, "BUILD", tmp_path_factory.mktemp("build"))
+        return website.build(series.notebooks(), {"01_save_load_transfer_learning": 41.4}).parent
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    """Each page, by its path in the site."""
+    paths = [path for path in site.rglob("*.html") if "_static" not in path.parts]
+    return {path.relative_to(site).as_posix(): BeautifulSoup(path.read_text("utf-8"), "html.parser") for path in paths}
+
+
+def test_each_lesson_has_a_page_with_a_button_for_colab(pages):
+    for path in series.notebooks():
+        page = pages[f"notebooks/{path.stem}.html"]
+        assert page.find("a", href=website.colab(path)), path.stem
+        assert page.select_one(".next-page, .right-next, .prev-next-footer a"), "the way to the next page"
+
+
+def test_links_and_pictures_lead_somewhere(site, pages):
+    ids = {name: {tag["id"] for tag in page.find_all(id=True)} for name, page in pages.items()}
+    lost = []
+    for name, page in pages.items():
+        for tag, attribute in [(a, "href") for a in page.find_all("a", href=True)] + [
+            (i, "src") for i in page.find_all("img")
+        ]:
+            target, _, section = unquote(tag[attribute]).partition("#")
+            if ELSEWHERE.match(tag[attribute]):
+                continue
+            file = (site / name).parent.joinpath(target).resolve() if target else site.resolve() / name
+            inside = file.is_file() and (
+                not section or file.suffix != ".html" or section in ids[file.relative_to(site.resolve()).as_posix()]
+            )
+            if not inside:
+                lost.append(f"{name}: {tag[attribute]}")
+    assert not lost
+
+
+def test_a_page_asks_nothing_of_the_outside(pages):
+    for name, page in pages.items():
+        sources = [
+            tag.get("src") or tag.get("href")
+            for tag in page.find_all(["script", "img", "iframe"])
+            + page.select("link[rel=stylesheet], link[rel=preload]")
+        ]
+        assert not [source for source in sources if source and source.startswith(("http:", "https:", "//"))], name
+
+
+def test_each_picture_has_its_words(pages):
+    for name, page in pages.items():
+        assert [image for image in page.find_all("img") if not image.get("alt")] == [], name
+
+
+def test_no_page_is_heavy(site, pages):
+    assert [name for name in pages if (site / name).stat().st_size > 3_000_000] == []
+
+
+def test_the_search_knows_the_prose(site):
+    """searchindex.js is read by a script tag, so that the search works from the disk, too."""
+    index = (site / "searchindex.js").read_text("utf-8")
+    assert index.startswith("Search.setIndex(") and "micro" in index and "notebooks/03_pipeline_parallel" in index
+
+
+def test_the_table_of_lessons(pages):
+    page = pages["lessons.html"]
+    headings = [heading.text for heading in page.select("article h2")]
+    assert len(headings) == len(series.notebooks()) and headings[0].startswith("01 · Save")
+    facts = [paragraph.text for paragraph in page.select(".lesson-facts")]
+    assert facts[0].startswith("Runs in a minute on two cores; here it ran in 41 s; plan an hour and a quarter.")
+
+
+def test_sliders_are_on_the_pages(pages):
+    stored = {
+        path.stem: sum(
+            'type="range"' in output.get("data", {}).get("text/html", "")
+            for cell in series.code_cells(series.read(path))
+            for output in cell.outputs
+        )
+        for path in series.notebooks()
+    }
+    assert {stem: len(pages[f"notebooks/{stem}.html"].select("input[type=range]")) for stem in stored} == stored
+    assert sum(stored.values()) >= 5
+
+
+def test_the_front_page_moves(pages):
+    assert pages["index.html"].select_one(".plays input[type=range]")
+
+
+def test_a_broken_link_is_said(tmp_path):
+    source = tmp_path / "source"
+    (source / "_static").mkdir(parents=True)
+    (source / "index.md").write_text("# Here\n\n[gone](gone.md)\n\n![](gone.png)\n", "utf-8")
+    with pytest.raises(website.Broken, match="not whole") as broken:
+        website.sphinx("html", source, tmp_path / "out", "-W", "--keep-going")
+    assert "gone.md" in str(broken.value) and "gone.png" in str(broken.value)
+
+
+def test_links_of_the_repository_are_the_sites():
+    def led(target: str, folder: str = "notebooks") -> str:
+        return website.onward(f"[x]({target})", folder).removeprefix("[x](").removesuffix(")")
+
+    assert led("../virtualgpu/README.md#how-near-it-comes") == "/engine/how-near-it-comes.md"
+    assert led("../virtualgpu/README.md") == "/engine/virtualgpu.md"
+    assert led("#races", "virtualgpu") == "/engine/races.md"
+    assert (
+        led("04_dataparallel_vs_ddp.ipynb#A-Section,-named")
+        == "/notebooks/04_dataparallel_vs_ddp.ipynb#a-section-named"
+    )
+    assert led("scripts/llama.py").endswith("/blob/main/notebooks/scripts/llama.py")
+    assert led("../tests/judges/README.md#what-fit-says").endswith("/blob/main/tests/judges/README.md#what-fit-says")
+    assert led("../docs/accuracy.png") == "/accuracy.png"
+    assert led("https://a.b/c") == "https://a.b/c"
+
+
+def test_what_a_page_lacks_is_put_into_words(tmp_path):
+    hidden = {"jupyter": {"source_hidden": True}, "tags": ["solution"]}
+    picture = new_output(
+        "display_data", {"image/png": "cGljdHVyZQ=="}, metadata={"image/png": {"alt": 'It "rises"', "width": 700}}
+    )
+    notebook = new_notebook(
+        cells=[
+            new_markdown_cell("# 01\n\n[![Open in Colab](https://badge.svg)](https://colab/01)"),
+            new_code_cell('# @title Solution { display-mode: "form" }\nx = 1', metadata=hidden),
+            new_code_cell("guess = None", metadata={"tags": ["prediction"]}),
+            new_code_cell("plot()", outputs=[picture]),
+        ]
+    )
+    page = lesson_page.made_of(notebook, "01_x", tmp_path, "https://colab/01", lambda text, folder: text)
+    badge, solution, _, invitation, drawn = page.cells
+    assert "[Open in Colab](https://colab/01)" in badge.source and "svg" not in badge.source
+    assert solution.source == "x = 1" and "hide-input" in solution.metadata["tags"]
+    assert solution.metadata["mystnb"]["code_prompt_show"] == "Solution"
+    assert "[Open in Colab](https://colab/01) to write your answer down" in invitation.source
+    assert 'alt="It &quot;rises&quot;" width="700"' in drawn.outputs[0].data["text/html"]
+    assert (tmp_path / "pictures" / "01_x-1.png").read_bytes() == b"picture"
+    assert notebook.cells[1].source.startswith("# @title"), "the notebook itself stays"
+
+
+def test_the_examples_of_the_names_run():
+    """docs/api.md has one for each public name, or says where it is shown."""
+    text = (series.ROOT / "docs" / "api.md").read_text("utf-8")
+    import virtualgpu
+
+    assert [name for name in virtualgpu.__all__ if f"virtualgpu.{name}" not in text] == []
+    test = doctest.DocTestParser().get_doctest(re.sub(r"^```.*$", "", text, flags=re.M), {}, "api.md", "docs/api.md", 0)
+    assert len(test.examples) > 20
+    try:
+        assert (
+            doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL).run(test).failed == 0
+        )
+    finally:
+        virtualgpu.reset()

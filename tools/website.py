@@ -1,0 +1,164 @@
+"""The site: the lessons with their outputs, the engine's guide and its API, by Sphinx; under build/site/, opened from the disk as well.
+
+The sources are put together under build/site-source/: docs/ as it is, each lesson (`lesson_page`), a page for each section of the
+engine's README, and what Sphinx cannot know: the table of lessons and the front page's picture.
+"""
+
+import html
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lesson_page
+import nbformat
+import series
+import stamp
+
+ENGINE = "virtualgpu"
+ENGINE_README = f"{ENGINE}/README.md"
+LINK = re.compile(r"\]\((?!https?:|data:|mailto:)([^)\s]+)\)")
+
+
+class Broken(RuntimeError):
+    """A link, a reference or a picture of the site leads nowhere."""
+
+
+def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
+    """The site of these notebooks. seconds: how long each ran here, by name. Returns its first page.
+
+    Raises Broken with Sphinx's words where a link, a reference or a picture is broken.
+    """
+    source = series.BUILD / "site-source"
+    begin(source)
+    lessons = [(path, series.read(path)) for path in paths]
+    for path, notebook in lessons:
+        page = lesson_page.made_of(notebook, path.stem, source / "_static", colab(path), onward)
+        nbformat.write(page, source / "notebooks" / path.name)
+    for name, text in engine_pages():
+        (source / "engine" / f"{name}.md").write_text(text, encoding="utf-8")
+    (source / "lessons.md").write_text(contents(lessons, seconds or {}), encoding="utf-8")
+    (source / "plays.html").write_text(plays(lessons), encoding="utf-8")
+    sphinx("html", source, series.BUILD / "site", "-W", "--keep-going", "-j", "2")
+    return series.BUILD / "site" / "index.html"
+
+
+def catalogues(paths: list[Path]) -> Path:
+    """The folder of gettext's catalogues, one for each of these notebooks: every paragraph, as the notebook has it."""
+    source, target = series.BUILD / "catalogue-source", series.BUILD / "gettext"
+    begin(source)
+    for path in paths:
+        notebook = series.read(path)
+        for cell in series.code_cells(notebook):
+            cell.outputs = []  # not prose
+        nbformat.write(notebook, source / "notebooks" / path.name)
+    (source / "index.md").write_text("# Lessons\n\n```{toctree}\n:glob:\nnotebooks/*\n```\n", encoding="utf-8")
+    sphinx("gettext", source, target)
+    return target / "notebooks"
+
+
+def begin(source: Path) -> None:
+    """A new folder for what Sphinx reads: docs/, and room for the rest."""
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(series.ROOT / "docs", source, ignore=shutil.ignore_patterns("conf.py", "_static"))
+    (source / "_static").mkdir()
+    (source / "notebooks").mkdir()
+    (source / "engine").mkdir()
+
+
+def sphinx(builder: str, source: Path, target: Path, *options: str) -> None:
+    """Build with the settings of docs/conf.py. Raises Broken with Sphinx's words."""
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    static = f"html_static_path={docs / '_static'},{source / '_static'}"
+    command = [sys.executable, "-m", "sphinx", "-q", *options, "-b", builder, "-c", docs, "-D", static, source, target]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise Broken(f"The site is not whole:\n{done.stderr.strip()}")
+
+
+def engine_pages() -> list[tuple[str, str]]:
+    """The engine's README as pages, one for each section: their names, as GitHub calls the section, and texts."""
+    opening, *sections = re.split(r"^## ", (series.ROOT / ENGINE_README).read_text(encoding="utf-8"), flags=re.M)
+    pages = [(ENGINE, opening)] + [(anchor(text.split("\n", 1)[0]), f"# {text}") for text in sections]
+    return [(name, onward(text, ENGINE)) for name, text in pages]
+
+
+def anchor(heading: str) -> str:
+    """What GitHub calls a section."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def onward(text: str, folder: str) -> str:
+    """The text with its links as the site has them; they are as from `folder` of the repository.
+
+    To a lesson's page, to a section of the engine's guide, to a picture of docs/; any other file is the repository's.
+    """
+
+    def link(match: re.Match) -> str:
+        target, _, section = match[1].partition("#")
+        if folder == "notebooks" or target.endswith(".ipynb"):
+            section = anchor(section.replace("-", " "))  # JupyterLab keeps a heading's capitals and signs
+        if not target:  # within the same text
+            return f"](/engine/{section}.md)" if folder == ENGINE else f"](#{section})"
+        target = posixpath.normpath(posixpath.join(folder, target))
+        if target == ENGINE_README:
+            return f"](/engine/{section or ENGINE}.md)"
+        if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb", target) and Path(target).name not in series.MOVED:
+            return f"](/{target}{section and f'#{section}'})"
+        if target.startswith("docs/"):
+            return f"](/{target.removeprefix('docs/')})"
+        return f"]({in_repository(target)}{section and f'#{section}'})"
+
+    return LINK.sub(link, text)
+
+
+def in_repository(target: str) -> str:
+    """The address of a file of the project."""
+    project = stamp.settings()
+    return f"https://github.com/{project['repository']}/blob/{project['branch']}/{target}"
+
+
+def colab(path: Path) -> str:
+    """The address that opens a lesson in Colab."""
+    project = stamp.settings()
+    return f"https://colab.research.google.com/github/{project['repository']}/blob/{project['branch']}/notebooks/{path.name}"
+
+
+def contents(lessons: list, seconds: dict[str, float]) -> str:
+    """The page of all lessons, in the order of reading: what each teaches, its time, its picture."""
+    cards = []
+    for path, notebook in lessons:
+        summary = series.summary(notebook)
+        here = f"; here it ran in {seconds[path.stem]:.0f} s" if path.stem in seconds else ""
+        bullets = "\n".join(f"- {bullet}" for bullet in summary.teaches)
+        picture = lesson_page.cover(path.stem) if summary.picture else ""
+        cards.append(
+            f"## [{summary.title}]({path.name})\n\n"
+            f":::::{{grid}} 1 1 2 2\n::::{{grid-item}}\n{bullets}\n::::\n::::{{grid-item}}\n"
+            + (f'<img src="{picture}" alt="{html.escape(summary.picture_says)}">\n' if picture else "")
+            + f"::::\n:::::\n\n{{.lesson-facts}}\nRuns in {summary.runs or 'a minute'} on two cores{here}; plan {summary.plan or 'an hour'}.\n"
+        )
+    text = "# The lessons\n\nIn the order of reading, which is that of their numbers.\n\n" + "\n".join(cards)
+    return onward(text, series.NOTEBOOKS.name)
+
+
+def plays(lessons: list) -> str:
+    """The front page's picture that moves: lesson 03's slider, from one micro-batch to many, until somebody takes it in hand."""
+    for path, notebook in lessons:
+        if path.name.startswith("03"):
+            for output in (output for cell in series.code_cells(notebook) for output in cell.outputs):
+                slider = output.get("data", {}).get("text/html", "")
+                if 'type="range"' in slider:
+                    return f'<div class="plays">{slider}</div>\n<script>{PLAY}</script>\n'
+    return ""
+
+
+PLAY = """
+if (!matchMedia('(prefers-reduced-motion: reduce)').matches) {
+  const slider = document.querySelector('.plays input'), from = +slider.value;
+  const timer = setInterval(() => { slider.value = (+slider.value + 1) % (+slider.max + 1); slider.oninput(); }, 1500);
+  for (const event of ['pointerdown', 'keydown', 'focus']) slider.addEventListener(event, () => clearInterval(timer));
+}
+"""
