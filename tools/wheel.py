@@ -39,7 +39,7 @@ virtualgpu = "virtualgpu.pytest_plugin"
 
 [tool.setuptools]
 packages = {{ find = {{ include = ["virtualgpu*"] }} }}
-package-data = {{ virtualgpu = ["README.md", "hardware/data/*.csv"] }}
+package-data = {{ virtualgpu = ["README.md", "hardware/data/*"] }}
 """
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from tests.accuracy.kernels import within
-from virtualgpu.hardware.achieved import KEYS
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing import convolving
 from virtualgpu.timing.kernels import Kernels
@@ -44,7 +43,7 @@ def convolutions() -> list[Convolution]:
 
 def _timed(row: dict, kernels: Kernels) -> Convolution:
     image, weight, result, setting = _tensors(row)
-    key, direction = KEYS[row["dtype"]], row["direction"]
+    key, direction = row["dtype"], row["direction"]
     if direction == "forward":
         moved = image.nbytes + weight.nbytes + result.nbytes
         seconds = convolving.forward(kernels, (image, weight, None, *setting), (image, weight, result), 0, moved, key)

@@ -5,9 +5,7 @@
 
 from collections.abc import Callable
 
-import torch
-
-from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.hardware.datasheet import FLOAT32, TF32
 from virtualgpu.timing import convolving
 from virtualgpu.timing.kernels import Kernels
 
@@ -52,7 +50,7 @@ def _attention(which: str, efficient: bool = False) -> Callable:
         keys = args[1].shape[2]
         spec = kernels.spec
         if (
-            efficient and key == torch.float32 and TF32 in spec.rates
+            efficient and key == FLOAT32 and TF32 in spec.rates
         ):  # its kernels for Ampere multiply single precision so in any case
             key, reached = TF32, EFFICIENT_TF32[which] * kernels.achieved.product(TF32)
         elif efficient:
@@ -60,7 +58,7 @@ def _attention(which: str, efficient: bool = False) -> Callable:
         else:
             reached = kernels.achieved.attention[which]
         reached *= keys / (keys + SHORT)
-        peak = spec.rates.get(key, spec.rates[torch.float32])
+        peak = spec.rates.get(key, spec.rates[FLOAT32])
         return spec.kernel * (1 if which == "forward" else 3) + max(
             flops / (peak * reached), moved / kernels.bandwidth["memory"]
         )

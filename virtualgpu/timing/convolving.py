@@ -11,9 +11,7 @@ converted as well.
 
 from math import prod
 
-import torch
-
-from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
 from virtualgpu.timing.kernels import DIRECT, TENSOR_FILL, WINOGRAD, Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
@@ -96,10 +94,10 @@ def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key
 def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
     """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
     if key == TF32 and key not in kernels.spec.rates:  # on a card before Ampere
-        key = torch.float32
+        key = FLOAT32
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
-        key, tensor_cores = torch.float32, False
+        key, tensor_cores = FLOAT32, False
     share = 1 / _method(which, weight, stride, key, tensor_cores)
     if tensor_cores and spec.capability[0] in (9, 10):
         share *= OLD_INSTRUCTIONS
@@ -126,7 +124,7 @@ def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
     pointwise = prod(weight.shape[2:]) == 1
     if tensor_cores:
         return DIRECT[which] if pointwise else 1.0
-    if key != torch.float32:
+    if key != FLOAT32:
         return 1.0
     if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
         return WINOGRAD
@@ -134,7 +132,7 @@ def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
 
 
 def _on_tensor_cores(spec, key) -> bool:
-    return key in spec.rates and (key == TF32 or key in (torch.float16, torch.bfloat16)) and spec.capability[0] >= 7
+    return key in spec.rates and (key == TF32 or key in (FLOAT16, BFLOAT16)) and spec.capability[0] >= 7
 
 
 def _converting(kernels: Kernels, which: str, made, read, weight, key) -> float:
@@ -163,7 +161,7 @@ def _depthwise(kernels: Kernels, weight, made, moved) -> float:
     spec, taps = kernels.spec, prod(weight.shape[2:])
     if not _own(weight, weight.shape[0], made):
         flops = 2 * made.numel() * taps
-        bound = flops / (spec.rates[torch.float32] * DEPTHWISE_FLOPS)
+        bound = flops / (spec.rates[FLOAT32] * DEPTHWISE_FLOPS)
         return spec.kernel + max(moved / (spec.bandwidth * DEPTHWISE_BANDWIDTH), bound)
     cycles = made.numel() * (NUMBER + TAP * taps) / spec.processors
     return spec.kernel + max(moved / kernels.bandwidth["memory"], cycles / (1e3 * spec.clock_rate))
