@@ -107,7 +107,7 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     else:
         fill = TENSOR_FILL if tensor_cores else None
         taken = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share, fill=fill)
-    return taken + (_converting(kernels, which, *images, weight, key) if tensor_cores else 0.0)
+    return taken + (_converting(kernels, which, images[0], images[1], weight, key) if tensor_cores else 0.0)
 
 
 def _together(columns: int, weight, groups: int) -> int:

@@ -82,7 +82,7 @@ def recurrent_backward(x, weights, *args, out_val=None, **kwargs) -> int:
 
 
 # operations that torch.utils.flop_counter does not know, or counts wrongly; a version of PyTorch may lack one
-MORE = {
+MORE: dict[str, Callable] = {
     "convolution": convolutions.convolution,
     "_convolution": convolutions.convolution,
     "_slow_conv2d_forward": convolutions.slow_forward,

@@ -51,7 +51,7 @@ class Kernels:
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 
-    def moving(self, nbytes: int, kind: Kind, args=()) -> float:
+    def moving(self, nbytes: float, kind: Kind, args=()) -> float:
         """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. args: the operation's, for a kind
         that takes a while at least."""
         spec = self.spec

@@ -40,14 +40,12 @@ class Pass(NamedTuple):
 
 def passes(spans: Sequence[Span]) -> list[Pass]:
     """What one GPU did for a pipeline, in the order of time: a pass for each annotation, from its first span to its last."""
-    found: dict[str, tuple[float, float]] = {}
+    times: dict[tuple[int, str, int], tuple[float, float]] = {}  # by stage, way and micro-batch
     for span in spans:
-        if PASS.fullmatch(span.annotation) and span.kind not in ("communication", "waiting"):
-            start, end = found.get(span.annotation, (span.start, span.end))
-            found[span.annotation] = min(start, span.start), max(end, span.end)
-    actions = {name: PASS.fullmatch(name) for name in found}
-    stages = sorted({int(action["stage"]) for action in actions.values()})
-    return sorted(
-        Pass(*found[name], stages.index(int(action["stage"])), int(action["number"]))
-        for name, action in actions.items()
-    )
+        action = PASS.fullmatch(span.annotation)
+        if action and span.kind not in ("communication", "waiting"):
+            key = int(action["stage"]), action["way"], int(action["number"])
+            start, end = times.get(key, (span.start, span.end))
+            times[key] = min(start, span.start), max(end, span.end)
+    stages = sorted({stage for stage, *_ in times})
+    return sorted(Pass(*when, stages.index(stage), number) for (stage, _, number), when in times.items())

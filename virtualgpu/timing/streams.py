@@ -7,6 +7,7 @@ stream of its forward operation.
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from virtualgpu import _compat
 from virtualgpu.timing.priorities import Priorities
@@ -115,7 +116,7 @@ class Streams:
         """Autograd makes the streams of a node's forward operation current before it calls the node."""
         node = _compat.current_node()
         leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
-        key = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
+        key: Any = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
         if key == local.node:  # also None: a callback at the end of the pass, which may have chosen streams of its own
             return
         local.node = key
@@ -131,7 +132,7 @@ class Streams:
 
     def _leave_backward(self, local: HostThread) -> None:
         """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
-        local.now, local.backward = max([local.now, *local.backward]), None
+        local.now, local.backward = max([local.now, *(local.backward or ())]), None
         if self.multi:
             local.streams, local.node = local.outside, None
             for gpu, queues in enumerate(self.queues):
