@@ -20,13 +20,13 @@ def rows(name: str) -> dict[str, Any]:
 
 def read(name: str, reader: Callable[[str, dict[str, Any]], T]) -> dict[str, T]:
     """What `reader` makes of each table of data/NAME.toml and its key. Raises ValueError, naming file and key."""
-    found = {}
+    result = {}
     for key, row in rows(name).items():
         try:
-            found[key] = reader(key, row)
+            result[key] = reader(key, row)
         except ValueError as error:
             raise ValueError(f"{DATA / name}.toml: [{key}] {error}") from None
-    return found
+    return result
 
 
 def parse(path: Path) -> dict[str, Any]:

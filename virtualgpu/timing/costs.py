@@ -83,10 +83,10 @@ def recurrent_backward(x, weights, *args, out_val=None, **kwargs) -> int:
 
 # operations that torch.utils.flop_counter does not know, or counts wrongly; a version of PyTorch may lack one
 MORE: dict[str, Callable] = {
-    "convolution": convolutions.convolution,
-    "_convolution": convolutions.convolution,
-    "_slow_conv2d_forward": convolutions.slow_forward,
-    "convolution_backward": convolutions.convolution_backward,
+    "convolution": convolutions.forward_flops,
+    "_convolution": convolutions.forward_flops,
+    "_slow_conv2d_forward": convolutions.slow_forward_flops,
+    "convolution_backward": convolutions.backward_flops,
     "_native_multi_head_attention": multi_head,
     "_transformer_encoder_layer_fwd": encoder_layer,
     "_scaled_dot_product_flash_attention_for_cpu": attention,

@@ -5,10 +5,10 @@ round is waited for (NVIDIA, "Matrix Multiplication Background User's Guide", wa
 large ones, and each begins with a stretch in which nothing is multiplied yet. One share a card (hardware.achieved), with tiles and their
 shares alike for all, finds nine of ten of NeuSight's and DeepBench's products within 30 %.
 
-**Convolutions** are products of the same kind (`convolving`).
+**Convolutions** are products of the same kind (`convolutions`).
 
 **Everything else** is bound by memory, by the bytes that the kernel really moves. What fits into the second-level cache is read from it.
-A batch norm of few channels is bound by its blocks (`norms`).
+A batch norm of few channels is bound by its blocks (`kinds`).
 
 All times in seconds.
 """

@@ -127,8 +127,8 @@ class Streams:
             queue = getattr(leaf.untyped_storage()._virtual_allocation, "used_on", None)
             local.streams = {} if queue is None else {queue.gpu: queue}
             return
-        found = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
-        local.streams = {gpu: queue for gpu, queue in found if queue is not None}
+        pairs = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
+        local.streams = {gpu: queue for gpu, queue in pairs if queue is not None}
 
     def _leave_backward(self, local: HostThread) -> None:
         """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
