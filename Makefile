@@ -17,8 +17,8 @@ site: setup        ## the site of the stored outputs, nothing executed: build/si
 lab: setup         ## open them in JupyterLab; in a container, OPTIONS=--allow-root
 	@$(PY) -m jupyter lab --notebook-dir=notebooks $(OPTIONS)
 
-test: setup        ## lint, unit tests, guards, strict nbval; two processes, a file or a notebook at a time each
-	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check .
+test: setup        ## lint, types, unit tests, guards, strict nbval; two processes, a file or a notebook at a time each
+	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check . && $(PY) -m mypy --no-error-summary
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not judge" --nbval tests notebooks
 
 bench: setup       ## timings, side by side in one run
@@ -65,5 +65,5 @@ setup:
 
 clean:             ## everything that make made
 	if [ -e .venv/made-by-make ] || [ -e .venv/finished ]; then rm -rf .venv; fi
-	rm -rf .nox .hypothesis build .pytest_cache .ruff_cache *.egg-info
+	rm -rf .nox .hypothesis build .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """`make wheel`: virtualgpu alone as a package to install anywhere, under build/. It needs PyTorch, and nothing of the lessons.
 
-Version, licence and Python are the series'; the wheel is built in a folder of its own, so that there is one pyproject here.
+The version is the engine's own, `virtualgpu.__version__`; licence and Python are the series'. The wheel is built in a folder of its own, so that
+there is one pyproject here.
 
     wheel.py --offline FOLDER    another folder than build/; with the setuptools that is installed instead of a fresh one
 """
@@ -39,8 +40,13 @@ virtualgpu = "virtualgpu.pytest_plugin"
 
 [tool.setuptools]
 packages = {{ find = {{ include = ["virtualgpu*"] }} }}
-package-data = {{ virtualgpu = ["README.md", "hardware/data/*.csv"] }}
+package-data = {{ virtualgpu = ["README.md", "hardware/data/*"] }}
 """
+
+
+def version() -> str:
+    """The engine's own: it stands in virtualgpu/__init__.py, as text."""
+    return re.search(r'^__version__ = "(.+?)"', (ROOT / "virtualgpu" / "__init__.py").read_text("utf-8"), re.M)[1]
 
 
 def pyproject() -> str:
@@ -50,7 +56,7 @@ def pyproject() -> str:
     wanted = {re.match(r"[\w-]*", line)[0]: line.partition(";")[0].strip() for line in lines}
     return PYPROJECT.format(
         requires=series["build-system"]["requires"],
-        version=series["project"]["version"],
+        version=version(),
         license=series["project"]["license"],
         python=series["project"]["requires-python"],
         torch=wanted["torch"],

@@ -9,6 +9,8 @@ full says so, and each has a simulated clock. `README.md` beside this file says 
 
 import importlib
 
+__version__ = "0.2.0"  # the engine's own; the series has another one (pyproject.toml)
+
 # Found when first used: the runner and the pytest plugin do without PyTorch until a program imports it
 _FROM = {
     "Monitor": "monitor",

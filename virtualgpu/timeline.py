@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from virtualgpu import session
 from virtualgpu.blocks import recording
 from virtualgpu.timing.clock import Span
-from virtualgpu.timing.rows import row
+from virtualgpu.timing.trace import row
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
 

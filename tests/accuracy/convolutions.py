@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from tests.accuracy.kernels import within
-from virtualgpu.hardware.achieved import KEYS
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.timing import convolving
+from virtualgpu.timing.convolutions import CHANNELS, backward_seconds, forward_seconds
 from virtualgpu.timing.kernels import Kernels
 
 TABLE = Path(__file__).parent / "convolutions.csv"
@@ -44,13 +43,13 @@ def convolutions() -> list[Convolution]:
 
 def _timed(row: dict, kernels: Kernels) -> Convolution:
     image, weight, result, setting = _tensors(row)
-    key, direction = KEYS[row["dtype"]], row["direction"]
+    key, direction = row["dtype"], row["direction"]
     if direction == "forward":
         moved = image.nbytes + weight.nbytes + result.nbytes
-        seconds = convolving.forward(kernels, (image, weight, None, *setting), (image, weight, result), 0, moved, key)
+        seconds = forward_seconds(kernels, (image, weight, None, *setting), (image, weight, result), 0, moved, key)
     else:
         mask = [direction == "image", direction == "weight", False]
-        seconds = convolving.backward(kernels, (result, image, weight, None, *setting, mask), (), 0, 0, key)
+        seconds = backward_seconds(kernels, (result, image, weight, None, *setting, mask), (), 0, 0, key)
     return Convolution(
         row["card"],
         row["dtype"],
@@ -83,7 +82,7 @@ def _kind(row: dict, weight) -> str:
     size = f"{row['kernel_height']}x{row['kernel_width']}"
     if int(row["groups"]) > 1:
         return "depthwise" if weight.shape[1] == 1 else "grouped"
-    if int(row["channels"]) < convolving.CHANNELS:
+    if int(row["channels"]) < CHANNELS:
         return "of few channels"
     return ("transposed " if row["transposed"] == "1" else "") + (size if size in ("1x1", "3x3") else "other sizes")
 

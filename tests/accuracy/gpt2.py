@@ -5,7 +5,7 @@ or NCCL_P2P_DISABLE=1. GPT-2 is ours, with the sizes and dropouts of the publish
 transformers had it then; AdamW step by step over the parameters, as its own was. DataParallel averages in the first GPU.
 
 Missed: without NVLink, 148 ms a step were lost and some 60 are simulated. The way through the host's memory is that of other machines
-(hardware/data/links.csv); this one's slots (x16 or x8) are not published.
+(hardware/data/links.toml); this one's slots (x16 or x8) are not published.
 """
 
 import math

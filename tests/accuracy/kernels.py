@@ -2,7 +2,7 @@
 
     python -m tests.accuracy.kernels     by source and by card; then each source's cards from the other sources alone
 
-A card's share of its data sheet (virtualgpu/hardware/data/achieved.csv) comes from these sources; the tiles and what they reach are one for all
+A card's share of its data sheet (virtualgpu/hardware/data/achieved.toml) comes from these sources; the tiles and what they reach are one for all
 cards. The last table takes a card's share from the other sources, as the median of measured over simulated, and shows what is left.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from virtualgpu.hardware.achieved import KEYS
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing.kernels import Kernels
 
@@ -48,7 +47,7 @@ def products() -> list[Product]:
             count, rows, columns, length = (int(row[name]) for name in ("count", "rows", "columns", "length"))
             size = BYTES[row["dtype"]]
             aligned = columns * size % ROW == 0 and length * size % ROW == 0
-            seconds = kernels.product(count, rows, columns, length, KEYS[row["dtype"]], size, aligned)
+            seconds = kernels.product(count, rows, columns, length, row["dtype"], size, aligned)
             found.append(Product(row["card"], row["dtype"], row["source"], float(row["us"]), 1e6 * seconds))
     return found
 

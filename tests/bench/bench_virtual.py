@@ -39,7 +39,7 @@ def rows() -> list[Row]:
         Row("real numbers: added to each operation", 1e6 * added, "us", "< 40 us", added < 40e-6),
         Row("real numbers: operations in that step", operations, "", "", True),
         Row("real numbers: of which an empty dispatch mode", 1e6 * empty_mode(), "us", "", True),
-        Row("PyTorch's own share of a launch (hardware/hosts.py)", 1e6 * addition, "us", "", True),
+        Row("PyTorch's own share of a launch (hardware/data/hosts.toml)", 1e6 * addition, "us", "", True),
         *(
             Row(f"the same through modules and autograd: {way}", 1e6 * cost, "us", "", True)
             for way, cost in zip(("forward", "backward"), through_modules(), strict=True)

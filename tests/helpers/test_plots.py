@@ -16,7 +16,7 @@ from virtualgpu.run.fit import Trial
 from virtualgpu.sources import Reading, Source
 from virtualgpu.timeline import Timeline
 from virtualgpu.timing.clock import Span
-from virtualgpu.timing.rows import row
+from virtualgpu.timing.trace import row
 
 
 @pytest.fixture

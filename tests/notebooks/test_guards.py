@@ -250,6 +250,6 @@ def test_the_ranges_keep_what_colab_has():
 
 
 def test_the_workflow_runs_each_session_of_the_matrix():
-    workflow = (series.ROOT / ".github" / "workflows" / "test.yml").read_text("utf-8")
+    workflow = (series.ROOT / ".github" / "workflows" / "weekly.yml").read_text("utf-8")
     sessions = re.search(r"sessions = \[(.*?)\]", (series.ROOT / "noxfile.py").read_text("utf-8"), re.S)[1]
     assert re.findall(r'"(.+?)"', re.search(r"session: \[(.*)\]", workflow)[1]) == re.findall(r'"(.+?)"', sessions)

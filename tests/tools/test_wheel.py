@@ -12,6 +12,10 @@ import zipfile
 import pytest
 import series
 
+import virtualgpu
+
+CHANGELOG = series.ROOT / "CHANGELOG.md"
+
 # Python finds nothing but what is named here: as if nothing else were installed
 ALONE = """
 import sys
@@ -94,7 +98,9 @@ def modules_of(name: str) -> set[str]:
 def files_of_virtualgpu() -> set[str]:
     folder = series.ROOT / "virtualgpu"
     modules = {
-        f"virtualgpu/{path.relative_to(folder).as_posix()}" for kind in ("*.py", "*.csv") for path in folder.rglob(kind)
+        f"virtualgpu/{path.relative_to(folder).as_posix()}"
+        for kind in ("*.py", "*.csv", "*.toml")
+        for path in folder.rglob(kind)
     }
     return modules | {"virtualgpu/README.md"}
 
@@ -141,6 +147,7 @@ def test_an_editable_install_is_the_checkout_on_the_path(checkout, tmp_path):
 def test_what_it_says_of_itself(wheel):
     (about,) = metadata.distributions(path=[str(wheel)])
     always = [line for line in about.requires if "extra ==" not in line]
+    assert about.version == virtualgpu.__version__ == re.search(r"^## (\S+)", CHANGELOG.read_text("utf-8"), re.M)[1]
     assert about.name == "virtualgpu" and [re.match(r"\w+", line)[0] for line in always] == ["torch"]
     assert [(entry.group, entry.value) for entry in about.entry_points] == [("pytest11", "virtualgpu.pytest_plugin")]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import virtualgpu
-from virtualgpu.hardware import links, networks
+from virtualgpu.hardware import networks, tables
 from virtualgpu.hardware.specs import Link, find
 from virtualgpu.timing import nccl
 
@@ -86,8 +86,8 @@ def test_through_the_hosts_memory():
         find(card).peer.seconds(10**9) for card in ("TITAN RTX", "RTX 3090", "RTX 4090", "RTX 5090", "RTX A6000")
     ]
     assert [round(1 / duration, 1) for duration in seconds] == [4.4, 6.1, 22.1, 38.5, 31.5]
-    for row in links._rows():
-        assert row["source"] and row["licence"] and float(row["GBps"]) > 0
+    for row in tables.rows("links")["measured"]:
+        assert row["source"] and row["licence"] and row["rate"] > 0
 
 
 def test_a_pair_of_v100s_has_two_links_of_six():

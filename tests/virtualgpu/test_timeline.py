@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from virtualgpu import Timeline
 from virtualgpu.timing.queues import Span
-from virtualgpu.timing.rows import passes
+from virtualgpu.timing.trace import passes
 
 
 def span(start, end, kind):

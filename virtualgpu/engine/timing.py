@@ -6,11 +6,11 @@ from virtualgpu import _compat
 from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
+from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing import arithmetic
 from virtualgpu.timing.costs import OF_CUDNN, moved, rate
 from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
 
-FLOAT = torch.float32
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
 SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
 
@@ -113,7 +113,7 @@ class Timing:
 
     def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float) -> float:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
-        rates = rate(op.func, 1, tensors)
+        rates = rate(op.func, tensors)
         known = gpu.kernels.known
         key = (op, rates, share, *[_shape(tensor) for tensor in tensors], *[arg for arg in args if type(arg) in FLAGS])
         seconds = known.get(key)
@@ -122,7 +122,7 @@ class Timing:
                 known.clear()
             flops = op.formula(*args, **kwargs, out_val=out) * (4 if tensors[0].is_complex() else 1)
             if not flops:
-                rates = FLOAT
+                rates = FLOAT32
             seconds = known[key] = arithmetic.seconds(
                 gpu.kernels, op.name, args, tensors, flops, moved(tensors), rates, share
             )

@@ -5,11 +5,13 @@ Real kernels reach less than the peak, and not all the same share: `achieved` ha
 
 from dataclasses import dataclass
 
-import torch
-
 from virtualgpu.hardware.capabilities import CAPABILITIES, Capability
 
-TF32 = "tf32"  # not a torch.dtype: what convolutions of float32 run in from Ampere on (torch.backends.cudnn.allow_tf32)
+# Types by PyTorch's names, as text: the runner looks cards up without PyTorch. TF32 is no torch.dtype, but what convolutions of float32
+# run in from Ampere on (torch.backends.cudnn.allow_tf32)
+FLOAT64, FLOAT32, TF32, FLOAT16, BFLOAT16 = "float64", "float32", "tf32", "float16", "bfloat16"
+FLOAT8, FLOAT8_E5M2 = "float8_e4m3fn", "float8_e5m2"
+DTYPES = (FLOAT64, FLOAT32, TF32, FLOAT16, BFLOAT16, FLOAT8, FLOAT8_E5M2)
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class NVLink:
 class Spec:
     """One model of GPU. Rates in FLOP/s per dtype, bandwidth in bytes/s, memory in bytes, times in seconds, clocks in Hz.
 
-    Of your own: Spec(name, memory, capability, processors, rates, bandwidth, peer, host), where `rates` has torch.float32 at
-    least; a dtype that is not there runs at that rate. Raises ValueError for an invalid figure.
+    Of your own: Spec(name, memory, capability, processors, rates, bandwidth, peer, host), where `rates` has torch.float32 or
+    "float32" at least (it is kept by the names in DTYPES); a dtype that is not there runs at that rate. Raises ValueError for
+    an invalid figure.
 
     The figures below `kernel` move no simulated time; programs read them. What is left None is not known: 0 to PyTorch.
     """
@@ -59,7 +62,7 @@ class Spec:
     memory: int  # torch.cuda.get_device_properties().total_memory: what the driver leaves of the nominal size
     capability: tuple[int, int]
     processors: int  # streaming multiprocessors
-    rates: dict
+    rates: dict[str, float]
     bandwidth: float
     peer: Link
     host: Link
@@ -72,15 +75,19 @@ class Spec:
     power: float | None = None  # watts: the limit that nvidia-smi shows
     peer_access: bool = True  # torch.cuda.can_device_access_peer; where False, `peer` leads through the host's memory
     nvlink: NVLink | None = None
+    bridge: NVLink | None = None  # sold apart, for two of them: `bridges`
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         def wrong(what: str) -> ValueError:
             return ValueError(f"Spec({self.name!r}): {what}")
 
         if not (isinstance(self.capability, tuple) and self.capability in CAPABILITIES):
             known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
             raise wrong(f"compute capability {self.capability} is not known here; give a tuple, the nearest of {known}")
-        if not isinstance(self.rates, dict) or torch.float32 not in self.rates:
+        if isinstance(self.rates, dict):
+            rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.rates.items()}
+            object.__setattr__(self, "rates", rates)
+        if not isinstance(self.rates, dict) or FLOAT32 not in self.rates:
             raise wrong("rates is a dict from dtype to FLOP/s, with torch.float32 at least")
         if not (isinstance(self.peer, Link) and isinstance(self.host, Link)):
             raise wrong("peer and host are a Link(bandwidth, latency) each")
@@ -120,5 +127,5 @@ class Spec:
     @property
     def clock_rate(self) -> int:
         """kHz; where `clock` is not given, the one at which the float32 rate is reached (a core does two FLOPs a cycle)."""
-        clock = self.clock or self.rates[torch.float32] / (2 * self.processors * self.limits.cores)
+        clock = self.clock or self.rates[FLOAT32] / (2 * self.processors * self.limits.cores)
         return round(clock / 1e3)

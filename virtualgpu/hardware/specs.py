@@ -9,14 +9,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from virtualgpu.hardware import achieved, bridges, files
 from virtualgpu.hardware.cards import SPECS
-from virtualgpu.hardware.datasheet import PCIE3, PCIE4, PCIE5, TF32, Link, NVLink, Spec
+from virtualgpu.hardware.datasheet import FLOAT8, FLOAT16, FLOAT32, PCIE3, PCIE4, PCIE5, TF32, Link, NVLink, Spec
 from virtualgpu.hardware.units import GIB, MIB, parse_size
 
 __all__ = [
+    "FLOAT32",
     "MIB",
     "PCIE3",
     "PCIE4",
@@ -130,49 +129,22 @@ def table() -> str:
     def tera(rate: float | None) -> str:
         return f"{rate / 1e12:.4g}" if rate else "-"
 
-    head = (
-        "like",
-        "GiB",
-        "capability",
-        "SMs",
-        "float32",
-        "TF32",
-        "float16",
-        "float8",
-        "GB/s",
-        "peer",
-        "host",
-        "measured as",
-        "name",
-    )
-    rows = [head]
+    figures = ("GiB", "capability", "SMs", "float32", "TF32", "float16", "float8", "GB/s", "peer", "host")
+    rows = [["like", *figures, "measured as", "name"]]
     for key, spec in SPECS.items():
-        rates = [spec.rates.get(dtype) for dtype in (torch.float32, TF32, torch.float16, torch.float8_e4m3fn)]
-        sizes = [spec.bandwidth / 1e9, spec.peer.bandwidth / 1e9, spec.host.bandwidth / 1e9]
-        rows.append(
-            (
-                key,
-                f"{spec.memory / GIB:.1f}",
-                "{}.{}".format(*spec.capability),
-                str(spec.processors),
-                *map(tera, rates),
-                *(f"{size:.0f}" for size in sizes),
-                achieved.basis(spec),
-                spec.name,
-            )
-        )
+        rates = [tera(spec.rates.get(dtype)) for dtype in (FLOAT32, TF32, FLOAT16, FLOAT8)]
+        sizes = [f"{size / 1e9:.0f}" for size in (spec.bandwidth, spec.peer.bandwidth, spec.host.bandwidth)]
+        card = [key, f"{spec.memory / GIB:.1f}", "{}.{}".format(*spec.capability), str(spec.processors)]
+        rows.append([*card, *rates, *sizes, achieved.basis(spec), spec.name])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    words = {0, len(head) - 1}  # to the left; figures to the right
-    lines = [
-        "  ".join(
-            cell.ljust(width) if at in words else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:  # words to the left, figures to the right
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0], cells[-1] = row[0].ljust(widths[0]), row[-1]
+        lines.append("  ".join(cells))
     foot = (
         "Rates in TFLOPS, as the maker prints them: dense, accumulated in float32. What kernels reach of them is that of the card in the\n"
-        'column "measured as" (virtualgpu/hardware/data/achieved.csv has each figure and its source). GB/s of its memory, to another GPU (one way) and to the host.\n'
+        'column "measured as" (virtualgpu/hardware/data/achieved.toml has each figure and its source). GB/s of its memory, to another GPU (one way) and to the host.\n'
         f"Without bridges; with NVLink behind the name two cards have theirs ({', '.join(bridges.BRIDGES)}).\n"
         "A card of your own: a .toml file (virtualgpu.hardware.files says its keys)."
     )

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MIN_BYTES, MAX_BYTES = 2 * MIB, 1 << 50  # PyTorch's smallest segment is 2 MiB; no GPU has a PiB
@@ -14,8 +15,8 @@ _UNITS = {  # how each base unit may be spelled, after its prefix
     "s": r"s(?:ec)?",
 }
 _EXAMPLES = {"B/s": "1008 GB/s", "FLOP/s": "82.6 TFLOPS", "Hz": "2520 MHz", "W": "450 W", "s": "2 us"}
-_LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
-_SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}  # of seconds alone: nobody writes of milliwatts here
+_LARGE = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}  # powers of ten
+_SMALL = {"": 0, "m": -3, "u": -6, "µ": -6, "n": -9}  # of seconds alone: nobody writes of milliwatts here
 
 
 def parse_size(size: int | float | str, what: str = "memory", least: int = MIN_BYTES) -> int:
@@ -24,15 +25,13 @@ def parse_size(size: int | float | str, what: str = "memory", least: int = MIN_B
     Raises ValueError, in a sentence that begins with `what`, for what is no size, below `least` bytes or above 1 PiB.
     """
     cure = 'give bytes, or text like "256 MB" or "16 GB"'
-    number = size
+    number: Any = size
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*([\d_.]+)\s*([kmgtp]?)(?:i?b|bytes)?\s*", size, re.IGNORECASE)
-        try:
-            number = float(found[1])
-        except (TypeError, ValueError):
-            raise ValueError(f"{what}={size!r} is not a size: {cure}") from None
-        number *= 1024 ** " kmgtp".index(found[2].lower() or " ")
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
+        match = re.fullmatch(r"\s*([\d_.]+)\s*([kmgtp]?)(?:i?b|bytes)?\s*", size, re.IGNORECASE)
+        number = match and _float(match[1])
+        if match and number is not None:
+            number *= 1024 ** " kmgtp".index(match[2].lower() or " ")
+    if not _is_number(number):
         raise ValueError(f"{what}={size!r} is not a size: {cure}")
     if number < least:
         why = (
@@ -44,22 +43,31 @@ def parse_size(size: int | float | str, what: str = "memory", least: int = MIN_B
     return int(number)
 
 
-def quantity(value: int | float | str, unit: str, what: str) -> float:
+def quantity(value: object, unit: str, what: str) -> float:
     """A positive figure in base units (B/s, FLOP/s, Hz, W or s) from a number, or from text with a decimal prefix.
 
     Raises ValueError, in a sentence that begins with `what`.
     """
-    number = value
+    number: Any = value
     if isinstance(value, str):
         prefixes = _SMALL if unit == "s" else _LARGE
-        pattern = rf"\s*([\d_.]+(?:e[+-]?\d+)?)\s*(?:({'|'.join(prefixes)}){_UNITS[unit]})?\s*"
-        found = re.fullmatch(pattern, value, re.IGNORECASE)
-        try:
-            number = float(found[1]) * prefixes[(found[2] or "").lower()]
-        except (TypeError, ValueError):
-            number = None
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
+        pattern = rf"\s*([\d_.]+)(?:e([+-]?\d+))?\s*(?:({'|'.join(prefixes)}){_UNITS[unit]})?\s*"
+        match = re.fullmatch(pattern, value, re.IGNORECASE)
+        # the figure as it is written, rounded once: "8.1 TFLOPS" is 8.1e12, which 8.1 * 1e12 need not be
+        number = match and _float(f"{match[1]}e{int(match[2] or 0) + prefixes[(match[3] or '').lower()]}")
+    if not _is_number(number) or not 0 < number < math.inf:
         raise ValueError(
             f'{what} = {value!r} is no figure in {unit}: give a number above 0 in {unit}, or text like "{_EXAMPLES[unit]}"'
         )
     return float(number)
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

@@ -269,7 +269,9 @@ class CachingAllocator(GeneralAllocator):
         before, self.silent = self.silent, True
         try:
             for size in sizes:
-                blocks.append(self.malloc(size, stream))
+                block = self.malloc(size, stream)
+                if block is not None:
+                    blocks.append(block)
         except torch.OutOfMemoryError:
             for block in blocks:
                 self.free(block)

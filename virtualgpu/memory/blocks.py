@@ -29,7 +29,7 @@ class Block:
     waiting = False
     mapped = True
     uncached = False  # straight from the GPU, while caching is off
-    segment = None  # the expandable segment that it is of
+    segment: tuple[int, int] | None = None  # address and page of the expandable segment that it is of
     context = segment_context = None  # where it was allocated, and its segment, if that is recorded
     mark = 0  # the pool's count of searches when it became free
     accesses = None  # who used it, while races are looked for (virtualgpu.sanitizer)

@@ -120,7 +120,9 @@ def _set(config: Config, key: str, value: str | list[str], at: int) -> Config:
         size, least = _size(value) * MIB, config.large_segment
         if size < least:
             raise ValueError(f"CachingAllocator option {key} too small, must be >= {least // MIB}")
-        return replace(config, **{key.removesuffix("_mb"): size})
+        if key == "max_split_size_mb":
+            return replace(config, max_split_size=size)
+        return replace(config, max_non_split_rounding=size)
     if key == "garbage_collection_threshold":
         threshold = _double(value)
         if not 0 < threshold < 1:

@@ -37,7 +37,7 @@ class Expandable:
             return None
         while block.size < size:  # a free block, with addresses without memory after it
             following = block.after
-            if not self._map(following, min(following.size, size - block.size)):
+            if following is None or not self._map(following, min(following.size, size - block.size)):
                 return None
             block = following
         free.remove(block)
@@ -48,7 +48,8 @@ class Expandable:
         for block in free.unmapped:
             before = block.before
             start = before if before is not None and not before.used else block
-            total, piece = 0, start
+            total = 0
+            piece: Block | None = start
             while total < size and piece is not None and not piece.used:
                 total, piece = total + piece.size, piece.after
             if total >= size:
@@ -70,7 +71,7 @@ class Expandable:
     def _map(self, block: Block, size: int) -> bool:
         """Put memory behind the first `size` bytes of an unmapped block, in whole pages, and make it a free block."""
         owner, free = self.allocator, block.free_list
-        _, page = block.segment
+        _, page = _segment(block)
         size = -(-size // page) * page
         if size > owner.free_on_gpu:
             return False
@@ -101,7 +102,7 @@ class Expandable:
 
     def _unmap(self, block: Block) -> None:
         owner, free = self.allocator, block.free_list
-        start, page = block.segment
+        start, page = _segment(block)
         first = start + -(-(block.address - start) // page) * page
         last = start + (block.address + block.size - start) // page * page
         if first >= last:
@@ -205,3 +206,9 @@ def _reach(block: Block | None = None) -> float:
         return math.inf
     following = block.after
     return block.size + (following.size if following is not None and not following.mapped else 0)
+
+
+def _segment(block: Block) -> tuple[int, int]:
+    """The address of its segment, and the size of a page."""
+    assert block.segment is not None, "not of an expandable segment"
+    return block.segment

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ class History:
         """Where we are, if events of this kind keep it."""
         if self.level < (ALL if freeing else STATE):
             return None
-        frame, context = sys._getframe(1), []
+        frame: FrameType | None = sys._getframe(1)
+        context: list = []
         while frame is not None:
             context += (frame.f_code, frame.f_lasti)
             if self.operations and frame.f_code.co_name == "__torch_dispatch__" and _is_ours(frame.f_code):

@@ -19,14 +19,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from virtualgpu import environment
 
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".ledger"
 # A file is words of 8 bytes, in this machine's order. At its head:
@@ -56,7 +56,7 @@ class Communication(NamedTuple):
     the last rank to come.
     """
 
-    count: int = 0
+    count: int = 0  # type: ignore[assignment]  # a tuple has a method of that name
     nbytes: int = 0
     seconds: float = 0.0
     hidden: float = 0.0
@@ -85,7 +85,8 @@ class Ledger:
 
     def __init__(self, folder: str, gpus: int):
         self.folder, self.gpus = folder, gpus
-        self._whole = self._real = None
+        self._whole: Any = None
+        self._real: Any = None
         _ledgers.add(self)
 
     def note(self, gpu: int, used: int, allocated: int = 0, reserved: int = 0) -> None:

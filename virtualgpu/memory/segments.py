@@ -50,7 +50,7 @@ class Segments:
         self.config = from_environment() if config is None else config
         self.capacity, self.device, self.context, self.others = capacity, device, context, others
         self.timeline: Timeline = timeline or Untimed()
-        limited = None if self.config.max_split_size == UNLIMITED else self.config.max_split_size
+        limited = None if self.config.max_split_size == UNLIMITED else int(self.config.max_split_size)
         self.statistics = Statistics(limited)
         self.pools = Pool(True, self.statistics.small), Pool(False, self.statistics.large)
         self.private = PrivatePools(self.statistics)

@@ -114,8 +114,6 @@ def _together(explained: Sequence[Explained]) -> dict[str, int]:
 
 
 def _precision(explained: Sequence[Explained], settings: Settings) -> list[Change]:
-    import torch
-
     from virtualgpu.hardware import specs
 
     if any(one.half for one in explained):
@@ -123,7 +121,7 @@ def _precision(explained: Sequence[Explained], settings: Settings) -> list[Chang
     spec = specs.find(settings.cards[0].like)
     half = "bfloat16" if spec.capability >= (8, 0) else "float16"
     found = [Change("half precision", f"In half precision (torch.autocast, {half})", COMPUTING, {"half": half})]
-    if spec.rates.get(specs.TF32, 0.0) > spec.rates[torch.float32] and not any(one.tf32 for one in explained):
+    if spec.rates.get(specs.TF32, 0.0) > spec.rates[specs.FLOAT32] and not any(one.tf32 for one in explained):
         words = 'With products in TF32 (torch.set_float32_matmul_precision("high"))'
         found.append(Change("TF32", words, COMPUTING, {"tf32": 1}))
     return found

@@ -5,10 +5,8 @@
 
 from collections.abc import Callable
 
-import torch
-
-from virtualgpu.hardware.datasheet import TF32
-from virtualgpu.timing import convolving
+from virtualgpu.hardware.datasheet import FLOAT32, TF32
+from virtualgpu.timing import convolutions
 from virtualgpu.timing.kernels import Kernels
 
 ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
@@ -31,10 +29,10 @@ def seconds(kernels: Kernels, name: str, args, tensors, flops: float, moved: flo
     return rule(kernels, args, tensors, flops * share, moved, key)
 
 
-def _matrices(at: int) -> Callable:
+def _matrices(first: int) -> Callable:
     def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
-        """[count, rows, length] times [count, length, columns], from argument `at` on."""
-        left, right = args[at], args[at + 1]
+        """[count, rows, length] times [count, length, columns], from argument `first` on."""
+        left, right = args[first], args[first + 1]
         count = left.shape[0] if left.dim() == 3 else 1
         rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
         if left.is_complex():
@@ -52,7 +50,7 @@ def _attention(which: str, efficient: bool = False) -> Callable:
         keys = args[1].shape[2]
         spec = kernels.spec
         if (
-            efficient and key == torch.float32 and TF32 in spec.rates
+            efficient and key == FLOAT32 and TF32 in spec.rates
         ):  # its kernels for Ampere multiply single precision so in any case
             key, reached = TF32, EFFICIENT_TF32[which] * kernels.achieved.product(TF32)
         elif efficient:
@@ -60,7 +58,7 @@ def _attention(which: str, efficient: bool = False) -> Callable:
         else:
             reached = kernels.achieved.attention[which]
         reached *= keys / (keys + SHORT)
-        peak = spec.rates.get(key, spec.rates[torch.float32])
+        peak = spec.rates.get(key, spec.rates[FLOAT32])
         return spec.kernel * (1 if which == "forward" else 3) + max(
             flops / (peak * reached), moved / kernels.bandwidth["memory"]
         )
@@ -84,9 +82,9 @@ RULES: dict[str, Callable] = {
     "addmm": _matrices(1),
     "baddbmm": _matrices(1),
     "_scaled_mm": _matrices(0),
-    "convolution": convolving.forward,
-    "_convolution": convolving.forward,
-    "convolution_backward": convolving.backward,
+    "convolution": convolutions.forward_seconds,
+    "_convolution": convolutions.forward_seconds,
+    "convolution_backward": convolutions.backward_seconds,
     "_scaled_dot_product_flash_attention": FORWARD,
     "_scaled_dot_product_efficient_attention": EFFICIENT_FORWARD,
     "_scaled_dot_product_cudnn_attention": FORWARD,

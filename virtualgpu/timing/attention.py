@@ -54,7 +54,7 @@ def multi_head(
 def encoder_layer(src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, *args, out_val=None, **kwargs) -> int:
     """Of `_transformer_encoder_layer_fwd`: attention of src [batch, L, E], and the two products of the feed-forward part."""
     attended = multi_head(src, src, src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight)
-    weights = [args[at] for at in FEED_FORWARD]
+    weights = [args[index] for index in FEED_FORWARD]
     return attended + 2 * src.shape[:2].numel() * sum(weight.numel() for weight in weights)
 
 

@@ -186,13 +186,14 @@ class Clock(Streams):
         """The moment after the thread that serves this GPU has spent `seconds`."""
         if self.stopped:
             self.check(gpu)
-        if self._in_backward(local):
+        if self._in_backward(local) and local.backward is not None:
             local.backward[gpu] += seconds
             return local.backward[gpu]
         local.now += seconds
         return local.now
 
     def _record(self, queue: Queue, start: float, end: float, kind: str, name: str, issued: float) -> None:
+        assert self.spans is not None
         annotations = self.local.annotations
         annotation = annotations[-1] if annotations else ""
         self.spans.append(Span(queue.gpu, start, end, kind, name, queue.id, annotation, issued))
@@ -222,7 +223,7 @@ class Clock(Streams):
     def wait_until(self, until: float) -> None:
         """The host waits for a moment."""
         local = self.local
-        if self._in_backward(local):
+        if self._in_backward(local) and local.backward is not None:
             local.backward = [max(thread, until) for thread in local.backward]
         elif until > local.now:
             local.now = until

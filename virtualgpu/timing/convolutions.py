@@ -1,30 +1,193 @@
-"""FLOPs of convolutions, plain, grouped, depthwise and transposed, of 1, 2 or 3 dimensions.
+"""Convolutions, plain, grouped, depthwise and transposed, of 1, 2 or 3 dimensions: their FLOPs, and how long they take on a card.
 
-Each number of the weight meets each place of the image once: of the result, or, transposed, of what goes in. A weight is [channels,
+FLOPs: each number of the weight meets each place of the image once: of the result, or, transposed, of what goes in. A weight is [channels,
 channels / groups, *kernel], so that groups count by its size alone. Of the three sums of such products (the result, the gradient of
 what went in, that of the weight) none has more terms than another; `torch.utils.flop_counter` leaves groups out of the third.
+
+Seconds: cuDNN's ways of doing it, by the order of channels, type and size of the kernel. A convolution is a product of matrices
+(implicit GEMM); those of 3x3 in single precision take fewer multiplications (Winograd). Of a 1x1 convolution the weight is multiplied
+with the image as it lies, whatever its order of channels. Larger ones want the channels last on tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels
+first ("..._nhwc2nchw", "..._nhwckrsc_nchw" in traces); Ampere's kernels for 16 bits have no such form, so that what they made is
+converted as well.
+
+`python -m tests.accuracy.convolutions` sets them beside DeepBench's (V100, T4, P100), KernelBench's (T4 to B200) and spio's (RTX 3090, 4090).
 """
 
 from math import prod
 
+from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
+from virtualgpu.timing.kernels import DIRECT, TENSOR_FILL, WINOGRAD, Kernels
 
-def convolution(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
+# Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
+# (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
+CHANNELS = 8
+# Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
+# grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
+# an RTX 3090, 144 on a 4090)
+MERGED = 64
+# cuDNN's convolutions run on the instructions of Ampere ("sm80_xmma_fprop_..." in traces of Hopper and Blackwell), with which a Hopper
+# reaches 63 % of its peak (arXiv 2402.13499); a B200 is taken to be like it. They begin as soon as Ampere's, too
+OLD_INSTRUCTIONS = 0.63
+# A depthwise convolution by cuDNN (channels last, or 16 bits) reaches so much of the bandwidth and of the float32 FLOP/s: RepLKNet
+# (arXiv 2203.06717) table 1, PyTorch on a 2080 Ti, 64 x 384 channels, forward: 36 % with a kernel of 3, 8 % of the FLOP/s with 7 and more
+DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.36, 0.08
+# PyTorch's own kernels take so many cycles of a multiprocessor for each number that they make, and for each of its products: RepLKNet as
+# above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less; so on an
+# H200, tensorflow #96396). float16 takes as long (FlagGems #1697, H20)
+NUMBER, TAP = 2.6, 0.125
+# Their backward passes over that: the image's divides for each product, the weight's has a block for each of its numbers, which reads
+# both images (ATen/native/cuda/DepthwiseConv2d.cu). Together 17 times on an A100 (pytorch #18631, 3x3), 25 (8 and 17, #62006, 5x5) and
+# 3.6 (#129609 over #125362, 5x5 and 6x1) on cards that are not named; their geometric mean, the weight twice the image
+GRADIENT = {"image": 4, "weight": 8}
+# Kernels of a depthwise convolution in 16 bits that PyTorch leaves to cuDNN (ATen/native/Convolution.cpp)
+BY_CUDNN = (1, 3, 5)
+
+
+def forward_flops(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
     """Of convolution and _convolution. x: [batch, channels, *size], as is their result `out_val`."""
-    return products(x if transposed else out_val, weight)
+    return _flops(x if transposed else out_val, weight)
 
 
-def convolution_backward(
+def backward_flops(
     grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask, **kwargs
 ) -> int:
     """Of convolution_backward: for each gradient that `output_mask` asks for as much as forwards; the bias's is a sum, no product."""
-    return sum(output_mask[:2]) * products(x if transposed else grad, weight)
+    return sum(output_mask[:2]) * _flops(x if transposed else grad, weight)
 
 
-def slow_forward(x, weight, *args, out_val=None, **kwargs) -> int:
+def slow_forward_flops(x, weight, *args, out_val=None, **kwargs) -> int:
     """Of _slow_conv2d_forward: a plain convolution."""
-    return products(out_val, weight)
+    return _flops(out_val, weight)
 
 
-def products(image, weight) -> int:
-    """FLOPs of one such sum, with image [batch, channels, *size]: a product and an addition are two."""
+def _flops(image, weight) -> int:
+    """Of one such sum, with image [batch, channels, *size]: a product and an addition are two."""
     return 2 * image.shape[0] * prod(image.shape[2:]) * weight.numel()
+
+
+def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+    """convolution, plain or transposed."""
+    image, weight = args[:2]
+    result = tensors[-1]
+    transposed, groups = args[6], args[8] if len(args) > 8 else 1
+    made, read = (image, result) if transposed else (result, image)
+    length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
+    if _is_depthwise(weight, groups):
+        seconds = _depthwise(kernels, weight, made, moved)
+    else:
+        seconds = _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
+    if args[2] is not None and not _own(weight, groups, made):  # added to cuDNN's result by a kernel of its own
+        seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
+    return seconds
+
+
+def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
+    """convolution_backward: of the image, the weight and the bias, as its mask says."""
+    gradient, image, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
+    moved = gradient.itemsize * (gradient.numel() + image.numel() + weight.numel())  # by each of the two products
+    total = 0.0
+    if _is_depthwise(weight, groups):
+        own = _own(weight, groups, gradient)
+        for wanted, which in zip(mask, GRADIENT, strict=False):
+            total += wanted * (GRADIENT[which] if own else 1) * _depthwise(kernels, weight, gradient, moved)
+    else:
+        if mask[0]:
+            steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
+            reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
+            channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
+            length = max(1, int(channels * reach))
+            total += _of_an_image(kernels, "image", image, gradient, weight, length, stride, groups, key, moved)
+        if mask[1]:
+            sizes = weight.shape[1] * prod(weight.shape[2:]), weight.shape[0] // groups, _positions(gradient)
+            total += _one(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
+    if len(mask) > 2 and mask[2]:
+        total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
+    return total
+
+
+def _positions(image) -> int:
+    return image.shape[0] * prod(image.shape[2:])
+
+
+def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key, moved) -> float:
+    """The image `made` [batch, channels, *size] from `read`: each of its numbers is a sum of `length` products."""
+    if _on_tensor_cores(kernels.spec, key):
+        length = -(-length // CHANNELS) * CHANNELS
+    sizes = _positions(made), made.shape[1] // groups, length
+    return _one(kernels, which, sizes, (made, read), weight, stride, groups, key, moved)
+
+
+def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
+    """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
+    if key == TF32 and key not in kernels.spec.rates:  # on a card before Ampere
+        key = FLOAT32
+    spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
+    if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
+        key, tensor_cores = FLOAT32, False
+    share = 1 / _method(which, weight, stride, key, tensor_cores)
+    if tensor_cores and spec.capability[0] in (9, 10):
+        share *= OLD_INSTRUCTIONS
+    together = _together(sizes[1], weight, groups) if tensor_cores else 1
+    if together > 1:
+        seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
+    else:
+        fill = TENSOR_FILL if tensor_cores else None
+        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share, fill=fill)
+    return seconds + (_converting(kernels, which, images[0], images[1], weight, key) if tensor_cores else 0.0)
+
+
+def _together(columns: int, weight, groups: int) -> int:
+    """So many groups are done side by side."""
+    together = 1
+    while groups % (2 * together) == 0 and 2 * together * min(columns, weight.shape[1]) <= MERGED:
+        together *= 2
+    return together
+
+
+def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
+    """What cuDNN's way takes over a plain product of that type. On tensor cores a 1x1 convolution loses as much as it does without
+    (DeepBench's, V100 and T4: 1.2 forward, 1.2 to 1.5 and 1.5 to 2 backward)."""
+    pointwise = prod(weight.shape[2:]) == 1
+    if tensor_cores:
+        return DIRECT[which] if pointwise else 1.0
+    if key != FLOAT32:
+        return 1.0
+    if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
+        return WINOGRAD
+    return DIRECT[which]
+
+
+def _on_tensor_cores(spec, key) -> bool:
+    return key in spec.rates and (key == TF32 or key in (FLOAT16, BFLOAT16)) and spec.capability[0] >= 7
+
+
+def _converting(kernels: Kernels, which: str, made, read, weight, key) -> float:
+    """Channels first to last, and back: each image is read and written once more, and the weight."""
+    if prod(weight.shape[2:]) == 1:
+        return 0.0
+    written_back = which != "weight" and key != TF32 and kernels.spec.capability[0] >= 8
+    images = (made, read, weight) if written_back else (read, weight)
+    if which == "weight" and kernels.spec.capability[0] >= 8:
+        images = (made, read)
+    first = [image for image in images if image.dim() > 2 and image.stride(1) != 1 and image.shape[1] > 1]
+    return sum(kernels.spec.kernel + 2 * image.nbytes / kernels.bandwidth["memory"] for image in first)
+
+
+def _is_depthwise(weight, groups: int) -> bool:
+    return groups > 1 and weight.shape[1] == 1
+
+
+def _own(weight, groups: int, made) -> bool:
+    """A depthwise convolution by PyTorch's own kernels, which add the bias as well."""
+    narrow = made.itemsize == 2 and len(set(weight.shape[2:])) == 1 and weight.shape[-1] in BY_CUDNN
+    return _is_depthwise(weight, groups) and made.stride(1) != 1 and not narrow
+
+
+def _depthwise(kernels: Kernels, weight, made, moved) -> float:
+    spec, taps = kernels.spec, prod(weight.shape[2:])
+    if not _own(weight, weight.shape[0], made):
+        flops = 2 * made.numel() * taps
+        bound = flops / (spec.rates[FLOAT32] * DEPTHWISE_FLOPS)
+        return spec.kernel + max(moved / (spec.bandwidth * DEPTHWISE_BANDWIDTH), bound)
+    cycles = made.numel() * (NUMBER + TAP * taps) / spec.processors
+    return spec.kernel + max(moved / kernels.bandwidth["memory"], cycles / (1e3 * spec.clock_rate))

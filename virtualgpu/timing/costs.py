@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.hardware.specs import TF32
+from virtualgpu.hardware.datasheet import DTYPES, FLOAT32, TF32
 from virtualgpu.timing import convolutions
 from virtualgpu.timing.attention import attention, attention_backward, encoder_layer, multi_head
 
@@ -47,19 +47,18 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def rate(func, flops: int, tensors: Iterable[torch.Tensor]):
+def rate(func, tensors: Iterable[torch.Tensor]) -> str:
     """The key into Spec.rates: the tensors' floating-point type, or TF32 where PyTorch's settings allow it."""
-    if not flops:
-        return torch.float32
     dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), None)
     if dtype is None:  # no card has a rate of its own for complex numbers: that of their parts
         dtype = next((PARTS[tensor.dtype] for tensor in tensors if tensor.dtype in PARTS), torch.float32)
     if dtype != torch.float32:
-        return dtype
+        return KEYS.get(dtype, FLOAT32)
     allowed = _compat.convolutions_in_tf32 if func in OF_CUDNN else _compat.products_in_tf32
-    return TF32 if allowed() else dtype  # a card that has no such rate falls back to that of float32
+    return TF32 if allowed() else FLOAT32  # a card that has no such rate falls back to that of float32
 
 
+KEYS = {getattr(torch, name): name for name in DTYPES if name != TF32}
 PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -83,11 +82,11 @@ def recurrent_backward(x, weights, *args, out_val=None, **kwargs) -> int:
 
 
 # operations that torch.utils.flop_counter does not know, or counts wrongly; a version of PyTorch may lack one
-MORE = {
-    "convolution": convolutions.convolution,
-    "_convolution": convolutions.convolution,
-    "_slow_conv2d_forward": convolutions.slow_forward,
-    "convolution_backward": convolutions.convolution_backward,
+MORE: dict[str, Callable] = {
+    "convolution": convolutions.forward_flops,
+    "_convolution": convolutions.forward_flops,
+    "_slow_conv2d_forward": convolutions.slow_forward_flops,
+    "convolution_backward": convolutions.backward_flops,
     "_native_multi_head_attention": multi_head,
     "_transformer_encoder_layer_fwd": encoder_layer,
     "_scaled_dot_product_flash_attention_for_cpu": attention,

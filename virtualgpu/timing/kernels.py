@@ -5,20 +5,18 @@ round is waited for (NVIDIA, "Matrix Multiplication Background User's Guide", wa
 large ones, and each begins with a stretch in which nothing is multiplied yet. One share a card (hardware.achieved), with tiles and their
 shares alike for all, finds nine of ten of NeuSight's and DeepBench's products within 30 %.
 
-**Convolutions** are products of the same kind (`convolving`).
+**Convolutions** are products of the same kind (`convolutions`).
 
 **Everything else** is bound by memory, by the bytes that the kernel really moves. What fits into the second-level cache is read from it.
-A batch norm of few channels is bound by its blocks (`norms`).
+A batch norm of few channels is bound by its blocks (`kinds`).
 
 All times in seconds.
 """
 
 import math
 
-import torch
-
 from virtualgpu.hardware import achieved
-from virtualgpu.hardware.datasheet import TF32, Spec
+from virtualgpu.hardware.datasheet import FLOAT32, TF32, Spec
 from virtualgpu.timing.kinds import Kind
 
 # rows x columns of a tile, and what it reaches of the largest; the same for all cards
@@ -53,7 +51,7 @@ class Kernels:
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 
-    def moving(self, nbytes: int, kind: Kind, args=()) -> float:
+    def moving(self, nbytes: float, kind: Kind, args=()) -> float:
         """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. args: the operation's, for a kind
         that takes a while at least."""
         spec = self.spec
@@ -79,7 +77,7 @@ class Kernels:
     def plain(self, flops: float, moved: float, key) -> float:
         """A kernel of which no more is known than these: at the share of large products, or of memory."""
         spec = self.spec
-        peak = spec.rates.get(key, spec.rates[torch.float32])
+        peak = spec.rates.get(key, spec.rates[FLOAT32])
         if not self.peak:
             peak *= self.achieved.product(key)
         return spec.kernel + max(flops / peak, moved / self.bandwidth["memory"])
@@ -104,11 +102,11 @@ class Kernels:
         """The same, for a kernel that moves so many bytes; without its launch. share: of what products reach of the peak. fill: as
         above, for a kernel that is not of the card's generation."""
         spec = self.spec
-        peak = spec.rates.get(key, spec.rates[torch.float32])
+        peak = spec.rates.get(key, spec.rates[FLOAT32])
         flops = 2.0 * count * rows * columns * length
         if self.peak or not flops:
             return max(flops / peak, moved / spec.bandwidth)
-        tensor_cores = peak > spec.rates[torch.float32] or (key == TF32 and key in spec.rates)
+        tensor_cores = peak > spec.rates[FLOAT32] or (key == TF32 and key in spec.rates)
         tiles = TENSOR_TILES if tensor_cores else TILES
         if fill is None:
             fill = FILL if not tensor_cores else HOPPER_FILL if spec.capability[0] in (9, 10) else TENSOR_FILL

@@ -1,18 +1,80 @@
-"""Kinds of kernels that are bound by memory: how often they move their tensors, and what limits them."""
+"""Kinds of kernels that are bound by memory: how often they move their tensors, and what limits them.
 
+A batch norm of channels-first images takes a while at least: one block of 512 threads has a whole channel. So few channels leave most of a large GPU idle, and a thread waits for each of its numbers (aten/src/ATen/native/cuda/Normalization.cuh,
+batch_norm_collect_statistics_kernel and batch_norm_backward_kernel; cuDNN's bn_fw_tr_1C11_kernel_NCHW and bn_bw_1C11_kernel_new have the
+same blocks). PyTorch takes its own kernels for weights in 16 bits and for bfloat16 (Normalization.cpp), cuDNN's for all else.
+Channels-last images are cut into tiles, and know no such bound.
+"""
+
+import functools
 from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
 import torch
 
-from virtualgpu.timing import norms
+THREADS = 512
+# Cycles from one number of a thread to its next. Of PyTorch's kernels: statistics 0.59 us on a V100 (NVIDIA's PyProf, 64 x 64 x 112 x 112),
+# 0.40 us on an H20 (FlagGems #5754), backward 0.72 us on an H20 (#4086); of cuDNN's: forward 0.27 us on an H100, 0.35 on its PCIe card,
+# 0.36 on a B200 and 0.65 on an A100 (KernelBench, BatchNorm; the median), backward 0.69 us on an H20 (FlagGems #4250)
+STATISTICS, BACKWARD = 800, 1400
+CUDNN_FORWARD, CUDNN_BACKWARD = 650, 1360
+
+
+class Least(NamedTuple):
+    """blocks, and the cycles that each takes. part: of the kernel's bytes, what these blocks move; the rest is moved by another kernel."""
+
+    blocks: int
+    cycles: float
+    part: float = 1.0
+
+    def seconds(self, spec) -> float:
+        """On that card, whose multiprocessors hold a few blocks each."""
+        rounds = -(-self.blocks // (spec.processors * max(1, spec.limits.threads // THREADS)))
+        return rounds * self.cycles / (1e3 * spec.clock_rate)
+
+
+def batch_norm(args) -> Least | None:
+    """native_batch_norm(input, weight, ...) in training."""
+    image, weight = args[0], args[1]
+    if image.dim() < 3 or image.stride(1) == 1:
+        return None
+    return _least(image.shape, image.dtype == torch.bfloat16 or (weight is not None and weight.itemsize == 2))
+
+
+def batch_norm_backward(args) -> Least | None:
+    """native_batch_norm_backward(gradient, input, weight, ..., train, eps, mask)."""
+    image, weight = args[1], args[2]
+    if not args[7] or image.dim() < 3 or image.stride(1) == 1:
+        return None
+    return _least_backward(image.shape, image.dtype == torch.bfloat16 or (weight is not None and weight.itemsize == 2))
+
+
+@functools.lru_cache(4096)
+def _least(shape, own: bool) -> Least:
+    """own: by PyTorch's kernels, the statistics apart."""
+    if own:
+        return Least(shape[1], _steps(shape) * STATISTICS, 1 / 3)
+    return Least(shape[1], _steps(shape) * CUDNN_FORWARD)
+
+
+@functools.lru_cache(4096)
+def _least_backward(shape, own: bool) -> Least:
+    return Least(shape[1], _steps(shape) * (BACKWARD if own else CUDNN_BACKWARD))
+
+
+def _steps(shape) -> int:
+    """Numbers that one thread works on."""
+    places = prod(shape[2:])
+    wide = next((width for width in (32, 64, 128, 256) if places <= width), THREADS)
+    return -(-places // wide) * -(-shape[0] // (THREADS // wide))
 
 
 class Kind(NamedTuple):
     """traffic: bytes really moved over those of all tensors that go in or come out, once. limit: whose share of the bandwidth it has
     (`hardware.achieved`). launches: kernels that the operation is made of. training: at which argument it is told whether this is
     training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor. blocks: by the
-    arguments, what the kernel takes at least (`norms`). elementwise: each number comes of those at its own place. made: only what comes out
+    arguments, what the kernel takes at least (`Least`). elementwise: each number comes of those at its own place. made: only what comes out
     counts. gathers: number by number. rows: the argument whose rows one block goes through. per_cycle: bytes that a multiprocessor moves in
     one, at most, in the last of its kernels."""
 
@@ -84,11 +146,11 @@ ROW = 96 << 10
 # Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
 # for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
 KINDS = {
-    "native_batch_norm": Kind(1.5, training=5, blocks=norms.forward),
-    "_native_batch_norm_legit": Kind(1.5, training=5, blocks=norms.forward),
-    "_batch_norm_with_update": Kind(1.5, blocks=norms.forward),
-    "cudnn_batch_norm": Kind(1.5, training=5, blocks=norms.forward),
-    "native_batch_norm_backward": Kind(5 / 3, launches=2, blocks=norms.backward),
+    "native_batch_norm": Kind(1.5, training=5, blocks=batch_norm),
+    "_native_batch_norm_legit": Kind(1.5, training=5, blocks=batch_norm),
+    "_batch_norm_with_update": Kind(1.5, blocks=batch_norm),
+    "cudnn_batch_norm": Kind(1.5, training=5, blocks=batch_norm),
+    "native_batch_norm_backward": Kind(5 / 3, launches=2, blocks=batch_norm_backward),
     "batch_norm_backward": Kind(5 / 3, launches=2),
     "native_group_norm": Kind(1.5, launches=2),
     "native_group_norm_backward": Kind(5 / 3, launches=3),

@@ -96,18 +96,18 @@ class Fabric:
         memory then (NCCL counts the bandwidth of PCI Express; what it reaches is in hardware.links).
         """
         if spec.nvlink and peer_to_peer:
-            found = _nvlink(spec.capability, spec.nvlink.links)
+            fabric = _nvlink(spec.capability, spec.nvlink.links)
             if not (spec.nvlink.switch or spec.nvlink.bridge):
                 lead = max(1, round(spec.peer.bandwidth / spec.nvlink.bandwidth))
-                found = replace(found, neighbour=found.inside * lead / spec.nvlink.links)
+                fabric = replace(fabric, neighbour=fabric.inside * lead / spec.nvlink.links)
         elif spec.peer_access and peer_to_peer:
-            found = _pcie(spec.capability, spec.peer.bandwidth * PCIE_SHARE)
+            fabric = _pcie(spec.capability, spec.peer.bandwidth * PCIE_SHARE)
         else:
-            found = replace(_pcie(spec.capability, links.ring(spec.capability, spec.host)), staged=True)
+            fabric = replace(_pcie(spec.capability, links.ring(spec.capability, spec.host)), staged=True)
         if network is None:
-            return found
+            return fabric
         # a network card sits behind PCI Express, as the GPU does
-        return replace(found, between=min(network.bandwidth, spec.host.bandwidth) / 1e9, shared=network.shared)
+        return replace(fabric, between=min(network.bandwidth, spec.host.bandwidth) / 1e9, shared=network.shared)
 
     def shared_by(self, members: int, gpus: int) -> "Fabric":
         """For a group with `members` of a node's `gpus`. Where they share a card, the node's other GPUs are taken to be in such groups
@@ -214,13 +214,13 @@ def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm
 
 
 def _latency(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str, steps: int) -> float:
-    at = PROTOCOLS.index(protocol)
+    index = PROTOCOLS.index(protocol)
     # where several nodes take part, PyTorch's model has no PCI Express inside of them
-    inside = STEP["nvlink" if fabric.nvlink or nodes > 1 else "pcie"][algorithm][at]
-    between = STEP["network"][algorithm][at]
+    inside = STEP["nvlink" if fabric.nvlink or nodes > 1 else "pcie"][algorithm][index]
+    between = STEP["network"][algorithm][index]
     if nodes > 1:
         inside = max(inside, 3.0 if protocol == SIMPLE else 1.0)
     if algorithm == TREE:
-        return BASE[TREE][at] + 2 * ((ranks // nodes - 1) * inside + int(math.log2(nodes)) * between)
+        return BASE[TREE][index] + 2 * ((ranks // nodes - 1) * inside + int(math.log2(nodes)) * between)
     crossing = 0 if nodes == 1 else (2 if kind == "all_reduce" else 1) * (nodes - 1)
-    return BASE[RING][at] + (steps - crossing) * inside + crossing * between
+    return BASE[RING][index] + (steps - crossing) * inside + crossing * between

@@ -46,24 +46,24 @@ class Engine:
         starts, ends = self.starts, self.ends
         start = max(earliest, self.floor)
         if not ends or start >= ends[-1]:
-            at = len(ends)
+            index = len(ends)
         else:
-            at = bisect_right(ends, start)
-            while at < len(starts) and starts[at] < start + seconds:
-                start = max(start, ends[at])
-                at += 1
-        self._insert(at, start, start + seconds)
+            index = bisect_right(ends, start)
+            while index < len(starts) and starts[index] < start + seconds:
+                start = max(start, ends[index])
+                index += 1
+        self._insert(index, start, start + seconds)
         return start
 
     def free(self, start: float, end: float) -> None:
         """What was reserved then is not needed."""
         starts, ends = self.starts, self.ends
-        at = bisect_right(ends, start)
-        if at == len(starts) or not starts[at] <= start < end <= ends[at]:
+        index = bisect_right(ends, start)
+        if index == len(starts) or not starts[index] <= start < end <= ends[index]:
             return  # forgotten by now
-        first, last = starts[at], ends[at]
-        starts[at : at + 1] = [moment for moment in (first, end) if moment not in (start, last)]
-        ends[at : at + 1] = [moment for moment in (start, last) if moment not in (first, end)]
+        first, last = starts[index], ends[index]
+        starts[index : index + 1] = [moment for moment in (first, end) if moment not in (start, last)]
+        ends[index : index + 1] = [moment for moment in (start, last) if moment not in (first, end)]
 
     def extend(self, start: float, end: float) -> None:
         """It was busy then, after all that it is known to have done."""
@@ -73,36 +73,36 @@ class Engine:
 
     def cover(self, start: float, end: float) -> list[tuple[float, float]]:
         """It was busy then, in part perhaps as is known already: the parts that are new."""
-        parts, start, at = [], max(start, self.floor), bisect_right(self.ends, start)
+        parts, start, index = [], max(start, self.floor), bisect_right(self.ends, start)
         while start < end:
-            until = min(end, self.starts[at]) if at < len(self.starts) else end
+            until = min(end, self.starts[index]) if index < len(self.starts) else end
             if start < until:
                 parts.append((start, until))
-            start, at = max(until, self.ends[at]) if at < len(self.ends) else end, at + 1
+            start, index = max(until, self.ends[index]) if index < len(self.ends) else end, index + 1
         for part in parts:
             self._insert(bisect_right(self.ends, part[0]), *part)
         return parts
 
     def overlap(self, start: float, end: float) -> float:
         """For how long it was busy between two moments."""
-        at, found = bisect_right(self.ends, start), 0.0
-        while at < len(self.starts) and self.starts[at] < end:
-            found += min(end, self.ends[at]) - max(start, self.starts[at])
-            at += 1
-        return found
+        index, seconds = bisect_right(self.ends, start), 0.0
+        while index < len(self.starts) and self.starts[index] < end:
+            seconds += min(end, self.ends[index]) - max(start, self.starts[index])
+            index += 1
+        return seconds
 
-    def _insert(self, at: int, start: float, end: float) -> None:
+    def _insert(self, index: int, start: float, end: float) -> None:
         """A stretch that touches its neighbours becomes one with them."""
         starts, ends = self.starts, self.ends
-        if at and ends[at - 1] == start:
-            ends[at - 1] = end
-            at -= 1
+        if index and ends[index - 1] == start:
+            ends[index - 1] = end
+            index -= 1
         else:
-            starts.insert(at, start)
-            ends.insert(at, end)
-        if at + 1 < len(starts) and starts[at + 1] == ends[at]:
-            ends[at] = ends.pop(at + 1)
-            del starts[at + 1]
+            starts.insert(index, start)
+            ends.insert(index, end)
+        if index + 1 < len(starts) and starts[index + 1] == ends[index]:
+            ends[index] = ends.pop(index + 1)
+            del starts[index + 1]
         if len(ends) > self.KEPT:
             half = self.KEPT // 2
             self.floor = ends[half - 1]

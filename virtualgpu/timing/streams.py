@@ -7,6 +7,7 @@ stream of its forward operation.
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from virtualgpu import _compat
 from virtualgpu.timing.priorities import Priorities
@@ -115,7 +116,7 @@ class Streams:
         """Autograd makes the streams of a node's forward operation current before it calls the node."""
         node = _compat.current_node()
         leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
-        key = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
+        key: Any = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
         if key == local.node:  # also None: a callback at the end of the pass, which may have chosen streams of its own
             return
         local.node = key
@@ -126,12 +127,12 @@ class Streams:
             queue = getattr(leaf.untyped_storage()._virtual_allocation, "used_on", None)
             local.streams = {} if queue is None else {queue.gpu: queue}
             return
-        found = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
-        local.streams = {gpu: queue for gpu, queue in found if queue is not None}
+        pairs = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
+        local.streams = {gpu: queue for gpu, queue in pairs if queue is not None}
 
     def _leave_backward(self, local: HostThread) -> None:
         """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
-        local.now, local.backward = max([local.now, *local.backward]), None
+        local.now, local.backward = max([local.now, *(local.backward or ())]), None
         if self.multi:
             local.streams, local.node = local.outside, None
             for gpu, queues in enumerate(self.queues):

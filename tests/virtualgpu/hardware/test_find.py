@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from virtualgpu.hardware import bridges, networks, tables
 from virtualgpu.hardware.specs import PCIE4, SPECS, TF32, Link, NVLink, find, find_all, parse_size
 
 
@@ -144,8 +144,8 @@ def test_a_card_from_a_file(tmp_path):
     assert (spec.name, spec.memory, spec.capability) == ("NVIDIA GeForce RTX 4080", int(15.6 * 2**30), (8, 9))
     assert (spec.processors, spec.bandwidth, spec.kernel) == (76, 717e9, pytest.approx(3e-6))
     assert spec.rates == {
-        **{torch.float32: 48.7e12, TF32: 48.7e12, torch.float16: 97.5e12},
-        **{torch.float8_e4m3fn: 195e12, torch.float8_e5m2: 195e12},
+        **{"float32": 48.7e12, TF32: 48.7e12, "float16": 97.5e12},
+        **{"float8_e4m3fn": 195e12, "float8_e5m2": 195e12},
     }
     assert spec.host == spec.peer == PCIE4 and not spec.peer_access
     assert (spec.clock_rate, spec.L2_cache_size, spec.power) == (2_505_000, 64 << 20, 320)
@@ -168,7 +168,7 @@ def test_a_base_gives_the_rest(tmp_path):
     assert spec.memory == 20 << 30 and spec.peer == Link(100e9, a100.peer.latency)
     assert {**vars(spec), "memory": a100.memory, "peer": a100.peer} == vars(a100)
     spec = find(written(tmp_path, 'base = "A100"\nbandwidth = 2e12\nrates = {float32 = "39 TFLOPS"}'))
-    assert spec.rates == {**a100.rates, torch.float32: 39e12} and spec.bandwidth == 2e12
+    assert spec.rates == {**a100.rates, "float32": 39e12} and spec.bandwidth == 2e12
     assert spec.memory_clock_rate == 0 and spec.clock_rate == pytest.approx(
         2_820_000, rel=0.001
     )  # no longer the base's
@@ -219,3 +219,27 @@ def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="it cannot be read"):
         (tmp_path / "folder.toml").mkdir()
         find(tmp_path / "folder.toml")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[Mine]\nrat = 1", r"\[Mine\] 'rat' is no key here; did you mean rate\? There are rate, shared"),
+        ("[Mine]\nshared = true", r'\[Mine\] must say its rate, such as rate = "100 Gb/s"'),
+    ],
+)
+def test_a_table_of_ours_that_says_something_else(tmp_path, monkeypatch, text, message):
+    (tmp_path / "mine.toml").write_text(text)
+    monkeypatch.setattr(tables, "DATA", tmp_path)
+    tables.rows.cache_clear()
+    with pytest.raises(ValueError, match=rf"mine\.toml: {message}"):
+        tables.read("mine", networks._network)
+    tables.rows.cache_clear()
+
+
+def test_a_card_whose_copies_are_those_that_were_measured(tmp_path):
+    spec = find(written(tmp_path, WHOLE + 'peer = "staged"\nbridge = {links = 4, bandwidth = "14 GB/s"}'))
+    assert spec.peer == SPECS["RTX 4090"].peer and not spec.peer_access
+    assert bridges.bridged(spec).peer == Link(56e9, 2e-6) and bridges.bridged(spec).peer_access
+    based = find(written(tmp_path, 'base = "L4"\npeer = "staged"'))
+    assert based.peer == SPECS["RTX 4090"].peer and not based.peer_access
