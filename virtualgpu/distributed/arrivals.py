@@ -7,7 +7,7 @@ fast the processes really ran.
     arrivals = Arrivals.meet(store, rank, size)               # all ranks of the group call it
     arrivals.post(1, moment, words, timeout)              # collectives are numbered from 1; `words`: four whole numbers about it
     arrivals.come(1)                                      # [(rank, words)] of the others that have come to it so far
-    arrivals.read(1, timeout)                             # [(moment, words) of rank 0, of rank 1, ...]
+    arrivals.read(1, timeout)                             # the moment of the last, and the words of rank 0, of rank 1, ...
 """
 
 import contextlib
@@ -134,8 +134,9 @@ class Arrivals:
         if self._remove is not None:
             self._remove()
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
-        """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
+        """This rank has come to collective `number`; returns those that had come before, as `come`. Waits where it is too far ahead;
+        raises as `read`."""
         if number > SLOTS:
             self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
         at = self.rank * self._each + HEAD + number % SLOTS * SLOT
@@ -143,6 +144,7 @@ class Arrivals:
         first, second, third, fourth = words
         check = number ^ bits ^ first ^ second ^ third ^ fourth
         RECORD.pack_into(self._words, 8 * at, bits, first, second, third, fourth, check)
+        return self.come(number) if self.size > 1 else []
 
     def come(self, number: int) -> list[tuple[int, Words]]:
         """The other ranks that have come to it so far, and what they said. Called after `post`: of two ranks, at least one sees the
@@ -150,15 +152,15 @@ class Arrivals:
         slots = [(rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank]
         return [(rank, slot[1]) for rank, slot in slots if slot is not None]
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
-        """When each rank came to it, and what it said. Raises RankEnded or RankLate for one that does not come."""
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
+        """When the last rank came to it, and what each said. Raises RankEnded or RankLate for one that does not come."""
         slots = [self._slot(rank, number) for rank in range(self.size)]
         if None in slots:
             self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
             slots = [self._slot(rank, number) for rank in range(self.size)]
         self._read = max(self._read, number)
         self._words[self.rank * self._each + READ] = self._read
-        return slots
+        return max(moment for moment, _ in slots), [words for _, words in slots]
 
     def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
         at = rank * self._each + HEAD + number % SLOTS * SLOT
@@ -221,17 +223,18 @@ class SingleRankArrivals(Arrivals):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self._posted = rank, size, {}
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
         """Only noted, for `read`; never waits."""
-        self._posted[number] = moment, words
+        self._posted[number] = moment, [words]
+        return []
 
     def come(self, number: int) -> list[tuple[int, Words]]:
         """Nobody: there are no other processes."""
         return []
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
-        """This rank's own moment and words, once for each rank. A collective can be read once."""
-        return [self._posted.pop(number)] * self.size
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
+        """This rank's own moment and words, once for all ranks. A collective can be read once."""
+        return self._posted.pop(number)
 
     def leave(self) -> None:
         """Nobody waits."""

@@ -14,10 +14,21 @@ def install(machine: Machine, patches: Patches) -> None:
     """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed import _compat, ddp, dtensor, fsdp1, groups, objects, pipelines, rpc, single_rank
+    from virtualgpu.distributed import (
+        _compat,
+        ddp,
+        dtensor,
+        fsdp1,
+        groups,
+        objects,
+        operations,
+        pipelines,
+        rpc,
+        single_rank,
+    )
 
     communicators = machine.communicators = groups.Communicators(machine)
-    _operations()
+    overrides.NAMESPACES.update(c10d=operations.of_c10d, _c10d_functional=operations.of_functional)
     _backend(communicators, patches)
     _lifetime(communicators, patches)
     _coalescing(communicators, patches)
@@ -31,20 +42,6 @@ def install(machine: Machine, patches: Patches) -> None:
     objects.install(machine, patches)
     pipelines.install(machine, patches)
     rpc.install(machine, patches)
-
-
-def _operations() -> None:
-    """What the dispatch mode does with them."""
-    from virtualgpu.distributed import functional
-
-    def of_c10d(dispatch, func, args, kwargs):
-        return dispatch.machine.communicators.run(func, args, kwargs)
-
-    def of_functional(dispatch, func, args, kwargs):
-        return functional.run(dispatch, func, args, kwargs, dispatch.machine.communicators)
-
-    for namespace, handler in (("c10d", of_c10d), ("_c10d_functional", of_functional)):
-        overrides.NAMESPACES[namespace] = handler
 
 
 def _backend(communicators, patches: Patches) -> None:

@@ -4,29 +4,48 @@ import torch
 
 from virtualgpu._compat import current_node, graph_task
 from virtualgpu.distributed import _compat, transport
+from virtualgpu.distributed.arrivals import Words
 from virtualgpu.distributed.calls import Call
+from virtualgpu.distributed.counts import counts
+from virtualgpu.distributed.transport import Transfer
 from virtualgpu.engine.machine import GPU
 from virtualgpu.timing.queues import Queue
 
 
 class VirtualWork(_compat.Work):
-    """One collective of this rank. `issued`: when the rank came to it; `begin`, `end`: known once it is resolved. `late`: its end
-    for this rank's streams, whose kernels were slowed by the collectives before it (simulation.beside).
+    """One collective of this rank. words: what the rank says of it. issued: when the rank came to it. end: known once it is resolved.
+    late: its end for this rank's streams, whose kernels were slowed by the collectives before it (timing.beside).
 
     Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
     """
 
-    def __init__(self, communicator, number: int, call: Call, gpu: GPU, stream: Queue, issued: float):
+    def __init__(self, communicator, number: int, call: Call, words: Words, gpu: GPU, stream: Queue, issued: float):
         super().__init__()
-        self.communicator, self.number, self.call = communicator, number, call
+        self.communicator, self.number, self.call, self.words = communicator, number, call, words
         self.gpu, self.stream, self.issued = gpu, stream, issued
-        self.begin = self.end = self.late = None
         self.charged = communicator.clock.collectives.beside[gpu.index].charged
-        self.words = None  # that this rank says of it
-        self.transfer = None
-        self._value = call.outputs
-        self._future = None
-        self._failed = None
+        self.end: float | None = None
+        self.late: float | None = None
+        self._transfer: Transfer | None = None
+        self._outputs = call.outputs
+        self._future: torch.futures.Future | None = None
+        self._failed: RuntimeError | None = None
+
+    def carry(self) -> None:
+        """Begin to carry the numbers; in a dry run those of counts alone."""
+        of = self.communicator
+        with of.machine.untracked():
+            call = counts(self.call) if of.machine.dry else self.call
+            if call is None:
+                return
+            if of.gloo is not None:
+                self._transfer = Transfer(of.gloo, call, of.rank, of.size, of.timeout)
+            elif of.machine.dry:
+                call.collective.alike(call, of.rank, of.size)
+
+    def resolve(self, end: float, late: float) -> None:
+        """Its end is known."""
+        self.end, self.late = end, late
 
     def finish(self) -> None:
         """The numbers are there, and the end is known; no stream waits for it yet. Blocks this process, not the simulated host."""
@@ -35,18 +54,23 @@ class VirtualWork(_compat.Work):
         try:
             if self.end is None:
                 self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
-            if self.transfer is not None:
-                transfer = self.transfer
-                with self.communicator.errors(self.call.kind), self.communicator.machine.untracked():
-                    transfer.wait()
-                self.transfer = None
+            if self._transfer is not None:
+                self._receive(self._transfer)
         except RuntimeError as error:
             self._failed = error
-            self.communicator.failed = self.communicator.failed or error
-            self.communicator.forget(self)
-            if self.transfer is not None:
+            self.communicator.fail(self, error)
+            if self._transfer is not None:
                 transport.LOST.append(self.call)
             raise
+
+    def _receive(self, transfer: Transfer) -> None:
+        try:
+            with self.communicator.machine.untracked():
+                transfer.wait()
+        except RuntimeError as error:
+            self.communicator.explain(error, self.call.kind)
+            raise
+        self._transfer = None
 
     def wait(self, timeout=None) -> bool:
         """The current stream waits for it; after a barrier the host does, too."""
@@ -62,7 +86,9 @@ class VirtualWork(_compat.Work):
         if self.call.kind == "barrier":
             clock.wait_until(self.late)
         self.communicator.forget(self)
-        self._value_after_wait()
+        if self._future is not None and not self._future.done():
+            self._future.set_result(self._outputs)
+        self.call.release()
 
     def synchronize(self) -> None:
         """As wait(): the host waits only after a barrier."""
@@ -87,7 +113,7 @@ class VirtualWork(_compat.Work):
 
     def result(self) -> list[torch.Tensor]:
         """The outputs; [] after `release`."""
-        return self._value
+        return self._outputs
 
     def source_rank(self) -> int:
         """The call's root, within the group; 0 where there is none."""
@@ -108,14 +134,9 @@ class VirtualWork(_compat.Work):
         """As get_future(), with the outputs for its value; PyTorch's has a number, its WorkResult."""
         return self.get_future()
 
-    def _value_after_wait(self) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_result(self._value)
-        self.call.pairs = []
-
     def release(self) -> None:
         """Who called waits no more, and asks for no result: its tensors are not held."""
-        self._value = []
+        self._outputs = []
 
 
 class CoalescedWork(_compat.Work):
