@@ -154,13 +154,17 @@ class Arrivals:
 
     def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
         """When the last rank came to it, and what each said. Raises RankEnded or RankLate for one that does not come."""
-        slots = [self._slot(rank, number) for rank in range(self.size)]
-        if None in slots:
-            self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
-            slots = [self._slot(rank, number) for rank in range(self.size)]
+        moments, all_words = [], []
+        for rank in range(self.size):
+            slot = self._slot(rank, number)
+            if slot is None:
+                self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
+                slot = self._slot(rank, number)
+            moments.append(slot[0])
+            all_words.append(slot[1])
         self._read = max(self._read, number)
         self._words[self.rank * self._each + READ] = self._read
-        return max(moment for moment, _ in slots), [words for _, words in slots]
+        return max(moments), all_words
 
     def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
         at = rank * self._each + HEAD + number % SLOTS * SLOT

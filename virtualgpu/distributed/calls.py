@@ -81,15 +81,10 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def in_place(collective: Collective, args: Mapping, size: int) -> Call:
     """Of tensors that are read and written."""
-    tensors = args["tensors"]
-    sides = [[tensor] for tensor in tensors]
-    return Call(
-        collective,
-        [(side, side) for side in sides],
-        size_of(tensors),
-        args.get("reduce_op"),
-        args.get("root_rank", 0),
-    )
+    tensors, pairs = args["tensors"], []
+    for tensor in tensors:
+        pairs.append(([tensor],) * 2)
+    return Call(collective, pairs, size_of(tensors), args.get("reduce_op"), args.get("root_rank", 0))
 
 
 def parts(collective: Collective, pairs: Iterable, args: Mapping, size: int) -> Call:

@@ -20,6 +20,10 @@ def check(call: Call, rank: int, size: int) -> None:
         for side in (outputs,) if outputs is inputs else (outputs, inputs):
             for tensor in side:
                 if tensor.layout is not torch.strided:
+                    if call.kind == "all_reduce":
+                        raise RuntimeError(
+                            "NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead."
+                        )
                     raise ValueError("Tensors must be CUDA and dense")
                 if tensor.is_contiguous():
                     continue
@@ -35,12 +39,6 @@ def _contiguous(tensor: torch.Tensor) -> None:
 
 
 # -- of rows
-
-
-def not_sparse(call: Call, rank: int, size: int) -> None:
-    """In all_reduce's own words."""
-    if any(tensor.layout is not torch.strided for tensor in call.tensors):
-        raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
 
 
 def contiguous(call: Call, rank: int, size: int) -> None:
@@ -61,31 +59,26 @@ def reduction(call: Call, rank: int, size: int) -> None:
         raise RuntimeError(f"{call.kind} does not support {name} on complex tensors")
 
 
-def gathered(call: Call, rank: int, size: int) -> None:
-    """An all_gather: a list of as many outputs as ranks, or one tensor of their size."""
+def parts(call: Call, rank: int, size: int) -> None:
+    """An all_gather's outputs and a reduce_scatter's inputs: a list of as many tensors as ranks, or one tensor of their size."""
+    scatters = call.collective.scatters
+    way = "input" if scatters else "output"
     for outputs, inputs in call.pairs:
-        _length(call, "output", outputs, size)
-        if len(outputs) == len(inputs) == 1:
-            if outputs[0].dtype != inputs[0].dtype:
-                raise TypeError("output tensor must have the same type as input tensor")
-            if outputs[0].numel() != inputs[0].numel() * size:
-                raise ValueError("output tensor size must be equal to world_size times input tensor size")
-
-
-def scattered(call: Call, rank: int, size: int) -> None:
-    """A reduce_scatter: the same of its inputs."""
-    for outputs, inputs in call.pairs:
-        _length(call, "input", inputs, size)
-        if len(outputs) == len(inputs) == 1:
-            if outputs[0].dtype != inputs[0].dtype:
-                raise TypeError("input tensor must be the same type as the output tensor.")
-            if inputs[0].numel() != outputs[0].numel() * size:
-                raise ValueError("input tensor must be the same size as output size times world size")
-
-
-def _length(call: Call, way: str, tensors: list[torch.Tensor], size: int) -> None:
-    if len(tensors) not in (1, size):
-        raise ValueError(f"{call.kind}: invalid {way} tensor list (expected length {size}, got {len(tensors)})")
+        (own,), many = (outputs, inputs) if scatters else (inputs, outputs)
+        if len(many) not in (1, size):
+            raise ValueError(f"{call.kind}: invalid {way} tensor list (expected length {size}, got {len(many)})")
+        if len(many) == 1 and own.dtype != many[0].dtype:
+            raise TypeError(
+                "input tensor must be the same type as the output tensor."
+                if scatters
+                else "output tensor must have the same type as input tensor"
+            )
+        if len(many) == 1 and own.numel() * size != many[0].numel():
+            raise ValueError(
+                "input tensor must be the same size as output size times world size"
+                if scatters
+                else "output tensor size must be equal to world_size times input tensor size"
+            )
 
 
 def rooted(call: Call, rank: int, size: int) -> None:

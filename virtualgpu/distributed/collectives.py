@@ -10,7 +10,7 @@ from virtualgpu.distributed.calls import Collective
 TABLE = (
     Collective(
         "all_reduce",
-        operations={"allreduce_": calls.in_place, "allreduce_coalesced_": calls.in_place},
+        operations=dict.fromkeys(("allreduce_", "allreduce_coalesced_"), calls.in_place),
         functions={
             "all_reduce": functional.copy,
             "all_reduce_": functional.in_place,
@@ -19,7 +19,7 @@ TABLE = (
         },
         carry=transport.all_reduce,
         cost="all_reduce",
-        checks=(checks.not_sparse, checks.reduction),
+        checks=(checks.reduction,),
         alike=transport.all_reduce_alike,
     ),
     Collective(
@@ -30,14 +30,10 @@ TABLE = (
             "allgather_coalesced_": calls.lists_by_rank,
             "allgather_into_tensor_coalesced_": calls.one_tensor_each,
         },
-        functions={
-            "all_gather_into_tensor": functional.parts,
-            "all_gather_into_tensor_out": functional.parts,
-            "all_gather_into_tensor_coalesced": functional.parts,
-        },
+        functions={f"all_gather_into_tensor{form}": functional.parts for form in ("", "_out", "_coalesced")},
         carry=transport.all_gather,
         cost="all_gather",
-        checks=(checks.gathered,),
+        checks=(checks.parts,),
         splits=calls.splits_of_parts,
         pairwise=True,
         alike=transport.all_gather_alike,
@@ -49,14 +45,10 @@ TABLE = (
             "reduce_scatter_": calls.lists,
             "reduce_scatter_tensor_coalesced_": calls.one_tensor_each,
         },
-        functions={
-            "reduce_scatter_tensor": functional.parts,
-            "reduce_scatter_tensor_out": functional.parts,
-            "reduce_scatter_tensor_coalesced": functional.parts,
-        },
+        functions={f"reduce_scatter_tensor{form}": functional.parts for form in ("", "_out", "_coalesced")},
         carry=transport.reduce_scatter,
         cost="reduce_scatter",
-        checks=(checks.reduction, checks.scattered),
+        checks=(checks.reduction, checks.parts),
         splits=calls.splits_of_parts,
         scatters=True,
     ),

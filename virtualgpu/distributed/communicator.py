@@ -17,7 +17,7 @@ from virtualgpu.distributed import _compat, agreement
 from virtualgpu.distributed.arrivals import Arrivals
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check
-from virtualgpu.distributed.errors import explain
+from virtualgpu.distributed.meeting import explain
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
 from virtualgpu.distributed.work import CoalescedWork, VirtualWork
@@ -145,7 +145,7 @@ class Communicator:
         begin, came = max(last, self.end), max(work.issued, self.end)
         self.end, self.resolved = begin + seconds, work.number
         self.late = max(last + late, self.late) + seconds
-        work.resolve(self.end, self.late)
+        work.resolve(self.late)
         collectives.run(work.stream, came, begin, self.end, f"{work.call.kind} {_size(nbytes)}", self.share)
         if self.size > 1:
             self.statistics.add(work.gpu.index, begin, self.end, nbytes, last - work.issued)

@@ -15,8 +15,7 @@ from torch import distributed as dist
 from virtualgpu.distributed import _compat, transport
 from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
 from virtualgpu.distributed.communicator import Communicator
-from virtualgpu.distributed.errors import explain
-from virtualgpu.distributed.meeting import Meeting, Processes
+from virtualgpu.distributed.meeting import Meeting, announce, explain, processes
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
 from virtualgpu.distributed.statistics import Statistics
 from virtualgpu.distributed.work import CoalescedWork
@@ -41,14 +40,22 @@ class ProcessGroupNCCL(_compat.Gloo):
     supports_splitting = False
     supports_coalescing = True
     supports_time_estimate = False
+    communicators: "Communicators | None" = None  # of the session that it is of
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
         self.limit, self.settings = limit, options
-        self.processes = Processes(store, rank, size) if size > 1 else None
+        if size > 1:
+            announce(store, rank)
         super().__init__(store, rank, size, timeout=limit)  # all ranks meet
-        if self.processes is not None:
-            self.processes.read()
+        self.processes = processes(store, size) if size > 1 else []
+        if self.communicators is not None:
+            self.communicators.keep(self)
+
+    @classmethod
+    def create(cls, options, backend_options) -> "ProcessGroupNCCL":
+        """What PyTorch's table of backends calls for a new group."""
+        return cls(options.store, options.group_rank, options.group_size, backend_options, options.timeout)
 
     @property
     def options(self):
@@ -66,17 +73,17 @@ class Communicators:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.known: dict[tuple[str, int], Communicator] = {}
-        self.coalescing: dict[
+        self.statistics = Statistics(machine.clock)
+        self._coalescing: dict[
             str, Communicator | None
         ] = {}  # groups inside of a coalescing manager, and which collects
-        self.backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
-        self.statistics = Statistics(machine.clock)
-        self.launched = None  # the store in which ranks of `launch` say that they have returned
+        self._backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
+        self._launched = None  # the store in which ranks of `launch` say that they have returned
         machine.clock.collectives.settle = self.drain
 
     def keep(self, backend: ProcessGroupNCCL) -> None:
         """Until all groups are destroyed: PyTorch finds the Python object again only while somebody holds it."""
-        self.backends[id(backend)] = backend
+        self._backends[id(backend)] = backend
 
     def drain(self) -> None:
         """All collectives and messages that this rank has come to are over, their ends known. Waits for other ranks."""
@@ -91,7 +98,7 @@ class Communicators:
                 if communicator is not None:
                     communicator.arrivals.leave()
         if group is None:
-            self.backends.clear()
+            self._backends.clear()
             transport.let_go()
 
     def of(self, group, gpu: GPU, what: str) -> Communicator:
@@ -101,18 +108,18 @@ class Communicators:
         communicator = self.known.get((name, gpu.index))
         if communicator is None:
             communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
-        if name in self.coalescing and self.coalescing[name] is None:
-            self.coalescing[name] = communicator
+        if name in self._coalescing and self._coalescing[name] is None:
+            self._coalescing[name] = communicator
             communicator.begin_together()
         return communicator
 
     def start_coalescing(self, group) -> None:
         """Collectives of this group are collected from now on, by the communicator of the first one's tensors."""
-        self.coalescing[group.group_name] = None
+        self._coalescing[group.group_name] = None
 
     def end_coalescing(self, group) -> CoalescedWork:
         """One work for all that was called since."""
-        communicator = self.coalescing.pop(group.group_name, None)
+        communicator = self._coalescing.pop(group.group_name, None)
         return CoalescedWork([]) if communicator is None else communicator.end_together()
 
     def _of_group(self, group) -> list[Communicator]:
@@ -126,32 +133,38 @@ class Communicators:
         timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
         if _compat.is_fake(group):
             alone = self.machine.single_rank
-            found = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
+            places = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
             arrivals, backend = SingleRankArrivals(rank, size), None
         else:
             try:
-                arrivals, found = self._meet_others(group, here, ranks, timeout)
+                arrivals, places = self._meet_others(group, here, ranks, timeout)
             except RuntimeError as error:
                 explain(error, f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout)
                 raise
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
-                one_gpu_each(found)
-        return Communicator(self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(found), gpu, timeout)
+                one_gpu_each(places)
+        return Communicator(
+            self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(places), gpu, timeout
+        )
 
     def _meet_others(self, group, here: Where, ranks: list[int], timeout: timedelta) -> tuple[Arrivals, list[Where]]:
         """All ranks of the group come here. Raises RankEnded or RankLate for one that does not."""
         rank, size = group.rank(), group.size()
         store = dist.PrefixStore(f"virtualgpu/{len(self._of_group(group))}", _compat.store_of(group))
-        processes = getattr(self._backend(group), "processes", None)
-        meeting = Meeting(store, size, timeout, processes, lambda member: self._returned(ranks[member]))
+        known = getattr(self._backend(group), "processes", [])
+        meeting = Meeting(store, size, timeout, known, lambda member: self._returned(ranks[member]))
         arrivals = Arrivals.meet(meeting, rank, size)
         try:
-            meeting.set(f"virtualgpu/{rank}", json.dumps(here.said()))
+            meeting.set(f"virtualgpu/{rank}", json.dumps(here.as_json()))
             keys = {f"virtualgpu/{other}": other for other in range(size)}
             meeting.wait(keys)
-            return arrivals, [Where.heard(json.loads(meeting.get(key, other))) for key, other in keys.items()]
+            return arrivals, [Where.of_json(json.loads(meeting.get(key, other))) for key, other in keys.items()]
         finally:
             arrivals.unname()
+
+    def meet(self, store) -> None:
+        """This rank of `launch` learns there which of the others have returned."""
+        self._launched = store
 
     def returned(self, store, rank: int) -> None:
         """This rank of `launch` has returned from its function: who waits for it need not. In the first communicator of all ranks it
@@ -163,7 +176,7 @@ class Communicators:
         store.set(_returned(rank), "")
 
     def _returned(self, rank: int) -> bool:
-        return self.launched is not None and self.launched.check([_returned(rank)])
+        return self._launched is not None and self._launched.check([_returned(rank)])
 
     def _backend(self, group):
         for device in ("cuda", "cpu"):
@@ -208,9 +221,8 @@ class Communicators:
             elif gpu is None:
                 gpu = its_gpu
             elif its_gpu != gpu:
-                raise ValueError(
-                    f"Expected all tensors of a collective on one device, but found {sorted(map(str, (gpu, its_gpu)))}"
-                )
+                gpus = sorted(map(str, (gpu, its_gpu)))
+                raise ValueError(f"Expected all tensors of a collective on one device, but found {gpus}")
         if gpu is not None:
             gpu = self.machine.own(gpu)
         elif not elsewhere:

@@ -15,11 +15,11 @@ import warnings
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat
 from virtualgpu.distributed.arrivals import SingleRankArrivals
 from virtualgpu.distributed.counts import message_of
 from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog
 from virtualgpu.distributed.transport import flat
+from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import forget
 from virtualgpu.timing.queues import Queue
@@ -132,15 +132,14 @@ class Messages:
             exchange.finish()
 
 
-class Exchange(_compat.Work):
+class Exchange(SimulatedWork):
     """One message, or a batch of them, of this rank. messages: (direction, peer within the group, tensor)."""
 
     def __init__(self, messages: Messages, gpu: GPU, batched: bool):
-        super().__init__()
-        self.of, self.communicator, self.gpu, self.batched = messages, messages.communicator, gpu, batched
+        super().__init__(messages.communicator, gpu)
+        self.of, self.batched = messages, batched
         self.messages: list[tuple[int, int, torch.Tensor]] = []
         self.number: int | None = None
-        self.end: float | None = None
         self.stream: Queue | None = None
         self._works: list = []  # of gloo
         self._held: list[torch.Tensor] = []  # what these carry
@@ -185,7 +184,7 @@ class Exchange(_compat.Work):
 
     def finish(self) -> None:
         """The numbers are there and the end is known; no stream waits for it yet."""
-        if self.end is not None:
+        if self.late is not None:
             return
         of = self.communicator
         names = [f"{VERBS[direction]} rank {of.ranks[peer]}" for direction, peer, _ in self.messages]
@@ -201,7 +200,7 @@ class Exchange(_compat.Work):
         except RuntimeError as error:
             of.explain(error, ", ".join(names[:4]))
             raise
-        self.end = end
+        self.late = end
         if self in self.of.open:
             self.of.open.remove(self)
         name = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
@@ -222,33 +221,6 @@ class Exchange(_compat.Work):
                 )
             memory.copy_(self.of.to_itself.pop(index))
         self._works, self._held, self._received, self._from_itself = [], [], [], []
-
-    def wait(self, timeout=None) -> bool:
-        """The current stream of its GPU waits for it; the host goes on. Always True; `timeout` is not heeded."""
-        self.finish()
-        self.communicator.clock.collectives.wait(self.gpu.index, self.end)
-        return True
-
-    def synchronize(self) -> None:
-        """As wait(): the host goes on."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Has the host's clock passed its end? Asking takes a moment of it."""
-        self.finish()
-        return self.communicator.clock.collectives.over(self.end)
-
-    def is_success(self) -> bool:
-        """Always True: what fails raises at wait()."""
-        return True
-
-    def exception(self):
-        """Always None: what fails raises at wait()."""
-        return None
-
-    def source_rank(self) -> int:
-        """This rank, within the group, also where it receives."""
-        return self.communicator.rank
 
 
 def _extent(tensor: torch.Tensor) -> int:

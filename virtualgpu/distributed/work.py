@@ -12,24 +12,59 @@ from virtualgpu.engine.machine import GPU
 from virtualgpu.timing.queues import Queue
 
 
-class VirtualWork(_compat.Work):
-    """One collective of this rank. words: what the rank says of it. issued: when the rank came to it. end: known once it is resolved.
-    late: its end for this rank's streams, whose kernels were slowed by the collectives before it (timing.beside).
+class SimulatedWork(_compat.Work):
+    """What a program waits for. late: when it ends for this rank's streams; `finish` makes that known."""
+
+    def __init__(self, communicator, gpu: GPU):
+        super().__init__()
+        self.communicator, self.gpu = communicator, gpu
+        self.late: float | None = None
+
+    def finish(self) -> None:
+        """The numbers are there, and the end is known; no stream waits for it yet. Blocks this process, not the simulated host."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """As wait(), before whoever called has got it."""
+        self.finish()
+        self.communicator.clock.collectives.wait(self.gpu.index, self.late)
+
+    def wait(self, timeout=None) -> bool:
+        """The current stream of its GPU waits for it; after a barrier the host does, too. Always True; `timeout` is not heeded."""
+        self.join()
+        self.communicator.arrived(self)
+        return True
+
+    def synchronize(self) -> None:
+        """As wait()."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As wait()."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Has the host's clock passed its end? Asking takes a moment of it."""
+        self.finish()
+        return self.communicator.clock.collectives.over(self.late)
+
+
+class VirtualWork(SimulatedWork):
+    """One collective of this rank. words: what the rank says of it. issued: when the rank came to it. late: after the kernels that were
+    slowed by the collectives before it (timing.beside).
 
     Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
     """
 
     def __init__(self, communicator, number: int, call: Call, words: Words, gpu: GPU, stream: Queue, issued: float):
-        super().__init__()
-        self.communicator, self.number, self.call, self.words = communicator, number, call, words
-        self.gpu, self.stream, self.issued = gpu, stream, issued
+        super().__init__(communicator, gpu)
+        self.number, self.call, self.words, self.stream, self.issued = number, call, words, stream, issued
         self.charged = communicator.clock.collectives.beside[gpu.index].charged
-        self.end: float | None = None
-        self.late: float | None = None
         self._transfer: Transfer | None = None
         self._outputs = call.outputs
         self._future: torch.futures.Future | None = None
         self._failed: RuntimeError | None = None
+        self._joined = False  # has somebody waited?
 
     def carry(self) -> None:
         """Begin to carry the numbers; in a dry run those of counts alone."""
@@ -43,16 +78,16 @@ class VirtualWork(_compat.Work):
             elif of.machine.dry:
                 call.collective.alike(call, of.rank, of.size)
 
-    def resolve(self, end: float, late: float) -> None:
+    def resolve(self, late: float) -> None:
         """Its end is known."""
-        self.end, self.late = end, late
+        self.late = late
 
     def finish(self) -> None:
-        """The numbers are there, and the end is known; no stream waits for it yet. Blocks this process, not the simulated host."""
+        """The numbers are there, and the end is known. Raises what it failed with."""
         if self._failed is not None:
             raise self._failed
         try:
-            if self.end is None:
+            if self.late is None:
                 self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
             if self._transfer is not None:
                 self._receive(self._transfer)
@@ -72,36 +107,17 @@ class VirtualWork(_compat.Work):
             raise
         self._transfer = None
 
-    def wait(self, timeout=None) -> bool:
-        """The current stream waits for it; after a barrier the host does, too."""
-        self.join()
-        self.communicator.arrived(self)
-        return True
-
     def join(self) -> None:
-        """As wait(), before whoever called has got it."""
-        self.finish()
-        clock = self.communicator.clock
-        clock.collectives.wait(self.gpu.index, self.late)
+        """The current stream waits for it; after a barrier the host does, too."""
+        super().join()
         if self.call.kind == "barrier":
-            clock.wait_until(self.late)
-        self.communicator.forget(self)
+            self.communicator.clock.wait_until(self.late)
+        if not self._joined:
+            self._joined = True
+            self.communicator.forget(self)
+            self.call.release()
         if self._future is not None and not self._future.done():
             self._future.set_result(self._outputs)
-        self.call.release()
-
-    def synchronize(self) -> None:
-        """As wait(): the host waits only after a barrier."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """As wait(), which after a barrier blocks the host, too."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Has the host's clock passed its end? Asking takes a moment of it."""
-        self.finish()
-        return self.communicator.clock.collectives.over(self.late)
 
     def is_success(self) -> bool:
         """False once it has failed; True also while nobody has asked for its end."""
@@ -115,10 +131,6 @@ class VirtualWork(_compat.Work):
         """The outputs; [] after `release`."""
         return self._outputs
 
-    def source_rank(self) -> int:
-        """The call's root, within the group; 0 where there is none."""
-        return self.call.root
-
     def get_future(self) -> torch.futures.Future:
         """Holds the outputs. In a backward pass it is complete at the pass's end, or when somebody in Python asks for it."""
         if self._future is None:
@@ -129,10 +141,6 @@ class VirtualWork(_compat.Work):
                 _asking_completes(self._future, self.wait)
                 self.communicator.at_end_of_backward(self)
         return self._future
-
-    def get_future_result(self) -> torch.futures.Future:
-        """As get_future(), with the outputs for its value; PyTorch's has a number, its WorkResult."""
-        return self.get_future()
 
     def release(self) -> None:
         """Who called waits no more, and asks for no result: its tensors are not held."""
