@@ -121,9 +121,9 @@ class Agreement:
         gives, taken = splits.gives[other], other_splits.takes[rank]
         if gives != taken:
             return f"{here} and gives rank {self.ranks[other]} {gives} {dtype} where {there} and takes {taken} from it"
-        takes, given = splits.takes[other], other_splits.gives[rank]
-        if takes != given:
-            return f"{here} and takes {takes} {dtype} from rank {self.ranks[other]} where {there} and gives it {given}"
+        takes, sent = splits.takes[other], other_splits.gives[rank]
+        if takes != sent:
+            return f"{here} and takes {takes} {dtype} from rank {self.ranks[other]} where {there} and gives it {sent}"
         return None
 
     def _read(self, rank: int, number: int, words: Words) -> Splits:

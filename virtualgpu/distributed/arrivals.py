@@ -37,7 +37,7 @@ def float_bits(moment: float) -> int:
 
 
 def float_of_bits(bits: int) -> float:
-    """The moment that `bits_of` made this number of."""
+    """The moment that `float_bits` made this number of."""
     return struct.unpack("d", struct.pack("q", bits))[0]
 
 
@@ -61,19 +61,19 @@ def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
     """A file of zeros, open. Its room is taken now: where a disk is full, a store into mapped memory would end the process (SIGBUS)."""
     path = None
     try:
-        number, path = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments", dir=folder)
-        scratch.hold(number)
-        with open(number, "wb", closefd=False) as file:
+        fd, path = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments", dir=folder)
+        scratch.hold(fd)
+        with open(fd, "wb", closefd=False) as file:
             file.write(bytes(nbytes))
     except OSError as error:
         if path is not None:
-            os.close(number)
+            os.close(fd)
             os.unlink(path)
         raise RuntimeError(
             f"ranks of virtual GPUs share a page of memory, and there is no room for it in {folder or tempfile.gettempdir()} "
             f"({error}): free some space there, or set TMPDIR to another folder"
         ) from error
-    return number, path
+    return fd, path
 
 
 def _unlink(path: str) -> None:
@@ -83,7 +83,7 @@ def _unlink(path: str) -> None:
 
 class Arrivals:
     """The moments of one group. Ranks count within the group. file: the number of the open file that the page is mapped from, None
-    where it is one rank's alone; behind the page is room for what ranks write for each other (`message_log`, `splits`).
+    where it is one rank's alone; behind the page is room for what ranks write for each other (`message_log`, `agreement`).
     """
 
     file: int | None = None
@@ -106,25 +106,24 @@ class Arrivals:
         if size == 1:
             return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
         if rank == 0:
-            number, path = _new_file(folder, nbytes)
+            fd, path = _new_file(folder, nbytes)
             try:
                 store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
             except RuntimeError:
-                os.close(number)
+                os.close(fd)
                 os.unlink(path)
                 raise
         else:
             path = os.fsdecode(bytes.fromhex(store.get("virtualgpu/page").decode()))
             try:
-                number = os.open(path, os.O_RDWR)
+                fd = os.open(path, os.O_RDWR)
             except FileNotFoundError:
                 raise RuntimeError(
                     "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
                 ) from None
-        arrivals = cls(memoryview(mmap.mmap(number, nbytes)).cast("q"), rank, size, number)
-        arrivals._remove = (
-            weakref.finalize(arrivals, _unlink, path) if rank == 0 else None
-        )  # also where not all ranks come
+        arrivals = cls(memoryview(mmap.mmap(fd, nbytes)).cast("q"), rank, size, fd)
+        if rank == 0:  # also where not all ranks come
+            arrivals._remove = weakref.finalize(arrivals, _unlink, path)
         if store.add("virtualgpu/met", 1) == size:
             _unlink(path)
         return arrivals
@@ -139,11 +138,11 @@ class Arrivals:
         raises as `read`."""
         if number > SLOTS:
             self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
-        at = self.rank * self._each + HEAD + number % SLOTS * SLOT
+        offset = 8 * (self.rank * self._each + HEAD + number % SLOTS * SLOT)
         bits = float_bits(moment)
         first, second, third, fourth = words
         check = number ^ bits ^ first ^ second ^ third ^ fourth
-        RECORD.pack_into(self._words, 8 * at, bits, first, second, third, fourth, check)
+        RECORD.pack_into(self._words, offset, bits, *words, check)
         return self.come(number) if self.size > 1 else []
 
     def come(self, number: int) -> list[tuple[int, Words]]:
@@ -167,8 +166,8 @@ class Arrivals:
         return max(moments), all_words
 
     def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
-        at = rank * self._each + HEAD + number % SLOTS * SLOT
-        bits, first, second, third, fourth, check = RECORD.unpack_from(self._words, 8 * at)
+        offset = 8 * (rank * self._each + HEAD + number % SLOTS * SLOT)
+        bits, first, second, third, fourth, check = RECORD.unpack_from(self._words, offset)
         if number ^ bits ^ first ^ second ^ third ^ fourth != check:
             return None
         return float_of_bits(bits), (first, second, third, fourth)
@@ -202,9 +201,8 @@ class Arrivals:
         self._words[self.rank * self._each + OVER] = 1
 
     def _gone(self, rank: int) -> bool:
-        at = rank * self._each
-        pid = self._words[at + PID]
-        return bool(pid) and started(pid) != self._words[at + STARTED]
+        pid, start = self._words[rank * self._each + PID], self._words[rank * self._each + STARTED]
+        return bool(pid) and started(pid) != start
 
     @property
     def nbytes(self) -> int:

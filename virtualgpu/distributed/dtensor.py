@@ -1,5 +1,6 @@
 """DTensor and DeviceMesh on virtual GPUs: what they ask the device for, and what they compute on the side."""
 
+import contextlib
 import threading
 
 import torch
@@ -33,9 +34,9 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace_everywhere(device_mesh, "init_device_mesh", stand_in(_prepared, init, patches))
     wrap = stand_in(_make_wrapper_subclass, tensor._make_wrapper_subclass, machine)
     patches.replace(tensor, "_make_wrapper_subclass", staticmethod(wrap))
-    before = _Before()
-    patches.replace(fake, "__enter__", stand_in(_enter_fakes, fake.__enter__, machine, before))
-    patches.replace(fake, "__exit__", stand_in(_exit_fakes, fake.__exit__, machine, before))
+    entered = _Entered()
+    patches.replace(fake, "__enter__", stand_in(_enter_fakes, fake.__enter__, machine, entered))
+    patches.replace(fake, "__exit__", stand_in(_exit_fakes, fake.__exit__, machine, entered))
     # The tracer works out a number that is made on a GPU, unless it knows that there is no driver to ask for one
     patches.replace(fake, "avoid_device_init", property(lambda self: True))
     if not _compat.built_with_cuda:
@@ -63,22 +64,23 @@ def _make_wrapper_subclass(original, machine: Machine, cls, *args, device=None, 
     return original(cls, *args, device=device, **kwargs)
 
 
-class _Before(threading.local):
-    """What `bypass` was in this thread before it entered each mode of fake tensors, the innermost last."""
+class _Entered(threading.local):
+    """What each mode of fake tensors in this thread entered with it, the innermost last."""
 
     def __init__(self):
-        self.bypass = []
+        self.contexts: list[contextlib.AbstractContextManager] = []
 
 
-def _enter_fakes(original, machine: Machine, before: _Before, mode):
+def _enter_fakes(original, machine: Machine, entered: _Entered, mode):
     """DTensor works out shardings with fake tensors, whose own bookkeeping takes a tensor of a dry run for what it really is."""
-    before.bypass.append(machine.local.bypass)
-    machine.local.bypass = machine.local.bypass or machine.dry
+    context = machine.untracked() if machine.dry else contextlib.nullcontext()
+    context.__enter__()
+    entered.contexts.append(context)
     return original(mode)
 
 
-def _exit_fakes(original, machine: Machine, before: _Before, mode, *error):
-    machine.local.bypass = before.bypass.pop()
+def _exit_fakes(original, machine: Machine, entered: _Entered, mode, *error):
+    entered.contexts.pop().__exit__(None, None, None)
     return original(mode, *error)
 
 

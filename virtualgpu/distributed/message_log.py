@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from virtualgpu.distributed.arrivals import Arrivals, RankEnded, RankLate, float_bits, float_of_bits
 
-RECORD = struct.Struct(
-    "8q"
-)  # number of the batch, its messages, moment, batch before, way, peer, bytes, and a check of these
+# number of the batch, its messages, moment, batch before, direction, peer, bytes, and a check of these
+RECORD = struct.Struct("8q")
 ROOM = 1 << 34  # bytes for each rank: 268 million messages. What nobody wrote takes no room on the disk
 WRITTEN = 1 << 40  # in every check, so that nothing is not a record
 SEND, RECV = 0, 1
@@ -29,7 +28,7 @@ SEND, RECV = 0, 1
 class Message(NamedTuple):
     """One side of a message. peer: the other rank. index: among those to, or from, that peer in that direction, from 0."""
 
-    way: int
+    direction: int
     peer: int
     nbytes: int
     index: int
@@ -50,11 +49,13 @@ class MessageLog:
         self.arrivals, self.rank, self.size = arrivals, arrivals.rank, arrivals.size
         self.batches: list[list[Batch]] = [[] for _ in range(arrivals.size)]
         self._offsets = [arrivals.nbytes + rank * ROOM for rank in range(arrivals.size)]  # how far read, or written
-        self._where: dict[tuple[int, int, int, int], int] = {}  # (rank, way, peer, index): the batch that it is in
+        self._where: dict[
+            tuple[int, int, int, int], int
+        ] = {}  # (rank, direction, peer, index): the batch that it is in
         self._counts: dict[tuple[int, int, int], int] = {}
 
     def write(self, issued: float, after: int, messages: list[tuple[int, int, int]]) -> int:
-        """This rank comes to a batch of (way, peer, nbytes); returns its number."""
+        """This rank comes to a batch of (direction, peer, nbytes); returns its number."""
         number, bits = len(self.batches[self.rank]), float_bits(issued)
         self._take(self.rank, issued, after, messages)
         if self.arrivals.file is not None:
@@ -63,10 +64,10 @@ class MessageLog:
             self._offsets[self.rank] += os.pwrite(self.arrivals.file, data, self._offsets[self.rank])
         return number
 
-    def batch_of(self, rank: int, way: int, peer: int, index: int, deadline: float, timeout: timedelta) -> int:
+    def batch_of(self, rank: int, direction: int, peer: int, index: int, deadline: float, timeout: timedelta) -> int:
         """The number of the batch in which `rank` has that message. Waits until it has come to it; raises RankEnded or RankLate."""
         pause = 1e-5
-        while (rank, way, peer, index) not in self._where:
+        while (rank, direction, peer, index) not in self._where:
             if rank == self.rank or not self._read(rank):
                 if time.monotonic() > deadline:
                     raise RankLate([rank], timeout.total_seconds())
@@ -74,16 +75,16 @@ class MessageLog:
                 pause = min(1e-3, 1.5 * pause)
                 if pause == 1e-3 and rank in self.arrivals.ended() and not self._read(rank):
                     raise RankEnded(rank, alive=self.arrivals.left(rank))
-        return self._where[rank, way, peer, index]
+        return self._where[rank, direction, peer, index]
 
     def _take(self, rank: int, issued: float, after: int, messages: Iterable[tuple[int, int, int]]) -> None:
-        """A rank's next batch, of (way, peer, nbytes)."""
+        """A rank's next batch, of (direction, peer, nbytes)."""
         batch = Batch(issued, after, [])
-        for way, peer, nbytes in messages:
-            index = self._counts.get((rank, way, peer), 0)
-            self._counts[rank, way, peer] = index + 1
-            self._where[rank, way, peer, index] = len(self.batches[rank])
-            batch.messages.append(Message(way, peer, nbytes, index))
+        for direction, peer, nbytes in messages:
+            index = self._counts.get((rank, direction, peer), 0)
+            self._counts[rank, direction, peer] = index + 1
+            self._where[rank, direction, peer, index] = len(self.batches[rank])
+            batch.messages.append(Message(direction, peer, nbytes, index))
         self.batches[rank].append(batch)
 
     def _read(self, rank: int) -> bool:

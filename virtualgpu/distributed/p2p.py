@@ -58,14 +58,14 @@ class Messages:
 
     def start(self, exchange: "Exchange") -> None:
         """This rank has come to these messages."""
-        of, gpu = self.communicator, exchange.gpu
+        comm, gpu = self.communicator, exchange.gpu
         key = -1 if exchange.batched else exchange.messages[0][1]
-        issued, _ = of.clock.collectives.come_to(gpu.index)
+        issued, _ = comm.clock.collectives.come_to(gpu.index)
         if exchange.batched:
-            of.settle_collectives()  # on the same stream
-            issued = max(issued, of.end)
+            comm.settle_collectives()  # on the same stream
+            issued = max(issued, comm.end)
         if key not in self._streams:
-            self._streams[key] = of.clock.collectives.new_stream(gpu.index)
+            self._streams[key] = comm.clock.collectives.new_stream(gpu.index)
         messages = [(direction, peer, tensor.nbytes) for direction, peer, tensor in exchange.messages]
         number = self._last[key] = self.log.write(issued, self._last.get(key, -1), messages)
         exchange.begin(number, self._streams[key])
@@ -82,27 +82,29 @@ class Messages:
     def _end(self, rank: int, number: int, deadline: float, path: tuple) -> float:
         if number in self._ends[rank]:
             return self._ends[rank][number]
-        of, log = self.communicator, self.log
+        comm, log = self.communicator, self.log
         begin = end = ready = self._ready(rank, number, deadline, path)
         for message in log.batches[rank][number].messages:
             peer, is_small = message.peer, message.nbytes <= BUFFER
-            seconds = of.layout.message(message.nbytes, rank, peer)
-            if (message.way == SEND and is_small) or peer == rank or self.alone:
+            seconds = comm.layout.message(message.nbytes, rank, peer)
+            if (message.direction == SEND and is_small) or peer == rank or self.alone:
                 end = max(end, ready + seconds)
                 continue
-            batch = log.batch_of(peer, 1 - message.way, rank, message.index, deadline, of.timeout)
-            key = (1 - message.way, rank, message.index)
+            batch = log.batch_of(peer, 1 - message.direction, rank, message.index, deadline, comm.timeout)
+            key = (1 - message.direction, rank, message.index)
             self._agree(
-                rank, message, next(m for m in log.batches[peer][batch].messages if (m.way, m.peer, m.index) == key)
+                rank,
+                message,
+                next(m for m in log.batches[peer][batch].messages if (m.direction, m.peer, m.index) == key),
             )
             there = self._ready(peer, batch, deadline, (*path, (rank, number)))
-            if message.way == RECV and is_small:
-                end = max(end, there + seconds, ready + of.layout.message(0, rank, peer))
+            if message.direction == RECV and is_small:
+                end = max(end, there + seconds, ready + comm.layout.message(0, rank, peer))
             else:
                 end = max(end, max(ready, there) + seconds)
             begin = max(begin, there)
         self._ends[rank][number] = end
-        if rank == of.rank:
+        if rank == comm.rank:
             self._begins[number] = min(begin, end)
         return end
 
@@ -118,13 +120,18 @@ class Messages:
     def _agree(self, rank: int, mine: Message, other: Message) -> None:
         """Raises DistBackendError where one side sends more, or less, than the other takes: NCCL would hang, or write past the end."""
         if mine.nbytes != other.nbytes:
-            sides = sorted([(mine.way, rank, mine.nbytes), (other.way, mine.peer, other.nbytes)])
+            sides = sorted([(mine.direction, rank, mine.nbytes), (other.direction, mine.peer, other.nbytes)])
             (_, sender, sent), (_, receiver, taken) = sides
             ranks = self.communicator.ranks
             raise dist.DistBackendError(
                 f"rank {ranks[sender]} sends {sent} bytes where rank {ranks[receiver]} receives {taken}: "
                 "give both a tensor of one shape and dtype (NCCL would hang, or write past the tensor's end)"
             )
+
+    def forget(self, exchange: "Exchange") -> None:
+        """It is over."""
+        if exchange in self.open:
+            self.open.remove(exchange)
 
     def settle(self) -> None:
         """Every message that this rank has come to is over."""
@@ -137,7 +144,7 @@ class Exchange(SimulatedWork):
 
     def __init__(self, messages: Messages, gpu: GPU, batched: bool):
         super().__init__(messages.communicator, gpu)
-        self.of, self.batched = messages, batched
+        self.channel, self.batched = messages, batched
         self.messages: list[tuple[int, int, torch.Tensor]] = []
         self.number: int | None = None
         self.stream: Queue | None = None
@@ -153,24 +160,24 @@ class Exchange(SimulatedWork):
     def begin(self, number: int, stream: Queue) -> None:
         """Its messages are written down as batch `number`: begin to carry the numbers."""
         self.number, self.stream = number, stream
-        of = self.communicator
-        if not self.of.alone and of.gloo is not None:
-            with of.machine.untracked():
+        comm = self.communicator
+        if not self.channel.alone and comm.gloo is not None:
+            with comm.machine.untracked():
                 for (direction, peer, tensor), message in zip(
-                    self.messages, self.of.log.batches[of.rank][number].messages, strict=True
+                    self.messages, self.channel.log.batches[comm.rank][number].messages, strict=True
                 ):
-                    carried = message_of(tensor) if of.machine.dry else tensor
+                    carried = message_of(tensor) if comm.machine.dry else tensor
                     if carried is not None and carried.numel():
                         self._held.append(carried)
                         self._carry(direction, peer, flat(carried).view(torch.uint8)[: _extent(tensor)], message)
-        elif of.machine.dry:
+        elif comm.machine.dry:
             forget(tensor for direction, _, tensor in self.messages if direction == RECV)
 
     def _carry(self, direction: int, peer: int, memory: torch.Tensor, message: Message) -> None:
         gloo = self.communicator.gloo
         if peer == self.communicator.rank:  # gloo has no way to oneself
             if direction == SEND:
-                self.of.to_itself[message.index] = memory.clone()
+                self.channel.to_itself[message.index] = memory.clone()
             else:
                 self._from_itself.append((memory, message.index))
         elif direction == SEND:
@@ -186,11 +193,11 @@ class Exchange(SimulatedWork):
         """The numbers are there and the end is known; no stream waits for it yet."""
         if self.late is not None:
             return
-        of = self.communicator
-        names = [f"{VERBS[direction]} rank {of.ranks[peer]}" for direction, peer, _ in self.messages]
+        comm = self.communicator
+        names = [f"{VERBS[direction]} rank {comm.ranks[peer]}" for direction, peer, _ in self.messages]
         try:
-            with of.machine.untracked():
-                ready, begin, end = self.of.times(self)
+            with comm.machine.untracked():
+                ready, begin, end = self.channel.times(self)
                 self._receive()
         except Hang:
             raise dist.DistBackendError(
@@ -198,16 +205,20 @@ class Exchange(SimulatedWork):
                 "sender when the receiver has come to it. Use batch_isend_irecv, or let one of them receive first"
             ) from None
         except RuntimeError as error:
-            of.explain(error, ", ".join(names[:4]))
+            comm.explain(error, ", ".join(names[:4]))
             raise
         self.late = end
-        if self in self.of.open:
-            self.of.open.remove(self)
+        self.channel.forget(self)
         name = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
-        of.clock.collectives.run(self.stream, ready, begin, end, name)
+        comm.clock.collectives.run(self.stream, ready, begin, end, name)
         nbytes = sum(tensor.nbytes for _, _, tensor in self.messages)
-        of.statistics.add(self.gpu.index, ready, end, nbytes, 0.0, len(self.messages))
+        comm.statistics.add(self.gpu.index, ready, end, nbytes, 0.0, len(self.messages))
         self.messages = []
+
+    def join(self) -> None:
+        """The current stream waits for it; the host goes on."""
+        self.finish()
+        self.communicator.clock.collectives.wait(self.gpu.index, self.late)
 
     def _receive(self) -> None:
         for work in self._works:
@@ -215,11 +226,11 @@ class Exchange(SimulatedWork):
         for memory, scratch in self._received:
             memory.copy_(scratch)
         for memory, index in self._from_itself:
-            if index not in self.of.to_itself:
+            if index not in self.channel.to_itself:
                 raise dist.DistBackendError(
                     "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
                 )
-            memory.copy_(self.of.to_itself.pop(index))
+            memory.copy_(self.channel.to_itself.pop(index))
         self._works, self._held, self._received, self._from_itself = [], [], [], []
 
 

@@ -3,12 +3,11 @@
 What gloo lacks is made from what it has: an average is a sum that is divided, a reduce_scatter an all_reduce of which each rank
 keeps its part (as gloo itself does it), an all_to_all of lists one of a single tensor. Copies travel as bytes, whatever their type.
 
-`carry(transfer, call)` of the table's rows begin with a verb of gloo; `..._alike(call, rank, size)` say what comes out where all ranks
-give what this one gives, for a rank that is played alone.
+The table's rows have `carry(transfer, call)`, by gloo, and `alike(call, rank, size)`: what comes out where all ranks give what this one
+gives, for a rank that is played alone.
 """
 
 import ctypes
-import functools
 import threading
 import time
 import weakref
@@ -31,8 +30,8 @@ class Transfer:
     def __init__(self, gloo, call: Call, rank: int, size: int, timeout: timedelta):
         self.gloo, self.rank, self.size, self.timeout = gloo, rank, size, timeout
         self.call = call  # keeps its tensors
-        self.works: list = []
-        self.last: list[Callable[[], object]] = []  # what is left to do then
+        self._works: list = []
+        self._last: list[tuple[Callable, tuple]] = []  # what is left to do then
         call.collective.carry(self, call)
 
     def begin(self, operation: str, options, *arguments) -> None:
@@ -40,20 +39,20 @@ class Transfer:
         hold(arguments)
         if hasattr(options, "timeout"):
             options.timeout = self.timeout
-        self.works.append(getattr(self.gloo, operation)(*arguments, options))
+        self._works.append(getattr(self.gloo, operation)(*arguments, options))
 
-    def copy_later(self, target: torch.Tensor, memory: torch.Tensor) -> None:
-        """When the numbers have come, this memory goes to the target's."""
-        self.last.append(functools.partial(flat(target).copy_, memory))
+    def then(self, function: Callable, *args) -> None:
+        """Call this when the numbers have come."""
+        self._last.append((function, args))
 
     def wait(self) -> None:
         """Blocks until gloo is done, then does what is left to do. Called again, it has nothing to do."""
-        works, self.works = self.works, []
+        works, self._works = self._works, []
         for work in works:
             work.wait()
-        last, self.last = self.last, []
-        for step in last:
-            step()
+        last, self._last = self._last, []
+        for function, args in last:
+            function(*args)
 
 
 LOST: list[Call] = []  # gloo may still write into their tensors: its transfer failed
@@ -127,8 +126,11 @@ def _begin_reduction(transfer: Transfer, call: Call, memory: torch.Tensor, dtype
     if memory.numel():
         transfer.begin("reduce" if to_root else "allreduce", options, [memory])
     if name == "AVG":
-        rounding = None if memory.is_floating_point() else "trunc"
-        transfer.last.append(lambda: memory.div_(transfer.size, rounding_mode=rounding))
+        transfer.then(_divide, memory, transfer.size)
+
+
+def _divide(memory: torch.Tensor, size: int) -> None:
+    memory.div_(size, rounding_mode=None if memory.is_floating_point() else "trunc")
 
 
 def all_reduce(transfer: Transfer, call: Call) -> None:
@@ -146,7 +148,7 @@ def reduce_scatter(transfer: Transfer, call: Call) -> None:
         else:
             memory, begin = views[0].clone(), transfer.rank * target.numel()
         _begin_reduction(transfer, call, memory, output.dtype, to_root=False)
-        transfer.last.append(functools.partial(target.copy_, memory[begin : begin + target.numel()]))
+        transfer.then(target.copy_, memory[begin : begin + target.numel()])
 
 
 def reduce(transfer: Transfer, call: Call) -> None:
@@ -156,7 +158,7 @@ def reduce(transfer: Transfer, call: Call) -> None:
         memory = target.clone()
         _begin_reduction(transfer, call, memory, output.dtype, to_root=True)
         if transfer.rank == call.root:
-            transfer.last.append(functools.partial(target.copy_, memory))
+            transfer.then(target.copy_, memory)
 
 
 # -- copies
@@ -191,7 +193,7 @@ def all_gather(transfer: Transfer, call: Call) -> None:
             gathered = memory.new_empty(memory.numel() * transfer.size)
             transfer.begin("_allgather_base", _compat.AllgatherOptions(), gathered, memory)
             for output, chunk in zip(outputs, gathered.chunk(transfer.size), strict=False):
-                transfer.copy_later(output, chunk.view(output.dtype))
+                transfer.then(flat(output).copy_, chunk.view(output.dtype))
 
 
 def gather(transfer: Transfer, call: Call) -> None:
@@ -205,7 +207,7 @@ def gather(transfer: Transfer, call: Call) -> None:
         else:
             chunks = [torch.empty_like(memory) for _ in outputs]
             for output, chunk in zip(outputs, chunks, strict=True):
-                transfer.copy_later(output, chunk.view(output.dtype))
+                transfer.then(flat(output).copy_, chunk.view(output.dtype))
         if memory.numel():
             transfer.begin("gather", options, [chunks] if is_root else [], [memory])
 
@@ -233,7 +235,7 @@ def all_to_all(transfer: Transfer, call: Call) -> None:
     received = source.new_empty(sum(takes))
     transfer.begin("alltoall_base", dist.AllToAllOptions(), received, source, takes, gives)
     for output, chunk in zip(outputs, received.split(takes), strict=True):
-        transfer.copy_later(output, chunk.view(output.dtype))
+        transfer.then(flat(output).copy_, chunk.view(output.dtype))
 
 
 def barrier(transfer: Transfer, call: Call) -> None:

@@ -26,8 +26,7 @@ class SimulatedWork(_compat.Work):
 
     def join(self) -> None:
         """As wait(), before whoever called has got it."""
-        self.finish()
-        self.communicator.clock.collectives.wait(self.gpu.index, self.late)
+        raise NotImplementedError
 
     def wait(self, timeout=None) -> bool:
         """The current stream of its GPU waits for it; after a barrier the host does, too. Always True; `timeout` is not heeded."""
@@ -68,15 +67,15 @@ class VirtualWork(SimulatedWork):
 
     def carry(self) -> None:
         """Begin to carry the numbers; in a dry run those of counts alone."""
-        of = self.communicator
-        with of.machine.untracked():
-            call = counts(self.call) if of.machine.dry else self.call
+        comm = self.communicator
+        with comm.machine.untracked():
+            call = counts(self.call) if comm.machine.dry else self.call
             if call is None:
                 return
-            if of.gloo is not None:
-                self._transfer = Transfer(of.gloo, call, of.rank, of.size, of.timeout)
-            elif of.machine.dry:
-                call.collective.alike(call, of.rank, of.size)
+            if comm.gloo is not None:
+                self._transfer = Transfer(comm.gloo, call, comm.rank, comm.size, comm.timeout)
+            elif comm.machine.dry:
+                call.collective.alike(call, comm.rank, comm.size)
 
     def resolve(self, late: float) -> None:
         """Its end is known."""
@@ -109,9 +108,11 @@ class VirtualWork(SimulatedWork):
 
     def join(self) -> None:
         """The current stream waits for it; after a barrier the host does, too."""
-        super().join()
+        self.finish()
+        clock = self.communicator.clock
+        clock.collectives.wait(self.gpu.index, self.late)
         if self.call.kind == "barrier":
-            self.communicator.clock.wait_until(self.late)
+            clock.wait_until(self.late)
         if not self._joined:
             self._joined = True
             self.communicator.forget(self)
