@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from virtualgpu import session
-from virtualgpu.distributed import rank_config, single_rank
+from virtualgpu.distributed import rank_config
 from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.engine.machine import GPU
 from virtualgpu.hardware import bridges, hosts, networks, specs
@@ -38,7 +38,7 @@ def dry_run(
     A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
-    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.single_rank`), on nodes of
+    it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.rank_config`), on nodes of
     `gpus_per_node`. network: what joins nodes; clock, host: how time is taken: as in `gpus`.
 
     Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for;
@@ -108,12 +108,12 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
     before, machine.network = machine.network, network or machine.network
     environ = None
     try:
-        environ = None if where is None else single_rank.enter(machine, where)
+        environ = None if where is None else rank_config.enter(machine, where)
         yield
     finally:
         _many.release()
         if environ is not None:
-            single_rank.leave(machine, environ)
+            rank_config.leave(machine, environ)
         if current() is not None:
             current().network = before
 

@@ -1,8 +1,11 @@
 """Several processes on virtual GPUs: process groups of nccl, their collectives and messages, and what DDP, FSDP and DTensor need.
 
-A collective: `calls` says what it is asked, `checks` what NCCL refuses, `transport` carries it by gloo, `arrivals` is how ranks tell
-each other their clocks, `communicator` when it begins and ends, `work` what a program waits for, `functional` those of DTensor.
-A message: `p2p`, and `message_log`, on which each rank writes those that it has come to. `groups` are the process groups, `nodes` where their
-ranks are, `single_rank` (with `rank_config`) one rank of many in one process, `statistics` what all came to. `ddp`, `dtensor` and `dtensor_random`
-know those libraries, `patches` replaces what is to be replaced in torch.distributed, `_compat` has PyTorch's private names.
+A collective: `collectives` has the table of them, with functions of `calls` (what one is asked), `functional` (those of DTensor), `checks`
+(what NCCL refuses) and `transport` (gloo carries the numbers, in a dry run `counts` alone). `operations` is what the dispatcher calls;
+`communicator` says when one begins and ends, `arrivals` is how ranks tell each other their clocks, `agreement` whether they mean the same,
+`work` what a program waits for.
+A message: `p2p`, and `message_log`, in which each rank writes those that it has come to. `groups` are the process groups, `meeting` how
+ranks find each other, `nodes` where they are, `rank_config` one rank of many in one process, `statistics` what all came to.
+`ddp`, `dtensor`, `dtensor_random`, `libraries`, `objects` and `rpc` know what their names say; `patches` replaces what is to be replaced
+in torch.distributed, `_compat` has PyTorch's private names.
 """

@@ -42,16 +42,12 @@ def reduction(op) -> tuple[str, float | None]:
     return kind.name, factor
 
 
-def premul_sum(original):
-    """torch.distributed._make_nccl_premul_sum, which remembers the factors."""
-
-    def make(factor):
-        if isinstance(factor, torch.Tensor):
-            factor = factor.item()
-        _premul[:] = [*(known for known in _premul if known != factor), factor][-100:]
-        return original(factor)
-
-    return make
+def premul_sum(original, factor):
+    """Stands in for torch.distributed._make_nccl_premul_sum: remembers the factors."""
+    if isinstance(factor, torch.Tensor):
+        factor = factor.item()
+    _premul[:] = [*(known for known in _premul if known != factor), factor][-100:]
+    return original(factor)
 
 
 def _factor() -> float:

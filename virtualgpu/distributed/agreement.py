@@ -5,61 +5,48 @@ end the process. Here a rank says what it has come to before its numbers travel,
 whose calls differ at least one sees that in time and sends nothing; the other learns of it when it asks for the end.
 
 How many elements a rank gives each of the others, and takes from each, may differ between them (all_to_all, lists of all_gather). A
-call in which these are not all alike says so, and they stand behind the tapes of the group's file.
+call in which these are not all alike says so, and they stand behind the message logs in the group's file.
 """
 
 import os
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from virtualgpu.distributed import transport
-from virtualgpu.distributed.arrivals import SLOTS, Arrivals, Words
-from virtualgpu.distributed.calls import Call
+from virtualgpu.distributed.arrivals import SLOTS, Arrivals, SingleRankArrivals, Words
+from virtualgpu.distributed.calls import Call, Collective, Splits
+from virtualgpu.distributed.collectives import TABLE
 from virtualgpu.distributed.message_log import ROOM
 
-KINDS = tuple(transport.CARRIERS)
+KINDS = tuple(row.kind for row in TABLE)
 DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
-OPERATIONS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
-PAIRWISE = (
-    "all_to_all",
-    "all_gather",
-)  # what one rank gives must be what another takes; elsewhere both lists are alike
+REDUCTIONS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _kind = {name: number for number, name in enumerate(KINDS)}
 _dtype = {dtype: number for number, dtype in enumerate(DTYPES)}
-_operation = {name: number for number, name in enumerate(OPERATIONS)}
-
-
-class Splits(NamedTuple):
-    """Elements that a rank gives to each rank, and takes from each."""
-
-    gives: list[int]
-    takes: list[int]
+_reduction = {name: number for number, name in enumerate(REDUCTIONS)}
 
 
 def words_of(call: Call, splits: Splits | None) -> Words:
-    """What a rank says of its call. Equal words without splits are equal calls."""
-    first = call.pairs[0] if call.pairs else ([], [])
-    one = first[0] if call.kind in ("reduce_scatter", "scatter") else first[1]
-    dtype, count, several = _dtype[one[0].dtype] if one else 0, one[0].numel() if one else 0, 0
-    if len(call.pairs) > 1 or len(one) > 1:
-        tensors = [t for pair in call.pairs for t in (pair[0] if one is first[0] else pair[1])]
+    """What a rank says of its call: its bytes and kind, its elements, bits (pairs, root, reduction, dtype, and are there splits?), and a
+    checksum of several tensors. Equal words without splits are equal calls.
+    """
+    side = 0 if call.collective.scatters else 1
+    own = call.pairs[0][side] if call.pairs else ()
+    dtype, count, several = (_dtype[own[0].dtype], own[0].numel(), 0) if own else (0, 0, 0)
+    if len(call.pairs) > 1 or len(own) > 1:
+        tensors = [tensor for pair in call.pairs for tensor in pair[side]]
         count = sum(tensor.numel() for tensor in tensors)
         if call.kind != "all_to_all":  # there it is all the same which rank has a tensor for each, and which a part
             several = zlib.crc32(repr([(tensor.numel(), _dtype[tensor.dtype]) for tensor in tensors]).encode())
-    operation = _operation[call.reduction[0]] if call.op is not None else 0
-    tensors = len(call.pairs)
-    details = ((((tensors << 20 | call.root & 0xFFFFF) << 8 | operation) << 8 | dtype) << 1) | (splits is not None)
-    return call.nbytes * len(KINDS) + _kind[call.kind], count, details, several
-
-
-def kind_of(words: Words) -> str:
-    """The kind of collective that a rank said."""
-    return KINDS[words[0] % len(KINDS)]
+    bits = (len(call.pairs) << 20 | call.root & 0xFFFFF) << 8 | _reduction[call.reduction[0]]
+    return (
+        call.nbytes * len(KINDS) + _kind[call.kind],
+        count,
+        (bits << 8 | dtype) << 1 | (splits is not None),
+        several,
+    )
 
 
 def bytes_of(words: Words) -> int:
@@ -67,128 +54,102 @@ def bytes_of(words: Words) -> int:
     return words[0] // len(KINDS)
 
 
-def has_splits(words: Words) -> bool:
-    """Has a rank said how much it gives each of the others?"""
+def _collective(words: Words) -> Collective:
+    return TABLE[words[0] % len(KINDS)]
+
+
+def _has_splits(words: Words) -> bool:
     return bool(words[2] & 1)
 
 
-def splits_of(call: Call, rank: int, size: int) -> Splits | None:
-    """None where each rank gives each of the others as much as it takes from it, as nearly always."""
-    if call.kind == "all_to_all":
-        (outputs, inputs) = call.pairs[0]
-        if call.splits is None:
-            sides = [[tensor.numel() for tensor in side] for side in (inputs, outputs)]
-        else:
-            rows = [tensor.numel() // tensor.shape[0] if tensor.numel() else 0 for tensor in (inputs[0], outputs[0])]
-            sides = [[row * part for part in side] for row, side in zip(rows, reversed(call.splits), strict=True)]
-        return None if len({*sides[0], *sides[1]}) <= 1 else Splits(*sides)
-    if call.kind not in ("all_gather", "reduce_scatter"):
-        return None
-    gathers = call.kind == "all_gather"
-    if size > 1 and all(len(outputs if gathers else inputs) == 1 for outputs, inputs in call.pairs):
-        return None  # in one tensor, whose size `check` knows
-    sums: list[list[int]] = [[0] * size, [0] * size]
-    uneven = False
-    for outputs, inputs in call.pairs:
-        (one,), many = (inputs, outputs) if gathers else (outputs, inputs)
-        count = one.numel()
-        parts = [count] * size if len(many) == 1 else [tensor.numel() for tensor in many]
-        uneven = uneven or any(part != count for part in parts)
-        for other, part in enumerate(parts):
-            sums[0][other] += count
-            sums[1][other] += part
-    if not uneven:
-        return None
-    return Splits(*sums) if gathers else Splits(sums[1], [sums[0][rank]] * size)
+def _dtype_name(words: Words) -> str:
+    return str(DTYPES[words[2] >> 1 & 0xFF]).removeprefix("torch.")
 
 
-class SplitsOfRanks:
-    """What ranks have said of splits, as long as a page of moments remembers a collective."""
+class Agreement:
+    """Of one group; ranks: the global rank of each member. What ranks have said of splits is there as long as a page of moments
+    remembers a collective."""
 
-    def __init__(self, arrivals: Arrivals):
-        self.arrivals, self.size = arrivals, arrivals.size
-        self.record = struct.Struct(f"{2 * arrivals.size}q")
-        self.mine: dict[int, Splits] = {}
+    def __init__(self, arrivals: Arrivals, ranks: Sequence[int]):
+        self.arrivals, self.size, self.ranks = arrivals, arrivals.size, ranks
+        self._record = struct.Struct(f"{2 * arrivals.size}q")
+        self._mine: dict[int, Splits] = {}
 
     def write(self, number: int, splits: Splits) -> None:
-        """This rank says them, before it says that it has come to collective `number`."""
-        self.mine[number] = splits
-        self.mine.pop(number - SLOTS, None)
+        """This rank says its splits, before it says that it has come to collective `number`."""
+        self._mine[number] = splits
+        self._mine.pop(number - SLOTS, None)
         if self.arrivals.file is not None:
-            os.pwrite(
-                self.arrivals.file, self.record.pack(*splits.gives, *splits.takes), self._at(self.arrivals.rank, number)
-            )
+            data = self._record.pack(*splits.gives, *splits.takes)
+            os.pwrite(self.arrivals.file, data, self._offset(self.arrivals.rank, number))
 
-    def read(self, rank: int, number: int, words: Words) -> Splits:
-        """Those of a rank that said these words of it."""
-        if not has_splits(words):
-            each = words[1] // self.size if kind_of(words) == "all_to_all" else words[1]
+    def difference(self, number: int, words: Words, other: int, other_words: Words) -> str | None:
+        """Where this rank and another member do not mean the same by collective `number`, or that one's two sides do not fit: what each
+        came to. None where they do.
+        """
+        if isinstance(self.arrivals, SingleRankArrivals):
+            return None
+        message = self._difference(number, self.arrivals.rank, words, other, other_words)
+        if message is None and _has_splits(other_words):
+            message = self._difference(number, other, other_words, other, other_words)
+        return message
+
+    def _difference(self, number: int, rank: int, words: Words, other: int, other_words: Words) -> str | None:
+        if words == other_words and not _has_splits(words):
+            return None
+        collective, uneven = _collective(words), _has_splits(words) or _has_splits(other_words)
+        if uneven and collective is _collective(other_words) and words[2] >> 1 == other_words[2] >> 1:
+            splits, other_splits = self._read(rank, number, words), self._read(other, number, other_words)
+            return self._of_splits(collective, _dtype_name(words), rank, splits, other, other_splits)
+        first, second = self._text(words), self._text(other_words)
+        if first == second:
+            second += " in other sizes or dtypes"
+        return f"rank {self.ranks[rank]} came to {first} where rank {self.ranks[other]} came to {second}"
+
+    def _of_splits(
+        self, collective: Collective, dtype: str, rank: int, splits: Splits, other: int, other_splits: Splits
+    ) -> str | None:
+        """The same of two calls that are alike but for what each rank gives and takes."""
+        here, there = (f"rank {self.ranks[member]} came to {collective.kind}" for member in (rank, other))
+        if rank == other:
+            gives, takes = splits.gives[rank], splits.takes[rank]
+            return f"{here} and gives itself {gives} {dtype}, but takes {takes}" if gives != takes else None
+        if not collective.pairwise:
+            if splits.gives == other_splits.gives:
+                return None
+            return f"{here} of {splits.gives} {dtype} where {there} of {other_splits.gives}"
+        gives, taken = splits.gives[other], other_splits.takes[rank]
+        if gives != taken:
+            return f"{here} and gives rank {self.ranks[other]} {gives} {dtype} where {there} and takes {taken} from it"
+        takes, sent = splits.takes[other], other_splits.gives[rank]
+        if takes != sent:
+            return f"{here} and takes {takes} {dtype} from rank {self.ranks[other]} where {there} and gives it {sent}"
+        return None
+
+    def _read(self, rank: int, number: int, words: Words) -> Splits:
+        """The splits of a rank that said these words."""
+        if not _has_splits(words):
+            each = words[1] // self.size if _collective(words).kind == "all_to_all" else words[1]
             return Splits([each] * self.size, [each] * self.size)
         if rank == self.arrivals.rank:
-            return self.mine[number]
-        read = self.record.unpack(os.pread(self.arrivals.file, self.record.size, self._at(rank, number)))
-        return Splits(list(read[: self.size]), list(read[self.size :]))
+            return self._mine[number]
+        data = os.pread(self.arrivals.file, self._record.size, self._offset(rank, number))
+        counts = list(self._record.unpack(data))
+        return Splits(counts[: self.size], counts[self.size :])
 
-    def _at(self, rank: int, number: int) -> int:
-        return self.arrivals.nbytes + self.size * ROOM + (rank * SLOTS + number % SLOTS) * self.record.size
+    def _offset(self, rank: int, number: int) -> int:
+        return self.arrivals.nbytes + self.size * ROOM + (rank * SLOTS + number % SLOTS) * self._record.size
 
-
-def difference(
-    number: int, one: tuple[int, Words], other: tuple[int, Words], splits: SplitsOfRanks, ranks: Sequence[int]
-) -> str | None:
-    """Where two ranks of a group (its members' global ranks: `ranks`) do not mean the same by collective `number`: what each came to,
-    in words. None where they do.
-    """
-    (mine, said), (theirs, heard) = one, other
-    if said == heard and not has_splits(said):
-        return None
-    here, there = ranks[mine], ranks[theirs]
-    if _alike(said, heard):
-        ours, others = splits.read(mine, number, said), splits.read(theirs, number, heard)
-        return _of_parts(kind_of(said), _name(said), (mine, ours), (theirs, others), ranks)
-    first, second = told(said, ranks), told(heard, ranks)
-    if first == second:
-        second += " in other sizes or dtypes"
-    return f"rank {here} came to {first} where rank {there} came to {second}"
-
-
-def _of_parts(kind: str, dtype: str, one: tuple[int, Splits], other: tuple[int, Splits], ranks) -> str | None:
-    """The same of two calls that are alike but for what each rank gives and takes."""
-    (mine, ours), (theirs, others) = one, other
-    here, there = (f"rank {ranks[rank]} came to {kind}" for rank in (mine, theirs))
-    if mine == theirs:
-        given, taken = ours.gives[mine], ours.takes[mine]
-        return f"{here} and gives itself {given} {dtype}, but takes {taken}" if given != taken else None
-    if kind not in PAIRWISE:
-        if ours.gives == others.gives:
-            return None
-        return f"{here} of {ours.gives} {dtype} where {there} of {others.gives}"
-    if ours.gives[theirs] != others.takes[mine]:
-        given, taken = ours.gives[theirs], others.takes[mine]
-        return f"{here} and gives rank {ranks[theirs]} {given} {dtype} where {there} and takes {taken} from it"
-    if ours.takes[theirs] != others.gives[mine]:
-        taken, given = ours.takes[theirs], others.gives[mine]
-        return f"{here} and takes {taken} {dtype} from rank {ranks[theirs]} where {there} and gives it {given}"
-    return None
-
-
-def _alike(said: Words, heard: Words) -> bool:
-    """But for splits, and what depends on them."""
-    if kind_of(said) != kind_of(heard) or said[2] >> 1 != heard[2] >> 1:
-        return False
-    return has_splits(said) or has_splits(heard)
-
-
-def told(words: Words, ranks: Sequence[int]) -> str:
-    """As people say it: all_reduce of 4 float32 (sum)."""
-    kind, (_, count, details, _) = kind_of(words), words
-    if kind == "barrier":
-        return kind
-    tensors, root, operation = details >> 37, details >> 17 & 0xFFFFF, OPERATIONS[details >> 9 & 0xFF]
-    text = f"{kind} of {f'{tensors} tensors with ' if tensors > 1 else ''}{count} {_name(words)}"
-    text += f" ({operation.lower()})" if operation else ""
-    return text + (f" {ROOTED[kind]} rank {ranks[root] if root < len(ranks) else root}" if kind in ROOTED else "")
-
-
-def _name(words: Words) -> str:
-    return str(DTYPES[words[2] >> 1 & 0xFF]).removeprefix("torch.")
+    def _text(self, words: Words) -> str:
+        """As people say it: all_reduce of 4 float32 (sum)."""
+        collective, (_, count, details, _) = _collective(words), words
+        if collective.kind == "barrier":
+            return "barrier"
+        pairs, root, reduction = details >> 37, details >> 17 & 0xFFFFF, REDUCTIONS[details >> 9 & 0xFF]
+        several = f"{pairs} tensors with " if pairs > 1 else ""
+        text = f"{collective.kind} of {several}{count} {_dtype_name(words)}"
+        if reduction:
+            text += f" ({reduction.lower()})"
+        if collective.root:
+            text += f" {collective.root} rank {self.ranks[root] if root < len(self.ranks) else root}"
+        return text

@@ -7,7 +7,7 @@ fast the processes really ran.
     arrivals = Arrivals.meet(store, rank, size)               # all ranks of the group call it
     arrivals.post(1, moment, words, timeout)              # collectives are numbered from 1; `words`: four whole numbers about it
     arrivals.come(1)                                      # [(rank, words)] of the others that have come to it so far
-    arrivals.read(1, timeout)                             # [(moment, words) of rank 0, of rank 1, ...]
+    arrivals.read(1, timeout)                             # the moment of the last, and the words of rank 0, of rank 1, ...
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def float_bits(moment: float) -> int:
 
 
 def float_of_bits(bits: int) -> float:
-    """The moment that `bits_of` made this number of."""
+    """The moment that `float_bits` made this number of."""
     return struct.unpack("d", struct.pack("q", bits))[0]
 
 
@@ -61,19 +61,19 @@ def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
     """A file of zeros, open. Its room is taken now: where a disk is full, a store into mapped memory would end the process (SIGBUS)."""
     path = None
     try:
-        number, path = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments", dir=folder)
-        scratch.hold(number)
-        with open(number, "wb", closefd=False) as file:
+        fd, path = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments", dir=folder)
+        scratch.hold(fd)
+        with open(fd, "wb", closefd=False) as file:
             file.write(bytes(nbytes))
     except OSError as error:
         if path is not None:
-            os.close(number)
+            os.close(fd)
             os.unlink(path)
         raise RuntimeError(
             f"ranks of virtual GPUs share a page of memory, and there is no room for it in {folder or tempfile.gettempdir()} "
             f"({error}): free some space there, or set TMPDIR to another folder"
         ) from error
-    return number, path
+    return fd, path
 
 
 def _unlink(path: str) -> None:
@@ -83,7 +83,7 @@ def _unlink(path: str) -> None:
 
 class Arrivals:
     """The moments of one group. Ranks count within the group. file: the number of the open file that the page is mapped from, None
-    where it is one rank's alone; behind the page is room for what ranks write for each other (`message_log`, `splits`).
+    where it is one rank's alone; behind the page is room for what ranks write for each other (`message_log`, `agreement`).
     """
 
     file: int | None = None
@@ -106,25 +106,24 @@ class Arrivals:
         if size == 1:
             return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
         if rank == 0:
-            number, path = _new_file(folder, nbytes)
+            fd, path = _new_file(folder, nbytes)
             try:
                 store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
             except RuntimeError:
-                os.close(number)
+                os.close(fd)
                 os.unlink(path)
                 raise
         else:
             path = os.fsdecode(bytes.fromhex(store.get("virtualgpu/page").decode()))
             try:
-                number = os.open(path, os.O_RDWR)
+                fd = os.open(path, os.O_RDWR)
             except FileNotFoundError:
                 raise RuntimeError(
                     "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
                 ) from None
-        arrivals = cls(memoryview(mmap.mmap(number, nbytes)).cast("q"), rank, size, number)
-        arrivals._remove = (
-            weakref.finalize(arrivals, _unlink, path) if rank == 0 else None
-        )  # also where not all ranks come
+        arrivals = cls(memoryview(mmap.mmap(fd, nbytes)).cast("q"), rank, size, fd)
+        if rank == 0:  # also where not all ranks come
+            arrivals._remove = weakref.finalize(arrivals, _unlink, path)
         if store.add("virtualgpu/met", 1) == size:
             _unlink(path)
         return arrivals
@@ -134,15 +133,17 @@ class Arrivals:
         if self._remove is not None:
             self._remove()
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
-        """This rank has come to collective `number`. Waits where it is too far ahead; raises as `read`."""
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
+        """This rank has come to collective `number`; returns those that had come before, as `come`. Waits where it is too far ahead;
+        raises as `read`."""
         if number > SLOTS:
             self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
-        at = self.rank * self._each + HEAD + number % SLOTS * SLOT
+        offset = 8 * (self.rank * self._each + HEAD + number % SLOTS * SLOT)
         bits = float_bits(moment)
         first, second, third, fourth = words
         check = number ^ bits ^ first ^ second ^ third ^ fourth
-        RECORD.pack_into(self._words, 8 * at, bits, first, second, third, fourth, check)
+        RECORD.pack_into(self._words, offset, bits, *words, check)
+        return self.come(number) if self.size > 1 else []
 
     def come(self, number: int) -> list[tuple[int, Words]]:
         """The other ranks that have come to it so far, and what they said. Called after `post`: of two ranks, at least one sees the
@@ -150,19 +151,23 @@ class Arrivals:
         slots = [(rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank]
         return [(rank, slot[1]) for rank, slot in slots if slot is not None]
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
-        """When each rank came to it, and what it said. Raises RankEnded or RankLate for one that does not come."""
-        slots = [self._slot(rank, number) for rank in range(self.size)]
-        if None in slots:
-            self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
-            slots = [self._slot(rank, number) for rank in range(self.size)]
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
+        """When the last rank came to it, and what each said. Raises RankEnded or RankLate for one that does not come."""
+        moments, all_words = [], []
+        for rank in range(self.size):
+            slot = self._slot(rank, number)
+            if slot is None:
+                self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
+                slot = self._slot(rank, number)
+            moments.append(slot[0])
+            all_words.append(slot[1])
         self._read = max(self._read, number)
         self._words[self.rank * self._each + READ] = self._read
-        return slots
+        return max(moments), all_words
 
     def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
-        at = rank * self._each + HEAD + number % SLOTS * SLOT
-        bits, first, second, third, fourth, check = RECORD.unpack_from(self._words, 8 * at)
+        offset = 8 * (rank * self._each + HEAD + number % SLOTS * SLOT)
+        bits, first, second, third, fourth, check = RECORD.unpack_from(self._words, offset)
         if number ^ bits ^ first ^ second ^ third ^ fourth != check:
             return None
         return float_of_bits(bits), (first, second, third, fourth)
@@ -196,9 +201,8 @@ class Arrivals:
         self._words[self.rank * self._each + OVER] = 1
 
     def _gone(self, rank: int) -> bool:
-        at = rank * self._each
-        pid = self._words[at + PID]
-        return bool(pid) and started(pid) != self._words[at + STARTED]
+        pid, start = self._words[rank * self._each + PID], self._words[rank * self._each + STARTED]
+        return bool(pid) and started(pid) != start
 
     @property
     def nbytes(self) -> int:
@@ -221,17 +225,18 @@ class SingleRankArrivals(Arrivals):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self._posted = rank, size, {}
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> None:
+    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
         """Only noted, for `read`; never waits."""
-        self._posted[number] = moment, words
+        self._posted[number] = moment, [words]
+        return []
 
     def come(self, number: int) -> list[tuple[int, Words]]:
         """Nobody: there are no other processes."""
         return []
 
-    def read(self, number: int, timeout: timedelta) -> list[tuple[float, Words]]:
-        """This rank's own moment and words, once for each rank. A collective can be read once."""
-        return [self._posted.pop(number)] * self.size
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
+        """This rank's own moment and words, once for all ranks. A collective can be read once."""
+        return self._posted.pop(number)
 
     def leave(self) -> None:
         """Nobody waits."""

@@ -1,161 +1,186 @@
-"""What a collective is asked to do: the operations of c10d, brought to one form.
+"""A collective of one rank, in one form (`Call`), and how the arguments of c10d's operations are read into it.
 
 Python's functions, DDP's C++ reducer, FSDP and DTensor all pass through the dispatcher's operations `c10d::...`, whose names
-and arguments change least from version to version.
+and arguments change least from version to version. `collectives` has the table of which reader goes with which.
+
+    read(collective, args, size)      args: the operation's, by name; size: of the group
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from virtualgpu.distributed import _compat
 
 
-@dataclass
-class Call:
-    """One collective of this rank.
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """What there is to know of one kind of collective: a row of the table in `collectives`.
 
-    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter or barrier. pairs: (outputs, inputs)
-    of each tensor that takes part; where an operation works in place, both are the same. nbytes: of the whole, as NCCL counts. op: a
-    ReduceOp. root: the rank within the group. splits: rows of each rank, in what is received and what is sent.
+    operations: those of c10d, and how to read each. functions: those of _c10d_functional, and what each makes. carry: how gloo carries
+    the numbers. cost: its name in `timing.nccl`. checks: what NCCL refuses of this kind. splits: what a rank gives each of the others,
+    and takes, where that may differ. scatters: this rank's own part is the output, not the input. root: "from" or "to" one rank.
+    pairwise: what one rank gives must be what another takes. alike: what comes out where all ranks give what this one gives;
+    there where all ranks have the same results.
     """
 
     kind: str
-    pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
-    nbytes: int = 0
-    op: object = None
-    root: int = 0
-    splits: tuple[list[int], list[int]] | None = None
-
-    @functools.cached_property
-    def reduction(self) -> tuple[str, float | None]:
-        """The name of `op`, and the factor of a PREMUL_SUM."""
-        return _compat.reduction(self.op)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that take part, pair by pair, outputs first; one that works in place comes twice."""
-        return [tensor for pair in self.pairs for side in pair for tensor in side]
-
-    @property
-    def outputs(self) -> list[torch.Tensor]:
-        """The tensors that are written to, in the order of `pairs`."""
-        return [tensor for outputs, _ in self.pairs for tensor in outputs]
+    operations: Mapping[str, Callable]
+    carry: Callable
+    cost: str
+    functions: Mapping[str, Callable] = field(default_factory=dict)
+    checks: tuple[Callable, ...] = ()
+    splits: Callable | None = None
+    scatters: bool = False
+    root: str = ""
+    pairwise: bool = False
+    alike: Callable | None = None
 
 
-def size_of(tensors) -> int:
+class Call:
+    """One collective of this rank.
+
+    pairs: (outputs, inputs) of each tensor that takes part; one list where an operation works in place. nbytes: of the whole, as NCCL
+    counts. reduction: a ReduceOp's name, and the factor of a PREMUL_SUM. root: the rank within the group. splits: rows of each rank,
+    in what is received and what is sent. tensors: all that take part. outputs: those that are written to.
+    """
+
+    def __init__(self, collective: Collective, pairs=(), nbytes: int = 0, op=None, root: int = 0, splits=None):
+        self.collective, self.kind = collective, collective.kind
+        self.pairs, self.nbytes, self.root, self.splits = pairs, nbytes, root, splits
+        self.reduction: tuple[str, float | None] = ("", None) if op is None else _compat.reduction(op)
+        self.outputs: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        for outputs, inputs in pairs:
+            self.outputs += outputs
+            self.tensors += outputs if outputs is inputs else (*outputs, *inputs)
+
+    def release(self) -> None:
+        """It is over: its tensors are not held."""
+        self.pairs, self.outputs, self.tensors = (), [], []
+
+    def with_values(self, values: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
+        """The same of other tensors: values(tensor) in the place of each."""
+        call = Call(self.collective, [tuple([values(t) for t in side] for side in pair) for pair in self.pairs])
+        call.nbytes, call.reduction, call.root, call.splits = self.nbytes, self.reduction, self.root, self.splits
+        return call
+
+
+def size_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of all elements together, also of those that share memory (expand)."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.numel() * tensor.element_size()
+    return nbytes
 
 
-def _in_place(kind: str, tensors: Sequence[torch.Tensor], **options) -> Call:
-    return Call(kind, [([tensor], [tensor]) for tensor in tensors], size_of(tensors), **options)
+# -- readers
 
 
-def _gathered(kind: str, pairs, size: int, **options) -> Call:
-    """nbytes counts all ranks' parts, where this rank may have only its own."""
+def in_place(collective: Collective, args: Mapping, size: int) -> Call:
+    """Of tensors that are read and written."""
+    tensors, pairs = args["tensors"], []
+    for tensor in tensors:
+        pairs.append(([tensor],) * 2)
+    return Call(collective, pairs, size_of(tensors), args.get("reduce_op"), args.get("root_rank", 0))
+
+
+def parts(collective: Collective, pairs: Iterable, args: Mapping, size: int) -> Call:
+    """Of what has a part for each rank on one side, and this rank's part on the other; nbytes counts all ranks' parts."""
     pairs = [(list(outputs), list(inputs)) for outputs, inputs in pairs]
-    return Call(kind, pairs, size * sum(size_of(inputs) for _, inputs in pairs), **options)
+    nbytes = size * sum(size_of(pair[0 if collective.scatters else 1]) for pair in pairs)
+    return Call(collective, pairs, nbytes, args.get("reduce_op"), args.get("root_rank", 0))
 
 
-def _scattered(kind: str, pairs, size: int, **options) -> Call:
-    pairs = [(list(outputs), list(inputs)) for outputs, inputs in pairs]
-    return Call(kind, pairs, size * sum(size_of(outputs) for outputs, _ in pairs), **options)
+def one_tensor(collective: Collective, args: Mapping, size: int) -> Call:
+    """All ranks' parts in one tensor."""
+    return parts(collective, [([args["output_tensor"]], [args["input_tensor"]])], args, size)
 
 
-def _allreduce(a, size):
-    return _in_place("all_reduce", a["tensors"], op=a["reduce_op"])
+def one_tensor_each(collective: Collective, args: Mapping, size: int) -> Call:
+    """The same of several tensors at once."""
+    pairs = (([output], [part]) for output, part in zip(args["outputs"], args["inputs"], strict=True))
+    return parts(collective, pairs, args, size)
 
 
-def _all_gather_base(a, size):
-    return _gathered("all_gather", [([a["output_tensor"]], [a["input_tensor"]])], size)
+def lists(collective: Collective, args: Mapping, size: int) -> Call:
+    """A list with a tensor for each rank; none where only the root has one."""
+    outputs, inputs = args["output_tensors"], args["input_tensors"]
+    if collective.scatters:
+        outputs, inputs = [[tensor] for tensor in outputs], inputs or [[] for _ in outputs]
+    else:
+        outputs, inputs = outputs or [[] for _ in inputs], [[tensor] for tensor in inputs]
+    return parts(collective, zip(outputs, inputs, strict=True), args, size)
 
 
-def _all_gather(a, size):
-    return _gathered("all_gather", zip(a["output_tensors"], ([t] for t in a["input_tensors"]), strict=True), size)
+def lists_by_rank(collective: Collective, args: Mapping, size: int) -> Call:
+    """A list for each rank, with an output for each input."""
+    outputs, inputs = zip(*args["output_lists"], strict=True), ([tensor] for tensor in args["input_list"])
+    return parts(collective, zip(outputs, inputs, strict=True), args, size)
 
 
-def _all_gather_lists(a, size):
-    """Of the coalesced form: a list for each rank, with an output for each input."""
-    return _gathered(
-        "all_gather", zip(zip(*a["output_lists"], strict=True), ([t] for t in a["input_list"]), strict=True), size
-    )
-
-
-def _all_gather_many(a, size):
-    return _gathered("all_gather", (([o], [i]) for o, i in zip(a["outputs"], a["inputs"], strict=True)), size)
-
-
-def _reduce_scatter_base(a, size):
-    return _scattered("reduce_scatter", [([a["output_tensor"]], [a["input_tensor"]])], size, op=a["reduce_op"])
-
-
-def _reduce_scatter(a, size):
-    pairs = (([o], i) for o, i in zip(a["output_tensors"], a["input_tensors"], strict=True))
-    return _scattered("reduce_scatter", pairs, size, op=a["reduce_op"])
-
-
-def _reduce_scatter_many(a, size):
-    pairs = (([o], [i]) for o, i in zip(a["outputs"], a["inputs"], strict=True))
-    return _scattered("reduce_scatter", pairs, size, op=a["reduce_op"])
-
-
-def _gather(a, size):
-    outputs = a["output_tensors"] or [[] for _ in a["input_tensors"]]  # at the root alone
-    pairs = zip(outputs, ([tensor] for tensor in a["input_tensors"]), strict=True)
-    return _gathered("gather", pairs, size, root=a["root_rank"])
-
-
-def _gather_base(a, size):
-    return _gathered("gather", [([a["output_tensor"]], [a["input_tensor"]])], size, root=a["root_rank"])
-
-
-def _scatter(a, size):
-    inputs = a["input_tensors"] or [[] for _ in a["output_tensors"]]
-    pairs = (([o], i) for o, i in zip(a["output_tensors"], inputs, strict=True))
-    return _scattered("scatter", pairs, size, root=a["root_rank"])
-
-
-def _all_to_all_base(a, size):
-    output, given = a["output"], a["input"]
-    equal = [[tensor.shape[0] // size] * size if tensor.dim() else [0] * size for tensor in (output, given)]
-    splits = (list(a["output_split_sizes"]) or equal[0], list(a["input_split_sizes"]) or equal[1])
-    for name, sizes, tensor in zip(("output", "input"), splits, (output, given), strict=True):
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if len(sizes) != size or sum(sizes) != rows:
+def rows(collective: Collective, args: Mapping, size: int) -> Call:
+    """One tensor on each side, of which each rank has some rows. Raises RuntimeError for splits that are not all of them."""
+    tensors, splits = (args["output"], args["input"]), []
+    for name, tensor in zip(("output", "input"), tensors, strict=True):
+        count = tensor.shape[0] if tensor.dim() else 0
+        sizes = list(args[f"{name}_split_sizes"]) or [count // size] * size
+        if len(sizes) != size or sum(sizes) != count:
             raise RuntimeError(
-                f"Split sizes doesn't match total dim 0 size: {name} has {rows} rows, and splits {sizes}"
+                f"Split sizes doesn't match total dim 0 size: {name} has {count} rows, and splits {sizes}"
             )
-    return Call("all_to_all", [([output], [given])], size_of([given]), splits=splits)
+        splits.append(sizes)
+    output, source = tensors
+    return Call(collective, [([output], [source])], size_of([source]), splits=tuple(splits))
 
 
-def _all_to_all(a, size):
-    return Call("all_to_all", [(list(a["output_tensors"]), list(a["input_tensors"]))], size_of(a["input_tensors"]))
+def a_tensor_each(collective: Collective, args: Mapping, size: int) -> Call:
+    """A tensor for each rank on both sides."""
+    inputs = list(args["input_tensors"])
+    return Call(collective, [(list(args["output_tensors"]), inputs)], size_of(inputs))
 
 
-def _barrier(a, size):
-    return Call("barrier")
+def nothing(collective: Collective, args: Mapping, size: int) -> Call:
+    """Without tensors that count."""
+    return Call(collective)
 
 
-# the operation's name: how to read it, and does it return its outputs beside the work?
-OPERATIONS = {
-    "allreduce_": (_allreduce, True),
-    "allreduce_coalesced_": (_allreduce, False),
-    "_allgather_base_": (_all_gather_base, True),
-    "allgather_": (_all_gather, True),
-    "allgather_coalesced_": (_all_gather_lists, False),
-    "allgather_into_tensor_coalesced_": (_all_gather_many, False),
-    "_reduce_scatter_base_": (_reduce_scatter_base, True),
-    "reduce_scatter_": (_reduce_scatter, True),
-    "reduce_scatter_tensor_coalesced_": (_reduce_scatter_many, False),
-    "broadcast_": (lambda a, size: _in_place("broadcast", a["tensors"], root=a["root_rank"]), True),
-    "reduce_": (lambda a, size: _in_place("reduce", a["tensors"], op=a["reduce_op"], root=a["root_rank"]), False),
-    "gather_": (_gather, False),
-    "gather_into_tensor_": (_gather_base, True),
-    "scatter_": (_scatter, True),
-    "alltoall_base_": (_all_to_all_base, False),
-    "alltoall_": (_all_to_all, True),
-    "barrier": (_barrier, False),
-}
+# -- what a rank gives and takes
+
+
+class Splits(NamedTuple):
+    """Elements that a rank gives to each rank, and takes from each."""
+
+    gives: list[int]
+    takes: list[int]
+
+
+def splits_of_rows(call: Call, rank: int, size: int) -> Splits | None:
+    """Of an all_to_all; None where each rank gives each of the others as much as it takes from it, as nearly always."""
+    outputs, inputs = call.pairs[0]
+    if call.splits is None:
+        gives, takes = ([tensor.numel() for tensor in side] for side in (inputs, outputs))
+    else:
+        width = [tensor.numel() // tensor.shape[0] if tensor.numel() else 0 for tensor in (inputs[0], outputs[0])]
+        gives, takes = ([row * part for part in side] for row, side in zip(width, reversed(call.splits), strict=True))
+    return None if len({*gives, *takes}) <= 1 else Splits(gives, takes)
+
+
+def splits_of_parts(call: Call, rank: int, size: int) -> Splits | None:
+    """Of lists with a tensor for each rank; None where all are alike."""
+    scatters = call.collective.scatters
+    if size > 1 and all(len(inputs if scatters else outputs) == 1 for outputs, inputs in call.pairs):
+        return None  # in one tensor, whose size `checks` knows
+    own, all_parts, uneven = 0, [0] * size, False
+    for outputs, inputs in call.pairs:
+        (one,), many = (outputs, inputs) if scatters else (inputs, outputs)
+        count = one.numel()
+        counts = [count] * size if len(many) == 1 else [tensor.numel() for tensor in many]
+        uneven = uneven or any(other != count for other in counts)
+        own += count
+        all_parts = [total + other for total, other in zip(all_parts, counts, strict=True)]
+    if not uneven:
+        return None
+    return Splits(all_parts, [all_parts[rank]] * size) if scatters else Splits([own] * size, all_parts)

@@ -8,18 +8,16 @@ Nothing here depends on real time. Moments are read when the program asks for th
 current stream, at torch.cuda.synchronize().
 """
 
-from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat, agreement, transport
-from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
+from virtualgpu.distributed import _compat, agreement
+from virtualgpu.distributed.arrivals import Arrivals
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check
-from virtualgpu.distributed.counts import counts
-from virtualgpu.distributed.errors import Naming
+from virtualgpu.distributed.meeting import explain
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
 from virtualgpu.distributed.work import CoalescedWork, VirtualWork
@@ -31,7 +29,7 @@ KEPT = 1024  # works that nobody waits for are remembered up to so many
 
 class Communicator:
     """Of one process group in this process. ranks: the global rank of each member. gloo: carries the numbers, in a dry run counts
-    alone; None: they stay where they are.
+    alone; None: this rank is played alone.
     """
 
     def __init__(
@@ -44,11 +42,15 @@ class Communicator:
         arrivals: Arrivals,
         layout: Layout,
         gpu: GPU,
+        timeout: timedelta,
     ):
-        self.machine, self.clock = machine, machine.clock
+        self.machine, self.clock, self.statistics = machine, machine.clock, machine.communicators.statistics
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
-        self.gloo, self.arrivals, self.layout, self.gpu = gloo, arrivals, layout, gpu
-        self.timeout = timedelta(minutes=10)
+        self.gloo, self.arrivals, self.layout, self.gpu, self.timeout = gloo, arrivals, layout, gpu, timeout
+        self.share = (
+            layout.fabric.blocks / gpu.spec.processors if self.size > 1 else 0.0
+        )  # of the GPU, for NCCL's kernels
+        self.agreement = agreement.Agreement(arrivals, ranks)
         self.number = 0  # of the latest collective, from 1
         self.resolved = 0  # up to which ends are known
         self.end = 0.0  # of the latest whose end is known
@@ -56,10 +58,8 @@ class Communicator:
         self.works: dict[int, VirtualWork] = {}  # that nobody has waited for: C++ may hold them
         self.latest: VirtualWork | None = None  # on its way through C++ to who called
         self.stream: Queue | None = None
-        self.together: list[VirtualWork] | None = None  # inside of a coalescing manager
+        self.together: list | None = None  # works inside of a coalescing manager
         self._backward: list[VirtualWork] = []  # whose futures are to be complete at the end of the pass
-        self.statistics = machine.communicators.statistics
-        self.splits = agreement.SplitsOfRanks(arrivals)
         self.unlike: VirtualWork | None = None  # that another rank means something else by
         self.failed: RuntimeError | None = None  # the first error: nothing begins after it
         self.messages: Messages | None = None
@@ -76,55 +76,40 @@ class Communicator:
             raise self.failed
         if self.messages is not None and any(exchange.batched for exchange in self.messages.open):
             self.messages.settle()  # on the same stream
-        issued, current = self.clock.collectives.come_to(gpu.index)
-        stream = self._own_stream(gpu) if asynchronous else current
+        issued, stream = self.clock.collectives.come_to(gpu.index)
+        if asynchronous:
+            stream = self._own_stream(gpu)
+        splits = call.collective.splits and call.collective.splits(call, self.rank, self.size)
+        words = agreement.words_of(call, splits)
         self.number += 1
-        work = VirtualWork(self, self.number, call, gpu, stream, issued)
+        work = VirtualWork(self, self.number, call, words, gpu, stream, issued)
         self.works[self.number] = self.latest = work
         if len(self.works) > KEPT:
             oldest = next(iter(self.works.values()))
             oldest.finish()
             self.forget(oldest)
-        with self.errors(call.kind):
-            if self._differs(work):
-                self.unlike = work
-            else:
-                self._carry(work)
+        try:
+            if splits is not None:
+                self.agreement.write(work.number, splits)
+            others = self.arrivals.post(work.number, issued, words, self.timeout)
+            if splits is not None:
+                others.append((self.rank, words))
+            for rank, other in others:  # the numbers of a rank that means something else must not meet this rank's
+                if (other != words or splits is not None) and self.agreement.difference(
+                    work.number, words, rank, other
+                ):
+                    self.unlike = work
+            if self.unlike is None:
+                work.carry()
+        except RuntimeError as error:
+            self.explain(error, call.kind)
+            raise
         if self.together is not None:
             self.together.append(work)
         elif not asynchronous:
             work.join()
             work.release()
         return work
-
-    def _differs(self, work: VirtualWork) -> bool:
-        """This rank says what it has come to; does one that has come to it mean something else? Then its numbers must not meet this
-        rank's.
-        """
-        number, splits = work.number, agreement.splits_of(work.call, self.rank, self.size)
-        if splits is not None:
-            self.splits.write(number, splits)
-        work.words = words = agreement.words_of(work.call, splits)
-        self.arrivals.post(number, work.issued, words, self.timeout)
-        others = self.arrivals.come(number)
-        if splits is not None:
-            others.append((self.rank, words))
-        return any(self._difference(work, rank, said) for rank, said in others)
-
-    def _difference(self, work: VirtualWork, rank: int, said: agreement.Words) -> str | None:
-        """What another rank means that this one does not, or that rank's own two sides that do not fit."""
-        if (said == work.words and not agreement.has_splits(said)) or isinstance(self.arrivals, SingleRankArrivals):
-            return None
-        differs, number, other = agreement.difference, work.number, (rank, said)
-        return differs(number, (self.rank, work.words), other, self.splits, self.ranks) or (
-            differs(number, other, other, self.splits, self.ranks) if agreement.has_splits(said) else None
-        )
-
-    def _carry(self, work: VirtualWork) -> None:
-        with self.machine.untracked():
-            carried = counts(work.call) if self.machine.dry else work.call
-            if self.gloo is not None and carried is not None:
-                work.transfer = transport.start(self.gloo, carried, self.rank, self.size, self.timeout)
 
     def _own_stream(self, gpu: GPU) -> Queue:
         if self.stream is None or self.stream.gpu != gpu.index:
@@ -138,41 +123,41 @@ class Communicator:
         if self.failed is not None:
             raise self.failed
         for number in range(self.resolved + 1, work.number + 1):
-            earlier = self.works[number]
-            with self.errors(work.call.kind):
-                try:
-                    found = self.arrivals.read(number, self.timeout)
-                except RuntimeError:  # of two that differ and a third that does not come, the two are the cause
-                    self._agree(earlier, self.arrivals.come(number))
-                    raise
-            self._agree(earlier, enumerate(said for _, said in found))
-            nbytes = max(agreement.bytes_of(said) for _, said in found)
-            last = max(moment for moment, _ in found)
-            beside = self.clock.collectives.beside[earlier.gpu.index]
-            seconds, late = (
-                self.layout.seconds(earlier.call.kind, nbytes),
-                beside.lateness(earlier.issued, earlier.charged),
-            )
-            start, came = max(last, self.end), max(earlier.issued, self.end)
-            self.end, self.resolved = start + seconds, number
-            self.late = max(last + late, self.late) + seconds
-            earlier.begin, earlier.end, earlier.late = start, self.end, self.late
-            share = self.layout.fabric.blocks / earlier.gpu.spec.processors if self.size > 1 else 0.0
-            self.clock.collectives.run(
-                earlier.stream, came, start, self.end, f"{earlier.call.kind} {_size(nbytes)}", share
-            )
-            if self.size > 1:
-                self.statistics.add(earlier.gpu.index, start, self.end, nbytes, last - earlier.issued)
+            try:
+                self._resolve(self.works[number])
+            except RuntimeError as error:
+                self.explain(error, work.call.kind)
+                raise
 
-    def _agree(self, work: VirtualWork, said: Iterable[tuple[int, agreement.Words]]) -> None:
-        """Raises where one of these ranks does not mean the same."""
-        for rank, words in said:
-            difference = self._difference(work, rank, words)
-            if difference:
-                raise dist.DistBackendError(
-                    f"{difference}, in group {self.name!r}: all ranks call the same collectives in the same order, with as many elements "
-                    "of one dtype (NCCL would wait for ever, or give wrong numbers without a word)"
-                )
+    def _resolve(self, work: VirtualWork) -> None:
+        try:
+            last, all_words = self.arrivals.read(work.number, self.timeout)
+        except RuntimeError:  # of two that differ and a third that does not come, the two are the cause
+            for rank, words in self.arrivals.come(work.number):
+                self._agree(work, rank, words)
+            raise
+        for rank, words in enumerate(all_words):
+            if words != work.words or words[2] & 1:
+                self._agree(work, rank, words)
+        nbytes = agreement.bytes_of(max(all_words))
+        seconds, collectives = self.layout.seconds(work.call.collective.cost, nbytes), self.clock.collectives
+        late = collectives.beside[work.gpu.index].lateness(work.issued, work.charged)
+        begin, came = max(last, self.end), max(work.issued, self.end)
+        self.end, self.resolved = begin + seconds, work.number
+        self.late = max(last + late, self.late) + seconds
+        work.resolve(self.late)
+        collectives.run(work.stream, came, begin, self.end, f"{work.call.kind} {_size(nbytes)}", self.share)
+        if self.size > 1:
+            self.statistics.add(work.gpu.index, begin, self.end, nbytes, last - work.issued)
+
+    def _agree(self, work: VirtualWork, rank: int, words: agreement.Words) -> None:
+        """Raises where that rank does not mean the same."""
+        difference = self.agreement.difference(work.number, work.words, rank, words)
+        if difference is not None:
+            raise dist.DistBackendError(
+                f"{difference}, in group {self.name!r}: all ranks call the same collectives in the same order, with as many elements "
+                "of one dtype (NCCL would wait for ever, or give wrong numbers without a word)"
+            )
 
     def arrived(self, work: VirtualWork) -> None:
         """Whoever called has it, and keeps it alive for as long as it is needed."""
@@ -182,6 +167,11 @@ class Communicator:
     def forget(self, work: VirtualWork) -> None:
         """Hold it no longer: its end is known, or it failed."""
         self.works.pop(work.number, None)
+
+    def fail(self, work: VirtualWork, error: RuntimeError) -> None:
+        """A work failed: nothing begins after it."""
+        self.failed = self.failed or error
+        self.forget(work)
 
     def at_end_of_backward(self, work: VirtualWork) -> None:
         """DDP's reducer waits for futures then; ours are complete before it does."""
@@ -195,7 +185,7 @@ class Communicator:
 
     # -- messages, and what is called together
 
-    def message(self, way: int, peer: int, tensor: torch.Tensor, gpu: GPU) -> Exchange:
+    def message(self, direction: int, peer: int, tensor: torch.Tensor, gpu: GPU) -> Exchange:
         """This rank has come to a send or a recv."""
         if self.messages is None:
             self.messages = Messages(self)
@@ -205,11 +195,15 @@ class Communicator:
         elif exchange is None:
             exchange = self.batch = Exchange(self.messages, gpu, batched=True)
             self.together.append(exchange)
-        exchange.messages.append((way, peer, tensor))
+        exchange.add(direction, peer, tensor)
         self.latest = exchange
         if not exchange.batched:
             self.messages.start(exchange)
         return exchange
+
+    def begin_together(self) -> None:
+        """What is called from now on is waited for as one."""
+        self.together = []
 
     def end_together(self) -> CoalescedWork:
         """The end of a coalescing manager: one work for all that was called inside."""
@@ -231,10 +225,11 @@ class Communicator:
         if self.messages is not None:
             self.messages.settle()
 
-    def errors(self, what: str) -> Naming:
-        """Around what waits for other ranks: errors name them."""
+    def explain(self, error: RuntimeError, what: str) -> None:
+        """Raises PyTorch's error, naming ranks, where one did not come to `what`."""
         where = f"{what} of rank {self.ranks[self.rank]} in group {self.name!r}"
-        return Naming(where, self.ranks, self.timeout, self.arrivals.ended, lambda: self.arrivals.behind(self.number))
+        arrivals = self.arrivals
+        explain(error, where, self.ranks, self.timeout, arrivals.ended, lambda: arrivals.behind(self.number))
 
 
 def _size(nbytes: int) -> str:

@@ -4,12 +4,11 @@ C++ takes all of them for the CPU's. A module on several GPUs has buckets of one
 iteration, which C++ would change afterwards without regard to GPUs.
 """
 
-import contextlib
-
 import torch
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches
@@ -17,80 +16,40 @@ from virtualgpu.torch_api.registry import Patches
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace dist.Reducer, what groups tensors for it, and what compares parameters, which in a dry run has no values."""
-    real, assign, broadcast = dist.Reducer, dist._compute_bucket_assignment_by_size, dist._broadcast_coalesced
-
-    class Reducer(real):
-        """What it allocates is the GPU's of its parameters."""
-
-        def __init__(self, params, bucket_indices, *args, **kwargs):
-            params, bucket_indices = list(params), list(bucket_indices)
-            self._gpus = list(_by_gpu(params))
-            with (
-                machine.made_on(self._gpus[0] if self._gpus else None),
-                _buckets(machine, self._gpus, params, bucket_indices),
-            ):
-                super().__init__(params, bucket_indices, *args, **kwargs)
-
-        def _rebuild_buckets(self):
-            if len(self._gpus) > 1:
-                return False
-            with machine.made_on(self._gpus[0] if self._gpus else None):
-                return super()._rebuild_buckets()
-
-    def compute_bucket_assignment_by_size(tensors, bucket_size, expect_sparse_gradient=(), *args, **kwargs):
-        """Buckets of one GPU each, in the order of their first tensors."""
-        places, sparse, merged = _by_gpu(tensors), list(expect_sparse_gradient), []
-        if len(places) < 2:
-            return assign(tensors, bucket_size, sparse, *args, **kwargs)
-        for numbers in places.values():
-            of_gpu = [tensors[number] for number in numbers], bucket_size, [sparse[at] for at in numbers if sparse]
-            for bucket, limit in zip(*assign(*of_gpu, *args, **kwargs), strict=True):
-                merged.append(([numbers[at] for at in bucket], limit))
-        merged.sort(key=lambda bucket: min(bucket[0]))
-        return [bucket for bucket, _ in merged], [limit for _, limit in merged]
-
-    def broadcast_coalesced(group, tensors, *args, **kwargs):
-        """GPU after GPU."""
-        for numbers in _by_gpu(tensors).values():
-            broadcast(group, [tensors[number] for number in numbers], *args, **kwargs)
-
-    patches.replace_everywhere(dist, "_compute_bucket_assignment_by_size", compute_bucket_assignment_by_size)
-    patches.replace_everywhere(dist, "_broadcast_coalesced", broadcast_coalesced)
-    patches.replace(dist, "Reducer", Reducer)
-    verify = dist._verify_params_across_processes
-
-    def verify_params(group, params, *args, **kwargs):
-        params = list(params)
-        if machine.dry:
-            _as_it_would_verify(group, params)
-            return
-        gpu = gpu_of(params[0]) if params else None
-        # What C++ sends is of the parameters' GPU, not of the current one, which may be another rank's
-        with torch.cuda.device(None if gpu is None else gpu.device):
-            verify(group, params, *args, **kwargs)
-
-    patches.replace_everywhere(dist, "_verify_params_across_processes", verify_params)
+    for function, *state in (
+        (_compute_bucket_assignment_by_size,),
+        (_broadcast_coalesced,),
+        (_verify_params_across_processes, machine),
+    ):
+        name = function.__name__
+        patches.replace_everywhere(dist, name, stand_in(function, getattr(dist, name), *state))
+    patches.replace(dist, "Reducer", type("Reducer", (Reducer,), {"machine": machine}))
 
 
-def _by_gpu(tensors) -> dict[GPU | None, list[int]]:
-    """{GPU: the numbers of its tensors}, in the order of their first ones."""
-    places: dict[GPU | None, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        places.setdefault(gpu_of(tensor), []).append(number)
-    return places
+class Reducer(dist.Reducer):
+    """What it allocates is the GPU's of its parameters."""
 
+    machine: Machine
 
-def _buckets(machine: Machine, gpus: list[GPU], params: list[torch.Tensor], bucket_indices: list[list[int]]):
-    """with _buckets(...): those that C++ allocates, one after the other, lie on the GPUs of their parameters, where these are several."""
-    if len(gpus) < 2:
-        return contextlib.nullcontext()
-    return _InTurn(
-        machine, [(sum(params[at].numel() for at in bucket), gpu_of(params[bucket[0]])) for bucket in bucket_indices]
-    )
+    def __init__(self, params, bucket_indices, *args, **kwargs):
+        params, bucket_indices = list(params), list(bucket_indices)
+        self._gpus = list(_by_gpu(params))
+        buckets = [(sum(params[i].numel() for i in bucket), gpu_of(params[bucket[0]])) for bucket in bucket_indices]
+        with self._on_first_gpu(), _InTurn(self.machine, buckets if len(self._gpus) > 1 else []):
+            super().__init__(params, bucket_indices, *args, **kwargs)
+
+    def _rebuild_buckets(self):
+        if len(self._gpus) > 1:
+            return False
+        with self._on_first_gpu():
+            return super()._rebuild_buckets()
+
+    def _on_first_gpu(self):
+        return self.machine.made_on(self._gpus[0] if self._gpus else None)
 
 
 class _InTurn(TorchDispatchMode):
-    """Lets C++ make tensors of so many elements on the GPU beside them, each once."""
+    """Lets C++ make tensors of so many elements on the GPU beside them, each once, one after the other."""
 
     def __init__(self, machine: Machine, waiting: list[tuple[int, GPU]]):
         super().__init__()
@@ -104,10 +63,45 @@ class _InTurn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _as_it_would_verify(group, params: list[torch.Tensor]) -> None:
-    """In a dry run there are no values to compare (how many parameters each rank has, their sizes and strides): what it sends
+def _by_gpu(tensors) -> dict[GPU | None, list[int]]:
+    """{GPU: the numbers of its tensors}, in the order of their first ones."""
+    numbers: dict[GPU | None, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        numbers.setdefault(gpu_of(tensor), []).append(number)
+    return numbers
+
+
+def _compute_bucket_assignment_by_size(original, tensors, bucket_size, expect_sparse_gradient=(), *args, **kwargs):
+    """Buckets of one GPU each, in the order of their first tensors."""
+    gpus, sparse, buckets = _by_gpu(tensors), list(expect_sparse_gradient), []
+    if len(gpus) < 2:
+        return original(tensors, bucket_size, sparse, *args, **kwargs)
+    for numbers in gpus.values():
+        its_tensors, its_sparse = [tensors[i] for i in numbers], [sparse[i] for i in numbers if sparse]
+        for bucket, limit in zip(*original(its_tensors, bucket_size, its_sparse, *args, **kwargs), strict=True):
+            buckets.append(([numbers[i] for i in bucket], limit))
+    buckets.sort(key=lambda bucket: min(bucket[0]))
+    return [bucket for bucket, _ in buckets], [limit for _, limit in buckets]
+
+
+def _broadcast_coalesced(original, group, tensors, *args, **kwargs) -> None:
+    """GPU after GPU."""
+    for numbers in _by_gpu(tensors).values():
+        original(group, [tensors[i] for i in numbers], *args, **kwargs)
+
+
+def _verify_params_across_processes(original, machine: Machine, group, params, *args, **kwargs) -> None:
+    """What C++ sends is of the parameters' GPU, not of the current one, which may be another rank's.
+
+    In a dry run there are no values to compare (how many parameters each rank has, their sizes and strides): what it sends
     (torch/csrc/distributed/c10d/reducer.cpp, verify_params_across_processes), and that the host waits for it.
     """
+    params = list(params)
+    if not machine.dry:
+        gpu = gpu_of(params[0]) if params else None
+        with torch.cuda.device(None if gpu is None else gpu.device):
+            original(group, params, *args, **kwargs)
+        return
     own = torch.empty(1, dtype=torch.int64, device=params[0].device)
     counts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(counts, own, group=group, async_op=True).wait()

@@ -1,106 +1,90 @@
 """DTensor and DeviceMesh on virtual GPUs: what they ask the device for, and what they compute on the side."""
 
-import functools
+import contextlib
 import threading
 
 import torch
+from torch.distributed import device_mesh
 
 from virtualgpu import _compat
-from virtualgpu.distributed import dtensor_random
 from virtualgpu.distributed.objects import with_numbers
+from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
 
+AS_IT_IS = ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__")  # of a mesh: no tensors in these
+
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace DeviceMesh's methods, and how tensors are wrapped and faked; the rest when somebody makes a mesh."""
-    from torch.distributed import device_mesh
-
-    _wrappers(machine, patches)
-    _fakes(machine, patches)
-    mesh = device_mesh.DeviceMesh
-    first = []
-
-    def prepare():
-        """Not before somebody makes a mesh: importing DTensor takes a second."""
-        if not first:
-            first.append(True)
-            dtensor_random.install(patches)
-
-    def of_mesh(original, begins=False):
-        """A mesh computes with small CPU tensors, which have numbers in a dry run, too."""
-        numbers = with_numbers(machine, original)
-
-        @functools.wraps(original)
-        def method(*args, **kwargs):
-            prepare()
-            return numbers(*args, **kwargs)
-
-        return method if begins else numbers
-
-    for name, value in list(vars(mesh).items()):
-        if name in ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__"):
+    """Replace DeviceMesh's methods, and how tensors are wrapped and faked; random numbers when somebody makes a mesh."""
+    mesh, tensor, fake = device_mesh.DeviceMesh, torch.Tensor, _compat.fake_tensor.FakeTensorMode
+    for name, value in list(
+        vars(mesh).items()
+    ):  # a mesh computes with small CPU tensors: in a dry run with numbers, too
+        if name in AS_IT_IS or isinstance(value, (type, classmethod)):
             continue
         if isinstance(value, property):
-            patches.replace(mesh, name, property(of_mesh(value.fget), value.fset))
+            patches.replace(mesh, name, property(stand_in(with_numbers, value.fget, machine), value.fset))
         elif isinstance(value, staticmethod):
-            patches.replace(mesh, name, staticmethod(of_mesh(value.__func__)))
-        elif callable(value) and not isinstance(value, (type, classmethod)):
-            patches.replace(mesh, name, of_mesh(value, begins=name == "__init__"))
-    patches.replace_everywhere(device_mesh, "init_device_mesh", of_mesh(device_mesh.init_device_mesh, begins=True))
+            patches.replace(mesh, name, staticmethod(stand_in(with_numbers, value.__func__, machine)))
+        elif callable(value):
+            patches.replace(mesh, name, stand_in(with_numbers, value, machine))
+    patches.replace(mesh, "__init__", stand_in(_prepared, mesh.__init__, patches))
+    init = stand_in(with_numbers, device_mesh.init_device_mesh, machine)
+    patches.replace_everywhere(device_mesh, "init_device_mesh", stand_in(_prepared, init, patches))
+    wrap = stand_in(_make_wrapper_subclass, tensor._make_wrapper_subclass, machine)
+    patches.replace(tensor, "_make_wrapper_subclass", staticmethod(wrap))
+    entered = _Entered()
+    patches.replace(fake, "__enter__", stand_in(_enter_fakes, fake.__enter__, machine, entered))
+    patches.replace(fake, "__exit__", stand_in(_exit_fakes, fake.__exit__, machine, entered))
+    # The tracer works out a number that is made on a GPU, unless it knows that there is no driver to ask for one
+    patches.replace(fake, "avoid_device_init", property(lambda self: True))
+    if not _compat.built_with_cuda:
+        # There C++ has no guard for its devices, which PyTorch's way to draw a fake tensor's numbers asks for
+        table, operator = torch._decomp.decomposition_table, torch.ops.aten.uniform_.default
+        original = table[operator]
+        table[operator] = stand_in(_uniform, original)
+        patches.undo(lambda: table.update({operator: original}))
 
 
-def _wrappers(machine: Machine, patches: Patches) -> None:
+def _prepared(original, patches: Patches, *args, **kwargs):
+    """Not before somebody makes a mesh: importing DTensor takes a second."""
+    from virtualgpu.distributed import dtensor_random
+
+    dtensor_random.install(patches)
+    return original(*args, **kwargs)
+
+
+def _make_wrapper_subclass(original, machine: Machine, cls, *args, device=None, **kwargs):
     """A wrapper of tensors says where it is by what it wraps; for C++ it is on the CPU, as those really are."""
-    make = torch.Tensor._make_wrapper_subclass
-
-    @functools.wraps(make)
-    def make_wrapper_subclass(cls, *args, device=None, **kwargs):
-        if device is not None and torch.device(device).type == "cuda":
-            device = torch.device(machine.base)
-        return make(cls, *args, **kwargs) if device is None else make(cls, *args, device=device, **kwargs)
-
-    patches.replace(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
+    if device is None:
+        return original(cls, *args, **kwargs)
+    if torch.device(device).type == "cuda":
+        device = torch.device(machine.base)
+    return original(cls, *args, device=device, **kwargs)
 
 
-class _Before(threading.local):
-    """What `bypass` was in this thread before it entered each mode, the innermost last."""
+class _Entered(threading.local):
+    """What each mode of fake tensors in this thread entered with it, the innermost last."""
 
     def __init__(self):
-        self.bypass = []
+        self.contexts: list[contextlib.AbstractContextManager] = []
 
 
-def _fakes(machine: Machine, patches: Patches) -> None:
+def _enter_fakes(original, machine: Machine, entered: _Entered, mode):
     """DTensor works out shardings with fake tensors, whose own bookkeeping takes a tensor of a dry run for what it really is."""
-    mode, local = _compat.fake_tensor.FakeTensorMode, _Before()
-    enter, leave = mode.__enter__, mode.__exit__
-
-    def begin(self):
-        local.bypass.append(machine.local.bypass)
-        machine.local.bypass = machine.local.bypass or machine.dry
-        return enter(self)
-
-    def end(self, *error):
-        machine.local.bypass = local.bypass.pop()
-        return leave(self, *error)
-
-    patches.replace(mode, "__enter__", begin)
-    patches.replace(mode, "__exit__", end)
-    # The tracer works out a number that is made on a GPU, unless it knows that there is no driver to ask for one
-    patches.replace(mode, "avoid_device_init", property(lambda self: True))
-    if not _compat.built_with_cuda:
-        _uniform(patches)
+    context = machine.untracked() if machine.dry else contextlib.nullcontext()
+    context.__enter__()
+    entered.contexts.append(context)
+    return original(mode)
 
 
-def _uniform(patches: Patches) -> None:
-    """In a wheel without CUDA C++ has no guard for its devices, which PyTorch's way to draw a fake tensor's numbers asks for."""
-    table, operator = torch._decomp.decomposition_table, torch.ops.aten.uniform_.default
-    original = table[operator]
+def _exit_fakes(original, machine: Machine, entered: _Entered, mode, *error):
+    entered.contexts.pop().__exit__(None, None, None)
+    return original(mode, *error)
 
-    def uniform_(self, low=0.0, high=1.0, generator=None):
-        if self.device.type != "cuda":
-            return original(self, low, high, generator)
-        return self.copy_(torch.rand_like(self) * (high - low) + low)
 
-    table[operator] = uniform_
-    patches.undo(lambda: table.update({operator: original}))
+def _uniform(original, tensor, low=0.0, high=1.0, generator=None):
+    if tensor.device.type != "cuda":
+        return original(tensor, low, high, generator)
+    return tensor.copy_(torch.rand_like(tensor) * (high - low) + low)

@@ -2,56 +2,61 @@
 
 PyTorch moves the offset of CUDA's counter-based generators by the size of each shard. The generators here are the CPU's, which have
 none: for each operation all ranks draw one seed from their generators, which one torch.manual_seed made alike, and each shard
-draws its numbers from that seed and its place.
+draws its numbers from that seed and its place. Importing this imports DTensor, which takes a second.
 """
 
 import contextlib
 
 import torch
+from torch.distributed.tensor import _dispatch, _random
 
 from virtualgpu.torch_api.registry import Patches
 
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
 
 
+class Tracker(_random._RNGStateTracker):
+    """Stands in for OffsetBasedRNGTracker."""
+
+    def __init__(self, device_mesh, run_state_sync: bool = True):
+        super().__init__(torch.device(device_mesh.device_type, torch.cuda.current_device()))
+
+    def _distribute_region(self, spec, generator=None):
+        return drawn_by(shard_of(spec), generator)
+
+    def _compute_rng_offsets(self, spec) -> tuple[int, int]:
+        return shard_of(spec), 0  # for run_op below
+
+
 def install(patches: Patches) -> None:
-    """Replace OffsetBasedRNGTracker and, in versions that have it, run_dtensor_rng_op."""
-    from torch.distributed.tensor import _dispatch, _random
-
-    class Tracker(_random._RNGStateTracker):
-        """Stands in for OffsetBasedRNGTracker."""
-
-        def __init__(self, device_mesh, run_state_sync: bool = True):
-            super().__init__(torch.device(device_mesh.device_type, torch.cuda.current_device()))
-
-        def _distribute_region(self, spec, generator=None):
-            return drawn_by(shard_of(spec), generator or torch.cuda.default_generators[torch.cuda.current_device()])
-
-        def _compute_rng_offsets(self, spec) -> tuple[int, int]:
-            return shard_of(spec), 0  # for run_op below
-
-    def run_op(shard: int, _end: int, op, *args, **kwargs):
-        with drawn_by(shard, torch.cuda.default_generators[torch.cuda.current_device()]):
-            return op(*args, **kwargs)
-
+    """Replace OffsetBasedRNGTracker and, in versions that have it, run_dtensor_rng_op. Called again, there is nothing to do."""
+    if _random.OffsetBasedRNGTracker is Tracker:
+        return
     patches.replace(_random, "OffsetBasedRNGTracker", Tracker)
     patches.set(_random, "_rng_tracker", None)
     if hasattr(_dispatch, "run_dtensor_rng_op"):
         patches.replace(_dispatch, "run_dtensor_rng_op", run_op)
 
 
+def run_op(shard: int, _end: int, op, *args, **kwargs):
+    """One operation draws for a shard."""
+    with drawn_by(shard):
+        return op(*args, **kwargs)
+
+
 def shard_of(spec) -> int:
     """Which shard of the tensor this rank has, counted over the mesh's dimensions; the same for replicas."""
-    index = 0
-    for dim, (placement, at) in enumerate(zip(spec.placements, spec.mesh.get_coordinate(), strict=True)):
+    shard = 0
+    for dim, (placement, coordinate) in enumerate(zip(spec.placements, spec.mesh.get_coordinate(), strict=True)):
         if placement.is_shard():
-            index = index * spec.mesh.size(dim) + at
-    return index
+            shard = shard * spec.mesh.size(dim) + coordinate
+    return shard
 
 
 @contextlib.contextmanager
-def drawn_by(shard: int, generator: torch.Generator):
-    """In this block the generator draws for one shard; afterwards it is one draw further, on every rank."""
+def drawn_by(shard: int, generator: torch.Generator | None = None):
+    """In this block the generator, the current GPU's unless given, draws for one shard; afterwards it is one draw further, on every rank."""
+    generator = generator or torch.cuda.default_generators[torch.cuda.current_device()]
     draws = torch.Generator("cpu")
     draws.set_state(generator.get_state())
     seed = int(torch.randint(1 << 62, (), generator=draws, device="cpu"))

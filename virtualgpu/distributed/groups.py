@@ -6,26 +6,21 @@ two GPUs in one group has two.
 """
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
-from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed import _compat, transport
 from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
-from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
-from virtualgpu.distributed.counts import SymmetricBackend
-from virtualgpu.distributed.errors import Naming
-from virtualgpu.distributed.meeting import Meeting, Processes
-from virtualgpu.distributed.message_log import RECV, SEND
+from virtualgpu.distributed.meeting import Meeting, announce, explain, processes
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
 from virtualgpu.distributed.statistics import Statistics
-from virtualgpu.distributed.work import CoalescedWork, VirtualWork
+from virtualgpu.distributed.work import CoalescedWork
 from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.values import forget
 
 
 class Options:
@@ -45,14 +40,22 @@ class ProcessGroupNCCL(_compat.Gloo):
     supports_splitting = False
     supports_coalescing = True
     supports_time_estimate = False
+    communicators: "Communicators | None" = None  # of the session that it is of
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
         self.limit, self.settings = limit, options
-        self.processes = Processes(store, rank, size) if size > 1 else None
+        if size > 1:
+            announce(store, rank)
         super().__init__(store, rank, size, timeout=limit)  # all ranks meet
-        if self.processes is not None:
-            self.processes.read()
+        self.processes = processes(store, size) if size > 1 else []
+        if self.communicators is not None:
+            self.communicators.keep(self)
+
+    @classmethod
+    def create(cls, options, backend_options) -> "ProcessGroupNCCL":
+        """What PyTorch's table of backends calls for a new group."""
+        return cls(options.store, options.group_rank, options.group_size, backend_options, options.timeout)
 
     @property
     def options(self):
@@ -70,17 +73,17 @@ class Communicators:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.known: dict[tuple[str, int], Communicator] = {}
-        self.coalescing: dict[
+        self.statistics = Statistics(machine.clock)
+        self._coalescing: dict[
             str, Communicator | None
         ] = {}  # groups inside of a coalescing manager, and which collects
-        self.backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
-        self.statistics = Statistics(machine.clock)
-        self.launched = None  # the store in which ranks of `launch` say that they have returned
+        self._backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
+        self._launched = None  # the store in which ranks of `launch` say that they have returned
         machine.clock.collectives.settle = self.drain
 
     def keep(self, backend: ProcessGroupNCCL) -> None:
         """Until all groups are destroyed: PyTorch finds the Python object again only while somebody holds it."""
-        self.backends[id(backend)] = backend
+        self._backends[id(backend)] = backend
 
     def drain(self) -> None:
         """All collectives and messages that this rank has come to are over, their ends known. Waits for other ranks."""
@@ -95,45 +98,8 @@ class Communicators:
                 if communicator is not None:
                     communicator.arrivals.leave()
         if group is None:
-            self.backends.clear()
+            self._backends.clear()
             transport.let_go()
-
-    # -- collectives
-
-    def handles(self, group, tensors) -> bool:
-        """Do these tensors live on virtual GPUs, or the group there alone? Raises NCCL's error for CPU tensors in its group."""
-        return self._gpu(group, tensors) is not None
-
-    def run(self, func, args, kwargs):
-        """An operation of c10d."""
-        name = func._overloadpacket.__name__
-        values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        group = _compat.group_of(values["process_group"])
-        if name not in OPERATIONS:
-            return self._other(name, group, func, args, kwargs)
-        read, returns_outputs = OPERATIONS[name]
-        _check_for_tensors(func, values)
-        if self.foreign(group):
-            with self.machine.untracked():
-                return func(*args, **kwargs)
-        call = read(values, group.size())
-        gpu = self._gpu_of_barrier(group, values) if name == "barrier" else self._gpu(group, call.tensors)
-        if gpu is None:
-            forget(filter(is_really_meta, call.tensors))
-            if name == "barrier" and self.machine.dry:  # a shape as its first argument would keep nobody waiting
-                with self.machine.untracked():
-                    return func(torch.empty(1), *args[1:], **kwargs)
-            return func(*args, **kwargs)
-        work = self.start(group, call, values.get("async_op", True), gpu).boxed()
-        return (args[0], work) if returns_outputs else work
-
-    def start(self, group, call: Call, asynchronous: bool, gpu: GPU | None = None) -> VirtualWork:
-        """This rank has come to a collective. gpu: by default that of the tensors. Those without a place get it."""
-        gpu = gpu or self._gpu(group, call.tensors)
-        for tensor in call.tensors:
-            if gpu_of(tensor) is None:  # made by C++: a bucket of DDP
-                self.machine.place(tensor, gpu)
-        return self.of(group, gpu, call.kind).start(call, gpu, asynchronous)
 
     def of(self, group, gpu: GPU, what: str) -> Communicator:
         """The group's communicator for that GPU; the first time, all its ranks meet, each with a GPU that is new to the group. what:
@@ -142,17 +108,18 @@ class Communicators:
         communicator = self.known.get((name, gpu.index))
         if communicator is None:
             communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
-        if name in self.coalescing and self.coalescing[name] is None:
-            self.coalescing[name], communicator.together = communicator, []
+        if name in self._coalescing and self._coalescing[name] is None:
+            self._coalescing[name] = communicator
+            communicator.begin_together()
         return communicator
 
     def start_coalescing(self, group) -> None:
         """Collectives of this group are collected from now on, by the communicator of the first one's tensors."""
-        self.coalescing[group.group_name] = None
+        self._coalescing[group.group_name] = None
 
     def end_coalescing(self, group) -> CoalescedWork:
         """One work for all that was called since."""
-        communicator = self.coalescing.pop(group.group_name, None)
+        communicator = self._coalescing.pop(group.group_name, None)
         return CoalescedWork([]) if communicator is None else communicator.end_together()
 
     def _of_group(self, group) -> list[Communicator]:
@@ -166,34 +133,38 @@ class Communicators:
         timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
         if _compat.is_fake(group):
             alone = self.machine.single_rank
-            found = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
-            arrivals, backend = (
-                SingleRankArrivals(rank, size),
-                SymmetricBackend(rank, size) if self.machine.dry else None,
-            )
+            places = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
+            arrivals, backend = SingleRankArrivals(rank, size), None
         else:
-            with Naming(f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout):
-                arrivals, found = self._meet_others(group, here, ranks, timeout)
+            try:
+                arrivals, places = self._meet_others(group, here, ranks, timeout)
+            except RuntimeError as error:
+                explain(error, f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout)
+                raise
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
-                one_gpu_each(found)
-        communicator = Communicator(self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(found), gpu)
-        communicator.timeout = timeout
-        return communicator
+                one_gpu_each(places)
+        return Communicator(
+            self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(places), gpu, timeout
+        )
 
     def _meet_others(self, group, here: Where, ranks: list[int], timeout: timedelta) -> tuple[Arrivals, list[Where]]:
         """All ranks of the group come here. Raises RankEnded or RankLate for one that does not."""
         rank, size = group.rank(), group.size()
         store = dist.PrefixStore(f"virtualgpu/{len(self._of_group(group))}", _compat.store_of(group))
-        processes = getattr(self._backend(group), "processes", None)
-        meeting = Meeting(store, size, timeout, processes, lambda member: self._returned(ranks[member]))
+        known = getattr(self._backend(group), "processes", [])
+        meeting = Meeting(store, size, timeout, known, lambda member: self._returned(ranks[member]))
         arrivals = Arrivals.meet(meeting, rank, size)
         try:
-            meeting.set(f"virtualgpu/{rank}", json.dumps(here.said()))
+            meeting.set(f"virtualgpu/{rank}", json.dumps(here.as_json()))
             keys = {f"virtualgpu/{other}": other for other in range(size)}
             meeting.wait(keys)
-            return arrivals, [Where.heard(json.loads(meeting.get(key, other))) for key, other in keys.items()]
+            return arrivals, [Where.of_json(json.loads(meeting.get(key, other))) for key, other in keys.items()]
         finally:
             arrivals.unname()
+
+    def meet(self, store) -> None:
+        """This rank of `launch` learns there which of the others have returned."""
+        self._launched = store
 
     def returned(self, store, rank: int) -> None:
         """This rank of `launch` has returned from its function: who waits for it need not. In the first communicator of all ranks it
@@ -205,7 +176,7 @@ class Communicators:
         store.set(_returned(rank), "")
 
     def _returned(self, rank: int) -> bool:
-        return self.launched is not None and self.launched.check([_returned(rank)])
+        return self._launched is not None and self._launched.check([_returned(rank)])
 
     def _backend(self, group):
         for device in ("cuda", "cpu"):
@@ -224,69 +195,57 @@ class Communicators:
         backend = self._backend(group)
         return not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
 
-    def _gpu_of_barrier(self, group, values: dict) -> GPU | None:
+    def gpu_of_barrier(self, group, device_ids) -> GPU | None:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
         used = [communicator.gpu for communicator in self._of_group(group) if communicator.failed is None]
-        if not self._only_gpus(group):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
+        if _device_types(group) != {"cuda"}:  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
             return used[0] if used else None
         device = getattr(group, "bound_device_id", None)
-        if values["device_ids"]:
-            return self.machine.gpu(values["device_ids"][0])
+        if device_ids:
+            return self.machine.gpu(device_ids[0])
         if device is not None:
             return self.machine.gpu(device)
         if used:
             return used[0]
         return self.machine.gpu(dist.get_rank() % len(self.machine.look()))
 
-    def _gpu(self, group, tensors) -> GPU | None:
-        """The GPU of these tensors; None for the CPU's, where the group has a backend for them."""
-        found = {gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None}
-        if len(found) > 1:
-            raise ValueError(f"Expected all tensors of a collective on one device, but found {sorted(map(str, found))}")
-        if found:
-            return self.machine.own(found.pop())
-        on_gpu = self._only_gpus(group)
-        free = [
-            tensor for tensor in tensors if (allocation := allocation_of(tensor)) is not None and allocation.gpu is None
-        ]
-        if tensors and len(free) == len(tensors) and self._has_gpus(group):
-            return self.machine.gpu("cuda")
-        if on_gpu and tensors:
+    def place(self, group, tensors: Sequence[torch.Tensor]) -> GPU | None:
+        """The GPU of these tensors: those that C++ made without saying where (a bucket of DDP) get it. None for the CPU's, where the
+        group has a backend for them. Raises NCCL's error where it has none, and ValueError for several GPUs."""
+        gpu, elsewhere = None, []
+        for tensor in tensors:
+            its_gpu = gpu_of(tensor)
+            if its_gpu is None:
+                elsewhere.append(tensor)
+            elif gpu is None:
+                gpu = its_gpu
+            elif its_gpu != gpu:
+                gpus = sorted(map(str, (gpu, its_gpu)))
+                raise ValueError(f"Expected all tensors of a collective on one device, but found {gpus}")
+        if gpu is not None:
+            gpu = self.machine.own(gpu)
+        elif not elsewhere:
+            return None
+        elif "cuda" in _device_types(group) and all(map(_made_by_cpp, elsewhere)):
+            gpu = self.machine.gpu("cuda")
+        elif _device_types(group) == {"cuda"}:
             raise RuntimeError("No backend type associated with device type cpu")
-        return None
+        else:
+            return None
+        for tensor in elsewhere:
+            self.machine.place(tensor, gpu)
+        return gpu
 
-    def _only_gpus(self, group) -> bool:
-        return {device.type for device in group._device_types} == {"cuda"}
 
-    def _has_gpus(self, group) -> bool:
-        return "cuda" in {device.type for device in group._device_types}
+def _made_by_cpp(tensor: torch.Tensor) -> bool:
+    allocation = allocation_of(tensor)
+    return allocation is not None and allocation.gpu is None
 
-    def _other(self, name: str, group, func, args, kwargs):
-        ways = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV}
-        if self.foreign(group):
-            with self.machine.untracked():
-                return func(*args, **kwargs)
-        gpu = self._gpu(group, args[0]) if name in ways else None
-        if gpu is None:
-            return func(*args, **kwargs)
-        if name == "recv_any_source_":
-            raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
-        way = ("send to", "recv from")[ways[name]]
-        communicator = self.of(group, gpu, f"{way} rank {dist.get_global_rank(group, args[2])}")
-        return communicator.message(ways[name], args[2], args[0][0], gpu).boxed()
+
+def _device_types(group) -> set[str]:
+    return {device.type for device in group._device_types}
 
 
 def _returned(rank: int) -> str:
     return f"virtualgpu/returned/{rank}"
-
-
-def _check_for_tensors(func, values: dict) -> None:
-    """The dispatcher's own error where nothing says on which device the collective is. It does not look into lists of lists."""
-    given = [value for value in values.values() if isinstance(value, (list, tuple))]
-    alone = any(isinstance(value, torch.Tensor) for value in values.values())
-    if not alone and not any(isinstance(item, torch.Tensor) for items in given for item in items):
-        raise NotImplementedError(
-            "There were no tensor arguments to this function (e.g., you passed an empty list of Tensors), but no fallback "
-            f"function is registered for schema {func._schema.name}."
-        )

@@ -1,46 +1,52 @@
-"""Before a group's first collective: ranks meet in the group's store. One that ended, or does not come in time, is named.
+"""Before a group's first collective: ranks meet in the group's store. One that ended, or does not come in time, is named, here and
+wherever else ranks wait for each other (`explain`).
 
 Each rank says in the store which process it is when its group is made, and so before it may end.
 """
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import distributed as dist
 
 from virtualgpu.distributed.arrivals import RankEnded, RankLate
 from virtualgpu.memory.ledger import started
 
+ORDER = "Do all ranks call the same collectives in the same order?"
 LOOK = 0.1  # seconds between two looks for ranks that have ended
 
 
-class Processes:
-    """Which process each rank of a group is: pid and start. `read` is called when all of them have said it."""
+class Process(NamedTuple):
+    """Of one rank, as it says when its group is made."""
 
-    def __init__(self, store, rank: int, size: int):
-        self.store, self.size, self.known = store, size, {}
-        store.set(f"virtualgpu/process/{rank}", f"{os.getpid()} {started(os.getpid())}")
+    pid: int
+    start: int
 
-    def read(self) -> None:
-        """Take them in: the store may be gone when they are asked for."""
-        for rank in range(self.size):
-            pid, start = self.store.get(f"virtualgpu/process/{rank}").split()
-            self.known[rank] = int(pid), int(start)
+    @property
+    def is_gone(self) -> bool:
+        """Has it ended?"""
+        return started(self.pid) != self.start
 
-    def gone(self, rank: int) -> bool:
-        """Has that rank's process ended?"""
-        if rank not in self.known:
-            return False
-        pid, start = self.known[rank]
-        return started(pid) != start
+
+def announce(store, rank: int) -> None:
+    """This rank says in its group's store which process it is."""
+    store.set(f"virtualgpu/process/{rank}", f"{os.getpid()} {started(os.getpid())}")
+
+
+def processes(store, size: int) -> list[Process]:
+    """All ranks' processes, once they have said it: the store may be gone when they are asked for."""
+    return [Process(*map(int, store.get(f"virtualgpu/process/{rank}").split())) for rank in range(size)]
 
 
 class Meeting:
-    """The store, as `Arrivals.meet` uses it. returned: has a rank of the group returned from its function?"""
+    """The store, as `Arrivals.meet` uses it. processes: of all ranks, or none. returned: has a rank of the group returned from its
+    function?"""
 
-    def __init__(
-        self, store, size: int, timeout: timedelta, processes: Processes | None, returned: Callable[[int], bool]
-    ):
+    def __init__(self, store, size: int, timeout: timedelta, processes: list[Process], returned: Callable[[int], bool]):
         self.store, self.size, self.timeout, self.processes, self.returned = store, size, timeout, processes, returned
         self.until = time.monotonic() + timeout.total_seconds()
 
@@ -74,7 +80,7 @@ class Meeting:
             pause = min(1e-2, 1.5 * pause)
 
     def _gone(self, rank: int) -> bool:
-        return self.processes is not None and self.processes.gone(rank)
+        return bool(self.processes) and self.processes[rank].is_gone
 
     def _ask(self, question: Callable):
         """The process that holds the store is most often a rank, and may have ended."""
@@ -86,3 +92,39 @@ class Meeting:
                 if self._gone(rank):
                     raise RankEnded(rank) from None
             raise
+
+
+def explain(
+    error: RuntimeError,
+    where: str,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    ended: Callable[[], list[int]] = list,
+    behind: Callable[[], list[int]] = list,
+) -> None:
+    """Raises DistBackendError, which names the ranks that did not come; returns where the error is about something else.
+
+    where: what this rank waited in; ranks: the global rank of each member; ended, behind: the members that are gone, and that are late,
+    where the error does not say.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)):
+        return
+    text = str(error)
+    if isinstance(error, RankEnded) and error.alive:
+        message = f"{where}: {_names([error.rank], ranks)} will not come to it: it has returned, or destroyed the group. {ORDER}"
+    elif isinstance(error, RankEnded) or "Connection closed by peer" in text or "Connection reset" in text:
+        gone = [error.rank] if isinstance(error, RankEnded) else ended()
+        message = f"{where}: {_names(gone, ranks)} has ended, and this rank waited for it. What stopped it stands in its own output"
+    elif isinstance(error, RankLate) or "timed out" in text.lower():
+        late = error.ranks if isinstance(error, RankLate) else behind()
+        message = (
+            f"{where} timed out after {timeout.total_seconds():g} s: {_names(late, ranks)} had not come to it. {ORDER} "
+            "The limit is init_process_group(timeout=...)"
+        )
+    else:
+        return
+    raise dist.DistBackendError(message) from error
+
+
+def _names(members: list[int], ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(str(ranks[member]) for member in members)}" if members else "another rank"

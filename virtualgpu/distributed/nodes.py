@@ -55,14 +55,14 @@ class Where(NamedTuple):
             return cls(environment.node(environ), local, card, fabric)
         return cls(gpu.physical // machine.gpus_per_node, machine.gpus_per_node, card, fabric)
 
-    def said(self) -> list:
-        """As JSON carries it; `heard` reads it."""
+    def as_json(self) -> list:
+        """What `of_json` reads in another process."""
         return [self.node, self.gpus, self.card, *vars(self.fabric).values()]
 
     @classmethod
-    def heard(cls, said: list) -> "Where":
-        """The reverse of `said`, also of what another process said."""
-        node, gpus, card, *fabric = said
+    def of_json(cls, values: list) -> "Where":
+        """The reverse of `as_json`."""
+        node, gpus, card, *fabric = values
         return cls(node, gpus, card, nccl.Fabric(*fabric))
 
 

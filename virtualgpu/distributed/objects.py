@@ -4,11 +4,12 @@ A rank that is played alone has nobody to tell it anything: where each rank has 
 and what another rank alone knows raises NotImplementedError.
 """
 
-import functools
 import inspect
 
 from torch import distributed as dist
 
+from virtualgpu.distributed._compat import c10d
+from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
@@ -19,53 +20,35 @@ NAMES = (*OF_ONE_RANK, "send_object_list", "all_gather_object", "gather_object")
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace c10d's functions that send Python objects (NAMES), also where they were imported by name."""
-    from virtualgpu.distributed._compat import c10d
-
     for name in NAMES:
-        patches.replace_everywhere(c10d, name, _of_objects(machine, getattr(c10d, name)))
+        patches.replace_everywhere(c10d, name, stand_in(_of_objects, getattr(c10d, name), machine))
 
 
-def with_numbers(machine: Machine, original):
-    """The function, with numbers also in a dry run: for the thread that calls it."""
-
-    @functools.wraps(original)
-    def function(*args, **kwargs):
-        if not machine.some_dry:
-            return original(*args, **kwargs)
-        with dry_here(False):
-            return original(*args, **kwargs)
-
-    return function
+def with_numbers(original, machine: Machine, *args, **kwargs):
+    """original(...), for this thread with numbers also in a dry run."""
+    if not machine.some_dry:
+        return original(*args, **kwargs)
+    with dry_here(False):
+        return original(*args, **kwargs)
 
 
-def _of_objects(machine: Machine, original):
-    signature, numbers = inspect.signature(original), with_numbers(machine, original)
-
-    @functools.wraps(original)
-    def function(*args, **kwargs):
-        if machine.single_rank is not None:
-            return _alone(original.__name__, signature.bind(*args, **kwargs).arguments)
-        return numbers(*args, **kwargs)
-
-    return function
-
-
-def _alone(name: str, given: dict) -> None:
-    group = given.get("group") or dist.group.WORLD
+def _of_objects(original, machine: Machine, *args, **kwargs):
+    if machine.single_rank is None:
+        return with_numbers(original, machine, *args, **kwargs)
+    name, arguments = original.__name__, inspect.signature(original).bind(*args, **kwargs).arguments
+    group = arguments.get("group") or dist.group.WORLD
     if name == "all_gather_object":
-        given["object_list"][:] = [given["obj"]] * group.size()
-    elif name == "gather_object" and given.get("object_gather_list") is not None:
-        given["object_gather_list"][:] = [given["obj"]] * group.size()
-    elif name in OF_ONE_RANK and not _is_this_rank(group, given):
+        arguments["object_list"][:] = [arguments["obj"]] * group.size()
+    elif name == "gather_object" and arguments.get("object_gather_list") is not None:
+        arguments["object_gather_list"][:] = [arguments["obj"]] * group.size()
+    elif name in OF_ONE_RANK and not _is_this_rank(group, arguments.get("src"), arguments.get("group_src")):
         raise NotImplementedError(
             f"{name}: this process plays rank {dist.get_rank()} alone, and nobody tells it another rank's objects. Play the rank that "
             "knows them (rank=), or start all ranks. A PipelineStage asks for none that is given input_args= and output_args="
         )
     elif name == "scatter_object_list":
-        given["scatter_object_output_list"][0] = given["scatter_object_input_list"][group.rank()]
+        arguments["scatter_object_output_list"][0] = arguments["scatter_object_input_list"][group.rank()]
 
 
-def _is_this_rank(group, given: dict) -> bool:
-    if given.get("group_src") is not None:
-        return given["group_src"] == group.rank()
-    return (given.get("src") or 0) == dist.get_rank()
+def _is_this_rank(group, src: int | None, group_src: int | None) -> bool:
+    return (src or 0) == dist.get_rank() if group_src is None else group_src == group.rank()

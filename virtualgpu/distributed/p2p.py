@@ -4,9 +4,9 @@ A message to or from one peer runs on a stream for that pair, as ProcessGroupNCC
 on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
 that fits NCCL's buffer (NCCL_BUFFSIZE: 4 MiB) leaves its sender as soon as it has come to it.
 
-Ends are worked out at `wait()`, from what all ranks have written on their tapes, so that two ranks that isend first do not block
-each other. What would wait for itself on a GPU, and hang, raises DistBackendError. A rank that is played alone (`alone`) finds the
-other side of each message there, and says so once.
+Ends are worked out at `wait()`, from what all ranks have written in their logs, so that two ranks that isend first do not block
+each other. What would wait for itself on a GPU, and hang, raises DistBackendError. A rank that is played alone finds the other side of
+each message there, and says so once.
 """
 
 import time
@@ -15,11 +15,12 @@ import warnings
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat
 from virtualgpu.distributed.arrivals import SingleRankArrivals
 from virtualgpu.distributed.counts import message_of
 from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog
 from virtualgpu.distributed.transport import flat
+from virtualgpu.distributed.work import SimulatedWork
+from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import forget
 from virtualgpu.timing.queues import Queue
 
@@ -32,109 +33,80 @@ NEIGHBOURS = (
 )
 
 
+VERBS = ("send to", "recv from")  # by direction
+
+
 class Hang(RuntimeError):
     """Messages that wait for each other."""
 
 
 class Messages:
-    """The messages of one communicator. `ends[rank][batch]`: as far as they are known."""
+    """The messages of one communicator, and when the batches of all its ranks end, as far as that is known."""
 
     def __init__(self, communicator):
-        self.of = communicator
+        self.communicator = communicator
         self.log = MessageLog(communicator.arrivals)
         self.alone = isinstance(communicator.arrivals, SingleRankArrivals)
         if self.alone:
             warnings.warn(NEIGHBOURS, stacklevel=2)
-        self.ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]
-        self.begins: dict[int, float] = {}  # of this rank's batches: when the other sides had come to all of it
         self.open: list[Exchange] = []  # that nobody has waited for
-        self.last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
-        self.streams: dict[int, Queue] = {}
-        self.to_itself: dict[
-            int, torch.Tensor
-        ] = {}  # what this rank has sent to itself, by its number, and not yet received
+        self.to_itself: dict[int, torch.Tensor] = {}  # what this rank has sent to itself and not yet received, by index
+        self._ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]  # [rank][batch]
+        self._begins: dict[int, float] = {}  # of this rank's batches: when the other sides had come to all of it
+        self._last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
+        self._streams: dict[int, Queue] = {}
 
     def start(self, exchange: "Exchange") -> None:
         """This rank has come to these messages."""
-        of, gpu = self.of, exchange.gpu
-        key = exchange.messages[0][1] if not exchange.batched else -1
-        issued, _ = of.clock.collectives.come_to(gpu.index)
+        comm, gpu = self.communicator, exchange.gpu
+        key = -1 if exchange.batched else exchange.messages[0][1]
+        issued, _ = comm.clock.collectives.come_to(gpu.index)
         if exchange.batched:
-            of.settle_collectives()  # on the same stream
-            issued = max(issued, of.end)
-        if key not in self.streams:
-            self.streams[key] = of.clock.collectives.new_stream(gpu.index)
-        exchange.stream = self.streams[key]
-        messages = [(way, peer, tensor.nbytes) for way, peer, tensor in exchange.messages]
-        exchange.number = self.last[key] = self.log.write(issued, self.last.get(key, -1), messages)
-        if not self.alone and of.gloo is not None:
-            with of.machine.untracked():
-                self._carry(exchange)
-        elif of.machine.dry:
-            forget(tensor for way, _, tensor in exchange.messages if way == RECV)
+            comm.settle_collectives()  # on the same stream
+            issued = max(issued, comm.end)
+        if key not in self._streams:
+            self._streams[key] = comm.clock.collectives.new_stream(gpu.index)
+        messages = [(direction, peer, tensor.nbytes) for direction, peer, tensor in exchange.messages]
+        number = self._last[key] = self.log.write(issued, self._last.get(key, -1), messages)
+        exchange.begin(number, self._streams[key])
         self.open.append(exchange)
 
-    def _carry(self, exchange: "Exchange") -> None:
-        gloo, written = self.of.gloo, self.log.batches[self.of.rank][exchange.number].messages
-        for (way, peer, tensor), message in zip(exchange.messages, written, strict=True):
-            carried = message_of(tensor) if self.of.machine.dry else tensor
-            if carried is None or not carried.numel():
-                continue
-            exchange.held.append(carried)
-            memory = flat(carried).view(torch.uint8)[: _extent(tensor)]
-            if peer == self.of.rank:  # gloo has no way to oneself
-                if way == SEND:
-                    self.to_itself[message.index] = memory.clone()
-                else:
-                    exchange.from_itself.append((memory, message.index))
-                continue
-            scratch = memory.clone() if way == SEND else torch.empty_like(memory)
-            exchange.works.append((gloo.send if way == SEND else gloo.recv)([scratch], peer, _tag(message)))
-            if way == RECV:
-                exchange.arrived.append((memory, scratch))
-            else:
-                exchange.held.append(scratch)
+    def times(self, exchange: "Exchange") -> tuple[float, float, float]:
+        """When its stream comes to a batch of this rank, when the other sides have come to it, and when it ends. Waits for other ranks;
+        raises Hang where it would wait for itself."""
+        rank, number = self.communicator.rank, exchange.number
+        end = self._end(rank, number, time.monotonic() + self.communicator.timeout.total_seconds(), ())
+        ready = self._ready(rank, number, 0.0, ())
+        return ready, self._begins.pop(number, ready), end
 
-    def end(self, rank: int, number: int, deadline: float, path: tuple = ()) -> float:
-        """When does that batch of a rank end? Raises Hang where it would wait for itself."""
-        known = self.ends[rank].get(number)
-        if known is not None:
-            return known
-        batch = self.log.batches[rank][number]
+    def _end(self, rank: int, number: int, deadline: float, path: tuple) -> float:
+        if number in self._ends[rank]:
+            return self._ends[rank][number]
+        comm, log = self.communicator, self.log
         begin = end = ready = self._ready(rank, number, deadline, path)
-        for message in batch.messages:
-            seconds = self.of.layout.message(message.nbytes, rank, message.peer)
-            leaves = message.way == SEND and message.nbytes <= BUFFER
-            if leaves or message.peer == rank or self.alone:
+        for message in log.batches[rank][number].messages:
+            peer, is_small = message.peer, message.nbytes <= BUFFER
+            seconds = comm.layout.message(message.nbytes, rank, peer)
+            if (message.direction == SEND and is_small) or peer == rank or self.alone:
                 end = max(end, ready + seconds)
                 continue
-            theirs = self.log.batch_of(message.peer, 1 - message.way, rank, message.index, deadline, self.of.timeout)
+            batch = log.batch_of(peer, 1 - message.direction, rank, message.index, deadline, comm.timeout)
+            key = (1 - message.direction, rank, message.index)
             self._agree(
                 rank,
                 message,
-                next(m for m in self.log.batches[message.peer][theirs].messages if _other_side(message, rank, m)),
+                next(m for m in log.batches[peer][batch].messages if (m.direction, m.peer, m.index) == key),
             )
-            there = self._ready(message.peer, theirs, deadline, (*path, (rank, number)))
-            if message.way == RECV and message.nbytes <= BUFFER:
-                end = max(end, there + seconds, ready + self.of.layout.message(0, rank, message.peer))
+            there = self._ready(peer, batch, deadline, (*path, (rank, number)))
+            if message.direction == RECV and is_small:
+                end = max(end, there + seconds, ready + comm.layout.message(0, rank, peer))
             else:
                 end = max(end, max(ready, there) + seconds)
             begin = max(begin, there)
-        self.ends[rank][number] = end
-        if rank == self.of.rank:
-            self.begins[number] = min(begin, end)
+        self._ends[rank][number] = end
+        if rank == comm.rank:
+            self._begins[number] = min(begin, end)
         return end
-
-    def _agree(self, rank: int, mine: Message, theirs: Message) -> None:
-        """Raises DistBackendError where one side sends more, or less, than the other takes: NCCL would hang, or write past the end."""
-        if mine.nbytes != theirs.nbytes:
-            (sender, sent), (receiver, taken) = sorted(
-                [(rank, mine), (mine.peer, theirs)], key=lambda side: side[1].way
-            )
-            raise dist.DistBackendError(
-                f"rank {self.of.ranks[sender]} sends {sent.nbytes} bytes where rank {self.of.ranks[receiver]} receives {taken.nbytes}: "
-                "give both a tensor of one shape and dtype (NCCL would hang, or write past the tensor's end)"
-            )
 
     def _ready(self, rank: int, number: int, deadline: float, path: tuple) -> float:
         """The stream has come to it: the batch before it on that stream is over."""
@@ -143,7 +115,23 @@ class Messages:
         batch = self.log.batches[rank][number]
         if batch.after < 0:
             return batch.issued
-        return max(batch.issued, self.end(rank, batch.after, deadline, (*path, (rank, number))))
+        return max(batch.issued, self._end(rank, batch.after, deadline, (*path, (rank, number))))
+
+    def _agree(self, rank: int, mine: Message, other: Message) -> None:
+        """Raises DistBackendError where one side sends more, or less, than the other takes: NCCL would hang, or write past the end."""
+        if mine.nbytes != other.nbytes:
+            sides = sorted([(mine.direction, rank, mine.nbytes), (other.direction, mine.peer, other.nbytes)])
+            (_, sender, sent), (_, receiver, taken) = sides
+            ranks = self.communicator.ranks
+            raise dist.DistBackendError(
+                f"rank {ranks[sender]} sends {sent} bytes where rank {ranks[receiver]} receives {taken}: "
+                "give both a tensor of one shape and dtype (NCCL would hang, or write past the tensor's end)"
+            )
+
+    def forget(self, exchange: "Exchange") -> None:
+        """It is over."""
+        if exchange in self.open:
+            self.open.remove(exchange)
 
     def settle(self) -> None:
         """Every message that this rank has come to is over."""
@@ -151,78 +139,99 @@ class Messages:
             exchange.finish()
 
 
-class Exchange(_compat.Work):
-    """One message, or a batch of them, of this rank. messages: (way, peer within the group, tensor)."""
+class Exchange(SimulatedWork):
+    """One message, or a batch of them, of this rank. messages: (direction, peer within the group, tensor)."""
 
-    def __init__(self, messages: Messages, gpu, batched: bool):
-        super().__init__()
-        self.of, self.gpu, self.batched = messages, gpu, batched
+    def __init__(self, messages: Messages, gpu: GPU, batched: bool):
+        super().__init__(messages.communicator, gpu)
+        self.channel, self.batched = messages, batched
         self.messages: list[tuple[int, int, torch.Tensor]] = []
-        self.works, self.arrived, self.held, self.from_itself = [], [], [], []
-        self.number = self.end = self.stream = None
+        self.number: int | None = None
+        self.stream: Queue | None = None
+        self._works: list = []  # of gloo
+        self._held: list[torch.Tensor] = []  # what these carry
+        self._received: list[tuple[torch.Tensor, torch.Tensor]] = []  # (where to, from where) when they are done
+        self._from_itself: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, direction: int, peer: int, tensor: torch.Tensor) -> None:
+        """One message more, before it begins."""
+        self.messages.append((direction, peer, tensor))
+
+    def begin(self, number: int, stream: Queue) -> None:
+        """Its messages are written down as batch `number`: begin to carry the numbers."""
+        self.number, self.stream = number, stream
+        comm = self.communicator
+        if not self.channel.alone and comm.gloo is not None:
+            with comm.machine.untracked():
+                for (direction, peer, tensor), message in zip(
+                    self.messages, self.channel.log.batches[comm.rank][number].messages, strict=True
+                ):
+                    carried = message_of(tensor) if comm.machine.dry else tensor
+                    if carried is not None and carried.numel():
+                        self._held.append(carried)
+                        self._carry(direction, peer, flat(carried).view(torch.uint8)[: _extent(tensor)], message)
+        elif comm.machine.dry:
+            forget(tensor for direction, _, tensor in self.messages if direction == RECV)
+
+    def _carry(self, direction: int, peer: int, memory: torch.Tensor, message: Message) -> None:
+        gloo = self.communicator.gloo
+        if peer == self.communicator.rank:  # gloo has no way to oneself
+            if direction == SEND:
+                self.channel.to_itself[message.index] = memory.clone()
+            else:
+                self._from_itself.append((memory, message.index))
+        elif direction == SEND:
+            scratch = memory.clone()
+            self._works.append(gloo.send([scratch], peer, _tag(message)))
+            self._held.append(scratch)
+        else:
+            scratch = torch.empty_like(memory)
+            self._works.append(gloo.recv([scratch], peer, _tag(message)))
+            self._received.append((memory, scratch))
 
     def finish(self) -> None:
         """The numbers are there and the end is known; no stream waits for it yet."""
-        if self.end is not None:
+        if self.late is not None:
             return
-        communicator = self.of.of
-        names = [("send to", "recv from")[way] + f" rank {communicator.ranks[peer]}" for way, peer, _ in self.messages]
-        with communicator.errors(", ".join(names[:4])), communicator.machine.untracked():
-            try:
-                deadline = time.monotonic() + communicator.timeout.total_seconds()
-                end = self.of.end(communicator.rank, self.number, deadline)
-            except Hang:
-                raise dist.DistBackendError(
-                    f"{', '.join(names[:4])}: both ranks send first, and NCCL would hang: a message of more than 4 MiB leaves its "
-                    "sender when the receiver has come to it. Use batch_isend_irecv, or let one of them receive first"
-                ) from None
-            for work in self.works:
-                work.wait()
-            for memory, scratch in self.arrived:
-                memory.copy_(scratch)
-            for memory, index in self.from_itself:
-                if index not in self.of.to_itself:
-                    raise dist.DistBackendError(
-                        "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
-                    )
-                memory.copy_(self.of.to_itself.pop(index))
-        self.end, self.works, self.arrived, self.held, self.from_itself = end, [], [], [], []
-        if self in self.of.open:
-            self.of.open.remove(self)
-        clock = communicator.clock
-        nbytes = sum(tensor.nbytes for _, _, tensor in self.messages)
-        ready = self.of._ready(communicator.rank, self.number, 0.0, ())
+        comm = self.communicator
+        names = [f"{VERBS[direction]} rank {comm.ranks[peer]}" for direction, peer, _ in self.messages]
+        try:
+            with comm.machine.untracked():
+                ready, begin, end = self.channel.times(self)
+                self._receive()
+        except Hang:
+            raise dist.DistBackendError(
+                f"{', '.join(names[:4])}: both ranks send first, and NCCL would hang: a message of more than 4 MiB leaves its "
+                "sender when the receiver has come to it. Use batch_isend_irecv, or let one of them receive first"
+            ) from None
+        except RuntimeError as error:
+            comm.explain(error, ", ".join(names[:4]))
+            raise
+        self.late = end
+        self.channel.forget(self)
         name = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
-        clock.collectives.run(self.stream, ready, self.of.begins.pop(self.number, ready), end, name)
-        communicator.statistics.add(self.gpu.index, ready, end, nbytes, 0.0, len(self.messages))
+        comm.clock.collectives.run(self.stream, ready, begin, end, name)
+        nbytes = sum(tensor.nbytes for _, _, tensor in self.messages)
+        comm.statistics.add(self.gpu.index, ready, end, nbytes, 0.0, len(self.messages))
         self.messages = []
 
-    def wait(self, timeout=None) -> bool:
-        """The current stream of its GPU waits for it; the host goes on. Always True; `timeout` is not heeded."""
+    def join(self) -> None:
+        """The current stream waits for it; the host goes on."""
         self.finish()
-        self.of.of.clock.collectives.wait(self.gpu.index, self.end)
-        return True
+        self.communicator.clock.collectives.wait(self.gpu.index, self.late)
 
-    def synchronize(self) -> None:
-        """As wait(): the host goes on."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Has the host's clock passed its end? Asking takes a moment of it."""
-        self.finish()
-        return self.of.of.clock.collectives.over(self.end)
-
-    def is_success(self) -> bool:
-        """Always True: what fails raises at wait()."""
-        return True
-
-    def exception(self):
-        """Always None: what fails raises at wait()."""
-        return None
-
-    def source_rank(self) -> int:
-        """This rank, within the group, also where it receives."""
-        return self.of.of.rank
+    def _receive(self) -> None:
+        for work in self._works:
+            work.wait()
+        for memory, scratch in self._received:
+            memory.copy_(scratch)
+        for memory, index in self._from_itself:
+            if index not in self.channel.to_itself:
+                raise dist.DistBackendError(
+                    "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
+                )
+            memory.copy_(self.channel.to_itself.pop(index))
+        self._works, self._held, self._received, self._from_itself = [], [], [], []
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -230,10 +239,6 @@ def _extent(tensor: torch.Tensor) -> int:
     return tensor.element_size() * (
         1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     )
-
-
-def _other_side(mine: Message, rank: int, theirs: Message) -> bool:
-    return (theirs.way, theirs.peer, theirs.index) == (1 - mine.way, rank, mine.index)
 
 
 def _tag(message: Message) -> int:

@@ -1,5 +1,12 @@
-"""Which rank of how many one process plays alone, checked in one place: the runner, which does without PyTorch, asks here too."""
+"""Which rank of how many one process plays alone, checked in one place: the runner, which does without PyTorch, asks here too.
 
+A dry run in one process plays that rank, and the others are taken to be like it. Inside, `init_process_group` makes this process that
+rank, whatever backend is named. A collective begins when this rank has come to it, and lasts as long as among all of them. Where ranks are
+not alike (a pipeline's stages, uneven shards), only this one is seen.
+"""
+
+import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -13,15 +20,16 @@ class RankConfig(NamedTuple):
     @property
     def environ(self) -> dict[str, str]:
         """What torchrun would say to it. The process has one GPU, so that its local rank is 0."""
-        ranks = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": 0}
-        ranks |= {
+        numbers = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": 0,
             "LOCAL_WORLD_SIZE": min(self.gpus_per_node, self.world_size),
-            "GROUP_RANK": self.rank // self.gpus_per_node,
-        }
-        return {name: str(value) for name, value in ranks.items()} | {
+            "GROUP_RANK": self.node(self.rank),
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "29500",
+            "MASTER_PORT": 29500,
         }
+        return {name: str(value) for name, value in numbers.items()}
 
     def node(self, rank: int) -> int:
         """The node of a rank, from 0: ranks fill one node after the other."""
@@ -30,9 +38,9 @@ class RankConfig(NamedTuple):
 
 def make(world_size: int, rank: int = 0, gpus_per_node: int = 8) -> RankConfig:
     """Raises ValueError for what cannot be."""
-    whole("world_size", world_size, 1)
-    whole("rank", rank, 0)
-    whole("gpus_per_node", gpus_per_node, 1)
+    _check("world_size", world_size, 1)
+    _check("rank", rank, 0)
+    _check("gpus_per_node", gpus_per_node, 1)
     if rank >= world_size:
         raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to {world_size - 1}")
     return RankConfig(world_size, rank, gpus_per_node)
@@ -40,7 +48,7 @@ def make(world_size: int, rank: int = 0, gpus_per_node: int = 8) -> RankConfig:
 
 def nodes(gpus: int, gpus_per_node: int) -> int:
     """How many nodes a machine's GPUs make. Raises ValueError where that is no whole number."""
-    whole("gpus_per_node", gpus_per_node, 1)
+    _check("gpus_per_node", gpus_per_node, 1)
     if gpus % gpus_per_node:
         raise ValueError(
             f"gpus_per_node={gpus_per_node} does not divide {gpus} GPUs into nodes: ask for a multiple of it"
@@ -48,7 +56,28 @@ def nodes(gpus: int, gpus_per_node: int) -> int:
     return gpus // gpus_per_node
 
 
-def whole(name: str, value, least: int) -> None:
-    """Raises ValueError unless it is a whole number of at least that."""
+def _check(name: str, value, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: give a whole number, {least} at least")
+
+
+def enter(machine, rank: RankConfig) -> Mapping[str, str | None]:
+    """From now on this process is that rank; returns what the environment said before."""
+    machine.single_rank = rank
+    before = {name: os.environ.get(name) for name in rank.environ}
+    os.environ.update(rank.environ)
+    return before
+
+
+def leave(machine, before: Mapping[str, str | None]) -> None:
+    """This process plays no rank any more: its process groups are destroyed, the environment is as it was `before`."""
+    from torch import distributed as dist
+
+    machine.single_rank = None
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -12,6 +12,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.distributed._compat import rpc_internal
+from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
@@ -34,68 +35,63 @@ def install(machine: Machine, patches: Patches) -> None:
 class Rpc:
     """What one process knows of its agent: its name, the device maps of its own and who has one to it."""
 
+    current: "Rpc | None" = None  # the latest: functions that other processes name find it here
+
     def __init__(self, machine: Machine, api):
-        self.machine, self.api, self.rpc, self.internal = machine, api, torch.distributed.rpc, rpc_internal()
+        self.machine, self.api = machine, api
         self.name, self.maps, self.reverse, self.threads = "", {}, {}, 0
+        self.met: threading.Barrier | None = None  # of the pool's threads
         self.now = 0.0  # the host's time at the end of the latest call from outside
         self.to = threading.local()  # .name: the worker to whom this thread is about to send
 
     def install(self, patches: Patches) -> None:
         """Replace what sends, what receives, and what begins it all."""
-        api, internal = self.api, self.internal
-        patches.replace(internal, "_run_function", self.run_function(internal._run_function))
+        api, rpc, internal = self.api, torch.distributed.rpc, rpc_internal()
         table = internal._internal_rpc_pickler._dispatch_table
         reducer = table[torch.Tensor]
         table[torch.Tensor] = functools.partial(self.reduce, reducer)
         patches.undo(lambda: table.update({torch.Tensor: reducer}))
-        agent = self.rpc.TensorPipeAgent
-        patches.replace(agent, "_get_device_map", lambda agent, worker: self.maps.get(worker.name, {}))
-        patches.replace(self.rpc, "TensorPipeAgent", self.agent(agent))
-        patches.replace(self.rpc.PyRRef, "to_here", self.to_here(self.rpc.PyRRef.to_here))
-        patches.replace(api, "_init_rpc_states", self.begin(api._init_rpc_states))
-        patches.replace(api, "_invoke_rpc", self.send(api._invoke_rpc))
-        patches.replace_everywhere(api, "remote", self.send(api.remote))
-        _receivers["now"] = self
+        patches.replace(rpc.TensorPipeAgent, "_get_device_map", lambda agent, worker: self.maps.get(worker.name, {}))
+        for owner, name, function in (
+            (internal, "_run_function", self.run_function),
+            (rpc, "TensorPipeAgent", self.make_agent),
+            (rpc.PyRRef, "to_here", self.to_here),
+            (api, "_init_rpc_states", self.init_rpc_states),
+            (api, "_invoke_rpc", self.invoke),
+        ):
+            patches.replace(owner, name, stand_in(function, getattr(owner, name)))
+        patches.replace_everywhere(api, "remote", stand_in(self.invoke, api.remote))
+        Rpc.current = self
 
     # -- the agent and its threads
 
-    def agent(self, original):
+    def make_agent(self, original, store, name, rank, world_size, options, reverse_device_maps, devices):
         """What makes the agent; device maps are ours to follow."""
-
-        @functools.wraps(original, updated=())
-        def make(store, name, rank, world_size, options, reverse_device_maps, devices):
-            self.name, self.threads = name, options.num_worker_threads
-            self.maps, self.reverse = dict(options.device_maps), dict(reverse_device_maps)
-            if not self.maps and not devices:
-                return original(store, name, rank, world_size, options, reverse_device_maps, devices)
-            if not world_size:
-                raise NotImplementedError(
-                    "device maps in a group of RPC that workers may join and leave are not modelled on virtual GPUs: "
-                    "give rpc.init_rpc a world_size"
-                )
-            plain = type(options)(
-                num_worker_threads=options.num_worker_threads,
-                rpc_timeout=options.rpc_timeout,
-                init_method=options.init_method,
+        self.name, self.threads = name, options.num_worker_threads
+        self.maps, self.reverse = dict(options.device_maps), dict(reverse_device_maps)
+        if not self.maps and not devices:
+            return original(store, name, rank, world_size, options, reverse_device_maps, devices)
+        if not world_size:
+            raise NotImplementedError(
+                "device maps in a group of RPC that workers may join and leave are not modelled on virtual GPUs: "
+                "give rpc.init_rpc a world_size"
             )
-            return original(store, name, rank, world_size, plain, {}, [])
+        plain = type(options)(
+            num_worker_threads=options.num_worker_threads,
+            rpc_timeout=options.rpc_timeout,
+            init_method=options.init_method,
+        )
+        return original(store, name, rank, world_size, plain, {}, [])
 
-        return make
-
-    def begin(self, original):
+    def init_rpc_states(self, original, agent) -> None:
         """Once the agent is there, every thread of its pool meets the virtual GPUs: each waits in a call until all are in one."""
-
-        @functools.wraps(original)
-        def init_rpc_states(agent):
-            original(agent)
-            if self.machine.closed or not self.threads:
-                return
-            _meeting["now"] = threading.Barrier(self.threads)
-            calls = [self.api.rpc_async(self.name, _meet) for _ in range(self.threads)]
-            for call in calls:
-                call.wait()
-
-        return init_rpc_states
+        original(agent)
+        if self.machine.closed or not self.threads:
+            return
+        self.met = threading.Barrier(self.threads)
+        calls = [self.api.rpc_async(self.name, _meet) for _ in range(self.threads)]
+        for call in calls:
+            call.wait()
 
     def enter(self) -> None:
         """The thread of C++ that is here sees the virtual GPUs; Python forgets it between two calls, C++ does not."""
@@ -104,89 +100,69 @@ class Rpc:
         ):
             self.machine.enter()
 
-    def run_function(self, original):
+    def run_function(self, original, python_udf):
         """What C++ calls for a call from outside."""
-
-        @functools.wraps(original)
-        def run(python_udf):
-            if self.machine.closed:
-                return original(python_udf)
-            self.enter()
-            self.machine.clock.inherit(self.now)
-            try:
-                return original(python_udf)
-            finally:
-                self.now = max(self.now, self.machine.clock.host)
-
-        return run
+        if self.machine.closed:
+            return original(python_udf)
+        self.enter()
+        self.machine.clock.inherit(self.now)
+        try:
+            return original(python_udf)
+        finally:
+            self.now = max(self.now, self.machine.clock.host)
 
     # -- what travels
 
-    def send(self, original):
+    def invoke(self, original, to, func, *args, **kwargs):
         """api.remote, and what rpc_sync and rpc_async call: PyTorch's own operations are sent as Python is, which knows of GPUs."""
-
-        @functools.wraps(original)
-        def invoke(to, func, *args, **kwargs):
-            if self.machine.closed or not callable(func):
-                return original(to, func, *args, **kwargs)
-            if isinstance(func, torch.jit.ScriptFunction):
-                _refuse_scripted(func, [*args, *kwargs.values()])
-            elif _compat.builtin_name(func) is not None:
-                func = Builtin(func)
-            before = getattr(self.to, "name", None)
-            self.to.name = self.api._to_worker_info(to).name
-            try:
-                return original(to, func, *args, **kwargs)
-            finally:
-                self.to.name = before
-
-        return invoke
+        if self.machine.closed or not callable(func):
+            return original(to, func, *args, **kwargs)
+        if isinstance(func, torch.jit.ScriptFunction):
+            _refuse_scripted(func, [*args, *kwargs.values()])
+        elif _compat.builtin_name(func) is not None:
+            func = Builtin(func)
+        before = getattr(self.to, "name", None)
+        self.to.name = self.api._to_worker_info(to).name
+        try:
+            return original(to, func, *args, **kwargs)
+        finally:
+            self.to.name = before
 
     def reduce(self, original, tensor):
         """How a tensor is pickled: a GPU's as its copy, and where it goes. Raises RuntimeError where no device map says so."""
         if self.machine.closed:
             return original(tensor)
         here, to = tensor.device, getattr(self.to, "name", None)
+        sender, target = None, here
         if to is not None:
-            where = None, self.maps.get(to, {}).get(here, None if here.type == "cuda" else here)
-            if where[1] is None:
+            target = self.maps.get(to, {}).get(here, None if here.type == "cuda" else here)
+            if target is None:
                 raise RuntimeError(NO_MAP.format("Request", f"destination {to}", here))
         elif here.type == "cuda":  # an answer: who has asked knows the map, and this worker that there is one
-            where = self.name, here
-            if not any(here in of for of in self.reverse.values()):
+            sender = self.name
+            if not any(here in devices for devices in self.reverse.values()):
                 raise RuntimeError(NO_MAP.format("Response", "the caller", here))
-        else:
-            where = None, here
-        if here.type != "cuda" and where[1] == here:
+        if here.type != "cuda" and target == here:
             return original(tensor)
-        return (_receive, (*original(tensor.cpu()), *where))
+        return (_receive, (*original(tensor.cpu()), sender, target))
 
-    def to_here(self, original):
+    def to_here(self, original, rref, *args, **kwargs):
         """RRef.to_here: C++ fetches a tensor without its label, so its owner is asked where it is."""
-
-        @functools.wraps(original)
-        def fetch(rref, *args, **kwargs):
-            value = original(rref, *args, **kwargs)
-            if (
-                self.machine.closed
-                or not isinstance(value, torch.Tensor)
-                or rref.is_owner()
-                or gpu_of(value) is not None
-            ):
-                return value
-            device = self.api.rpc_sync(rref.owner(), _where, args=(rref,))
-            return value if device.type == "cpu" else self.received(value, rref.owner_name(), device)
-
-        return fetch
+        value = original(rref, *args, **kwargs)
+        is_plain = self.machine.closed or not isinstance(value, torch.Tensor) or rref.is_owner()
+        if is_plain or gpu_of(value) is not None:
+            return value
+        device = self.api.rpc_sync(rref.owner(), _where, args=(rref,))
+        return value if device.type == "cpu" else self.received(value, rref.owner_name(), device)
 
     def received(self, tensor, sender, device):
         """A tensor that has come as a copy, on its GPU. sender: who answers, with a tensor on a GPU of its own; None: who asks."""
         self.enter()
         if sender is not None:
-            ours = {theirs: ours for ours, theirs in self.maps.get(sender, {}).items()}
-            if device not in ours:
+            devices = {there: here for here, there in self.maps.get(sender, {}).items()}
+            if device not in devices:
                 raise RuntimeError(NO_MAP.format("Response", sender, device))
-            device = ours[device]
+            device = devices[device]
         gpu = self.machine.gpu(device)
         if gpu is not None:  # not a copy: distributed autograd is still to set where this very tensor has come from
             self.machine.place(tensor, gpu)
@@ -207,7 +183,7 @@ class Builtin:
 
 def _receive(receiver, place, sender, device):
     """Unpickles a tensor of a GPU."""
-    return _receivers["now"].received(receiver(*place), sender, device)
+    return Rpc.current.received(receiver(*place), sender, device)
 
 
 def _where(rref) -> torch.device:
@@ -217,11 +193,7 @@ def _where(rref) -> torch.device:
 
 def _meet() -> None:
     """What each thread of the pool is called for once."""
-    _meeting["now"].wait(SECONDS)
-
-
-_receivers: dict = {}
-_meeting: dict = {}
+    Rpc.current.met.wait(SECONDS)
 
 
 def _refuse_scripted(func, values) -> None:

@@ -2,52 +2,74 @@
 
 What gloo lacks is made from what it has: an average is a sum that is divided, a reduce_scatter an all_reduce of which each rank
 keeps its part (as gloo itself does it), an all_to_all of lists one of a single tensor. Copies travel as bytes, whatever their type.
+
+The table's rows have `carry(transfer, call)`, by gloo, and `alike(call, rank, size)`: what comes out where all ranks give what this one
+gives, for a rank that is played alone.
 """
 
-import contextlib
 import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from virtualgpu.distributed import _compat
 from virtualgpu.distributed.calls import Call
 
 
 class Transfer:
-    """A collective whose numbers are on their way: `wait()` returns when they have come, and raises what gloo does."""
+    """A collective whose numbers are on their way: `wait()` returns when they have come, and raises what gloo does.
 
-    def __init__(self):
-        self.works: list = []
-        self.last: list[Callable[[], None]] = []  # what is left to do then
-        self.call: Call | None = None  # keeps its tensors
+    Tensors are taken as what they really are: make it untracked.
+    """
 
-    def carry(self, operation, *arguments) -> None:
+    def __init__(self, gloo, call: Call, rank: int, size: int, timeout: timedelta):
+        self.gloo, self.rank, self.size, self.timeout = gloo, rank, size, timeout
+        self.call = call  # keeps its tensors
+        self._works: list = []
+        self._last: list[tuple[Callable, tuple]] = []  # what is left to do then
+        call.collective.carry(self, call)
+
+    def begin(self, operation: str, options, *arguments) -> None:
         """Begin an operation of gloo's group."""
-        with _held:  # of several threads each has groups of its own
-            HELD[:] = [tensor for tensor in HELD if tensor() is not None]
-            HELD.extend(weakref.ref(tensor) for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor))
-        self.works.append(operation(*arguments))
+        hold(arguments)
+        if hasattr(options, "timeout"):
+            options.timeout = self.timeout
+        self._works.append(getattr(self.gloo, operation)(*arguments, options))
+
+    def then(self, function: Callable, *args) -> None:
+        """Call this when the numbers have come."""
+        self._last.append((function, args))
 
     def wait(self) -> None:
         """Blocks until gloo is done, then does what is left to do. Called again, it has nothing to do."""
-        works, self.works = self.works, []
+        works, self._works = self._works, []
         for work in works:
             work.wait()
-        last, self.last = self.last, []
-        for step in last:
-            step()
+        last, self._last = self._last, []
+        for function, args in last:
+            function(*args)
 
 
 LOST: list[Call] = []  # gloo may still write into their tensors: its transfer failed
-_held = threading.Lock()
-HELD: list[weakref.ref] = []  # what gloo's threads were given, and may not have let go of
+_lock = threading.Lock()  # of several threads each has groups of its own
+HELD: list[weakref.ref] = []  # what gloo's threads were handed, and may not have let go of
+
+
+def hold(values: Iterable) -> None:
+    """Note tensors, also in lists, that gloo's threads are handed."""
+    with _lock:
+        HELD[:] = [tensor for tensor in HELD if tensor() is not None]
+        values = list(values)
+        for value in values:  # the list grows meanwhile
+            if isinstance(value, torch.Tensor):
+                HELD.append(weakref.ref(value))
+            elif isinstance(value, (list, tuple)):
+                values += value
 
 
 def let_go(seconds: float = 2.0) -> None:
@@ -59,14 +81,6 @@ def let_go(seconds: float = 2.0) -> None:
     until = time.monotonic() + seconds
     while any(tensor() is not None for tensor in HELD) and time.monotonic() < until:
         time.sleep(0.001)
-
-
-def start(gloo, call: Call, rank: int, size: int, timeout: timedelta) -> Transfer:
-    """Begin to carry the numbers. Tensors are taken as what they really are: call it untracked."""
-    transfer = Transfer()
-    transfer.call = call
-    CARRIERS[call.kind](gloo, call, rank, size, transfer, timeout)
-    return transfer
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,175 +100,180 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat(tensor).view(torch.uint8)
 
 
-def _put(target: torch.Tensor, memory: torch.Tensor) -> Callable[[], None]:
-    return lambda: flat(target).copy_(memory)
+# -- reductions
 
 
-class _Reduction:
-    """An operation of NCCL by those of gloo: what happens to a tensor before and after."""
-
-    def __init__(self, call: Call, size: int):
-        self.name, self.factor = call.reduction
-        self.size = size
-
-    def op(self, tensor: torch.Tensor):
-        if tensor.dtype is torch.bool and self.name == "SUM":
-            return dist.ReduceOp.MAX  # or, as NCCL has it
-        return getattr(dist.ReduceOp, "SUM" if self.name in ("AVG", "PREMUL_SUM") else self.name)
-
-    def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As a type that gloo can add up."""
-        memory = flat(tensor)
-        if memory.dtype is torch.bool:
-            return memory.view(torch.uint8)
-        return torch.view_as_real(memory).view(-1) if memory.is_complex() else memory
-
-    def before(self, memory: torch.Tensor) -> None:
-        if self.name == "PREMUL_SUM":
-            memory.mul_(self.factor)
-
-    def after(self, memory: torch.Tensor) -> None:
-        if self.name == "AVG":
-            if memory.is_floating_point():
-                memory.div_(self.size)
-            else:
-                memory.div_(self.size, rounding_mode="trunc")
+def _summable(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory, as a type that gloo can add up."""
+    memory = flat(tensor)
+    if memory.dtype is torch.bool:
+        return memory.view(torch.uint8)
+    return torch.view_as_real(memory).view(-1) if memory.is_complex() else memory
 
 
-def _all_reduce(gloo, call, rank, size, transfer, timeout):
-    reduction = _Reduction(call, size)
-    for outputs, _ in call.pairs:
-        memory = reduction.view(outputs[0])
-        reduction.before(memory)
-        if memory.numel():
-            _carry_sum(gloo, memory, reduction.op(outputs[0]), transfer, timeout)
-        transfer.last.append(lambda memory=memory: reduction.after(memory))
-
-
-def _carry_sum(gloo, memory, op, transfer, timeout):
-    options = _options(dist.AllreduceOptions, timeout)
-    options.reduceOp = op
-    transfer.carry(gloo.allreduce, [memory], options)
-
-
-def _reduce_scatter(gloo, call, rank, size, transfer, timeout):
-    reduction = _Reduction(call, size)
-    for outputs, inputs in call.pairs:
-        views = [reduction.view(tensor) for tensor in inputs]
-        memory = torch.cat(views) if len(views) > 1 else views[0].clone()
-        target = reduction.view(outputs[0])
-        begin = sum(view.numel() for view in views[:rank]) if len(views) > 1 else rank * target.numel()
-        part = memory[begin : begin + target.numel()]
-        reduction.before(memory)
-        if memory.numel():
-            _carry_sum(gloo, memory, reduction.op(outputs[0]), transfer, timeout)
-        transfer.last.append(lambda part=part: reduction.after(part))
-        transfer.last.append(lambda part=part, target=target: target.copy_(part))
-
-
-def _reduce(gloo, call, rank, size, transfer, timeout):
-    reduction = _Reduction(call, size)
-    options = _options(dist.ReduceOptions, timeout)
-    options.rootRank = call.root
-    for outputs, _ in call.pairs:
-        target = reduction.view(outputs[0])
-        memory = target.clone()
-        reduction.before(memory)
-        options.reduceOp = reduction.op(outputs[0])
-        if memory.numel():
-            transfer.carry(gloo.reduce, [memory], options)
-        if rank == call.root:
-            transfer.last.append(lambda memory=memory: reduction.after(memory))
-            transfer.last.append(lambda memory=memory, target=target: target.copy_(memory))
-
-
-def _broadcast(gloo, call, rank, size, transfer, timeout):
-    options = _options(dist.BroadcastOptions, timeout)
-    options.rootRank, options.rootTensor = call.root, 0
-    for outputs, _ in call.pairs:
-        if outputs[0].numel():
-            transfer.carry(gloo.broadcast, [_bytes(outputs[0])], options)
-
-
-def _all_gather(gloo, call, rank, size, transfer, timeout):
-    for outputs, inputs in call.pairs:
-        sizes = {tensor.numel() for tensor in (*outputs, *inputs)}
-        if len(outputs) > 1 and len(sizes) > 1:  # NCCL: a broadcast from each rank
-            flat(outputs[rank]).copy_(flat(inputs[0]))
-            for root, output in enumerate(outputs):
-                _broadcast(gloo, Call("broadcast", [([output], [output])], root=root), rank, size, transfer, timeout)
-            continue
-        given = _bytes(inputs[0]).clone() if len(outputs) == 1 else _bytes(inputs[0])  # it may be a part of the output
-        whole = _bytes(outputs[0]) if len(outputs) == 1 else given.new_empty(given.numel() * size)
-        if given.numel():
-            transfer.carry(gloo._allgather_base, whole, given, _options(_compat.AllgatherOptions, timeout))
-        if len(outputs) > 1:
-            for output, part in zip(outputs, whole.chunk(size) if given.numel() else [], strict=False):
-                transfer.last.append(_put(output, part.view(output.dtype)))
-
-
-def _gather(gloo, call, rank, size, transfer, timeout):
-    options = _options(dist.GatherOptions, timeout)
-    options.rootRank = call.root
-    for outputs, inputs in call.pairs:
-        given = _bytes(inputs[0])
-        if len(outputs) == 1 and size > 1:  # into one tensor
-            parts = list(_bytes(outputs[0]).chunk(size)) if rank == call.root else []
-        else:
-            parts = [torch.empty_like(given) for _ in outputs]
-            transfer.last += [
-                _put(output, part.view(output.dtype)) for output, part in zip(outputs, parts, strict=True)
-            ]
-        if given.numel():
-            transfer.carry(gloo.gather, [parts] if rank == call.root else [], [given], options)
-
-
-def _scatter(gloo, call, rank, size, transfer, timeout):
-    options = _options(dist.ScatterOptions, timeout)
-    options.rootRank = call.root
-    for outputs, inputs in call.pairs:
-        parts = [[_bytes(tensor) for tensor in inputs]] if rank == call.root else []
-        if outputs[0].numel():
-            transfer.carry(gloo.scatter, [_bytes(outputs[0])], parts, options)
-
-
-def _all_to_all(gloo, call, rank, size, transfer, timeout):
-    (outputs, inputs) = call.pairs[0]
-    if call.splits is None:
-        given = torch.cat([_bytes(tensor) for tensor in inputs])
-        splits = [[tensor.nbytes for tensor in side] for side in (outputs, inputs)]
-        whole = given.new_empty(sum(splits[0]))
+def _begin_reduction(transfer: Transfer, call: Call, memory: torch.Tensor, dtype: torch.dtype, to_root: bool) -> None:
+    """gloo reduces this memory of elements of `dtype`; an average is divided when that is done."""
+    name, factor = call.reduction
+    options = dist.ReduceOptions() if to_root else dist.AllreduceOptions()
+    if to_root:
+        options.rootRank = call.root
+    if dtype is torch.bool and name == "SUM":
+        options.reduceOp = dist.ReduceOp.MAX  # or, as NCCL has it
     else:
-        given, whole = _bytes(inputs[0]), _bytes(outputs[0])
-        rows = [tensor.nbytes // tensor.shape[0] if tensor.numel() else 0 for tensor in (outputs[0], inputs[0])]
-        splits = [[row * each for each in side] for row, side in zip(rows, call.splits, strict=True)]
-    options = _options(dist.AllToAllOptions, timeout)
-    transfer.carry(gloo.alltoall_base, whole, given, *splits, options)
-    if call.splits is None:
-        parts = whole.split(splits[0])
-        transfer.last += [_put(output, part.view(output.dtype)) for output, part in zip(outputs, parts, strict=True)]
+        options.reduceOp = getattr(dist.ReduceOp, "SUM" if name in ("AVG", "PREMUL_SUM") else name)
+    if name == "PREMUL_SUM":
+        memory.mul_(factor)
+    if memory.numel():
+        transfer.begin("reduce" if to_root else "allreduce", options, [memory])
+    if name == "AVG":
+        transfer.then(_divide, memory, transfer.size)
 
 
-def _barrier(gloo, call, rank, size, transfer, timeout):
-    options = _options(dist.BarrierOptions, timeout)
-    transfer.carry(gloo.barrier, options)
+def _divide(memory: torch.Tensor, size: int) -> None:
+    memory.div_(size, rounding_mode=None if memory.is_floating_point() else "trunc")
 
 
-def _options(kind, timeout: timedelta):
-    options = kind()
-    with contextlib.suppress(AttributeError):
-        options.timeout = timeout
-    return options
+def all_reduce(transfer: Transfer, call: Call) -> None:
+    """In the tensors' own memory."""
+    for outputs, _ in call.pairs:
+        _begin_reduction(transfer, call, _summable(outputs[0]), outputs[0].dtype, to_root=False)
 
 
-CARRIERS = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
-    "barrier": _barrier,
-}
+def reduce_scatter(transfer: Transfer, call: Call) -> None:
+    """An all_reduce of which each rank keeps its part."""
+    for (output,), inputs in call.pairs:
+        views, target = [_summable(tensor) for tensor in inputs], _summable(output)
+        if len(views) > 1:
+            memory, begin = torch.cat(views), sum(view.numel() for view in views[: transfer.rank])
+        else:
+            memory, begin = views[0].clone(), transfer.rank * target.numel()
+        _begin_reduction(transfer, call, memory, output.dtype, to_root=False)
+        transfer.then(target.copy_, memory[begin : begin + target.numel()])
+
+
+def reduce(transfer: Transfer, call: Call) -> None:
+    """In a copy: only the root's tensor changes."""
+    for (output,), _ in call.pairs:
+        target = _summable(output)
+        memory = target.clone()
+        _begin_reduction(transfer, call, memory, output.dtype, to_root=True)
+        if transfer.rank == call.root:
+            transfer.then(target.copy_, memory)
+
+
+# -- copies
+
+
+def broadcast(transfer: Transfer, call: Call) -> None:
+    """From the root's tensors to the others'."""
+    for outputs, _ in call.pairs:
+        _begin_broadcast(transfer, outputs[0], call.root)
+
+
+def _begin_broadcast(transfer: Transfer, tensor: torch.Tensor, root: int) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    if tensor.numel():
+        transfer.begin("broadcast", options, [_bytes(tensor)])
+
+
+def all_gather(transfer: Transfer, call: Call) -> None:
+    """Into one tensor, or a list; of unlike sizes, a broadcast from each rank, as NCCL does it."""
+    for outputs, (part,) in call.pairs:
+        if len(outputs) > 1 and len({tensor.numel() for tensor in (*outputs, part)}) > 1:
+            flat(outputs[transfer.rank]).copy_(flat(part))
+            for root, output in enumerate(outputs):
+                _begin_broadcast(transfer, output, root)
+        elif len(outputs) == 1:
+            memory = _bytes(part).clone()  # it may be a part of the output
+            if memory.numel():
+                transfer.begin("_allgather_base", _compat.AllgatherOptions(), _bytes(outputs[0]), memory)
+        elif part.numel():
+            memory = _bytes(part)
+            gathered = memory.new_empty(memory.numel() * transfer.size)
+            transfer.begin("_allgather_base", _compat.AllgatherOptions(), gathered, memory)
+            for output, chunk in zip(outputs, gathered.chunk(transfer.size), strict=False):
+                transfer.then(flat(output).copy_, chunk.view(output.dtype))
+
+
+def gather(transfer: Transfer, call: Call) -> None:
+    """Into one tensor, or a list, of the root."""
+    options, is_root = dist.GatherOptions(), transfer.rank == call.root
+    options.rootRank = call.root
+    for outputs, inputs in call.pairs:
+        memory = _bytes(inputs[0])
+        if len(outputs) == 1 and transfer.size > 1:
+            chunks = list(_bytes(outputs[0]).chunk(transfer.size)) if is_root else []
+        else:
+            chunks = [torch.empty_like(memory) for _ in outputs]
+            for output, chunk in zip(outputs, chunks, strict=True):
+                transfer.then(flat(output).copy_, chunk.view(output.dtype))
+        if memory.numel():
+            transfer.begin("gather", options, [chunks] if is_root else [], [memory])
+
+
+def scatter(transfer: Transfer, call: Call) -> None:
+    """From a list of the root."""
+    options = dist.ScatterOptions()
+    options.rootRank = call.root
+    for (output,), inputs in call.pairs:
+        chunks = [[_bytes(tensor) for tensor in inputs]] if transfer.rank == call.root else []
+        if output.numel():
+            transfer.begin("scatter", options, [_bytes(output)], chunks)
+
+
+def all_to_all(transfer: Transfer, call: Call) -> None:
+    """Rows of one tensor, or tensors of a list, which travel as one."""
+    outputs, inputs = call.pairs[0]
+    if call.splits is not None:
+        widths = [tensor.nbytes // tensor.shape[0] if tensor.numel() else 0 for tensor in (outputs[0], inputs[0])]
+        splits = [[width * rows for rows in side] for width, side in zip(widths, call.splits, strict=True)]
+        transfer.begin("alltoall_base", dist.AllToAllOptions(), _bytes(outputs[0]), _bytes(inputs[0]), *splits)
+        return
+    source = torch.cat([_bytes(tensor) for tensor in inputs])
+    takes, gives = ([tensor.nbytes for tensor in side] for side in (outputs, inputs))
+    received = source.new_empty(sum(takes))
+    transfer.begin("alltoall_base", dist.AllToAllOptions(), received, source, takes, gives)
+    for output, chunk in zip(outputs, received.split(takes), strict=True):
+        transfer.then(flat(output).copy_, chunk.view(output.dtype))
+
+
+def barrier(transfer: Transfer, call: Call) -> None:
+    """Nothing but the meeting."""
+    transfer.begin("barrier", dist.BarrierOptions())
+
+
+# -- where all ranks are alike
+
+
+def all_reduce_alike(call: Call, rank: int, size: int) -> None:
+    """A sum and a product count all ranks; others leave a tensor as it is."""
+    name, factor = call.reduction
+    for tensor in call.outputs:
+        if name == "PREMUL_SUM":
+            tensor.mul_(factor)
+        if name in ("SUM", "PREMUL_SUM") and tensor.dtype is not torch.bool:
+            tensor.mul_(size)
+        elif name == "PRODUCT":
+            tensor.pow_(size)
+
+
+def broadcast_alike(call: Call, rank: int, size: int) -> None:
+    """What another rank broadcasts is not known: 0."""
+    if rank != call.root:
+        for tensor in call.outputs:
+            tensor.zero_()
+
+
+def all_gather_alike(call: Call, rank: int, size: int) -> None:
+    """This rank's part in each place; 0 from ranks whose parts have another size."""
+    for outputs, (part,) in call.pairs:
+        if len(outputs) == 1:
+            flat(outputs[0]).view(size, -1)[:] = flat(part)
+            continue
+        uneven = any(output.numel() != part.numel() for output in outputs)
+        for index, output in enumerate(outputs):
+            if uneven and index != rank:
+                output.zero_()
+            else:
+                flat(output).copy_(flat(part))

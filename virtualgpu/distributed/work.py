@@ -4,78 +4,121 @@ import torch
 
 from virtualgpu._compat import current_node, graph_task
 from virtualgpu.distributed import _compat, transport
+from virtualgpu.distributed.arrivals import Words
 from virtualgpu.distributed.calls import Call
+from virtualgpu.distributed.counts import counts
+from virtualgpu.distributed.transport import Transfer
 from virtualgpu.engine.machine import GPU
 from virtualgpu.timing.queues import Queue
 
 
-class VirtualWork(_compat.Work):
-    """One collective of this rank. `issued`: when the rank came to it; `begin`, `end`: known once it is resolved. `late`: its end
-    for this rank's streams, whose kernels were slowed by the collectives before it (simulation.beside).
+class SimulatedWork(_compat.Work):
+    """What a program waits for. late: when it ends for this rank's streams; `finish` makes that known."""
 
-    Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
-    """
-
-    def __init__(self, communicator, number: int, call: Call, gpu: GPU, stream: Queue, issued: float):
+    def __init__(self, communicator, gpu: GPU):
         super().__init__()
-        self.communicator, self.number, self.call = communicator, number, call
-        self.gpu, self.stream, self.issued = gpu, stream, issued
-        self.begin = self.end = self.late = None
-        self.charged = communicator.clock.collectives.beside[gpu.index].charged
-        self.words = None  # that this rank says of it
-        self.transfer = None
-        self._value = call.outputs
-        self._future = None
-        self._failed = None
+        self.communicator, self.gpu = communicator, gpu
+        self.late: float | None = None
 
     def finish(self) -> None:
         """The numbers are there, and the end is known; no stream waits for it yet. Blocks this process, not the simulated host."""
-        if self._failed is not None:
-            raise self._failed
-        try:
-            if self.end is None:
-                self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
-            if self.transfer is not None:
-                transfer = self.transfer
-                with self.communicator.errors(self.call.kind), self.communicator.machine.untracked():
-                    transfer.wait()
-                self.transfer = None
-        except RuntimeError as error:
-            self._failed = error
-            self.communicator.failed = self.communicator.failed or error
-            self.communicator.forget(self)
-            if self.transfer is not None:
-                transport.LOST.append(self.call)
-            raise
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """As wait(), before whoever called has got it."""
+        raise NotImplementedError
 
     def wait(self, timeout=None) -> bool:
-        """The current stream waits for it; after a barrier the host does, too."""
+        """The current stream of its GPU waits for it; after a barrier the host does, too. Always True; `timeout` is not heeded."""
         self.join()
         self.communicator.arrived(self)
         return True
 
-    def join(self) -> None:
-        """As wait(), before whoever called has got it."""
-        self.finish()
-        clock = self.communicator.clock
-        clock.collectives.wait(self.gpu.index, self.late)
-        if self.call.kind == "barrier":
-            clock.wait_until(self.late)
-        self.communicator.forget(self)
-        self._value_after_wait()
-
     def synchronize(self) -> None:
-        """As wait(): the host waits only after a barrier."""
+        """As wait()."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As wait(), which after a barrier blocks the host, too."""
+        """As wait()."""
         self.wait()
 
     def is_completed(self) -> bool:
         """Has the host's clock passed its end? Asking takes a moment of it."""
         self.finish()
         return self.communicator.clock.collectives.over(self.late)
+
+
+class VirtualWork(SimulatedWork):
+    """One collective of this rank. words: what the rank says of it. issued: when the rank came to it. late: after the kernels that were
+    slowed by the collectives before it (timing.beside).
+
+    Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
+    """
+
+    def __init__(self, communicator, number: int, call: Call, words: Words, gpu: GPU, stream: Queue, issued: float):
+        super().__init__(communicator, gpu)
+        self.number, self.call, self.words, self.stream, self.issued = number, call, words, stream, issued
+        self.charged = communicator.clock.collectives.beside[gpu.index].charged
+        self._transfer: Transfer | None = None
+        self._outputs = call.outputs
+        self._future: torch.futures.Future | None = None
+        self._failed: RuntimeError | None = None
+        self._joined = False  # has somebody waited?
+
+    def carry(self) -> None:
+        """Begin to carry the numbers; in a dry run those of counts alone."""
+        comm = self.communicator
+        with comm.machine.untracked():
+            call = counts(self.call) if comm.machine.dry else self.call
+            if call is None:
+                return
+            if comm.gloo is not None:
+                self._transfer = Transfer(comm.gloo, call, comm.rank, comm.size, comm.timeout)
+            elif comm.machine.dry:
+                call.collective.alike(call, comm.rank, comm.size)
+
+    def resolve(self, late: float) -> None:
+        """Its end is known."""
+        self.late = late
+
+    def finish(self) -> None:
+        """The numbers are there, and the end is known. Raises what it failed with."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            if self.late is None:
+                self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
+            if self._transfer is not None:
+                self._receive(self._transfer)
+        except RuntimeError as error:
+            self._failed = error
+            self.communicator.fail(self, error)
+            if self._transfer is not None:
+                transport.LOST.append(self.call)
+            raise
+
+    def _receive(self, transfer: Transfer) -> None:
+        try:
+            with self.communicator.machine.untracked():
+                transfer.wait()
+        except RuntimeError as error:
+            self.communicator.explain(error, self.call.kind)
+            raise
+        self._transfer = None
+
+    def join(self) -> None:
+        """The current stream waits for it; after a barrier the host does, too."""
+        self.finish()
+        clock = self.communicator.clock
+        clock.collectives.wait(self.gpu.index, self.late)
+        if self.call.kind == "barrier":
+            clock.wait_until(self.late)
+        if not self._joined:
+            self._joined = True
+            self.communicator.forget(self)
+            self.call.release()
+        if self._future is not None and not self._future.done():
+            self._future.set_result(self._outputs)
 
     def is_success(self) -> bool:
         """False once it has failed; True also while nobody has asked for its end."""
@@ -87,11 +130,7 @@ class VirtualWork(_compat.Work):
 
     def result(self) -> list[torch.Tensor]:
         """The outputs; [] after `release`."""
-        return self._value
-
-    def source_rank(self) -> int:
-        """The call's root, within the group; 0 where there is none."""
-        return self.call.root
+        return self._outputs
 
     def get_future(self) -> torch.futures.Future:
         """Holds the outputs. In a backward pass it is complete at the pass's end, or when somebody in Python asks for it."""
@@ -104,18 +143,9 @@ class VirtualWork(_compat.Work):
                 self.communicator.at_end_of_backward(self)
         return self._future
 
-    def get_future_result(self) -> torch.futures.Future:
-        """As get_future(), with the outputs for its value; PyTorch's has a number, its WorkResult."""
-        return self.get_future()
-
-    def _value_after_wait(self) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_result(self._value)
-        self.call.pairs = []
-
     def release(self) -> None:
         """Who called waits no more, and asks for no result: its tensors are not held."""
-        self._value = []
+        self._outputs = []
 
 
 class CoalescedWork(_compat.Work):

@@ -122,9 +122,9 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
         cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
     )
     if settings.single_rank is not None:
-        from virtualgpu.distributed import rank_config, single_rank
+        from virtualgpu.distributed import rank_config
 
-        single_rank.enter(machine, rank_config.make(*settings.single_rank))
+        rank_config.enter(machine, rank_config.make(*settings.single_rank))
     if ledger is not None:
         machine.share(ledger)
 

@@ -90,7 +90,7 @@ def choose(rank: int) -> None:
 def meet(store) -> None:
     """In a rank: where it learns which of the others have returned."""
     if _machine() is not None:
-        _machine().communicators.launched = store
+        _machine().communicators.meet(store)
 
 
 def returned(store, rank: int) -> None:

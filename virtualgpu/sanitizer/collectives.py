@@ -43,12 +43,12 @@ def install(machine: Machine, patches: Patches, detector: Detector) -> None:
         return work
 
     def messages(_, of, exchange) -> None:
-        if of.of.machine is not machine:
+        if of.communicator.machine is not machine:
             return
         queue, begun = exchange.stream, detector.work("a message")
         detector.joined(queue, [clock.current(exchange.gpu.index)])
         for way, peer, tensor in exchange.messages:
-            begun.operation = ("recv from" if way == RECV else "send to") + f" rank {of.of.ranks[peer]}"
+            begun.operation = ("recv from" if way == RECV else "send to") + f" rank {of.communicator.ranks[peer]}"
             begun.touch(tensor, "tensor", way == RECV, queue)
         _remember(exchange, queue)
 

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
 from virtualgpu.distributed import _compat, groups
-from virtualgpu.distributed.calls import OPERATIONS
-from virtualgpu.distributed.functional import FUNCTIONS
+from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 SEVERAL = hasattr(_compat.ReduceOp, "unbox")  # factors of PREMUL_SUM that can be told from each other

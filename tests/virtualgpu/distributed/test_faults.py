@@ -150,10 +150,12 @@ def test_the_end_waits_until_no_thread_of_gloo_holds_a_tensor():
     virtualgpu.gpus(1)
     holds = threading.Event()
 
-    def all_reduce(tensor):
-        threading.Thread(target=lambda held: (holds.set(), time.sleep(0.3)), args=[tensor]).start()
+    def keep(held):
+        transport.hold(held)
+        holds.set()
+        time.sleep(0.3)
 
-    transport.Transfer().carry(all_reduce, torch.ones(3))
+    threading.Thread(target=keep, args=[[torch.ones(3)]]).start()
     holds.wait()
     assert transport.HELD[-1]() is not None
     Communicators(session.current()).forget()
@@ -161,7 +163,7 @@ def test_the_end_waits_until_no_thread_of_gloo_holds_a_tensor():
 
 
 def test_what_gloo_never_lets_go_of_is_not_waited_for():
-    kept = []
-    transport.Transfer().carry(kept.append, torch.ones(3))
+    kept = [torch.ones(3)]
+    transport.hold(kept)
     transport.let_go(seconds=0.1)
     assert transport.HELD[-1]() is kept[0]

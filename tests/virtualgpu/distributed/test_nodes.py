@@ -25,8 +25,10 @@ class Machine:
 
 
 def layout(environs: list[dict], gpus: list[int], *machine) -> Layout:
-    said = [Where.of(Machine(*machine), GPU(gpu), environ).said() for gpu, environ in zip(gpus, environs, strict=True)]
-    return Layout([Where.heard(one) for one in said])
+    said = [
+        Where.of(Machine(*machine), GPU(gpu), environ).as_json() for gpu, environ in zip(gpus, environs, strict=True)
+    ]
+    return Layout([Where.of_json(one) for one in said])
 
 
 def torchrun(rank: int, agents: int, local: int) -> dict[str, str]:

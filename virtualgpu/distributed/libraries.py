@@ -1,0 +1,88 @@
+"""torch.distributed.pipelining and FullyShardedDataParallel (FSDP1), once a program has imported them.
+
+Pipelining: the kernels of each pass of a micro-batch carry its name, whatever the schedule. The schedules of several stages a rank
+annotate their work, GPipe does by another name, and 1F1B does not. Here a stage's own methods do it, by the names of the first: "PP:2F3"
+is stage 2's forward pass of micro-batch 3, B its backward pass, I and W the halves of that, the input's gradients and the weights'.
+Before their first step stages agree on how to learn shapes, by a vote whose value counts in a dry run, too.
+
+FSDP1, in a dry run: what has values, such as BatchNorm's count of batches, goes to its GPU as well. FSDP1 moves a module's states by
+`state.data = state.to(device)`, which PyTorch refuses between a tensor with values and one without, so those are swapped.
+"""
+
+import functools
+
+import torch
+from torch import nn
+
+from virtualgpu._compat import is_really_meta
+from virtualgpu.distributed import _compat
+from virtualgpu.distributed.objects import with_numbers
+from virtualgpu.distributed.patches import stand_in
+from virtualgpu.engine.machine import Machine
+from virtualgpu.torch_api.imports import when_imported
+from virtualgpu.torch_api.registry import Patches
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """What is to be done when a program imports them."""
+    when_imported(_compat.PIPELINE_SCHEDULES, functools.partial(_install_pipelines, machine, patches), patches)
+    when_imported(_compat.FSDP1, functools.partial(_install_fsdp1, machine, patches), patches)
+
+
+def _install_pipelines(machine: Machine, patches: Patches, module) -> None:
+    stage = _compat.pipeline_stage(module)
+    for name, label in LABELS.items():
+        patches.replace(stage, name, stand_in(_annotated, getattr(stage, name), machine, label))
+    votes = _compat.pipeline_votes(module)
+    if votes is not None:
+        patches.replace(*votes, stand_in(_vote, getattr(*votes), machine, module))
+
+
+def _install_fsdp1(machine: Machine, patches: Patches, module) -> None:
+    name = _compat.MOVES_STATES
+    patches.replace(module, name, stand_in(_move_states, getattr(module, name), machine))
+
+
+def _backward_label(bwd_chunk_id, loss=None, full_backward=True, *args, **kwargs) -> str:
+    return f"{'B' if full_backward else 'I'}{bwd_chunk_id}"
+
+
+LABELS = {  # of a stage's methods, by their arguments
+    "forward_one_chunk": lambda number, *args, **kwargs: f"F{number}",
+    "backward_one_chunk": _backward_label,
+    "backward_weight_one_chunk": lambda number, *args, **kwargs: f"W{number}",
+    "scale_grads": lambda factor: "REDUCE_GRAD",
+}
+
+
+def _annotated(original, machine: Machine, label, stage, *args, **kwargs):
+    text, local = label(*args, **kwargs), machine.clock.local
+    before = local.kind
+    if not text.startswith("F"):  # also what is done outside autograd: += of the weights' gradients
+        local.kind = "backward"
+    try:
+        with torch.profiler.record_function(f"PP:{stage.stage_index}{text}"):
+            return original(stage, *args, **kwargs)
+    finally:
+        machine.clock.local.kind = before
+
+
+def _vote(original, machine: Machine, module, schedule, stages, has_backward, *args, **kwargs) -> None:
+    is_passed_along = machine.single_rank is not None and original.__name__ == _compat.PASSED_ALONG
+    if not (is_passed_along and _compat.vote_for_all(module, stages, has_backward)):  # else nobody would send it
+        with_numbers(original, machine, schedule, stages, has_backward, *args, **kwargs)
+
+
+def _move_states(original, machine: Machine, params, buffers, device) -> None:
+    if machine.dry and device is not None:
+        for state in (*params, *buffers):
+            _swap(state, device)
+    original(params, buffers, device)
+
+
+def _swap(state: torch.Tensor, device: torch.device) -> None:
+    with torch.no_grad():
+        there = state.to(device)
+        if is_really_meta(there) and not is_really_meta(state):
+            there = nn.Parameter(there, state.requires_grad) if isinstance(state, nn.Parameter) else there
+            torch.utils.swap_tensors(state, there)
