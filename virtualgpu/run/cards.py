@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from virtualgpu.environment import Card
-from virtualgpu.run.smi_topology import Links
+from virtualgpu.run.smi.topology import Links
 
 HARDWARE = "virtualgpu.hardware"
 DEFAULT = 2  # GPUs, as virtualgpu.gpus()

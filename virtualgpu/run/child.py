@@ -43,12 +43,12 @@ class _Process:
 
             report.register(peaks.Peaks(machine).peaks)
         if self.settings.explain is not None:
-            from virtualgpu.run import explain_watch
+            from virtualgpu.run.explain import watch
 
             settings = self.settings
-            self.steps = explain_watch.Watch(machine, settings.steps, settings.explain, settings.folder)
+            self.steps = watch.Watch(machine, settings.steps, settings.explain, settings.folder)
         elif self.settings.steps is not None:
-            from virtualgpu.run import rows, steps
+            from virtualgpu.run.trials import rows, steps
 
             self.steps = steps.Watch(machine, self.settings.steps, rows.Rows())
         elif not self.settings.report:
@@ -100,9 +100,9 @@ def start() -> None:
     global _process
     settings = environment.settings()
     if settings is None and os.environ.get(environment.PROFILED):
-        from virtualgpu.run import explain_real
+        from virtualgpu.run.explain import real
 
-        explain_real.start()
+        real.start()
     if _process is None and settings is not None:
         _process = _Process(settings)
         _process.start()
@@ -115,9 +115,9 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
     if settings.explain:
-        from virtualgpu.run import explain_changes
+        from virtualgpu.run.explain import changes
 
-        cards = explain_changes.cards(settings.explain, cards)
+        cards = changes.cards(settings.explain, cards)
     machine = session.activate(
         cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
     )

@@ -93,9 +93,9 @@ def main(arguments: list[str]) -> int:
     could be started.
     """
     if arguments[:1] == ["fit"]:
-        from virtualgpu.run import fit_cli
+        from virtualgpu.run.fit import cli as fit
 
-        return fit_cli.main(arguments[1:])
+        return fit.main(arguments[1:])
     try:
         options = parse(arguments)
         if options.help:
@@ -108,9 +108,9 @@ def main(arguments: list[str]) -> int:
         from virtualgpu.run import misplaced, program
 
         if options.explain:
-            from virtualgpu.run import explain_cli
+            from virtualgpu.run.explain import cli as explain
 
-            return explain_cli.main(options, settings)
+            return explain.main(options, settings)
         ours = (*WITH_VALUE, *WITHOUT[:-1])  # all but --help
         _say(misplaced.at_start(options.program, ours))
         status = program.run(settings, list(options.program), options.trace, options.quiet)

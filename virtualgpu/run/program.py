@@ -13,10 +13,11 @@ from typing import TextIO
 
 from virtualgpu import environment, scratch
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import smi, table
+from virtualgpu.run import table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(HERE, "site")
+SMI = os.path.join(HERE, "smi", "__main__.py")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
 MACHINE_CODE = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # Linux, Windows, macOS
 
@@ -29,7 +30,7 @@ def folder() -> Iterator[str]:
         if os.name == "posix":
             tool = os.path.join(path, "bin", "nvidia-smi")
             os.mkdir(os.path.dirname(tool))
-            script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(smi.__file__)} "$@"\n'
+            script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(SMI)} "$@"\n'
             with open(tool, "wb") as file:  # without site and environment: it starts in a tenth of the time
                 file.write(os.fsencode(script))  # paths may have any letters, in any locale
             os.chmod(tool, 0o755)

@@ -9,8 +9,11 @@ import sys
 import pytest
 
 from tests.processes import family, wait_until
-from virtualgpu.run import fit, fit_cli, fit_table, steps
-from virtualgpu.run.fit_prices import Price
+from virtualgpu.run.fit import cli as fit_cli
+from virtualgpu.run.fit import search as fit
+from virtualgpu.run.fit import table as fit_table
+from virtualgpu.run.fit.prices import Price
+from virtualgpu.run.trials import steps
 
 PROGRAM = """
 import argparse, os, torch

@@ -1,4 +1,4 @@
-"""In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`explain_changes`) where it asks for one."""
+"""In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`changes`) where it asks for one."""
 
 import functools
 import itertools
@@ -10,9 +10,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from virtualgpu import environment
-from virtualgpu.run import explain_changes, steps
-from virtualgpu.run.explain_loader import Loader
-from virtualgpu.run.explain_parts import Parts, parts
+from virtualgpu.run.explain import changes
+from virtualgpu.run.explain.loader import Loader
+from virtualgpu.run.explain.parts import Parts, parts
+from virtualgpu.run.trials import steps
 from virtualgpu.timing.trace import Recording
 
 SUFFIX = ".explained"
@@ -41,17 +42,15 @@ class Watch(steps.Watch):
         super().__init__(machine, most)
         batches = change.get("batches", {})
         self.rank = environment.rank()
-        self.loader = Loader(
-            machine, folder, lambda: 0.0 if "loader" in change else explain_changes.of_rank(batches, rank())
-        )
+        self.loader = Loader(machine, folder, lambda: 0.0 if "loader" in change else changes.of_rank(batches, rank()))
         self.half, self.bucket_cap, self.collectives = False, None, {}
         self.wrapped: list[torch.nn.Module] = []  # in DistributedDataParallel, without a hook for its communication
         self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
         self._note_collectives()
-        explain_changes.bucketed(self._note_bucket)
+        changes.bucketed(self._note_bucket)
         self._note_hooks()
         register_module_forward_pre_hook(self._note_half)
-        self.before_step = explain_changes.apply(change, machine, rank)
+        self.before_step = changes.apply(change, machine, rank)
         machine.clock.spans = Recording()
         self.before_step(0)
 
@@ -127,7 +126,7 @@ class Watch(steps.Watch):
     def _note_hooks(self) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        explain_changes.made(lambda ddp: self.wrapped.append(ddp))
+        changes.made(lambda ddp: self.wrapped.append(ddp))
         real = DistributedDataParallel.register_comm_hook
 
         @functools.wraps(real)
@@ -160,7 +159,7 @@ class Watch(steps.Watch):
         return sum(taken) / len(taken) if taken else None
 
     def _note_bucket(self, megabytes: float | None) -> float | None:
-        self.bucket_cap = min(megabytes or explain_changes.DEFAULT_BUCKET, self.bucket_cap or float("inf"))
+        self.bucket_cap = min(megabytes or changes.DEFAULT_BUCKET, self.bucket_cap or float("inf"))
         return megabytes
 
 

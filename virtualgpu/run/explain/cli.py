@@ -4,8 +4,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from virtualgpu.environment import Settings
-from virtualgpu.run import explain, explain_real, explain_table, fit_bar
-from virtualgpu.run.fit_programs import ended_by_sigterm
+from virtualgpu.run.explain import real, runs, table
+from virtualgpu.run.trials import progress
+from virtualgpu.run.trials.programs import ended_by_sigterm
 
 if TYPE_CHECKING:
     from virtualgpu.run.cli import Options
@@ -19,19 +20,19 @@ def main(options: "Options", settings: Settings) -> int:
 
     Raises ValueError for a program that is not there.
     """
-    most = explain.STEPS if options.steps is None else options.steps
+    most = runs.STEPS if options.steps is None else options.steps
     try:
-        with ended_by_sigterm(), fit_bar.line() as told:
-            if options.real and explain_real.gpus():
-                where, found = explain_table.REAL, explain_real.run(options.program, most, options.limit, told)
+        with ended_by_sigterm(), progress.line() as told:
+            if options.real and real.gpus():
+                where, found = table.REAL, real.run(options.program, most, options.limit, told)
             else:
-                where = explain_table.machine(settings)
-                found = explain.run(options.program, settings, most, options.jobs, options.limit, told)
+                where = table.machine(settings)
+                found = runs.run(options.program, settings, most, options.jobs, options.limit, told)
     except KeyboardInterrupt:
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
     if found.failed and not options.json:
         print(f"python -m virtualgpu: {found.failed}", file=sys.stderr)
     else:
-        print(explain_table.as_json(found) if options.json else "\n".join(explain_table.lines(found, where)))
+        print(table.as_json(found) if options.json else "\n".join(table.lines(found, where)))
     return 2 if found.failed else 0

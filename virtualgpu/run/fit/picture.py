@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from virtualgpu.run.fit import Trial
+from virtualgpu.run.fit.search import Trial
 
 GIB = 2**30
 

@@ -6,17 +6,15 @@ import re
 import signal
 import time
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from virtualgpu.run.ranks import Rank
+from virtualgpu.run.ranks.rank import Rank
+from virtualgpu.run.ranks.worker import ASK
 
 GRACE = 0.3  # seconds in which a process that died may still be found before a survivor is blamed
-ASK = getattr(signal, "SIGUSR1", None)  # makes a rank write down its stack (faulthandler); there is none on Windows
 LONGEST = 3600.0  # seconds of one wait: the system's own limit is some weeks
 START = 120.0  # seconds in which ranks must have begun: from a cold disk PyTorch alone may take a minute
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-PACKAGE = os.path.join(os.path.dirname(os.path.dirname(HERE)), "")
+PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(HERE))), "")
 LIBRARIES = (os.path.join(os.path.dirname(os.path.abspath(os.__file__)), ""), "<frozen ")
 PACKAGES = ("site-packages", "dist-packages")
 
@@ -30,7 +28,7 @@ class WorkerError(RuntimeError):
         self.rank, self.places = rank, places or []
 
 
-def until_done(ranks: "list[Rank]", timeout: float) -> None:
+def until_done(ranks: list[Rank], timeout: float) -> None:
     """Wait for every rank. Raises WorkerError for the first that fails, or `timeout` seconds after the last of them began."""
     begun, since = False, time.monotonic()
     while not all(rank.done for rank in ranks):
@@ -49,7 +47,7 @@ def until_done(ranks: "list[Rank]", timeout: float) -> None:
             _raise_first_failure(ranks)
 
 
-def _raise_first_failure(ranks: "list[Rank]") -> None:
+def _raise_first_failure(ranks: list[Rank]) -> None:
     """A process that died comes before those that miss it; among those that raised, the first."""
     time.sleep(GRACE)
     for rank in ranks:
@@ -61,7 +59,7 @@ def _raise_first_failure(ranks: "list[Rank]") -> None:
     raise WorkerError(first.index, f"rank {first.index} failed first:\n{first.error[1]}")
 
 
-def died(rank: "Rank") -> str | None:
+def died(rank: Rank) -> str | None:
     """How it ended, if it ended without a word."""
     code = rank.process.exitcode
     if rank.done or rank.error or code is None:
@@ -75,7 +73,7 @@ def died(rank: "Rank") -> str | None:
     return how + (f". Its last words:\n{said[-2000:]}" if said else "")
 
 
-def where(ranks: "list[Rank]") -> list[str]:
+def where(ranks: list[Rank]) -> list[str]:
     """Of each rank, the line of the reader's code that it stands in, asked of the running process."""
     running = [rank for rank in ranks if rank.state != "starting" and not rank.done and rank.process.exitcode is None]
     if ASK:
@@ -86,11 +84,11 @@ def where(ranks: "list[Rank]") -> list[str]:
     return [f"rank {rank.index} {_stands(rank) if rank in running else _is(rank)}" for rank in ranks]
 
 
-def _is(rank: "Rank") -> str:
+def _is(rank: Rank) -> str:
     return "is still starting" if rank.process.exitcode is None and not rank.done else "has ended"
 
 
-def _stands(rank: "Rank") -> str:
+def _stands(rank: Rank) -> str:
     frames = frames_of(rank.stacks.read_text("ascii", "replace") if rank.stacks.exists() else "")
     if not frames:
         return "does not answer"

@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 
 from virtualgpu.environment import Settings
-from virtualgpu.run import fit_output, table
-from virtualgpu.run.explain import Explanation, Row, Tried
-from virtualgpu.run.explain_parts import (
+from virtualgpu.run.explain.candidates import COMPUTING, LEAST, amount
+from virtualgpu.run.explain.parts import (
     COMMUNICATION,
     COPIES,
     LAUNCHES,
@@ -17,7 +16,9 @@ from virtualgpu.run.explain_parts import (
     Parts,
     mean,
 )
-from virtualgpu.run.explain_tries import COMPUTING, LEAST, amount
+from virtualgpu.run.explain.runs import Explanation, Row, Tried
+from virtualgpu.run.table import names
+from virtualgpu.run.trials import messages
 
 COLUMNS = 2  # of more ranks than so many: those with the least and the most work of their own, and the mean
 NAMED = 2  # changes that are told in a sentence
@@ -60,7 +61,7 @@ def lines(found: Explanation, where: str) -> list[str]:
         told.append("The loader was measured on this machine; all other times are simulated.")
     told += sentences(found)
     if found.reads:
-        told.append(fit_output.not_known([found.reads]))
+        told.append(messages.not_known([found.reads]))
     return told
 
 
@@ -161,7 +162,7 @@ def milliseconds(seconds: float) -> str:
 
 def machine(settings: Settings) -> str:
     """The virtual GPUs, in words."""
-    cards = table.names(settings.cards)
+    cards = names(settings.cards)
     return f"{cards}, rank {settings.single_rank[1]} of {settings.single_rank[0]}" if settings.single_rank else cards
 
 

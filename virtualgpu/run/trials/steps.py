@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from virtualgpu.run.table import size
 
 if TYPE_CHECKING:
-    from virtualgpu.run.rows import Rows
+    from virtualgpu.run.trials.rows import Rows
 
 SUFFIX = ".steps"
 
@@ -21,7 +21,7 @@ SUFFIX = ".steps"
 class Steps(NamedTuple):
     """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None.
     rows: shapes that went into the model in the last step, each with its calls; passes: backward passes of it, of which several
-    optimizers make one (run/rows.py)."""
+    optimizers make one (run/trials/rows.py)."""
 
     rank: int
     ends: list[float]

@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from virtualgpu import environment
-from virtualgpu.run import explain_trace, fit_output, program
-from virtualgpu.run.explain import NOT_ENDED, STEPS, Explanation, Row
-from virtualgpu.run.explain_parts import mean, parts
-from virtualgpu.run.fit_programs import Programs
+from virtualgpu.run import program
+from virtualgpu.run.explain import kernels
+from virtualgpu.run.explain.parts import mean, parts
+from virtualgpu.run.explain.runs import NOT_ENDED, STEPS, Explanation, Row
+from virtualgpu.run.trials import messages
+from virtualgpu.run.trials.programs import Programs
 
 SUFFIX = ".profile.json"
 SKIPPED = 2  # steps before the profiler begins
@@ -53,20 +55,20 @@ def run(
     if status is None:
         return Explanation(failed=NOT_ENDED)
     if status:
-        return Explanation(failed=fit_output.error(said) or f"the program ended with status {status}")
+        return Explanation(failed=messages.error(said) or f"the program ended with status {status}")
     return explained(traces)
 
 
 def explained(traces: Sequence[tuple[int, list[dict]]]) -> Explanation:
     """From (rank, the events of its trace): a row for each GPU of each rank."""
-    read = [(rank, explain_trace.read(events)) for rank, events in traces]
+    read = [(rank, kernels.read(events)) for rank, events in traces]
     ended = [(rank, trace) for rank, trace in read if len(trace.ends) >= 2]
     if not ended:
         return Explanation(
             failed="the program ended before the profiler had seen a step of an optimizer of torch.optim"
         )
     rows, taken = [], []
-    met = explain_trace.meet([trace for _, trace in ended])
+    met = kernels.meet([trace for _, trace in ended])
     for (rank, _), trace in zip(ended, met, strict=True):
         for gpu in sorted({span.gpu for span in trace.spans}):
             own = [span for span in trace.spans if span.gpu == gpu]
@@ -110,7 +112,7 @@ class Profile:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.profiler is not None:
-            with torch.profiler.record_function(explain_trace.MARK):
+            with torch.profiler.record_function(kernels.MARK):
                 pass
         if self.count == self.most:
             if torch.cuda.is_available():

@@ -1,11 +1,11 @@
 """What a GPU costs per hour: a dated table, which the reader may replace."""
 
 import csv
-import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-TABLE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hardware", "data", "prices.csv")
+TABLE = str(Path(__file__).parents[2] / "hardware" / "data" / "prices.csv")
 
 
 class Price(NamedTuple):
@@ -29,17 +29,17 @@ def load(path: str | None = None) -> dict[str, Price]:
         raise ValueError(f"{path}: a table of prices has the columns card and usd_per_hour ({error})") from None
 
 
-def of(card: str, prices: Mapping[str, Price]) -> Price | None:
+def price_of(card: str, prices: Mapping[str, Price]) -> Price | None:
     """That card's, whichever way its name is written: "A100", "a100". None where the table has none."""
     names = {name.casefold(): price for name, price in prices.items()}
     return names.get(card.strip().casefold())
 
 
-def told(cards: Iterable[str], prices: Mapping[str, Price]) -> str:
+def whose(cards: Iterable[str], prices: Mapping[str, Price]) -> str:
     """Whose prices they are, and of when."""
     words = []
     for card in dict.fromkeys(cards):
-        price = of(card, prices)
+        price = price_of(card, prices)
         source = ", ".join(filter(None, price[1:])) if price else ""
         words.append(
             f"{card} {price.usd_per_hour:.2f}" + f" ({source})" * bool(source) if price else f"{card} no price"

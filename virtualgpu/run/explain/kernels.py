@@ -1,4 +1,4 @@
-"""A Chrome trace of torch.profiler from real GPUs, read as what `explain_parts` asks for: a pure function of the trace.
+"""A Chrome trace of torch.profiler from real GPUs, read as what `parts` asks for: a pure function of the trace.
 
 Kernels and copies have their times from the trace, and from the call of the driver with the same correlation when they were launched. A
 step ends with our mark (MARK), or else with the optimizer's annotation. A kernel of NCCL is there while it waits for other ranks: of
@@ -15,7 +15,7 @@ from virtualgpu.timing.queues import Span
 
 MARK = "virtualgpu: a step has ended"
 OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
-# CUDA's kernels by their names, and an operation of the same kind for explain_parts.kind_of; the first that fits
+# CUDA's kernels by their names, and an operation of the same kind for parts.kind_of; the first that fits
 KERNELS = [
     (re.compile(words, re.IGNORECASE), operation)
     for words, operation in (

@@ -68,7 +68,7 @@ APP_ALIASES = {"name": "process_name", "used_memory": "used_gpu_memory"}
 UNITS = {"power.": "W", "clocks.": "MHz", "fan.": "%", "utilization.": "%"}
 
 
-def columns(kind: str, fields: list[str]) -> list[tuple]:
+def columns_of(kind: str, fields: list[str]) -> list[tuple]:
     """Title, unit and value of each field; `kind`: "gpu" or "compute-apps". Raises KeyError for one that is none."""
     known, aliases = (FIELDS, ALIASES) if kind == "gpu" else (APPS, APP_ALIASES)
     found = []

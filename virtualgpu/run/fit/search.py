@@ -1,7 +1,7 @@
 """`python -m virtualgpu fit`: a program, dry, over cards, numbers of GPUs and values of its own options: what fits, and how fast.
 
-Each trial is the unchanged program in processes of its own, ended after a few steps of its optimizer (run/steps.py). `run` gives the
-trials as `Trial`s; fit_cli reads the command line, fit_call is `virtualgpu.fit`, fit_table prints them.
+Each trial is the unchanged program in processes of its own, ended after a few steps of its optimizer (run/trials/steps.py). `run` gives the
+trials as `Trial`s.
 """
 
 import itertools
@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import cards, fit_command, fit_output, program, steps
-from virtualgpu.run.fit_programs import Programs, side_by_side
+from virtualgpu.run import cards, program
+from virtualgpu.run.fit.command import batch, filled, product, put, rows
+from virtualgpu.run.trials import messages, steps
+from virtualgpu.run.trials.programs import Programs, side_by_side
 
 
 class Range(NamedTuple):
@@ -95,10 +97,10 @@ def run(
             if world_size is not None:
                 settings = settings._replace(cards=found[card], single_rank=(world_size, 0, 8))
             held = {"gpus": str(count), **values}
-            words = fit_command.filled(command, held)
+            words = filled(command, held)
             result = _trial(programs, settings, words, Trial(card, count, values, "fits"), limit)
             if samples is not None:
-                result = result._replace(samples=fit_command.product(fit_command.put(samples, held)))
+                result = result._replace(samples=product(put(samples, held)))
             told(result)
             return result
 
@@ -116,7 +118,7 @@ def run(
         if samples is not None:  # what is wrong with it is said before anything runs, too
             lows = {name: str(low) for name, (low, _) in ranges.items()}
             for _, count, values in places:
-                fit_command.product(fit_command.put(samples, {"gpus": str(count), **values, **lows}))
+                product(put(samples, {"gpus": str(count), **values, **lows}))
         groups = programs.side_by_side(lambda place: search(*place), places, jobs or side_by_side(command, gpus))
     return [result for group in groups for result in group]
 
@@ -160,12 +162,12 @@ def _trial(
         used=sum(map(bool, peaks)),
         step=max((rank.seconds for rank in left if rank.seconds is not None), default=None),
         ranks=len(stepped),
-        samples=_samples(stepped, fit_command.batch(command, trial.values), settings),
-        reads=fit_output.reads(said),
-        notes=tuple(fit_output.warnings(said)),
+        samples=_samples(stepped, batch(command, trial.values), settings),
+        reads=messages.reads(said),
+        notes=tuple(messages.warnings(said)),
     )
     if status == 0 and not trial.used:
-        last = fit_output.last_line(said)
+        last = messages.last_line(said)
         return trial._replace(
             status="failed", words="the program used no GPU" + (f", and said at its end: {last}" if last else "")
         )
@@ -184,7 +186,7 @@ def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: enviro
     if batch is None or not stepped:
         return None
     ranks, gpus = (settings.single_rank[0], 1) if settings.single_rank else (len(stepped), len(settings.cards))
-    counted = [fit_command.rows(rank.rows, rank.passes, batch, ranks, gpus) or batch for rank in stepped]
+    counted = [rows(rank.rows, rank.passes, batch, ranks, gpus) or batch for rank in stepped]
     return counted[0] * ranks if settings.single_rank else sum(counted)
 
 
@@ -197,7 +199,7 @@ def _end(status: int, said: str) -> str:
             else ""
         )
         return f"ended by {signal.Signals(-status).name}{killed}"
-    return fit_output.error(said) or f"ended with status {status}"
+    return messages.error(said) or f"ended with status {status}"
 
 
 def largest(trials: Iterable[Trial], name: str) -> dict[tuple, Trial]:

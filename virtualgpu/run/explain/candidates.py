@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.environment import Settings
-from virtualgpu.run.explain_changes import DEFAULT_BUCKET, nvlinked
-from virtualgpu.run.explain_parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, WAITING, Parts
-from virtualgpu.run.explain_watch import Explained
+from virtualgpu.run.explain.changes import DEFAULT_BUCKET, nvlinked
+from virtualgpu.run.explain.parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, WAITING, Parts
+from virtualgpu.run.explain.watch import Explained
 
 LEAST = 0.02  # of the step
 LARGE_BUCKET = 100  # MB
@@ -18,7 +18,7 @@ P2P = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
 
 
 class Change(NamedTuple):
-    """name: for machines. words: as a sentence begins. cause: the part of the step that it is about. setting: for explain_changes.
+    """name: for machines. words: as a sentence begins. cause: the part of the step that it is about. setting: for changes.
     without: variables that the program does not get. bound: it cannot be had, but tells how much there is to gain."""
 
     name: str

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from virtualgpu.run import fit_output, fit_prices, table
-from virtualgpu.run.fit import Trial, largest
-from virtualgpu.run.fit_prices import Price
+from virtualgpu.run.fit.prices import Price, price_of, whose
+from virtualgpu.run.fit.search import Trial, largest
+from virtualgpu.run.table import columns, size
+from virtualgpu.run.trials import messages
 
 STEPS, SAMPLES = 1000, 1_000_000  # of which a price is told
 TIGHT = 0.1  # of the card: what a real program may take beyond what is counted
@@ -27,7 +28,7 @@ def lines(
     counted = all(trial.samples for trial in timed)
     number = {id(trial): SAMPLES / trial.samples if counted else STEPS for trial in timed}
     costs = {
-        at: dollars(trial, fit_prices.of(trial.card, prices), number[id(trial)], world_size)
+        at: dollars(trial, price_of(trial.card, prices), number[id(trial)], world_size)
         for at, trial in enumerate(trials)
         if id(trial) in number
     }
@@ -44,8 +45,8 @@ def lines(
                 str(world_size or trial.gpus),
                 *(trial.values.get(name, "") for name in names),
                 "fits, tight" if tight(trial) else trial.status,
-                table.size(trial.reserved) if trial.reserved else "",
-                table.size(trial.capacity - trial.reserved) if trial.fits else "",
+                size(trial.reserved) if trial.reserved else "",
+                size(trial.capacity - trial.reserved) if trial.fits else "",
                 f"{1e3 * trial.step:,.1f} ms" if known else "",
                 f"{1 / trial.step:,.3g}" if known else "",
                 f"{trial.samples / trial.step:,.1f}" if known and counted else "",
@@ -54,11 +55,11 @@ def lines(
             )
         )
     keep = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
-    told = table.columns([tuple(row[at] for at in keep) for row in rows])
+    told = columns([tuple(row[at] for at in keep) for row in rows])
     if cheapest is not None:
         mark = "<: the cheapest that fits. " * (len(trials) > 1)
         told.append(f"{mark}Times are simulated; steps of one GPU come mostly within 30 % of measured ones.")
-        told.append(fit_prices.told([trial.card for trial in timed], prices))
+        told.append(whose([trial.card for trial in timed], prices))
     return [*told, *(_largest(trials, searched) if searched else []), *_remarks(trials)]
 
 
@@ -127,7 +128,7 @@ def _remarks(trials: Sequence[Trial]) -> list[str]:
     ]
     found += dict.fromkeys(note for trial in trials for note in trial.notes)
     if reads := sorted({trial.reads for trial in trials if trial.reads}):
-        found.append(fit_output.not_known(reads))
+        found.append(messages.not_known(reads))
     return found
 
 
@@ -153,7 +154,7 @@ def as_json(trials: Sequence[Trial], prices: Mapping[str, Price], world_size: in
     """A list of trials, bytes and seconds as they are, with what steps and samples cost, and of when the price is."""
     rows = []
     for trial in trials:
-        price = fit_prices.of(trial.card, prices)
+        price = price_of(trial.card, prices)
         of_samples = dollars(trial, price, SAMPLES / trial.samples, world_size) if trial.samples else None
         costs = {
             f"usd_per_{STEPS}_steps": dollars(trial, price, STEPS, world_size),

@@ -3,8 +3,9 @@
 import re
 import sys
 
-from virtualgpu.run import cli, fit, fit_bar, fit_prices, fit_table
-from virtualgpu.run.fit_programs import ended_by_sigterm
+from virtualgpu.run import cli
+from virtualgpu.run.fit import prices, progress, search, table
+from virtualgpu.run.trials.programs import ended_by_sigterm
 
 USAGE = """\
 usage: python -m virtualgpu fit [options] SCRIPT [arguments]        (or -m MODULE, or a COMMAND such as torchrun)
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    done: list[fit.Trial] = []  # for an interrupt
+    done: list[search.Trial] = []  # for an interrupt
     try:
         options, command = parse(arguments)
         if "--help" in options:
@@ -60,7 +61,7 @@ def _main(arguments: list[str]) -> int:
             return 0
         if not command:
             raise ValueError("name a program to try: a script, a command, or -m and a module (fit --help says more)")
-        prices = fit_prices.load(*options.get("--prices", [])[-1:])
+        known = prices.load(*options.get("--prices", [])[-1:])
         varied = dict(varied_by(text) for text in options.get("--vary", []))
         chosen = {
             "like": _list(options, "--like", "T4"),
@@ -68,8 +69,8 @@ def _main(arguments: list[str]) -> int:
             "vary": varied,
         }
         world_size = _number("--world-size", options)
-        with fit_bar.of(**chosen) as told:
-            trials = fit.run(
+        with progress.of(**chosen) as told:
+            trials = search.run(
                 command,
                 **chosen,
                 world_size=world_size,
@@ -85,13 +86,13 @@ def _main(arguments: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         if done and "--json" not in options:
-            print(*fit_table.lines(done, prices, world_size), sep="\n", flush=True)
+            print(*table.lines(done, known, world_size), sep="\n", flush=True)
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
     if "--json" in options:
-        print(fit_table.as_json(trials, prices, world_size))
+        print(table.as_json(trials, known, world_size))
     else:
-        print(*fit_table.lines(trials, prices, world_size, fit.searched(varied)), sep="\n")
+        print(*table.lines(trials, known, world_size, search.searched(varied)), sep="\n")
     return 0 if any(trial.fits for trial in trials) else 2 if any(trial.status == "failed" for trial in trials) else 1
 
 
@@ -114,7 +115,7 @@ def parse(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
     return options, rest
 
 
-def varied_by(text: str) -> tuple[str, list[str] | fit.Range]:
+def varied_by(text: str) -> tuple[str, list[str] | search.Range]:
     """An option of the program and its values, of "batch-size=8,16" or "batch-size=8..512". Raises ValueError for another form."""
     name, equals, values = text.lstrip("-").partition("=")
     if not equals or not name or not values:
@@ -122,7 +123,7 @@ def varied_by(text: str) -> tuple[str, list[str] | fit.Range]:
             f"--vary {text!r}: give an option of the program and its values, such as batch-size=8,16,32 or batch-size=8..512"
         )
     if between := re.fullmatch(r"(\d+)\.\.(\d+)", values):
-        return name, fit.Range(int(between[1]), int(between[2]))
+        return name, search.Range(int(between[1]), int(between[2]))
     return name, values.split(",")
 
 

@@ -14,18 +14,20 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 if __name__ == "__main__":  # a script: the package without its __init__
     from types import ModuleType
 
     package = sys.modules["virtualgpu"] = ModuleType("virtualgpu")
-    package.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    package.__path__ = [str(Path(__file__).parents[2])]
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import Board, share
-from virtualgpu.run import cards, smi_fields, smi_topology
-from virtualgpu.run.smi_fields import APPS, FIELDS, MIB, NONE
-from virtualgpu.run.smi_unmodelled import NOT_MODELLED
+from virtualgpu.run import cards
+from virtualgpu.run.smi import topology
+from virtualgpu.run.smi.fields import APPS, FIELDS, MIB, NONE, columns_of
+from virtualgpu.run.smi.unmodelled import NOT_MODELLED
 from virtualgpu.torch_api import nvml
 
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
@@ -70,7 +72,7 @@ class Options:
         self.loop = self.file = None
         if arguments[:1] in (["topo"], ["nvlink"]):
             try:
-                self.what = smi_topology.read(arguments[0], arguments[1:])
+                self.what = topology.read(arguments[0], arguments[1:])
             except ValueError as error:
                 raise Refused(f"{error}\n", 2) from None
             return
@@ -158,13 +160,13 @@ def answer(options: Options, board: Board, gpus_per_node: int | None = None) -> 
         return "".join(f"{title}\n" for title in titles)
     if options.what.startswith(("topo", "nvlink")):
         nodes = [i // (gpus_per_node or len(board.cards)) for i in chosen]
-        return smi_topology.answer(options.what, cards.links(board.cards), nodes, titles)
+        return topology.answer(options.what, cards.links(board.cards), nodes, titles)
     before = _asked(board, options.fields)
     gpus = [GPU(board, index, before[index]) for index in chosen]
     if options.what == "table":
         return table(gpus)
     try:
-        columns = smi_fields.columns(options.what, options.fields)
+        columns = columns_of(options.what, options.fields)
     except KeyError as error:
         raise Refused(f'Field "{error.args[0]}" is not a valid field to query.\n\n', 2) from None
     if not options.format or "csv" not in options.format:

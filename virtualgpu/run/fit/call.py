@@ -4,19 +4,17 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from virtualgpu.run import fit as search
-from virtualgpu.run import fit_bar, fit_cli, fit_prices, fit_table
-from virtualgpu.run.fit import Range, Trial
+from virtualgpu.run.fit import cli, progress, search, table
+from virtualgpu.run.fit.prices import Price, load
+from virtualgpu.run.fit.search import Range, Trial
 
 
 class Trials(list[Trial]):
     """The trials, each a `Trial`; shown, they are the table that the command prints."""
 
-    def __init__(
-        self, trials: Iterable[Trial], prices: Mapping[str, fit_prices.Price], world_size: int | None, searched: str
-    ):
+    def __init__(self, trials: Iterable[Trial], prices: Mapping[str, Price], world_size: int | None, searched: str):
         super().__init__(trials)
-        self._table = fit_table.lines(self, prices, world_size, searched)
+        self._table = table.lines(self, prices, world_size, searched)
         self._searched = searched
 
     def __repr__(self) -> str:
@@ -68,8 +66,8 @@ def fit(
         raise ValueError(f"fit: gpus={wrong[0]!r}: give whole numbers of GPUs, 1 at least")
     varied = dict(_varied(name.lstrip("-"), values) for name, values in (vary or {}).items())
     names = [name.strip() for name in like.split(",")] if isinstance(like, str) else list(like)
-    known = fit_prices.load(None if prices is None else os.fspath(prices))
-    with fit_bar.of(names, counts, varied) as told:
+    known = load(None if prices is None else os.fspath(prices))
+    with progress.of(names, counts, varied) as told:
         trials = search.run(
             words,
             like=names,
@@ -88,7 +86,7 @@ def fit(
 
 def _varied(name: str, values: Sequence | str) -> tuple[str, Sequence[str] | Range]:
     if isinstance(values, str):
-        return fit_cli.varied_by(f"{name}={values}")
+        return cli.varied_by(f"{name}={values}")
     if not values:
         raise ValueError(f"fit: no value of {name} to try")
     return name, [str(value) for value in values]

@@ -1,7 +1,7 @@
 """`python -m virtualgpu --explain`: where a step of a program goes, and which changes would gain most.
 
-The unchanged program runs dry for a few steps of its optimizer; each rank tells where its steady steps went (explain_parts). Then it
-runs again for each change that could gain (explain_tries), with that change simulated, and what its step takes then is the answer.
+The unchanged program runs dry for a few steps of its optimizer; each rank tells where its steady steps went (parts). Then it
+runs again for each change that could gain (candidates), with that change simulated, and what its step takes then is the answer.
 """
 
 import itertools
@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.run import explain_tries, explain_watch, fit_output, program, steps
-from virtualgpu.run.explain_parts import Parts, mean
-from virtualgpu.run.explain_tries import Change
-from virtualgpu.run.explain_watch import Explained
-from virtualgpu.run.fit_programs import Programs, side_by_side
+from virtualgpu.run import program
+from virtualgpu.run.explain import candidates, watch
+from virtualgpu.run.explain.candidates import Change
+from virtualgpu.run.explain.parts import Parts, mean
+from virtualgpu.run.explain.watch import Explained
+from virtualgpu.run.trials import messages, steps
+from virtualgpu.run.trials.programs import Programs, side_by_side
 
 STEPS = 5
 TAKEN = "address already in use"  # what a program says whose port is its own, where another run of it has it: it runs again, alone
@@ -85,7 +87,7 @@ def run(
         patience = min(patience, limit or patience)
         if base.failed:
             return Explanation(failed=base.failed, reads=base.reads)
-        changes = explain_tries.candidates(base.explained, settings, os.environ)
+        changes = candidates.candidates(base.explained, settings, os.environ)
         ended = itertools.count(1)
 
         def again(change: Change) -> Tried:
@@ -125,8 +127,8 @@ def once(
         environ = {name: value for name, value in os.environ.items() if name not in without}
         environ = program.whole(settings._replace(folder=path), environ)
         status, said = programs.said(command, environ, path, limit)
-        stepped, explained = steps.collect(path), explain_watch.collect(path)
-    return Run(explained, _failed(status, said, stepped, explained), fit_output.reads(said))
+        stepped, explained = steps.collect(path), watch.collect(path)
+    return Run(explained, _failed(status, said, stepped, explained), messages.reads(said))
 
 
 def _failed(status: int | None, said: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
@@ -135,7 +137,7 @@ def _failed(status: int | None, said: str, stepped: Sequence[steps.Steps], expla
     if status:
         if lacking := steps.lacking(stepped, said):
             return f"out of memory: {lacking}"
-        return fit_output.error(said) or f"the program ended with status {status}"
+        return messages.error(said) or f"the program ended with status {status}"
     if explained:
         return ""
     made = max((len(one.ends) for one in stepped), default=0)
