@@ -3,7 +3,7 @@
 import re
 import sys
 
-from virtualgpu.run import cli
+from virtualgpu.run import options
 from virtualgpu.run.fit import prices, progress, search, table
 from virtualgpu.run.trials.programs import ended_by_sigterm
 
@@ -32,18 +32,7 @@ Options of fit stand before the program. A program that decides by a value of th
 
 Exit status: 0 where something fits, 1 where nothing does, 2 where the program failed or the command line is wrong.
 """
-WITH_VALUE = (
-    "--like",
-    "--gpus",
-    "--world-size",
-    "--vary",
-    "--memory",
-    "--steps",
-    "--samples",
-    "--prices",
-    "--jobs",
-    "--limit",
-)
+OPTIONS = options.listed(USAGE)
 
 
 def main(arguments: list[str]) -> int:
@@ -55,84 +44,65 @@ def main(arguments: list[str]) -> int:
 def _main(arguments: list[str]) -> int:
     done: list[search.Trial] = []  # for an interrupt
     try:
-        options, command = parse(arguments)
-        if "--help" in options:
+        values, command = options.split(arguments, OPTIONS, "fit --help")
+        if "--help" in values:
             print(USAGE, end="")
             return 0
         if not command:
             raise ValueError("name a program to try: a script, a command, or -m and a module (fit --help says more)")
-        known = prices.load(*options.get("--prices", [])[-1:])
-        varied = dict(varied_by(text) for text in options.get("--vary", []))
+        known = prices.load(*values.get("--prices", [])[-1:])
+        varied = dict(varied_by(text) for text in values.get("--vary", []))
         chosen = {
-            "like": _list(options, "--like", "T4"),
-            "gpus": [int(number) for number in _list(options, "--gpus", "1", r"[1-9]\d*")],
+            "like": _list(values, "--like", "T4"),
+            "gpus": [int(number) for number in _list(values, "--gpus", "1", r"[1-9]\d*")],
             "vary": varied,
         }
-        world_size = _number("--world-size", options)
+        world_size = _number("--world-size", values)
         with progress.of(**chosen) as told:
             trials = search.run(
                 command,
                 **chosen,
                 world_size=world_size,
-                memory=options.get("--memory", [None])[-1],
-                step=_number("--steps", options, 4),
-                jobs=_number("--jobs", options),
-                samples=options.get("--samples", [None])[-1],
-                limit=_number("--limit", options),
+                memory=values.get("--memory", [None])[-1],
+                step=_number("--steps", values, 4),
+                jobs=_number("--jobs", values),
+                samples=values.get("--samples", [None])[-1],
+                limit=_number("--limit", values),
                 told=lambda trial: (done.append(trial), told(trial)),
             )
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu fit: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if done and "--json" not in options:
+        if done and "--json" not in values:
             print(*table.lines(done, known, world_size), sep="\n", flush=True)
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
-    if "--json" in options:
+    if "--json" in values:
         print(table.as_json(trials, known, world_size))
     else:
         print(*table.lines(trials, known, world_size, search.searched(varied)), sep="\n")
     return 0 if any(trial.fits for trial in trials) else 2 if any(trial.status == "failed" for trial in trials) else 1
 
 
-def parse(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Options up to the program, each with its values; and the program with its arguments. Raises ValueError."""
-    options: dict[str, list[str]] = {}
-    rest = list(arguments)
-    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
-        name, equals, value = rest.pop(0).partition("=")
-        if name in ("--json", "--help", "-h"):
-            options["--help" if name == "-h" else name] = []
-        elif name not in WITH_VALUE:
-            raise ValueError(
-                f"there is no option {name!r} (fit --help lists them; options of the program come after it)"
-            )
-        elif equals or rest:
-            options.setdefault(name, []).append(value if equals else rest.pop(0))
-        else:
-            raise ValueError(f"{name} needs a value after it")
-    return options, rest
-
-
 def varied_by(text: str) -> tuple[str, list[str] | search.Range]:
     """An option of the program and its values, of "batch-size=8,16" or "batch-size=8..512". Raises ValueError for another form."""
-    name, equals, values = text.lstrip("-").partition("=")
-    if not equals or not name or not values:
+    name, equals, texts = text.lstrip("-").partition("=")
+    if not equals or not name or not texts:
         raise ValueError(
             f"--vary {text!r}: give an option of the program and its values, such as batch-size=8,16,32 or batch-size=8..512"
         )
-    if between := re.fullmatch(r"(\d+)\.\.(\d+)", values):
+    if between := re.fullmatch(r"(\d+)\.\.(\d+)", texts):
         return name, search.Range(int(between[1]), int(between[2]))
-    return name, values.split(",")
+    return name, texts.split(",")
 
 
-def _list(options: dict[str, list[str]], name: str, default: str, form: str = r".+") -> list[str]:
-    values = [value.strip() for value in options.get(name, [default])[-1].split(",")]
-    if wrong := [value for value in values if not re.fullmatch(form, value)]:
+def _list(values: dict[str, list[str]], name: str, default: str, form: str = r".+") -> list[str]:
+    words = [word.strip() for word in values.get(name, [default])[-1].split(",")]
+    if wrong := [word for word in words if not re.fullmatch(form, word)]:
         raise ValueError(f"{name} {wrong[0]!r}: give {'names' if form == '.+' else 'whole numbers'} with commas")
-    return values
+    return words
 
 
-def _number(name: str, options: dict[str, list[str]], default: int | None = None) -> int | None:
-    return cli.whole(name.lstrip("-"), options[name][-1]) if name in options else default
+def _number(name: str, values: dict[str, list[str]], default: int | None = None) -> int | None:
+    return options.whole(name, values[name][-1]) if name in values else default
