@@ -13,7 +13,8 @@ class _Process:
     """This process's part of the run. `finish` may be called several times."""
 
     def __init__(self, settings: environment.Settings):
-        self.settings, self.recorded, self.recording, self.steps = settings, None, None, None
+        self.settings, self.recorded, self.recording = settings, None, None
+        self.steps = self.peaks = None
         self.ledger = Ledger(settings.folder, len(settings.cards)) if settings.folder else None
 
     def start(self) -> None:
@@ -39,9 +40,9 @@ class _Process:
 
         machine = session.current()
         if self.settings.report:
-            from virtualgpu.run import peaks, report
+            from virtualgpu.run.peaks import Peaks
 
-            report.register(peaks.Peaks(machine).peaks)
+            self.peaks = Peaks(machine)
         if self.settings.explain is not None:
             from virtualgpu.run.explain import watch
 
@@ -72,10 +73,10 @@ class _Process:
 
             path = os.path.join(self.settings.folder, f"{os.getpid()}{traces.SUFFIX}")
             _left("trace", self.recorded.save, path)
-        if self.settings.report:
+        if self.peaks is not None:
             from virtualgpu.run import report
 
-            _left("report", report.leave, self.settings.folder)
+            _left("report", lambda folder: report.leave(folder, self.peaks.peaks()), self.settings.folder)
         if self.steps is not None:
             _left("steps", self.steps.leave, self.settings.folder)
         self.ledger.end()
