@@ -33,6 +33,10 @@ from virtualgpu.torch_api import nvml
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
 INVALID = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"
 LOOP = 5.0  # seconds: -l without a number
+SHORT = {"-L": "--list-gpus", "-h": "--help", "-i": "--id", "-l": "--loop", "-lms": "--loop-ms", "-f": "--filename"}
+ANSWERS = {"--list-gpus": "list", "--version": "version", "--help": "help"}
+ANSWERS |= dict.fromkeys(("--help-query-gpu", "--help-query-compute-apps"), "fields")
+WITH_VALUE = ("--query-gpu", "--query-compute-apps", "--format", "--id", "--loop", "--loop-ms", "--filename")
 
 
 class Refused(Exception):
@@ -64,12 +68,11 @@ class App:
 
 
 class Options:
-    """A command line, read. Raises Refused."""
+    """A command line, read. what: the answer that is asked for. Raises Refused."""
 
     def __init__(self, arguments: list[str]):
         self.what, self.fields, self.format = "table", [], None
-        self.ids: list[str] | None = None
-        self.loop = self.file = None
+        self.ids = self.loop = self.file = None
         if arguments[:1] in (["topo"], ["nvlink"]):
             try:
                 self.what = topology.read(arguments[0], arguments[1:])
@@ -77,46 +80,36 @@ class Options:
                 raise Refused(f"{error}\n", 2) from None
             return
         rest = list(arguments)
-
-        def value() -> str:
-            if given:
-                return text
-            if not rest:
-                raise Refused(INVALID, 1)
-            return rest.pop(0)
-
         while rest:
-            name, given, text = rest.pop(0).partition("=")
-            if name in ("-L", "--list-gpus"):
-                self.what = "list"
-            elif name == "--version":
-                self.what = "version"
-            elif name in ("-h", "--help"):
-                self.what = "help"
-            elif name in ("--query-gpu", "--query-compute-apps"):
-                self.what, self.fields = name[len("--query-") :], [field.strip() for field in value().split(",")]
-            elif name == "--format":
-                self.format = [word.strip() for word in value().split(",")]
-            elif name in ("-i", "--id"):
-                self.ids = [word.strip() for word in value().split(",")]
-            elif name in ("-l", "--loop") and not given and (not rest or rest[0].startswith("-")):
+            name, equals, text = rest.pop(0).partition("=")
+            name = SHORT.get(name, name)
+            if name in ANSWERS:
+                self.what = ANSWERS[name]
+                self.fields = list({"--help-query-gpu": FIELDS, "--help-query-compute-apps": APPS}.get(name, ()))
+                continue
+            if name == "--loop" and not equals and (not rest or rest[0].startswith("-")):
                 self.loop = LOOP
-            elif name in ("-l", "--loop", "-lms", "--loop-ms"):
-                self.loop = self._number(value()) / (1000 if name in ("-lms", "--loop-ms") else 1)
-            elif name in ("-f", "--filename"):
-                self.file = value()
-            elif name in ("--help-query-gpu", "--help-query-compute-apps"):
-                self.what, self.fields = "fields", list(FIELDS if name == "--help-query-gpu" else APPS)
-            elif name in NOT_MODELLED:
+                continue
+            if name in NOT_MODELLED:
                 raise Refused(f"nvidia-smi {name} is not modelled by virtual GPUs: {NOT_MODELLED[name]}.\n", 2)
-            else:
+            if name not in WITH_VALUE:
                 raise Refused(f"ERROR: Option {name} is not recognized. Please run 'nvidia-smi -h' for help.\n", 2)
-
-    @staticmethod
-    def _number(text: str) -> float:
-        if not text.isdigit() or int(text) == 0:
-            raise Refused(INVALID, 1)
-        return int(text)
+            if not equals and not rest:
+                raise Refused(INVALID, 1)
+            text = text if equals else rest.pop(0)
+            words = [word.strip() for word in text.split(",")]
+            if name in ("--query-gpu", "--query-compute-apps"):
+                self.what, self.fields = name[len("--query-") :], words
+            elif name == "--format":
+                self.format = words
+            elif name == "--id":
+                self.ids = words
+            elif name == "--filename":
+                self.file = text
+            elif text.isdigit() and int(text):
+                self.loop = int(text) / (1000 if name == "--loop-ms" else 1)
+            else:
+                raise Refused(INVALID, 1)
 
 
 def main(arguments: list[str]) -> int:
@@ -216,16 +209,17 @@ def _asked(board: Board, fields: list[str]) -> list[float]:
 
 def table(gpus: list[GPU]) -> str:
     """The plain table."""
-    line = "+" + "-" * 41 + "+" + "-" * 24 + "+" + "-" * 20 + "+"
+    line, whole_line = "+" + "-" * 41 + "+" + "-" * 24 + "+" + "-" * 20 + "+", "+" + "-" * 87 + "+"
 
     def row(*cells: str) -> str:
-        return (
-            "| " + " | ".join(cell[:width].ljust(width) for cell, width in zip(cells, (39, 22, 18), strict=True)) + " |"
-        )
+        padded = (cell[:width].ljust(width) for cell, width in zip(cells, (39, 22, 18), strict=True))
+        return f"| {' | '.join(padded)} |"
 
-    title = f"NVIDIA-SMI {DRIVER} (virtual)    Driver Version: {DRIVER}    CUDA Version: {CUDA}"
-    lines = [time.strftime("%a %b %d %H:%M:%S %Y"), "+" + "-" * 87 + "+", f"| {title:<85} |", line]
-    lines += [
+    lines = [
+        time.strftime("%a %b %d %H:%M:%S %Y"),
+        whole_line,
+        f"| {f'NVIDIA-SMI {DRIVER} (virtual)    Driver Version: {DRIVER}    CUDA Version: {CUDA}':<85} |",
+        line,
         row("GPU  Name", "Bus-Id", "GPU-Util"),
         row("Fan  Temp   Perf          Pwr:Usage/Cap", "          Memory-Usage", "Compute M."),
         line,
@@ -233,22 +227,16 @@ def table(gpus: list[GPU]) -> str:
     for gpu in gpus:
         memory = f"{gpu.used // MIB:>7}MiB / {gpu.card.memory // MIB:>6}MiB"
         lines.append(row(f"{gpu.index:>3}  {gpu.card.name}", environment.bus_id(gpu.index), f"{gpu.busy:>6} %"))
-        lines.append(row("N/A   N/A    N/A              N/A / N/A", memory, "Default"))
-        lines.append(line)
-    lines += [
-        "",
-        "+" + "-" * 87 + "+",
-        f"| {'Processes:':<85} |",
-        f"| {'GPU        PID   Type   Process name':<69}{'GPU Memory':>16} |",
-    ]
-    lines.append("+" + "-" * 87 + "+")
+        lines += [row("N/A   N/A    N/A              N/A / N/A", memory, "Default"), line]
+    title = f"{'GPU        PID   Type   Process name':<69}{'GPU Memory':>16}"
+    lines += ["", whole_line, f"| {'Processes:':<85} |", f"| {title} |", whole_line]
     apps = [app for gpu in gpus for app in gpu.apps]
     for app in apps:
         left = f"{app.gpu.index:>3} {app.pid:>10}      C   {app.name()}"
         lines.append(f"| {left[:69]:<69}{f'{app.used // MIB}MiB':>16} |")
     if not apps:
         lines.append(f"| {'No running processes found':<85} |")
-    return "\n".join([*lines, "+" + "-" * 87 + "+", ""])
+    return "\n".join([*lines, whole_line, ""])
 
 
 if __name__ == "__main__":

@@ -71,14 +71,14 @@ UNITS = {"power.": "W", "clocks.": "MHz", "fan.": "%", "utilization.": "%"}
 def columns_of(kind: str, fields: list[str]) -> list[tuple]:
     """Title, unit and value of each field; `kind`: "gpu" or "compute-apps". Raises KeyError for one that is none."""
     known, aliases = (FIELDS, ALIASES) if kind == "gpu" else (APPS, APP_ALIASES)
-    found = []
+    columns = []
     for field in fields:
         name = aliases.get(field, field)
         if kind == "gpu" and name in UNKNOWN:
             unit = next((unit for start, unit in UNITS.items() if name.startswith(start)), "")
-            found.append((name, unit, lambda gpu: NONE))
+            columns.append((name, unit, lambda gpu: NONE))
         elif name in known:
-            found.append((name, *known[name]))
+            columns.append((name, *known[name]))
         else:
             raise KeyError(field)
-    return found
+    return columns
