@@ -23,13 +23,13 @@ def find(gpus: int | None, like: str, memory: str | None) -> tuple[Card, ...]:
         if gpus is None and ("," not in like or os.path.exists(like)):
             gpus = DEFAULT
         names = [like] if os.path.exists(like) else [name.strip() for name in like.split(",")]
-        found = specs.find_all(gpus, like, memory)
+        chosen = specs.find_all(gpus, like, memory)
         names = [
             os.path.abspath(name) if os.path.isfile(name) else name for name in names
         ]  # the program may change the folder
-        names = names * len(found) if len(names) == 1 else names
+        names = names * len(chosen) if len(names) == 1 else names
         return tuple(
-            Card(name, spec.name, spec.memory, tuple(spec.capability)) for name, spec in zip(names, found, strict=True)
+            Card(name, spec.name, spec.memory, tuple(spec.capability)) for name, spec in zip(names, chosen, strict=True)
         )
 
 
@@ -57,14 +57,14 @@ def bridge(card: Card, gpus_per_node: int) -> None:
 
 def links(cards: Sequence[Card]) -> list[Links]:
     """How each of them reaches the others."""
-    found = []
+    ways = []
     with _specs() as specs:
         for card in cards:
             spec = specs.find(card.like)
             links, rate = (spec.nvlink.links, spec.nvlink.bandwidth) if spec.nvlink else (0, 0.0)
             together = round(spec.peer.bandwidth / rate) if links else 0
-            found.append(Links(links, together, rate / 1e9, spec.peer_access))
-    return found
+            ways.append(Links(links, together, rate / 1e9, spec.peer_access))
+    return ways
 
 
 def table() -> str:

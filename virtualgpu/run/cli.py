@@ -140,7 +140,7 @@ def parse(arguments: list[str]) -> Options:
         values["gpus"] = options.number_of_gpus(values["gpus"])
     for name in ("--world-size", "--rank", "--gpus-per-node", "--steps", "--jobs", "--limit"):
         if name in texts:
-            values[name[2:].replace("-", "_")] = options.whole(name, texts[name][-1])
+            values[name[2:].replace("-", "_")] = options.whole_number(name, texts[name][-1])
     if "trace" in values:
         values["trace"] = _writable(values["trace"])
     if "quiet" in values and "report" in values:

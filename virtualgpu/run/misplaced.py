@@ -51,8 +51,8 @@ def _script(program: tuple[str, ...]) -> tuple[str, ...]:
     name, behind = (program[1], program[2:]) if program[0] == "-m" else (program[0], program[1:])
     if os.path.basename(name) not in LAUNCHERS:
         return program
-    at = next((at for at, word in enumerate(behind) if word.endswith(".py") and os.path.isfile(word)), None)
-    return program if at is None else behind[at:]
+    start = next((index for index, word in enumerate(behind) if word.endswith(".py") and os.path.isfile(word)), None)
+    return program if start is None else behind[start:]
 
 
 def _words(program: tuple[str, ...], options: Collection[str]) -> list[str]:

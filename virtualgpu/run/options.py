@@ -39,7 +39,7 @@ def split(arguments: Sequence[str], options: Mapping[str, bool], usage: str) -> 
     return values, rest
 
 
-def whole(name: str, text: str) -> int:
+def whole_number(name: str, text: str) -> int:
     """The value of the option `name`. Raises ValueError."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{name} {text!r}: give a whole number")

@@ -37,22 +37,24 @@ class Change(NamedTuple):
 def candidates(explained: Sequence[Explained], settings: Settings, environ: Mapping[str, str]) -> list[Change]:
     """What is worth a run, after a first one that came to this."""
     shares = _shares(explained)
-    found: list[Change] = []
+    changes: list[Change] = []
     if shares[LAUNCHES] >= LEAST:
         words = "With launches that cost nothing (CUDA graphs and torch.compile come near to it)"
-        found.append(Change("no launches", words, LAUNCHES, {"launches": 0}))
+        changes.append(Change("no launches", words, LAUNCHES, {"launches": 0}))
     if shares[COMMUNICATION] >= LEAST:
-        found += _communication(explained, settings, environ)
+        changes += _communication(explained, settings, environ)
     if shares[COMPUTING] >= LEAST:
-        found += _precision(explained, settings)
+        changes += _precision(explained, settings)
     if shares[WAITING] >= LEAST and len(explained) > 1:
-        found.append(Change("equal ranks", "With equal work for all ranks", WAITING, {"factors": _factors(explained)}))
+        changes.append(
+            Change("equal ranks", "With equal work for all ranks", WAITING, {"factors": _factors(explained)})
+        )
     if shares[LOADER] >= LEAST:
-        found.append(Change("no loader", "With a loader that keeps up", LOADER, {"loader": 0}))
+        changes.append(Change("no loader", "With a loader that keeps up", LOADER, {"loader": 0}))
     if shares[COPIES] >= LEAST:
         words = "With copies from the host in the background (pinned memory, on a stream of their own)"
-        found.append(Change("copies ahead", words, COPIES, {"copies": 0}))
-    return [change._replace(setting={**change.setting, "batches": _batches(explained, change)}) for change in found]
+        changes.append(Change("copies ahead", words, COPIES, {"copies": 0}))
+    return [change._replace(setting={**change.setting, "batches": _batches(explained, change)}) for change in changes]
 
 
 def _shares(explained: Sequence[Explained]) -> dict[str, float]:
@@ -60,9 +62,9 @@ def _shares(explained: Sequence[Explained]) -> dict[str, float]:
     shares = dict.fromkeys((COMPUTING, COMMUNICATION, COPIES, WAITING, LOADER, LAUNCHES), 0.0)
     for one in explained:
         for steps in one.gpus.values():
-            whole = sum(step.step for step in steps) or 1.0
+            length = sum(step.step for step in steps) or 1.0
             for name in shares:
-                shares[name] = max(shares[name], sum(amount(step, name) for step in steps) / whole)
+                shares[name] = max(shares[name], sum(amount(step, name) for step in steps) / length)
     return shares
 
 
@@ -74,43 +76,43 @@ def amount(parts: Parts, name: str) -> float:
 def _communication(explained: Sequence[Explained], settings: Settings, environ: Mapping[str, str]) -> list[Change]:
     from virtualgpu.hardware import specs
 
-    found = [Change("no communication", "Without any communication", COMMUNICATION, {"communication": 0}, bound=True)]
+    changes = [Change("no communication", "Without any communication", COMMUNICATION, {"communication": 0}, bound=True)]
     spec = specs.find(settings.cards[0].like)
     if not environment.peer_to_peer(environ) and (spec.nvlink or spec.peer_access):
         names = " and ".join(name for name in P2P if name in environ)
-        found.append(Change("peer to peer", f"Without {names} in the environment", COMMUNICATION, without=P2P))
+        changes.append(Change("peer to peer", f"Without {names} in the environment", COMMUNICATION, without=P2P))
     elif spec.nvlink is None:
         gpus = min(settings.single_rank[0], settings.single_rank[2]) if settings.single_rank else len(settings.cards)
         words = f"Over {nvlinked(spec, gpus)[1]}"
-        found.append(Change("NVLink", words, COMMUNICATION, {"link": "nvlink"}))
+        changes.append(Change("NVLink", words, COMMUNICATION, {"link": "nvlink"}))
     if settings.network is not None and settings.network != FASTEST:
-        found.append(Change("network", f"Over {FASTEST} between nodes", COMMUNICATION, network=FASTEST))
+        changes.append(Change("network", f"Over {FASTEST} between nodes", COMMUNICATION, network=FASTEST))
     caps = [one.bucket_cap for one in explained if one.bucket_cap is not None]
     if caps and min(caps) < DEFAULT_BUCKET:
         words = f"With DDP's own buckets (bucket_cap_mb={DEFAULT_BUCKET})"
-        found.append(Change("larger buckets", words, COMMUNICATION, {"buckets": None}))
+        changes.append(Change("larger buckets", words, COMMUNICATION, {"buckets": None}))
     elif caps:
         words = f"With larger buckets (bucket_cap_mb={LARGE_BUCKET})"
-        found.append(Change("larger buckets", words, COMMUNICATION, {"buckets": LARGE_BUCKET}))
+        changes.append(Change("larger buckets", words, COMMUNICATION, {"buckets": LARGE_BUCKET}))
     elif together := _together(explained):
         words = "With one large collective in place of many small ones"
-        found.append(Change("fewer collectives", words, COMMUNICATION, {"together": together}))
+        changes.append(Change("fewer collectives", words, COMMUNICATION, {"together": together}))
     if any(one.compressible for one in explained):
         words = "With gradients sent in half precision (DDP's fp16_compress_hook)"
-        found.append(Change("half gradients", words, COMMUNICATION, {"compress": 1}))
-    return found
+        changes.append(Change("half gradients", words, COMMUNICATION, {"compress": 1}))
+    return changes
 
 
 def _together(explained: Sequence[Explained]) -> dict[str, int]:
     """Bytes a step of each kind of collective that is small, and would be faster as one, where that could gain."""
     step = min(parts.step for one in explained for steps in one.gpus.values() for parts in steps)
-    found = {}
+    together = {}
     for one in explained:
         for kind, (count, nbytes, seconds, as_one) in one.together.items():
             small = nbytes < count * DEFAULT_BUCKET * (1 << 20)
             if small and count >= 2 and seconds - as_one >= LEAST * step:
-                found[kind] = int(nbytes)
-    return found
+                together[kind] = int(nbytes)
+    return together
 
 
 def _precision(explained: Sequence[Explained], settings: Settings) -> list[Change]:
@@ -122,21 +124,21 @@ def _precision(explained: Sequence[Explained], settings: Settings) -> list[Chang
         return []
     spec = specs.find(settings.cards[0].like)
     half = "bfloat16" if spec.capability >= (8, 0) else "float16"
-    found = [Change("half precision", f"In half precision (torch.autocast, {half})", COMPUTING, {"half": half})]
+    changes = [Change("half precision", f"In half precision (torch.autocast, {half})", COMPUTING, {"half": half})]
     if spec.rates.get(specs.TF32, 0.0) > spec.rates[torch.float32] and not any(one.tf32 for one in explained):
         words = 'With products in TF32 (torch.set_float32_matmul_precision("high"))'
-        found.append(Change("TF32", words, COMPUTING, {"tf32": 1}))
-    return found
+        changes.append(Change("TF32", words, COMPUTING, {"tf32": 1}))
+    return changes
 
 
 def _factors(explained: Sequence[Explained]) -> dict[str, list[float]]:
     """For each rank and step: the mean of all ranks' work over its own."""
     works = [[max(parts.work for parts in step) for step in zip(*one.gpus.values(), strict=True)] for one in explained]
     steps = min(map(len, works))
-    means = [sum(work[at] for work in works) / len(works) for at in range(steps)]
+    means = [sum(work[index] for work in works) / len(works) for index in range(steps)]
     factors = {}
     for one, work in zip(explained, works, strict=True):
-        own = [means[at] / work[at] if work[at] else 1.0 for at in range(steps)]
+        own = [means[index] / work[index] if work[index] else 1.0 for index in range(steps)]
         factors[str(max(0, one.rank))] = [sum(own) / len(own)] * 2 + own  # the first two steps are not told of
     return factors
 

@@ -22,11 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from virtualgpu.distributed import _compat
 from virtualgpu.hardware import bridges
 from virtualgpu.hardware.datasheet import Link, Spec
 from virtualgpu.hardware.hosts import FREE, Host
 from virtualgpu.hardware.specs import SPECS
+from virtualgpu.timing.clock import Clock
 
 DEFAULT_BUCKET = 25  # MB: DistributedDataParallel's bucket_cap_mb where a program says none
 NVLINKS = {6: "P100-SXM2", 7: "V100", 8: "A100", 9: "H100"}  # by the first number of the capability; later ones: B200
@@ -63,28 +67,28 @@ def apply(change: Mapping, machine, rank: Callable[[], int]) -> Callable[[int], 
     clock, before = machine.clock, []
     if "launches" in change:
         clock.costs = FREE
-    if "communication" in change:
-        _lasting(lambda real, kind, nbytes: 0.0)
-    if "together" in change:
-        table = change["together"]
-        _lasting(lambda real, kind, nbytes: _share(real, kind, nbytes, table.get(kind, 0)))
     if "buckets" in change:
-        bucketed(lambda megabytes: change["buckets"])
+        _bucketed(change["buckets"])
     if "compress" in change:
-        made(_compress)
+        register_module_forward_pre_hook(_compress)
     if "half" in change:
         torch.set_autocast_dtype("cuda", getattr(torch, change["half"]))
         torch.set_autocast_enabled("cuda", True)
         before.append(lambda step: torch.clear_autocast_cache())
     if "tf32" in change:
         before.append(lambda step: torch.set_float32_matmul_precision("high"))
-    if "copies" in change:
-        real = clock.host_copy
-        clock.host_copy = lambda gpu, seconds, wait, name, way: real(
-            gpu, seconds * (way != "in"), wait and way != "in", name, way
-        )
+    if "copies" in change or "factors" in change:
+        clock.__class__ = ChangedClock
+        clock.copies_ahead = "copies" in change
     if "factors" in change:
-        before.append(_scaled(clock, lambda: of_rank(change["factors"], rank())))
+        costs = clock.costs
+
+        def scale(step: int) -> None:
+            factors = of_rank(change["factors"], rank()) or [1.0]
+            clock.factor = factors[min(step, len(factors) - 1)]
+            clock.costs = Host(*[value * clock.factor if isinstance(value, float) else value for value in costs])
+
+        before.append(scale)
 
     def step(number: int) -> None:
         for function in before:
@@ -98,71 +102,47 @@ def of_rank(table: Mapping, rank: int):
     return table.get(str(max(0, rank)))
 
 
-def _lasting(seconds: Callable) -> None:
-    """A collective lasts what this says, of what it really would, its kind and its bytes."""
-    from virtualgpu.distributed.nodes import Layout
-
-    real, message = Layout.seconds, Layout.message
-    Layout.seconds = lambda layout, kind, nbytes: seconds(lambda n: real(layout, kind, n), kind, nbytes)
-    Layout.message = lambda layout, nbytes, rank, peer: seconds(lambda n: message(layout, n, rank, peer), "p2p", nbytes)
-
-
-def _share(real: Callable[[int], float], kind: str, nbytes: int, whole: int) -> float:
-    return real(whole) * nbytes / whole if whole > nbytes else real(nbytes)
+def seconds(change: Mapping, kind: str, nbytes: int, real: Callable[[int], float]) -> float:
+    """What a collective lasts with the change. real: what one with so many bytes lasts without."""
+    if "communication" in change:
+        return 0.0
+    together = change.get("together", {}).get(kind, 0)
+    return real(together) * nbytes / together if together > nbytes else real(nbytes)
 
 
-def made(then: Callable) -> None:
-    """Each DistributedDataParallel is given to this."""
-    from torch.nn.parallel import DistributedDataParallel
+class ChangedClock(Clock):
+    """Kernels and copies from and to the host take `factor` times as long; copies from the host take no time where they are `ahead`."""
 
-    real = DistributedDataParallel.__init__
+    factor = 1.0
+    copies_ahead = False
 
-    @functools.wraps(real)
-    def __init__(ddp, *args, **kwargs):
-        real(ddp, *args, **kwargs)
-        then(ddp)
+    def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0) -> float:
+        """As the clock's."""
+        return super().launch(gpu, seconds * self.factor, name, after, more)
 
-    DistributedDataParallel.__init__ = __init__
+    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
+        """As the clock's."""
+        takes_time = not self.copies_ahead or way != "in"
+        super().host_copy(gpu, seconds * self.factor * takes_time, wait and takes_time, name, way)
 
 
-def _compress(ddp) -> None:
+def _compress(module: torch.nn.Module, _) -> None:
+    """Before each module's forward."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    ddp.register_comm_hook(None, fp16_compress_hook)
+    if isinstance(module, DistributedDataParallel) and not _compat.comm_hooks(module):
+        module.register_comm_hook(None, fp16_compress_hook)
 
 
-def bucketed(cap: Callable) -> None:
-    """DistributedDataParallel's bucket_cap_mb is what this says of the program's (None: PyTorch's own)."""
-    from torch.nn.parallel import DistributedDataParallel
-
+def _bucketed(megabytes: float | None) -> None:
+    """Each DistributedDataParallel is made with this bucket_cap_mb: there is no other time for it, and no hook."""
     real = DistributedDataParallel.__init__
     signature = inspect.signature(real)
 
     @functools.wraps(real)
     def __init__(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        bound.arguments["bucket_cap_mb"] = cap(bound.arguments["bucket_cap_mb"])
+        bound.arguments["bucket_cap_mb"] = megabytes
         real(*bound.args, **bound.kwargs)
 
     DistributedDataParallel.__init__ = __init__
-
-
-def _scaled(clock, factors: Callable[[], Sequence[float] | None]) -> Callable[[int], None]:
-    """Kernels, copies from and to the host and launches take this, times what they do."""
-    launch, copy, costs, now = clock.launch, clock.host_copy, clock.costs, [1.0]
-
-    def scaled_launch(gpu, seconds, name, after=0.0, more=0.0):
-        return launch(gpu, seconds * now[0], name, after, more)
-
-    def scaled_copy(gpu, seconds, *args):
-        return copy(gpu, seconds * now[0], *args)
-
-    clock.launch, clock.host_copy = scaled_launch, scaled_copy
-
-    def before(step: int) -> None:
-        own = factors() or [1.0]
-        now[0] = own[min(step, len(own) - 1)]
-        clock.costs = Host(*[value * now[0] if isinstance(value, float) else value for value in costs])
-
-    return before

@@ -7,10 +7,11 @@ one collective the rank that comes last has the shortest kernel, and what the ot
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from virtualgpu.timeline import gpu_spans
 from virtualgpu.timing.queues import Span
 
 MARK = "virtualgpu: a step has ended"
@@ -28,7 +29,6 @@ KERNELS = [
         (r"gemm|gemv|cutlass|cublas|nvjet|splitK", "mm"),
     )
 ]
-COPIES = {"gpu_memcpy": "copy", "gpu_memset": "forward"}
 
 
 class Trace(NamedTuple):
@@ -39,49 +39,36 @@ class Trace(NamedTuple):
     ends: list[float]
 
 
-def read(events: Iterable[dict]) -> Trace:
+def read(events: Sequence[dict]) -> Trace:
     """The events of a trace ("traceEvents")."""
-    whole = [event for event in events if event.get("ph") == "X" and "ts" in event]
-    launched: dict[int, float] = {}
-    optimizer, loading, marks, works = [], [], [], []
-    for event in whole:
-        kind, name = event.get("cat", ""), event.get("name", "")
-        start, end = event["ts"] * 1e-6, (event["ts"] + event.get("dur", 0)) * 1e-6
-        if kind in ("cuda_runtime", "cuda_driver"):
-            launched[event.get("args", {}).get("correlation", -1)] = end
-        elif kind == "kernel" or kind in COPIES:
-            works.append((event, start, end))
-        elif kind in ("user_annotation", "cpu_op") and name.startswith(OPTIMIZER):
-            optimizer.append((start, end))
-        elif kind in ("user_annotation", "cpu_op") and name.startswith(LOADER):
-            loading.append((start, end))
-        elif kind in ("user_annotation", "cpu_op") and name == MARK:
-            marks.append(end)
+    optimizer, loading, marks = [], [], []
+    for event in events:
+        if event.get("ph") == "X" and "ts" in event and event.get("cat") in ("user_annotation", "cpu_op"):
+            start, end, name = event["ts"] * 1e-6, (event["ts"] + event.get("dur", 0)) * 1e-6, event.get("name", "")
+            if name.startswith(OPTIMIZER):
+                optimizer.append((start, end))
+            elif name.startswith(LOADER):
+                loading.append((start, end))
+            elif name == MARK:
+                marks.append(end)
     optimizer.sort()
-    spans = [_span(event, start, end, launched, optimizer) for event, start, end in works]
-    spans.sort(key=lambda span: span.start)
+    spans = sorted((_classified(span, optimizer) for span in gpu_spans(events)), key=lambda span: span.start)
     hosts = sorted(marks or (end for _, end in optimizer))
     ends = [max([host, *(span.end for span in spans if span.issued <= host)]) for host in hosts]
     return Trace(spans, sorted(loading), ends)
 
 
-def _span(
-    event: dict, start: float, end: float, launched: dict[int, float], optimizer: list[tuple[float, float]]
-) -> Span:
-    args, name = event.get("args", {}), event["name"]
-    issued = launched.get(args.get("correlation", -1), start)
-    kind = COPIES.get(event["cat"], "forward")
-    if kind != "copy":
-        if "nccl" in name.lower():
-            kind = "communication"
-        else:
-            at = bisect_right(optimizer, (issued, float("inf"))) - 1
-            if at >= 0 and issued <= optimizer[at][1]:
-                kind = "optimizer"
-            name = next((operation for words, operation in KERNELS if words.search(name)), "elementwise")
-    elif "PtoP" in name or "Peer" in name:
-        kind = "communication"
-    return Span(int(args.get("device", 0)), start, end, kind, name, int(args.get("stream", 0)), "", min(issued, start))
+def _classified(span: Span, optimizer: list[tuple[float, float]]) -> Span:
+    """With the kind and the name that `parts` knows. optimizer: from when to when the host was in its steps."""
+    if span.kind == "copy":
+        between = "PtoP" in span.name or "Peer" in span.name
+        return replace(span, kind="communication") if between else span
+    if span.kind == "communication":
+        return span
+    name = next((operation for words, operation in KERNELS if words.search(span.name)), "elementwise")
+    step = bisect_right(optimizer, (span.issued, float("inf"))) - 1
+    in_step = step >= 0 and span.issued <= optimizer[step][1]
+    return replace(span, kind="optimizer" if in_step else "forward", name=name)
 
 
 def meet(traces: Sequence[Trace]) -> list[Trace]:

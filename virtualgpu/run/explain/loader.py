@@ -22,13 +22,13 @@ NUMBER = struct.Struct("d")
 
 
 class Loader:
-    """Of this process. told: says the seconds of a batch, as an earlier run measured them; None: they are measured. loading: from when to when, on
+    """Of this process. seconds_of: says the seconds of a batch, as an earlier run measured them; None: they are measured. loading: from when to when, on
     the simulated clock, the host waited for a batch. folder: where workers leave what they took."""
 
-    def __init__(self, machine, folder: str, told: Callable[[], float | None]):
+    def __init__(self, machine, folder: str, seconds_of: Callable[[], float | None]):
         from torch.utils.data import DataLoader
 
-        self.machine, self.folder, self.told = machine, folder, told
+        self.machine, self.folder, self.seconds_of = machine, folder, seconds_of
         self.loading: list[tuple[float, float]] = []
         self.seconds: list[float] = []  # of each batch
         self.workers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each iterator that has some
@@ -56,9 +56,9 @@ class Loader:
         return self.machine.clock.host
 
     def _came(self, workers: "_Workers | None", seconds: float) -> None:
-        now, told = self._now(), self.told()
-        if told is not None:
-            seconds = told
+        now, known = self._now(), self.seconds_of()
+        if known is not None:
+            seconds = known
         elif workers is not None:
             seconds = self._fetched(seconds)
         until = now + seconds if workers is None else workers.ready(now, seconds)

@@ -100,8 +100,8 @@ def parts(spans: Iterable[Span], loading: Iterable[Interval], begin: float, end:
         if name == COMMUNICATION:
             open_ = taken
     idle[OTHER] = sum(until - start for start, until in left)
-    whole = sum(min(until, end) - max(start, begin) for start, until in causes[0][1])
-    return Parts(end - begin, computing, idle, max(0.0, whole - open_))
+    total = sum(min(until, end) - max(start, begin) for start, until in causes[0][1])
+    return Parts(end - begin, computing, idle, max(0.0, total - open_))
 
 
 def mean(steps: Sequence[Parts]) -> Parts:
@@ -121,29 +121,29 @@ def mean(steps: Sequence[Parts]) -> Parts:
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:
     """In order, and none of them over another."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         elif end > start:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def _split(gaps: list[Interval], intervals: list[Interval]) -> tuple[float, list[Interval]]:
     """How much of the gaps the intervals cover, and what is left of them. Both are in order, and overlap nothing of their own."""
-    taken, left, at = 0.0, [], 0
+    taken, left, index = 0.0, [], 0
     for start, end in gaps:
-        while at < len(intervals) and intervals[at][1] <= start:
-            at += 1
-        while at < len(intervals) and intervals[at][0] < end:
-            first, last = max(start, intervals[at][0]), min(end, intervals[at][1])
+        while index < len(intervals) and intervals[index][1] <= start:
+            index += 1
+        while index < len(intervals) and intervals[index][0] < end:
+            first, last = max(start, intervals[index][0]), min(end, intervals[index][1])
             if first > start:
                 left.append((start, first))
             taken, start = taken + last - first, last
-            if intervals[at][1] > end:
+            if intervals[index][1] > end:
                 break
-            at += 1
+            index += 1
         if start < end:
             left.append((start, end))
     return taken, left

@@ -18,6 +18,7 @@ from virtualgpu.run.explain.parts import mean, parts
 from virtualgpu.run.explain.runs import NOT_ENDED, STEPS, Explanation, Row
 from virtualgpu.run.trials import messages
 from virtualgpu.run.trials.programs import Programs
+from virtualgpu.run.trials.steps import Counter
 
 SUFFIX = ".profile.json"
 SKIPPED = 2  # steps before the profiler begins
@@ -36,13 +37,13 @@ def run(
     command: Sequence[str],
     most: int = STEPS,
     limit: float | None = None,
-    told: Callable[[str], None] = lambda words: None,
+    show: Callable[[str], None] = lambda words: None,
 ) -> Explanation:
     """Where a step of this program goes on this machine's GPUs: the mean of the steps after the first two.
 
     most: how many it makes. limit: seconds after which it has failed. An interrupt ends it.
     """
-    told("the program, profiled")
+    show("the program, profiled")
     with Programs() as programs, program.folder() as path:
         environ = {
             **os.environ,
@@ -50,12 +51,12 @@ def run(
         }
         environ["PYTHONPATH"] = program.first(program.SITE, environ.get("PYTHONPATH"))
         environ.pop(environment.VARIABLE, None)
-        status, said = programs.said(command, environ, path, limit)
+        status, output = programs.output_of(command, environ, path, limit)
         traces = _collect(path)
     if status is None:
         return Explanation(failed=NOT_ENDED)
     if status:
-        return Explanation(failed=messages.error(said) or f"the program ended with status {status}")
+        return Explanation(failed=messages.error(output) or f"the program ended with status {status}")
     return explained(traces)
 
 
@@ -82,44 +83,37 @@ def explained(traces: Sequence[tuple[int, list[dict]]]) -> Explanation:
 
 
 def _collect(folder: str) -> list[tuple[int, list[dict]]]:
-    found = []
+    traces = []
     for name in sorted(os.listdir(folder)):
         if name.endswith(SUFFIX):
             with open(os.path.join(folder, name), encoding="utf-8") as file:
-                found.append((int(name.split(".")[0]), json.load(file)["traceEvents"]))
-    return sorted(found, key=lambda one: one[0])
+                traces.append((int(name.split(".")[0]), json.load(file)["traceEvents"]))
+    return sorted(traces, key=lambda one: one[0])
 
 
-class Profile:
+class Profile(Counter):
     """In a process of the program: profiles its steps after the first two, leaves the trace, and ends it as if it had come to its end."""
 
     def __init__(self, folder: str, most: int):
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        super().__init__(most)
+        self.folder, self.profiler = folder, None
 
-        self.folder, self.most, self.first, self.count, self.profiler = folder, most, None, 0, None
-        register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, optimizer, *_) -> None:
+    def made(self) -> None:
+        """A step was made."""
         import torch
 
-        self.first = self.first or id(optimizer)
-        if id(optimizer) != self.first:
-            return
-        self.count += 1
+        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         if self.count == min(SKIPPED, self.most - 1):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            wait()
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.profiler is not None:
             with torch.profiler.record_function(kernels.MARK):
                 pass
         if self.count == self.most:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            wait()
             self.profiler.stop()
             self.profiler.export_chrome_trace(os.path.join(self.folder, f"{environment.rank()}.{os.getpid()}{SUFFIX}"))
-            raise SystemExit(0)
 
 
 _profile: Profile | None = None

@@ -70,17 +70,17 @@ def run(
     most: int = STEPS,
     jobs: int | None = None,
     limit: float | None = None,
-    told: Callable[[str], None] = lambda words: None,
+    show: Callable[[str], None] = lambda words: None,
 ) -> Explanation:
     """What the step of this program consists of on these GPUs, and what it would be with changes.
 
     command: what would follow `python -m virtualgpu`. most: optimizer steps that it makes, of which the first two are left out; 0: it runs
-    to its end. jobs: programs at a time. limit: seconds after which one that has not ended has failed. told: called with words on how far
+    to its end. jobs: programs at a time. limit: seconds after which one that has not ended has failed. show: called with words on how far
     it is. An interrupt ends all programs.
     """
     settings = settings._replace(dry=True, steps=most, explain={})
     with Programs() as programs:
-        told("the program as it is")
+        show("the program as it is")
         begin = time.monotonic()
         base = once(programs, settings, command, limit=limit)
         patience = 60 + 20 * (time.monotonic() - begin)  # a change may make it wait for ever
@@ -92,10 +92,10 @@ def run(
 
         def again(change: Change) -> Tried:
             result = once(programs, change.of(settings), command, change.without, patience)
-            told(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
+            show(f"{min(next(ended), len(changes))} of {len(changes)} changes tried: {change.name}")
             return Tried(change, None if result.failed else slowest(result.explained), result.failed)
 
-        told(f"0 of {len(changes)} changes tried")
+        show(f"0 of {len(changes)} changes tried")
         tried = programs.side_by_side(again, changes, jobs or side_by_side(command, [len(settings.cards)]))
         tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
     tried.sort(key=lambda one: one.step if one.step is not None else float("inf"))
@@ -125,19 +125,19 @@ def once(
     """The program with these settings, in an environment without these variables."""
     with program.folder() as path:
         environ = {name: value for name, value in os.environ.items() if name not in without}
-        environ = program.whole(settings._replace(folder=path), environ)
-        status, said = programs.said(command, environ, path, limit)
+        environ = program.environment_of(settings._replace(folder=path), environ)
+        status, output = programs.output_of(command, environ, path, limit)
         stepped, explained = steps.collect(path), watch.collect(path)
-    return Run(explained, _failed(status, said, stepped, explained), messages.reads(said))
+    return Run(explained, _failed(status, output, stepped, explained), messages.reads(output))
 
 
-def _failed(status: int | None, said: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
+def _failed(status: int | None, output: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
     if status is None:
         return NOT_ENDED
     if status:
-        if lacking := steps.lacking(stepped, said):
+        if lacking := steps.lacking(stepped, output):
             return f"out of memory: {lacking}"
-        return messages.error(said) or f"the program ended with status {status}"
+        return messages.error(output) or f"the program ended with status {status}"
     if explained:
         return ""
     made = max((len(one.ends) for one in stepped), default=0)

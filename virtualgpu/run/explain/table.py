@@ -1,7 +1,8 @@
 """What `--explain` prints: a column for each rank, then what would gain most; or all of it as JSON."""
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from virtualgpu.environment import Settings
 from virtualgpu.run.explain.candidates import COMPUTING, LEAST, amount
@@ -37,121 +38,113 @@ ON_VIRTUAL = "What a change would gain is found on virtual GPUs: --explain with 
 NOTHING = "No change that was tried makes the step more than 2 % shorter: it is what these GPUs take for this work."
 
 
-def lines(found: Explanation, where: str) -> list[str]:
+def lines(explanation: Explanation, where: str) -> list[str]:
     """The table and the sentences. where: the machine, in words."""
-    if found.failed:
-        return [f"virtualgpu: {where}: {found.failed}"]
-    columns = _columns(found.rows)
-    several = len({row.gpu for row in found.rows}) > 1 and len({row.rank for row in found.rows}) == 1
+    if explanation.failed:
+        return [f"virtualgpu: {where}: {explanation.failed}"]
+    columns = _columns(explanation.rows)
+    several = len({row.gpu for row in explanation.rows}) > 1 and len({row.rank for row in explanation.rows}) == 1
     words = {**WORDS, OTHER: ELSEWHERE} if several else WORDS
-    rows = [("", *[cell for head, _ in columns for cell in (head, "")])]
+    rows = []
     for name in WORDS:
         if any(amount(parts, name) >= 5e-8 for _, parts in columns):
-            rows.append((words[name], *_cells(columns, lambda parts, name=name: amount(parts, name))))
+            rows.append(_line(words[name], columns, lambda parts, name=name: amount(parts, name)))
         for kind in NAMES if name == COMPUTING else ():
             if any(parts.computing.get(kind, 0.0) >= 0.005 * parts.step for _, parts in columns):
-                rows.append((f"  {kind}", *_cells(columns, lambda parts, kind=kind: parts.computing.get(kind, 0.0))))
-    rows.append(("the step", *_cells(columns, lambda parts: parts.step)))
+                rows.append(_line(f"  {kind}", columns, lambda parts, kind=kind: parts.computing.get(kind, 0.0)))
+    rows.append(_line("the step", columns, lambda parts: parts.step))
     if any(parts.hidden >= 5e-8 for _, parts in columns):
-        rows.append(("communication hidden by computing", *_cells(columns, lambda parts: parts.hidden)))
-    told = [f"virtualgpu: {where}: where an optimizer's step goes", *_aligned(rows)]
+        rows.append(_line("communication hidden by computing", columns, lambda parts: parts.hidden))
+    text = [f"virtualgpu: {where}: where an optimizer's step goes", *_aligned([head for head, _ in columns], rows)]
     if where == REAL:
-        return [*told, ON_VIRTUAL]
-    if found.has_loader:
-        told.append("The loader was measured on this machine; all other times are simulated.")
-    told += sentences(found)
-    if found.reads:
-        told.append(messages.not_known([found.reads]))
-    return told
+        return [*text, ON_VIRTUAL]
+    if explanation.has_loader:
+        text.append("The loader was measured on this machine; all other times are simulated.")
+    text += sentences(explanation)
+    if explanation.reads:
+        text.append(messages.not_known([explanation.reads]))
+    return text
 
 
-def sentences(found: Explanation) -> list[str]:
+def sentences(explanation: Explanation) -> list[str]:
     """What would gain most, and what more was tried."""
-    gains = [one for one in found.tried if not one.change.bound and found.gain(one) >= LEAST * found.step]
-    told, causes = [], set()
+    ran = [one for one in explanation.tried if one.step is not None]
+    real = [one for one in ran if not one.change.bound]
+    gains = [one for one in real if explanation.gain(one) >= LEAST * explanation.step]
+    text, causes = [], set()
     for one in gains[:NAMED]:
-        told.append(_cause(found, one) * (one.change.cause not in causes) + _gain(found, one))
+        text.append(_cause(explanation, one) * (one.change.cause not in causes) + _gain(explanation, one))
         causes.add(one.change.cause)
     if not gains:
-        told.append(NOTHING)
-    for one in found.tried:
-        if one.change.bound and one.step is not None and one.change.cause in causes:
-            told.append(
+        text.append(NOTHING)
+    for one in ran:
+        if one.change.bound and one.change.cause in causes:
+            text.append(
                 f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more."
             )
-    more = [f"{one.change.name} {milliseconds(one.step)}" for one in gains[NAMED:]]
-    more += [
-        f"{one.change.name} {milliseconds(one.step)}"
-        for one in found.tried
-        if one not in gains and one.step is not None and not one.change.bound
-    ]
-    if more:
-        told.append(f"Also tried: {', '.join(more)}.")
-    told += [
+    if more := gains[NAMED:] + [one for one in real if one not in gains]:
+        text.append(f"Also tried: {', '.join(f'{one.change.name} {milliseconds(one.step)}' for one in more)}.")
+    text += [
         f"Not known: {one.change.name}, for the run with it failed ({one.words})."
-        for one in found.tried
+        for one in explanation.tried
         if one.step is None
     ]
-    return told
+    return text
 
 
-def _gain(found: Explanation, tried: Tried) -> str:
-    return f"{tried.change.words}, the step would take {milliseconds(tried.step)} (now {milliseconds(found.step)})."
+def _gain(explanation: Explanation, tried: Tried) -> str:
+    return (
+        f"{tried.change.words}, the step would take {milliseconds(tried.step)} (now {milliseconds(explanation.step)})."
+    )
 
 
-def _cause(found: Explanation, tried: Tried) -> str:
-    row = max(found.rows, key=lambda row: amount(row.parts, tried.change.cause) / row.parts.step)
+def _cause(explanation: Explanation, tried: Tried) -> str:
+    row = max(explanation.rows, key=lambda row: amount(row.parts, tried.change.cause) / row.parts.step)
     share = 100 * amount(row.parts, tried.change.cause) / row.parts.step
     cause = WORDS[tried.change.cause].capitalize()
     verb = "take" if tried.change.cause == COPIES else "takes"
-    whose = "the" if row.rank < 0 or len({row.rank for row in found.rows}) == 1 else f"rank {row.rank}'s"
+    whose = "the" if row.rank < 0 or len({row.rank for row in explanation.rows}) == 1 else f"rank {row.rank}'s"
     return f"{cause} {verb} {share:.0f} % of {whose} step. "
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, Parts]]:
     several = len({row.gpu for row in rows if row.rank == rows[0].rank}) > 1
-    named = [
-        (
-            f"rank {row.rank}" * (row.rank >= 0)
-            + " " * (row.rank >= 0 and several)
-            + f"GPU {row.gpu}" * (several or row.rank < 0),
-            row.parts,
-        )
-        for row in rows
-    ]
+    named = []
+    for row in rows:
+        names = [f"rank {row.rank}"] * (row.rank >= 0) + [f"GPU {row.gpu}"] * (several or row.rank < 0)
+        named.append((" ".join(names), row.parts))
     if len(named) <= COLUMNS:
         return named
-    named.sort(key=lambda column: column[1].work)
-    (least, first), (most, last) = named[0], named[-1]
-    return [
-        (f"{least}, least work", first),
-        (f"{most}, most work", last),
-        (f"mean of {len(named)}", mean([row.parts for row in rows])),
+    (least, first), *_, (most, last) = sorted(named, key=lambda column: column[1].work)
+    average = mean([row.parts for row in rows])
+    return [(f"{least}, least work", first), (f"{most}, most work", last), (f"mean of {len(named)}", average)]
+
+
+def _line(name: str, columns: Sequence[tuple[str, Parts]], value: Callable[[Parts], float]) -> list[str]:
+    """The name, then time and share of each column."""
+    cells = [(milliseconds(value(parts)), f"{100 * value(parts) / parts.step:.0f} %") for _, parts in columns]
+    return [name, *itertools.chain(*cells)]
+
+
+def _aligned(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The first column to the left. A head stands over both figures of its column, time and share."""
+    names, *widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    pairs = [
+        (max(time, len(head) - share - 1), share)
+        for head, time, share in zip(heads, widths[::2], widths[1::2], strict=True)
     ]
-
-
-def _cells(columns, value) -> list[str]:
-    cells = []
-    for _, parts in columns:
-        cells += [milliseconds(value(parts)), f"{100 * value(parts) / parts.step:.0f} %"]
-    return cells
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left. A column's title stands over both its figures, time and share."""
-    names = max(len(row[0]) for row in rows)
-    title, *figures = rows
-    widths = [max(len(row[at]) for row in figures) for at in range(1, len(title))]
-    for at in range(0, len(widths), 2):
-        widths[at] = max(widths[at], len(title[at + 1]) - widths[at + 1] - 1)
-    told = [
-        " " * names
-        + "".join(f"   {title[at + 1]:>{widths[at] + 1 + widths[at + 1]}}" for at in range(0, len(widths), 2))
-    ]
-    for row in figures:
-        cells = [f"   {row[at + 1]:>{widths[at]}} {row[at + 2]:>{widths[at + 1]}}" for at in range(0, len(widths), 2)]
-        told.append(f"{row[0]:<{names}}" + "".join(cells))
-    return told
+    title = " " * names + "".join(
+        f"   {head:>{time + 1 + share}}" for head, (time, share) in zip(heads, pairs, strict=True)
+    )
+    widths = list(itertools.chain(*pairs))
+    text = [title]
+    for name, *cells in lines:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        text.append(
+            name.ljust(names)
+            + "".join(f"   {time} {share}" for time, share in zip(padded[::2], padded[1::2], strict=True))
+        )
+    return text
 
 
 def milliseconds(seconds: float) -> str:
@@ -166,20 +159,15 @@ def machine(settings: Settings) -> str:
     return f"{cards}, rank {settings.single_rank[1]} of {settings.single_rank[0]}" if settings.single_rank else cards
 
 
-def as_json(found: Explanation) -> str:
+def as_json(explanation: Explanation) -> str:
     """Seconds as they are: the step, each rank's parts, and what was tried with what the step took."""
-    rows = [{"rank": row.rank, "gpu": row.gpu, **row.parts._asdict(), "work": row.parts.work} for row in found.rows]
-    tried = [
-        {
-            "change": one.change.name,
-            "words": one.change.words,
-            "cause": one.change.cause,
-            "bound": one.change.bound,
-            "step": one.step,
-            "gain": found.gain(one),
-            "failed": one.words,
-        }
-        for one in found.tried
+    rows = [
+        {"rank": row.rank, "gpu": row.gpu, **row.parts._asdict(), "work": row.parts.work} for row in explanation.rows
     ]
-    told = {"step": found.step, "rows": rows, "tried": tried, "failed": found.failed, "reads": found.reads}
-    return json.dumps({**told, "loader_measured_here": found.has_loader}, indent=1)
+    tried = [
+        {"change": change.name, "words": change.words, "cause": change.cause, "bound": change.bound, "step": step}
+        | {"gain": explanation.gain(Tried(change, step)), "failed": failed}
+        for change, step, failed in explanation.tried
+    ]
+    record = {"step": explanation.step, "rows": rows, "tried": tried, "failed": explanation.failed}
+    return json.dumps({**record, "reads": explanation.reads, "loader_measured_here": explanation.has_loader}, indent=1)

@@ -1,15 +1,19 @@
 """In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`changes`) where it asks for one."""
 
-import functools
 import itertools
 import json
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from virtualgpu import environment
+from virtualgpu.distributed import _compat
+from virtualgpu.distributed.nodes import Layout
 from virtualgpu.run.explain import changes
 from virtualgpu.run.explain.loader import Loader
 from virtualgpu.run.explain.parts import Parts, parts
@@ -43,32 +47,23 @@ class Watch(steps.Watch):
         batches = change.get("batches", {})
         self.rank = environment.rank()
         self.loader = Loader(machine, folder, lambda: 0.0 if "loader" in change else changes.of_rank(batches, rank()))
-        self.half, self.bucket_cap, self.collectives = False, None, {}
-        self.wrapped: list[torch.nn.Module] = []  # in DistributedDataParallel, without a hook for its communication
+        self.half, self.collectives = False, {}
+        self.wrapped: list[DistributedDataParallel] = []
         self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
-        self._note_collectives()
-        changes.bucketed(self._note_bucket)
-        self._note_hooks()
-        register_module_forward_pre_hook(self._note_half)
+        self.change, Layout.duration = change, self._seconds
+        register_module_forward_pre_hook(self._note_module)
         self.before_step = changes.apply(change, machine, rank)
         machine.clock.spans = Recording()
         self.before_step(0)
 
-    def _stepped(self, optimizer, *rest) -> None:
-        made = len(self.ends)
-        try:
-            super()._stepped(optimizer, *rest)
-        finally:  # also where that was the last one, and ends the program
-            if len(self.ends) > made:
-                self._note_step()
-
-    def _note_step(self) -> None:
-        """What the first step did is nobody's to tell: it makes the optimizer's state."""
+    def made(self) -> None:
+        """A step was made. What the first one did is nobody's to tell: it makes the optimizer's state."""
+        super().made()
         self.rank = rank()
-        if len(self.ends) == 1:
+        if self.count == 1:
             self.machine.clock.spans = Recording()
         self.marks.append((len(self.loader.seconds), dict(self.collectives)))
-        self.before_step(len(self.ends))
+        self.before_step(self.count)
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
@@ -77,111 +72,82 @@ class Watch(steps.Watch):
     def leave(self, folder: str) -> None:
         """For `collect`; and what `steps` leaves."""
         super().leave(folder)
-        if self.machine.communicators is not None:
-            settle = self.machine.clock.collectives.settle
-            if settle is not None:
-                settle()
-        spans = self.machine.clock.spans or []
-        first = 1 if len(self.ends) > 2 else 0  # in the second step DDP makes its buckets anew
+        clock = self.machine.clock
+        if self.machine.communicators is not None and clock.collectives.settle is not None:
+            clock.collectives.settle()
+        first = 1 if self.count > 2 else 0  # in the second step DDP makes its buckets anew
         windows = list(itertools.pairwise(self.ends[first:]))
-        found = {}
+        gpus = {}
         for gpu in self.machine.gpus:
-            own = [span for span in spans if span.gpu == gpu.index]
-            steps_of_gpu = [parts(own, self.loader.loading, *window) for window in windows]
-            if any(step.computing for step in steps_of_gpu):  # a context alone is no work
-                found[str(gpu.index)] = steps_of_gpu
-        told = Explained(
+            own = [span for span in clock.spans or [] if span.gpu == gpu.index]
+            divided = [parts(own, self.loader.loading, *window) for window in windows]
+            if any(step.computing for step in divided):  # a context alone is no work
+                gpus[str(gpu.index)] = divided
+        explained = Explained(
             self.rank,
-            found,
-            self._together(first, len(windows)),
-            self.bucket_cap,
-            self._compressible(),
-            self.half,
-            _tf32(),
-            self._batch(first),
+            gpus,
+            together=self._together(first, len(windows)),
+            bucket_cap=min((ddp.bucket_bytes_cap / (1 << 20) for ddp in self.wrapped), default=None),
+            compressible=self._compressible(),
+            half=self.half,
+            tf32=torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32,
+            batch=self._batch(first),
         )
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-            json.dump(told, file)
+            json.dump(explained, file)
 
-    def _note_half(self, module: torch.nn.Module, _) -> None:
+    def _note_module(self, module: torch.nn.Module, _) -> None:
+        if isinstance(module, DistributedDataParallel) and not any(other is module for other in self.wrapped):
+            self.wrapped.append(module)
         if not self.half:
             self.half = torch.is_autocast_enabled("cuda") or any(
                 tensor is not None and tensor.dtype in HALF for tensor in module._parameters.values()
             )
 
-    def _note_collectives(self) -> None:
-        from virtualgpu.distributed.nodes import Layout
-
-        real = Layout.seconds
-
-        def seconds(layout, kind, nbytes):
-            lasts = real(layout, kind, nbytes)
-            if layout.size > 1 and kind != "barrier":
-                count, size, whole, _ = self.collectives.get(kind, (0, 0, 0.0, None))
-                self.collectives[kind] = count + 1, size + nbytes, whole + lasts, lambda n: real(layout, kind, n)
-            return lasts
-
-        Layout.seconds = seconds
-
-    def _note_hooks(self) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
-        changes.made(lambda ddp: self.wrapped.append(ddp))
-        real = DistributedDataParallel.register_comm_hook
-
-        @functools.wraps(real)
-        def register_comm_hook(ddp, *args, **kwargs):
-            self.wrapped = [other for other in self.wrapped if other is not ddp]
-            return real(ddp, *args, **kwargs)
-
-        DistributedDataParallel.register_comm_hook = register_comm_hook
+    def _seconds(self, kind: str, nbytes: int, ranks: int, real: Callable[[int], float]) -> float:
+        """What a collective lasts; what it is without the change is noted."""
+        if ranks > 1 and kind not in ("barrier", "p2p"):
+            count, size, seconds, _ = self.collectives.get(kind, (0, 0, 0.0, None))
+            self.collectives[kind] = count + 1, size + nbytes, seconds + real(nbytes), real
+        return changes.seconds(self.change, kind, nbytes, real)
 
     def _compressible(self) -> bool:
-        parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in self.wrapped)
+        plain = (ddp for ddp in self.wrapped if not _compat.comm_hooks(ddp))
+        parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in plain)
         return any(parameter.dtype == torch.float32 for parameter in parameters if parameter.requires_grad)
 
     def _together(self, first: int, windows: int) -> dict[str, list[float]]:
-        told = {}
         if not windows:
-            return told
-        before, until = self.marks[first][1], self.marks[-1][1]
-        for kind, (*totals, lasts) in until.items():
+            return {}
+        before, together = self.marks[first][1], {}
+        for kind, (*totals, real) in self.marks[-1][1].items():
             count, size, seconds = (
                 (total - earlier) / windows
                 for total, earlier in zip(totals, before.get(kind, (0, 0, 0.0)), strict=False)
             )
-            told[kind] = [count, size, seconds, lasts(max(1, int(size)))]
-        return told
+            together[kind] = [count, size, seconds, real(max(1, int(size)))]
+        return together
 
     def _batch(self, first: int) -> float | None:
         """Seconds, on average; None where the program has no loader."""
         taken = self.loader.seconds[self.marks[first][0] : self.marks[-1][0]] if len(self.marks) > first else []
         return sum(taken) / len(taken) if taken else None
 
-    def _note_bucket(self, megabytes: float | None) -> float | None:
-        self.bucket_cap = min(megabytes or changes.DEFAULT_BUCKET, self.bucket_cap or float("inf"))
-        return megabytes
-
 
 def rank() -> int:
     """Of this process, as far as it knows by now: of its process group, or its launcher's word; -1 where there is none."""
-    from torch import distributed as dist
-
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else environment.rank()
-
-
-def _tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
 
 
 def collect(folder: str) -> list[Explained]:
     """What the processes left that stepped, by rank."""
-    found = []
+    processes = []
     for name in sorted(os.listdir(folder)):
         if name.endswith(SUFFIX):
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 one = Explained(*json.load(file))
             if one.gpus:
-                gpus = {gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()}
-                found.append(one._replace(gpus=gpus))
-    return sorted(found, key=lambda one: one.rank)
+                processes.append(
+                    one._replace(gpus={gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()})
+                )
+    return sorted(processes, key=lambda one: one.rank)

@@ -67,7 +67,7 @@ def fit(
     varied = dict(_varied(name.lstrip("-"), values) for name, values in (vary or {}).items())
     names = [name.strip() for name in like.split(",")] if isinstance(like, str) else list(like)
     known = load(None if prices is None else os.fspath(prices))
-    with progress.of(names, counts, varied) as told:
+    with progress.of(names, counts, varied) as note:
         trials = search.run(
             words,
             like=names,
@@ -79,7 +79,7 @@ def fit(
             jobs=jobs,
             samples=samples,
             limit=limit,
-            told=told,
+            on_trial=note,
         )
     return Trials(trials, known, world_size, search.searched(varied))
 

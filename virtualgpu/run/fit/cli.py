@@ -58,7 +58,7 @@ def _main(arguments: list[str]) -> int:
             "vary": varied,
         }
         world_size = _number("--world-size", values)
-        with progress.of(**chosen) as told:
+        with progress.of(**chosen) as note:
             trials = search.run(
                 command,
                 **chosen,
@@ -68,7 +68,7 @@ def _main(arguments: list[str]) -> int:
                 jobs=_number("--jobs", values),
                 samples=values.get("--samples", [None])[-1],
                 limit=_number("--limit", values),
-                told=lambda trial: (done.append(trial), told(trial)),
+                on_trial=lambda trial: (done.append(trial), note(trial)),
             )
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu fit: {error}", file=sys.stderr)
@@ -105,4 +105,4 @@ def _list(values: dict[str, list[str]], name: str, default: str, form: str = r".
 
 
 def _number(name: str, values: dict[str, list[str]], default: int | None = None) -> int | None:
-    return options.whole(name, values[name][-1]) if name in values else default
+    return options.whole_number(name, values[name][-1]) if name in values else default

@@ -23,12 +23,12 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
         if name in used:
             continue
         names = {name, name.replace("-", "_"), name.replace("_", "-")}
-        for at, word in enumerate(words):
+        for index, word in enumerate(words):
             option, equals, _ = word.partition("=")
             if equals and option in names | {f"--{name}" for name in names}:
-                words[at] = f"{option}={value}"
-            elif not equals and option.startswith("--") and option[2:] in names and at + 1 < len(words):
-                words[at + 1] = value
+                words[index] = f"{option}={value}"
+            elif not equals and option.startswith("--") and option[2:] in names and index + 1 < len(words):
+                words[index + 1] = value
             else:
                 continue
             break

@@ -17,7 +17,7 @@ def of(
     total = len(like) * len(gpus) * math.prod(lists) if len(lists) == len(vary) else None
     count = 0
 
-    def told(trial: Trial) -> None:
+    def note(trial: Trial) -> None:
         nonlocal count
         count += 1
         values = "".join(f" {name}={value}" for name, value in trial.values.items())
@@ -26,4 +26,4 @@ def of(
     with line() as show:
         if total:
             show(f"0 of {total} tried")
-        yield told
+        yield note

@@ -66,14 +66,14 @@ def run(
     jobs: int | None = None,
     samples: str | None = None,
     limit: float | None = None,
-    told: Callable[[Trial], None] = lambda trial: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
     """Every card with every number of GPUs and every combination of values; ranges are searched, and their trials are all given.
 
     command: what would follow `python -m virtualgpu`; {gpus} and {name} in it stand for the trial's own. A value goes to the option
     of that name, which is added where the command has none. step: how many optimizer steps a program makes; 0: it runs to its end.
     world_size: one rank of so many plays alone on one GPU. samples: of all ranks in an optimizer's step, where the rows that go into the
-    model do not say it: a product of numbers, {gpus} and {name}. limit: seconds after which a program is ended, and has failed. told: called with each trial as it ends.
+    model do not say it: a product of numbers, {gpus} and {name}. limit: seconds after which a program is ended, and has failed. on_trial: called with each trial as it ends.
 
     Raises ValueError for a card that is not known, a range that is none or a product that is none. An interrupt ends all programs.
     """
@@ -89,19 +89,19 @@ def run(
             raise ValueError(f"{name}={low}..{high}: the first number is to be 1 or more, and not above the second")
     if world_size is not None and list(gpus) != [1]:
         raise ValueError(f"with a world size of {world_size} one rank plays alone, on one GPU: give no number of GPUs")
-    found = {name: cards.find(1, name, memory) for name in like}  # a wrong name is said before anything runs
+    known = {name: cards.find(1, name, memory) for name in like}  # a wrong name is said before anything runs
     with Programs() as programs:
 
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
-            settings = environment.Settings(found[card] * count, dry=True, steps=step)
+            settings = environment.Settings(known[card] * count, dry=True, steps=step)
             if world_size is not None:
-                settings = settings._replace(cards=found[card], single_rank=(world_size, 0, 8))
+                settings = settings._replace(cards=known[card], single_rank=(world_size, 0, 8))
             held = {"gpus": str(count), **values}
             words = filled(command, held)
             result = _trial(programs, settings, words, Trial(card, count, values, "fits"), limit)
             if samples is not None:
                 result = result._replace(samples=product(put(samples, held)))
-            told(result)
+            on_trial(result)
             return result
 
         def search(card: str, count: int, values: dict[str, str]) -> list[Trial]:
@@ -152,7 +152,7 @@ def _trial(
 ) -> Trial:
     with program.folder() as path:
         settings = settings._replace(folder=path)
-        status, said = programs.said(command, program.whole(settings, os.environ), path, limit)
+        status, output = programs.output_of(command, program.environment_of(settings, os.environ), path, limit)
         left, used = steps.collect(path), entries(path)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in left if rank.ends]
@@ -163,11 +163,11 @@ def _trial(
         step=max((rank.seconds for rank in left if rank.seconds is not None), default=None),
         ranks=len(stepped),
         samples=_samples(stepped, batch(command, trial.values), settings),
-        reads=messages.reads(said),
-        notes=tuple(messages.warnings(said)),
+        reads=messages.reads(output),
+        notes=tuple(messages.warnings(output)),
     )
     if status == 0 and not trial.used:
-        last = messages.last_line(said)
+        last = messages.last_line(output)
         return trial._replace(
             status="failed", words="the program used no GPU" + (f", and said at its end: {last}" if last else "")
         )
@@ -176,9 +176,9 @@ def _trial(
     trial = trial._replace(step=None, samples=None)
     if status is None:
         return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
-    if lacking := steps.lacking(left, said):
+    if lacking := steps.lacking(left, output):
         return trial._replace(status="out of memory", words=lacking)
-    return trial._replace(status="failed", words=_end(status, said))
+    return trial._replace(status="failed", words=_end(status, output))
 
 
 def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: environment.Settings) -> int | None:
@@ -190,7 +190,7 @@ def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: enviro
     return counted[0] * ranks if settings.single_rank else sum(counted)
 
 
-def _end(status: int, said: str) -> str:
+def _end(status: int, output: str) -> str:
     """What a program that failed came to."""
     if -status in {number.value for number in signal.Signals}:
         killed = (
@@ -199,7 +199,7 @@ def _end(status: int, said: str) -> str:
             else ""
         )
         return f"ended by {signal.Signals(-status).name}{killed}"
-    return messages.error(said) or f"ended with status {status}"
+    return messages.error(output) or f"ended with status {status}"
 
 
 def largest(trials: Iterable[Trial], name: str) -> dict[tuple, Trial]:

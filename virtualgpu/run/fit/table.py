@@ -28,8 +28,8 @@ def lines(
     counted = all(trial.samples for trial in timed)
     number = {id(trial): SAMPLES / trial.samples if counted else STEPS for trial in timed}
     costs = {
-        at: dollars(trial, price_of(trial.card, prices), number[id(trial)], world_size)
-        for at, trial in enumerate(trials)
+        index: dollars(trial, price_of(trial.card, prices), number[id(trial)], world_size)
+        for index, trial in enumerate(trials)
         if id(trial) in number
     }
     cheapest = min((cost for cost in costs.values() if cost is not None), default=None)
@@ -37,8 +37,8 @@ def lines(
     rows = [
         ("card", "GPUs", *names, "", "peak reserved", "left", "step", "steps/s", "samples/s", "against 1 GPU", unit)
     ]
-    for at, trial in enumerate(trials):
-        known, cost = at in costs, costs.get(at)
+    for index, trial in enumerate(trials):
+        known, cost = index in costs, costs.get(index)
         rows.append(
             (
                 trial.card,
@@ -54,13 +54,13 @@ def lines(
                 "" if cost is None else f"{cost:.3f}" + (" <" if cost == cheapest and len(trials) > 1 else "  "),
             )
         )
-    keep = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
-    told = columns([tuple(row[at] for at in keep) for row in rows])
+    keep = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
+    text = columns([tuple(row[index] for index in keep) for row in rows])
     if cheapest is not None:
         mark = "<: the cheapest that fits. " * (len(trials) > 1)
-        told.append(f"{mark}Times are simulated; steps of one GPU come mostly within 30 % of measured ones.")
-        told.append(whose([trial.card for trial in timed], prices))
-    return [*told, *(_largest(trials, searched) if searched else []), *_remarks(trials)]
+        text.append(f"{mark}Times are simulated; steps of one GPU come mostly within 30 % of measured ones.")
+        text.append(whose([trial.card for trial in timed], prices))
+    return [*text, *(_largest(trials, searched) if searched else []), *_remarks(trials)]
 
 
 def tight(trial: Trial) -> bool:
@@ -105,31 +105,31 @@ def _named(trials: Sequence[Trial], of: Sequence[Trial], most: int = 3) -> str:
 
 def _remarks(trials: Sequence[Trial]) -> list[str]:
     """A sentence for each thing that the table does not say."""
-    found: list[str] = []
+    remarks: list[str] = []
     done = [trial for trial in trials if trial.fits]
     failed = [trial for trial in trials if trial.status == "failed"]
     for words in dict.fromkeys(trial.words for trial in failed):
-        found.append(f"failed: {_named([t for t in failed if t.words == words], trials)}{words}")
+        remarks.append(f"failed: {_named([t for t in failed if t.words == words], trials)}{words}")
     if barely := [trial for trial in done if tight(trial)]:
-        found.append(
+        remarks.append(
             f"tight: {_named(barely, [])}less than a tenth of the card is left, and a real program may need that."
         )
     if timeless := [trial for trial in done if trial.step is None]:
         what = "one optimizer step" if any(trial.ranks for trial in timeless) else "no optimizer step"
-        found.append(f"{_named(timeless, trials)}{what} was seen before the program ended, so that none is timed.")
+        remarks.append(f"{_named(timeless, trials)}{what} was seen before the program ended, so that none is timed.")
     if idle := [trial for trial in done if trial.used < trial.gpus]:
         counts = ", ".join(dict.fromkeys(f"{t.gpus - t.used} of {t.gpus} GPUs" for t in idle))
-        found.append(
+        remarks.append(
             f"{counts} stayed idle: the program uses {_counts(t.used for t in idle)} (torchrun's --nproc-per-node={{gpus}}?)."
         )
-    found += [
+    remarks += [
         f"{name} changed nothing: the same memory and time for {values}. Does the program heed it?"
         for name, values in _unheeded(done)
     ]
-    found += dict.fromkeys(note for trial in trials for note in trial.notes)
+    remarks += dict.fromkeys(note for trial in trials for note in trial.notes)
     if reads := sorted({trial.reads for trial in trials if trial.reads}):
-        found.append(messages.not_known(reads))
-    return found
+        remarks.append(messages.not_known(reads))
+    return remarks
 
 
 def _counts(numbers) -> str:
@@ -138,7 +138,7 @@ def _counts(numbers) -> str:
 
 def _unheeded(done: Sequence[Trial]) -> list[tuple[str, str]]:
     """Options whose values all came to the same, in every place, and these values."""
-    found = []
+    unheeded = []
     for name in dict.fromkeys(name for trial in done for name in trial.values):
         places: dict[tuple, dict[str, tuple]] = {}
         for trial in done:
@@ -146,8 +146,8 @@ def _unheeded(done: Sequence[Trial]) -> list[tuple[str, str]]:
             places.setdefault((trial.card, trial.gpus, others), {})[trial.values[name]] = (trial.reserved, trial.step)
         several = [results for results in places.values() if len(results) > 1]
         if several and all(len(set(results.values())) == 1 for results in several):
-            found.append((name, ", ".join(several[0])))
-    return found
+            unheeded.append((name, ", ".join(several[0])))
+    return unheeded
 
 
 def as_json(trials: Sequence[Trial], prices: Mapping[str, Price], world_size: int | None = None) -> str:

@@ -34,8 +34,8 @@ def for_sockets() -> None:
     config = multiprocessing.current_process()._config
     if config.get("tempdir") is None:
         is_long = len(os.fsencode(tempfile.gettempdir())) > LONG and os.access("/tmp", os.W_OK)
-        config["tempdir"] = ours = scratch.folder("/tmp" if is_long else None)
-        util.Finalize(None, scratch.remove, (ours,), exitpriority=-100)
+        config["tempdir"] = path = scratch.folder("/tmp" if is_long else None)
+        util.Finalize(None, scratch.remove, (path,), exitpriority=-100)
 
 
 def interface() -> str | None:

@@ -34,10 +34,10 @@ class Rank:
         if method == "forkserver":
             context.set_forkserver_preload(["virtualgpu.run.ranks.warm"])
             places.for_sockets()
-        self.pipe, theirs = context.Pipe()
-        printed, their_stdout = context.Pipe(duplex=False)
+        self.pipe, child_pipe = context.Pipe()
+        printed, child_stdout = context.Pipe(duplex=False)
         self.printed = output.Printed(printed)
-        arguments = (theirs, their_stdout, self.index, world_size, port, str(self.stacks), str(self.words))
+        arguments = (child_pipe, child_stdout, self.index, world_size, port, str(self.stacks), str(self.words))
         self.process = context.Process(target=worker.work, args=arguments, name=f"rank {self.index}", daemon=True)
         with _starting, _no_main_module():
             try:
@@ -45,8 +45,8 @@ class Rank:
             except (EOFError, ConnectionError):  # what ranks are forked from has just died (out of memory, say)
                 time.sleep(0.2)  # until the system knows that, and a new one is started
                 self.process.start()
-        theirs.close()
-        their_stdout.close()
+        child_pipe.close()
+        child_stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send_bytes(payload)
 

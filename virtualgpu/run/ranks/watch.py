@@ -69,8 +69,8 @@ def died(rank: Rank) -> str | None:
         how = f"was killed by {name}" + (" (out of memory on this machine, perhaps)" if name == "SIGKILL" else "")
     else:
         how = f"exited with status {code} before it was done"
-    said = rank.words.read_text("utf-8", "replace").strip() if rank.words.exists() else ""
-    return how + (f". Its last words:\n{said[-2000:]}" if said else "")
+    words = rank.words.read_text("utf-8", "replace").strip() if rank.words.exists() else ""
+    return how + (f". Its last words:\n{words[-2000:]}" if words else "")
 
 
 def where(ranks: list[Rank]) -> list[str]:
@@ -92,8 +92,8 @@ def _stands(rank: Rank) -> str:
     frames = frames_of(rank.stacks.read_text("ascii", "replace") if rank.stacks.exists() else "")
     if not frames:
         return "does not answer"
-    ours = next((at for at, (file, _, _) in enumerate(frames) if file.startswith(HERE)), len(frames))
-    called = [frame for frame in frames[:ours] if not frame[0].startswith(PACKAGE)]  # recv waits, not our part of it
+    end = next((index for index, (file, _, _) in enumerate(frames) if file.startswith(HERE)), len(frames))
+    called = [frame for frame in frames[:end] if not frame[0].startswith(PACKAGE)]  # recv waits, not our part of it
     own = [frame for frame in called if not _of_a_library(frame[0])]
     innermost = (called or frames)[0][2]
     if own:
@@ -109,8 +109,8 @@ def _of_a_library(file: str) -> bool:
 def frames_of(dump: str) -> list[tuple[str, str, str]]:
     """File, line and function of each frame that faulthandler wrote, innermost first. It writes what is not ASCII as
     \\u escapes."""
-    found = re.findall(r'File "(.*)", line (\d+) in (.*)', dump)
-    return [(_unescaped(file), line, _unescaped(name)) for file, line, name in found]
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', dump)
+    return [(_unescaped(file), line, _unescaped(name)) for file, line, name in frames]
 
 
 def _unescaped(text: str) -> str:

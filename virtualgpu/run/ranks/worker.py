@@ -63,9 +63,9 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     import torch.distributed as dist
 
     cloudpickle, address = import_cloudpickle(), "127.0.0.1"
-    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    ours |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in ours.items()})
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     offered, interface, function = cloudpickle.loads(payload)
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -19,9 +19,9 @@ CONSEQUENCES = re.compile(
 PACKAGE = os.path.dirname(program.HERE)
 
 
-def reads(said: str) -> str:
+def reads(output: str) -> str:
     """The first line of the program that reads a value of the GPU, "train.py:12"; or nothing."""
-    line = READS.search(said)
+    line = READS.search(output)
     return f"{os.path.basename(line[1])}:{line[2]}" if line else ""
 
 
@@ -31,15 +31,15 @@ def not_known(places: Sequence[str]) -> str:
     return f"{', '.join(places)} read{'s' * (len(places) == 1)} a value of the GPU: a dry run has nan there, {decided}."
 
 
-def warnings(said: str) -> list[str]:
+def warnings(output: str) -> list[str]:
     """What the engine does otherwise than a GPU, as it said so, each once."""
-    return list(dict.fromkeys(words.strip() for words in WARNING.findall(said)))
+    return list(dict.fromkeys(words.strip() for words in WARNING.findall(output)))
 
 
-def error(said: str) -> str:
+def error(output: str) -> str:
     """What ended the program, with the program's line: the last error that is not another process's word on it; or its last line."""
     errors, places = [], {}  # the place that each rank's traceback named last
-    for line in said.splitlines():
+    for line in output.splitlines():
         rank = RANK.match(line)
         rank, line = (rank[0], line[rank.end() :]) if rank else ("", line)
         if where := PLACE.search(line):
@@ -50,12 +50,12 @@ def error(said: str) -> str:
         elif kind := ERROR.match(line.strip()):
             errors.append((kind[1], line.strip()[:300] + places.get(rank, "")))
     causes = [words for kind, words in errors if not CONSEQUENCES.search(kind)] or [words for _, words in errors]
-    return causes[-1] if causes else last_line(said)
+    return causes[-1] if causes else last_line(output)
 
 
-def last_line(said: str) -> str:
+def last_line(output: str) -> str:
     """What it printed last, if anything."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""
 
 

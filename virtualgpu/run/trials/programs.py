@@ -82,7 +82,7 @@ class Programs:
             raise InterruptedError("the search was ended")
         return status
 
-    def said(
+    def output_of(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str, limit: float | None = None
     ) -> tuple[int | None, str]:
         """As `run`: the exit status, and all that the program printed, which is kept in `folder` meanwhile."""

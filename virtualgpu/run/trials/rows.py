@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from virtualgpu import _compat
 
@@ -27,29 +28,29 @@ class Rows:
         self.passes = 0
         self._now: Counter[tuple[int, ...]] = Counter()
         self._passes = 0
-        self._first, self._inside, self._thread = None, False, threading.get_ident()
-        called = nn.Module.__call__
-
-        @functools.wraps(called)
-        def call(module, *args, **kwargs):
-            if self._inside or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
-                return called(module, *args, **kwargs)
-            if _compat.graph_task() == -1:  # in a backward pass, a checkpoint computes again
-                self._note(module, (*args, *kwargs.values()))
-            self._inside = True
-            try:
-                return called(module, *args, **kwargs)
-            finally:
-                self._inside = False
-
-        backward = torch.autograd.backward
+        self._first, self._depth, self._thread = None, 0, threading.get_ident()
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        backward = torch.autograd.backward  # of which PyTorch has no hook for all
 
         @functools.wraps(backward)
         def counted(*args, **kwargs):
             self._passes += _compat.graph_task() == -1
             return backward(*args, **kwargs)
 
-        nn.Module.__call__, torch.autograd.backward = call, counted
+        torch.autograd.backward = counted
+
+    def _enter(self, module: nn.Module, _) -> None:
+        if threading.get_ident() == self._thread and (self._depth or torch.is_grad_enabled()):
+            self._depth += 1
+
+    def _leave(self, module: nn.Module, inputs: tuple, *rest) -> None:
+        """rest: keyword arguments, which a call that raised does not have, and the result."""
+        if threading.get_ident() != self._thread or not self._depth:
+            return
+        self._depth -= 1
+        if not self._depth and _compat.graph_task() == -1:  # in a backward pass, a checkpoint computes again
+            self._note(module, (*inputs, *(rest[0].values() if len(rest) == 2 else ())))
 
     def _note(self, module: nn.Module, inputs: Iterable) -> None:
         self._first = self._first or id(module)
@@ -65,12 +66,8 @@ class Rows:
 def _tensor(inputs: Iterable) -> Tensor | None:
     """The first, also where tuples or dictionaries hold it."""
     for value in inputs:
-        if isinstance(value, Tensor):
-            if value.dim():
-                return value
-        elif isinstance(value, (tuple, list, Mapping)):
-            held = value.values() if isinstance(value, Mapping) else value
-            for inner in held:
-                if isinstance(inner, Tensor) and inner.dim():
-                    return inner
+        held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else (value,)
+        for inner in held:
+            if isinstance(inner, Tensor) and inner.dim():
+                return inner
     return None

@@ -36,33 +36,47 @@ class Steps(NamedTuple):
         return statistics.median(lasted) if lasted else None
 
 
-class Watch:
-    """Counts this process's steps. After `most` of them it raises SystemExit, as if the program had come to its end; 0: it never does.
+class Counter:
+    """Counts this process's steps: those of the optimizer that stepped first. After `most` of them it raises SystemExit, as if the program
+    had come to its end; 0: it never does."""
 
-    rows: looks on at what goes into the model, where somebody asks for it.
-    """
-
-    def __init__(self, machine, most: int, rows: "Rows | None" = None):
+    def __init__(self, most: int):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.machine, self.most, self.first, self.ends, self.asked = machine, most, None, [], None
-        self.rows, self.several = rows, False
+        self.most, self.count, self.first, self.several = most, 0, None, False
         register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer, *_) -> None:
+        self.first = self.first or id(optimizer)
+        if id(optimizer) != self.first:
+            self.several = True
+            return
+        self.count += 1
+        self.made()
+        if self.count == self.most:
+            raise SystemExit(0)
+
+    def made(self) -> None:
+        """After each of them."""
+        raise NotImplementedError
+
+
+class Watch(Counter):
+    """Notes when each step was done, on the simulated clock. rows: looks on at what goes into the model, where somebody asks for it."""
+
+    def __init__(self, machine, most: int, rows: "Rows | None" = None):
+        super().__init__(most)
+        self.machine, self.rows, self.ends, self.asked = machine, rows, [], None
         for gpu in machine.gpus:
             gpu.memory.watch(self._heard)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_anew)
 
-    def _stepped(self, optimizer, *_) -> None:
-        self.first = self.first or id(optimizer)
-        if id(optimizer) == self.first:
-            self.ends.append(self.machine.clock.latest())
-            if self.rows is not None:
-                self.rows.stepped()
-            if len(self.ends) == self.most:
-                raise SystemExit(0)
-        else:
-            self.several = True
+    def made(self) -> None:
+        """A step was made."""
+        self.ends.append(self.machine.clock.latest())
+        if self.rows is not None:
+            self.rows.stepped()
 
     def _heard(self, action: str, address: int, size: int, stream: int, block) -> None:
         if action == "oom":
@@ -70,7 +84,7 @@ class Watch:
 
     def _begin_anew(self) -> None:
         """In a process that was forked: its parent's steps are not its own."""
-        self.first, self.ends, self.asked, self.several = None, [], None, False
+        self.count, self.first, self.several, self.ends, self.asked = 0, None, False, [], None
         if self.rows is not None:
             self.rows.stepped()
 
@@ -84,17 +98,17 @@ class Watch:
             json.dump(left, file)
 
 
-def lacking(left: Iterable[Steps], said: str) -> str:
+def lacking(left: Iterable[Steps], output: str) -> str:
     """What could not be had, where memory is what ended a program that left these and printed that; "" otherwise."""
     asked = [process.asked for process in left if process.asked is not None]
-    return f"{size(max(asked))} more were asked for" if asked and "OutOfMemoryError" in said else ""
+    return f"{size(max(asked))} more were asked for" if asked and "OutOfMemoryError" in output else ""
 
 
 def collect(folder: str) -> list[Steps]:
     """What the processes left, by rank."""
-    found = []
+    processes = []
     for name in os.listdir(folder):
         if name.endswith(SUFFIX):
             with open(os.path.join(folder, name), encoding="utf-8") as file:
-                found.append(Steps(*json.load(file)))
-    return sorted(found, key=lambda process: process.rank)
+                processes.append(Steps(*json.load(file)))
+    return sorted(processes, key=lambda process: process.rank)
