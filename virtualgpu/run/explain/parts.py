@@ -10,14 +10,8 @@ from typing import NamedTuple
 
 from virtualgpu.timing.queues import Span
 
-COMMUNICATION, COPIES, WAITING, LOADER, LAUNCHES, OTHER = PARTS = (
-    "communication",
-    "copies",
-    "waiting",
-    "loader",
-    "launches",
-    "other",
-)
+PARTS = ("communication", "copies", "waiting", "loader", "launches", "other")
+COMMUNICATION, COPIES, WAITING, LOADER, LAUNCHES, OTHER = PARTS
 OPTIMIZER, ELEMENTWISE = "optimizer", "elementwise and others"
 # Kinds of kernels by what is in the operation's name; the first that fits
 KINDS = (
@@ -85,23 +79,19 @@ def parts(spans: Iterable[Span], loading: Iterable[Interval], begin: float, end:
         cursor = max(cursor, min(span.end, end))
     if cursor < end:
         gaps.append((cursor, end, end))
-    causes = [
-        (COMMUNICATION, _merged((span.start, span.end) for span in beside["communication"])),
-        (COPIES, _merged((span.start, span.end) for span in beside["copy"])),
-        (WAITING, _merged((span.start, span.end) for span in beside["waiting"])),
-        (LOADER, _merged(loading)),
-        (LAUNCHES, [(start, issued) for start, _, issued in gaps if issued > start]),
-    ]
+    causes = {
+        COMMUNICATION: _merged((span.start, span.end) for span in beside["communication"]),
+        COPIES: _merged((span.start, span.end) for span in beside["copy"]),
+        WAITING: _merged((span.start, span.end) for span in beside["waiting"]),
+        LOADER: _merged(loading),
+        LAUNCHES: [(start, issued) for start, _, issued in gaps if issued > start],
+    }
     left, idle = [(start, until) for start, until, _ in gaps], {}
-    open_ = 0.0
-    for name, intervals in causes:
-        taken, left = _split(left, intervals)
-        idle[name] = taken
-        if name == COMMUNICATION:
-            open_ = taken
+    for name, intervals in causes.items():
+        idle[name], left = _split(left, intervals)
     idle[OTHER] = sum(until - start for start, until in left)
-    total = sum(min(until, end) - max(start, begin) for start, until in causes[0][1])
-    return Parts(end - begin, computing, idle, max(0.0, total - open_))
+    total = sum(min(until, end) - max(start, begin) for start, until in causes[COMMUNICATION])
+    return Parts(end - begin, computing, idle, max(0.0, total - idle[COMMUNICATION]))
 
 
 def mean(steps: Sequence[Parts]) -> Parts:

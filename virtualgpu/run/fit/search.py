@@ -71,9 +71,8 @@ def run(
     """Every card with every number of GPUs and every combination of values; ranges are searched, and their trials are all given.
 
     command: what would follow `python -m virtualgpu`; {gpus} and {name} in it stand for the trial's own. A value goes to the option
-    of that name, which is added where the command has none. step: how many optimizer steps a program makes; 0: it runs to its end.
-    world_size: one rank of so many plays alone on one GPU. samples: of all ranks in an optimizer's step, where the rows that go into the
-    model do not say it: a product of numbers, {gpus} and {name}. limit: seconds after which a program is ended, and has failed. on_trial: called with each trial as it ends.
+    of that name, which is added where the command has none. step: how many optimizer steps a program makes. on_trial: called with each
+    trial as it ends. All else is as of `virtualgpu.fit`.
 
     Raises ValueError for a card that is not known, a range that is none or a product that is none. An interrupt ends all programs.
     """

@@ -10,7 +10,7 @@
 Processes come from a forkserver that has PyTorch loaded: the first call takes seconds, further calls a fraction of
 one. They are fresh: nothing of the notebook is in them but the function, its arguments and the globals that it uses.
 `rank` is one of them as the notebook sees it, `worker` what it does; `output` is how its lines come back, `watch` who failed first and
-where each stands.
+where each stands, `places` which sockets and folders there are. `recorded` records a step of each.
 """
 
 import math
