@@ -13,7 +13,7 @@ _FROM = {
     "launch": "virtualgpu.run.ranks",
     "other_process": "virtualgpu.blocks",
     "progress": "helpers.cells",
-    "record": "virtualgpu.run.recorded",
+    "record": "virtualgpu.run.ranks.recorded",
     "reveal": "helpers.cells",
 }
 _MODULES = ("checkpoint", "data", "plots", "tuning")

@@ -18,7 +18,7 @@ _FROM = {
     "Spec": "hardware.specs",
     "Timeline": "timeline",
     "dry_run": "blocks",
-    "fit": "run.fit_call",
+    "fit": "run.fit.call",
     "gpus": "session",
     "machine": "session",
     "recording": "blocks",

@@ -10,9 +10,9 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
                       sanitize: races raise an error. clock, host: how time is taken, as hardware.hosts.settings reads them.
-                      steps: end after so many steps of the optimizer (run/steps.py). explain: what a run of --explain
-                      changes (run/explain_changes.py), {} for nothing.
-VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain_real.py): `PROFILED`.
+                      steps: end after so many steps of the optimizer (run/trials/steps.py). explain: what a run of --explain
+                      changes (run/explain/changes.py), {} for nothing.
+VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain/real.py): `PROFILED`.
 CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible_gpus`.
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.

@@ -195,7 +195,7 @@ def _marked(
     memory: int | str | None = None,
     sanitize: bool = False,
 ) -> environment.Settings:
-    from virtualgpu.run import cards, cli
+    from virtualgpu.run import cards, options
 
-    count = None if n is None else cli.number(str(n))
+    count = None if n is None else options.number_of_gpus(str(n))
     return environment.Settings(cards.find(count, like or "T4", memory), sanitize=sanitize)

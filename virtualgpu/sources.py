@@ -26,13 +26,15 @@ class Reading(NamedTuple):
 
 
 class Source:
-    """Something that can be read: one Reading per device at each call, in the order of `devices`."""
+    """Something that can be read: one Reading per device at each call, in the order of `devices`.
+
+    interval: seconds from one reading to the next; None: a clock of its own, on which nothing passes by itself.
+    origin: "measured" or "simulated".
+    """
 
     devices: list[str]
-    interval: float | None = (
-        0.1  # seconds from one reading to the next; None: a clock of its own, on which nothing passes by itself
-    )
-    origin = "measured"  # or "simulated"
+    interval: float | None = 0.1
+    origin = "measured"
 
     def now(self) -> float:
         """Seconds, on the clock by which it is read."""

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -56,8 +56,8 @@ class Timeline:
         kinds = {"F": "forward", "B": "backward"}
         rows = {
             f"stage {stage}": [
-                Span(stage, at / 1e3, (at + 1) / 1e3, kinds[work[0]], work, annotation=f"PP:{stage}{work}")
-                for at, work in enumerate(slots)
+                Span(stage, slot / 1e3, (slot + 1) / 1e3, kinds[work[0]], work, annotation=f"PP:{stage}{work}")
+                for slot, work in enumerate(slots)
                 if work is not None
             ]
             for stage, slots in enumerate(table)
@@ -104,16 +104,31 @@ class Timeline:
             yield
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
-        spans: list[list[Span]] = [[] for _ in range(torch.cuda.device_count())]
-        for event in _trace(profiler):
-            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-                kind, gpu = "kernel" if event["cat"] == "kernel" else "copy", event["args"]["device"]
-                kind = "communication" if event["name"].startswith("nccl") else kind
-                start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-                spans[gpu].append(Span(gpu, start, end, kind, event["name"], event["args"]["stream"]))
+        every = gpu_spans(_trace(profiler))
+        spans = [[span for span in every if span.gpu == gpu] for gpu in range(torch.cuda.device_count())]
         start = min((span.start for own in spans for span in own), default=0.0)
         self.seconds = max((span.end for own in spans for span in own), default=0.0) - start
         self.rows = {f"cuda:{gpu}": row(own, start, self.seconds) for gpu, own in enumerate(spans)}
+
+
+def gpu_spans(events: Iterable[dict]) -> list[Span]:
+    """What GPUs did, of a Chrome trace by torch.profiler ("traceEvents"), in seconds: kernels, those of NCCL (communication) and copies.
+    They were issued at the end of the driver's call with the same correlation."""
+    events = [event for event in events if event.get("ph") == "X" and "ts" in event]
+    issued = {
+        event.get("args", {}).get("correlation", -1): (event["ts"] + event.get("dur", 0)) * 1e-6
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    spans = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            args, name, start = event.get("args", {}), event["name"], event["ts"] * 1e-6
+            kind = "copy" if event["cat"] == "gpu_memcpy" else "communication" if "nccl" in name.lower() else "kernel"
+            call = min(issued.get(args.get("correlation", -1), start), start)
+            end, gpu, stream = (event["ts"] + event.get("dur", 0)) * 1e-6, args.get("device", 0), args.get("stream", 0)
+            spans.append(Span(int(gpu), start, end, kind, name, int(stream), "", call))
+    return spans
 
 
 def computing(spans: Sequence[Span]) -> float:

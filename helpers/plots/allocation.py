@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from helpers.plots import figures
 from helpers.plots.figures import COLORS, Origin
-from virtualgpu.run import fit_picture
-from virtualgpu.run.fit import Trial
+from virtualgpu.run.fit import picture
+from virtualgpu.run.fit.search import Trial
 
 STATES = ("in use", COLORS[5]), ("free", "#cfe6f5")
 
@@ -55,5 +55,5 @@ def blocks(rows: Mapping[str, Sequence[Mapping]], title: str, origin: Origin) ->
 def fits(trials: Sequence[Trial], title: str) -> None:
     """What `virtualgpu.fit` tried: each trial's memory beside the card's, and how fast it was."""
     figure, (memory, speed) = figures.new(1.1 + 0.34 * len(trials), ncols=2, sharey=True)
-    fit_picture.draw(memory, speed, trials, COLORS)
+    picture.draw(memory, speed, trials, COLORS)
     figures.show(figure, title, "simulated")

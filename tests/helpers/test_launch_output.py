@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import HURRY
-from virtualgpu.run import watch
-from virtualgpu.run.ranks import WorkerError, launch
+from virtualgpu.run.ranks import WorkerError, launch, watch
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import helpers
 import virtualgpu
 from helpers import plots
 from helpers.plots import figures
-from virtualgpu.run.watch import WorkerError
+from virtualgpu.run.ranks.watch import WorkerError
 
 
 @pytest.fixture(autouse=True)

@@ -106,3 +106,8 @@ def vote_for_all(module, stages, has_backward: bool) -> bool:
 
 FSDP1 = "torch.distributed.fsdp._init_utils"
 MOVES_STATES = "_move_states_to_device"  # in that module: of (parameters, buffers, device or None)
+
+
+def comm_hooks(ddp) -> list:
+    """The communication hooks that a DistributedDataParallel has."""
+    return ddp._comm_hooks

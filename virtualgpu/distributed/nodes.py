@@ -6,7 +6,7 @@ Otherwise the machine's GPUs are divided as `gpus_per_node` says; and without th
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import distributed as dist
@@ -78,7 +78,13 @@ def one_gpu_each(ranks: list[Where]) -> None:
 
 
 class Layout:
-    """Where the ranks of a group are. Ranks count within the group."""
+    """Where the ranks of a group are. Ranks count within the group.
+
+    duration: where somebody looks on (`--explain`), what a collective lasts, of its kind, its bytes, the number of its ranks and a function
+    that tells how long it would last with other bytes.
+    """
+
+    duration: Callable[[str, int, int, Callable[[int], float]], float] | None = None
 
     def __init__(self, ranks: list[Where]):
         self.nodes = [rank.node for rank in ranks]
@@ -88,8 +94,13 @@ class Layout:
 
     def seconds(self, kind: str, nbytes: int) -> float:
         """Of one collective; `nbytes` as nccl.seconds counts."""
-        return nccl.seconds(kind, nbytes, self.size, self.fabric, self.count)
+        return self._seconds(kind, nbytes, self.size, self.count)
 
     def message(self, nbytes: int, rank: int, peer: int) -> float:
         """Of one message, which crosses the network only where these two are on different nodes."""
-        return nccl.seconds("p2p", nbytes, 2, self.fabric, 1 if self.nodes[rank] == self.nodes[peer] else 2)
+        return self._seconds("p2p", nbytes, 2, 1 if self.nodes[rank] == self.nodes[peer] else 2)
+
+    def _seconds(self, kind: str, nbytes: int, size: int, nodes: int) -> float:
+        if Layout.duration is None:
+            return nccl.seconds(kind, nbytes, size, self.fabric, nodes)
+        return Layout.duration(kind, nbytes, size, lambda n: nccl.seconds(kind, n, size, self.fabric, nodes))

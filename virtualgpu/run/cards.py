@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from virtualgpu.environment import Card
 from virtualgpu.hardware import bridges, hosts, networks, specs
-from virtualgpu.run.smi_topology import Links
+from virtualgpu.run.smi.topology import Links
 
 DEFAULT = 2  # GPUs, as virtualgpu.gpus()
 

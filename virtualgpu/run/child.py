@@ -13,7 +13,8 @@ class _Process:
     """This process's part of the run. `finish` may be called several times."""
 
     def __init__(self, settings: environment.Settings):
-        self.settings, self.recorded, self.recording, self.steps = settings, None, None, None
+        self.settings, self.recorded, self.recording = settings, None, None
+        self.steps = self.peaks = None
         self.ledger = Ledger(settings.folder, len(settings.cards)) if settings.folder else None
 
     def start(self) -> None:
@@ -39,16 +40,16 @@ class _Process:
 
         machine = session.current()
         if self.settings.report:
-            from virtualgpu.run import peaks, report
+            from virtualgpu.run.peaks import Peaks
 
-            report.register(peaks.Peaks(machine).peaks)
+            self.peaks = Peaks(machine)
         if self.settings.explain is not None:
-            from virtualgpu.run import explain_watch
+            from virtualgpu.run.explain import watch
 
             settings = self.settings
-            self.steps = explain_watch.Watch(machine, settings.steps, settings.explain, settings.folder)
+            self.steps = watch.Watch(machine, settings.steps, settings.explain, settings.folder)
         elif self.settings.steps is not None:
-            from virtualgpu.run import rows, steps
+            from virtualgpu.run.trials import rows, steps
 
             self.steps = steps.Watch(machine, self.settings.steps, rows.Rows())
         elif not self.settings.report:
@@ -72,10 +73,10 @@ class _Process:
 
             path = os.path.join(self.settings.folder, f"{os.getpid()}{traces.SUFFIX}")
             _left("trace", self.recorded.save, path)
-        if self.settings.report:
+        if self.peaks is not None:
             from virtualgpu.run import report
 
-            _left("report", report.leave, self.settings.folder)
+            _left("report", lambda folder: report.leave(folder, self.peaks.peaks()), self.settings.folder)
         if self.steps is not None:
             _left("steps", self.steps.leave, self.settings.folder)
         self.ledger.end()
@@ -100,9 +101,9 @@ def start() -> None:
     global _process
     settings = environment.settings()
     if settings is None and os.environ.get(environment.PROFILED):
-        from virtualgpu.run import explain_real
+        from virtualgpu.run.explain import real
 
-        explain_real.start()
+        real.start()
     if _process is None and settings is not None:
         _process = _Process(settings)
         _process.start()
@@ -115,9 +116,9 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
 
     cards = [specs.find(card.like, card.memory) for card in settings.cards]
     if settings.explain:
-        from virtualgpu.run import explain_changes
+        from virtualgpu.run.explain import changes
 
-        cards = explain_changes.cards(settings.explain, cards)
+        cards = changes.cards(settings.explain, cards)
     machine = session.activate(
         cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.distributed import rank_config
-from virtualgpu.run import cards
+from virtualgpu.run import cards, options
 
 USAGE = """\
 usage: python -m virtualgpu [options] SCRIPT [arguments]
@@ -42,22 +42,7 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --quiet        no table at the end
   --cards        list the cards there are, and end
 """
-WITH_VALUE = (
-    "--gpus",
-    "--like",
-    "--memory",
-    "--trace",
-    "--world-size",
-    "--rank",
-    "--gpus-per-node",
-    "--network",
-    "--clock",
-    "--host",
-    "--steps",
-    "--jobs",
-    "--limit",
-)
-WITHOUT = ("--explain", "--json", "--dry", "--sanitize", "--report", "--quiet", "--cards", "--help")
+OPTIONS = options.listed(USAGE)
 
 
 class Options(NamedTuple):
@@ -93,28 +78,28 @@ def main(arguments: list[str]) -> int:
     could be started.
     """
     if arguments[:1] == ["fit"]:
-        from virtualgpu.run import fit_cli
+        from virtualgpu.run.fit import cli as fit
 
-        return fit_cli.main(arguments[1:])
+        return fit.main(arguments[1:])
     try:
-        options = parse(arguments)
-        if options.help:
+        line = parse(arguments)
+        if line.help:
             return _print(USAGE)
-        if options.cards:
+        if line.cards:
             return _print(cards.table() + "\n")
-        if not options.program:
+        if not line.program:
             raise ValueError("name a program to run: a script, a command, or -m and a module (--help says more)")
-        settings = _settings(options)
+        settings = _settings(line)
         from virtualgpu.run import misplaced, program
 
-        if options.explain:
-            from virtualgpu.run import explain_cli
+        if line.explain:
+            from virtualgpu.run.explain import cli as explain
 
-            return explain_cli.main(options, settings)
-        ours = (*WITH_VALUE, *WITHOUT[:-1])  # all but --help
-        _say(misplaced.at_start(options.program, ours))
-        status = program.run(settings, list(options.program), options.trace, options.quiet)
-        _say(misplaced.at_end(options.program, status, ours))
+            return explain.main(line.program, settings, line.real, line.steps, line.jobs, line.limit, line.json)
+        names = OPTIONS.keys() - {"--help"}
+        _say(misplaced.at_start(line.program, names))
+        status = program.run(settings, list(line.program), line.trace, line.quiet)
+        _say(misplaced.at_end(line.program, status, names))
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}", file=sys.stderr)
         return 2
@@ -149,94 +134,74 @@ def _print(text: str) -> int:
 
 def parse(arguments: list[str]) -> Options:
     """Options up to the program; everything after it is the program's. Raises ValueError."""
-    found, rest = {}, list(arguments)
-    while rest:
-        word = rest[0]
-        if word in ("-m", "-c"):
-            if len(rest) < 2:
-                raise ValueError(f"{word} needs {'a module' if word == '-m' else 'code'} after it")
-            break
-        if word == "-" or not word.startswith("-"):
-            break
-        del rest[0]
-        name, given, value = word.partition("=")
-        name = "--help" if name == "-h" else name
-        if name in WITHOUT and not given:
-            found[name[2:]] = True
-        elif name in WITH_VALUE:
-            if not given and not rest:
-                raise ValueError(f"{name} needs a value after it")
-            found[name[2:].replace("-", "_")] = value if given else rest.pop(0)
-        else:
-            raise ValueError(f"there is no option {word!r} (--help lists them; options of the program come after it)")
-    if "gpus" in found:
-        found["gpus"] = number(found["gpus"])
-    for name in ("world_size", "rank", "gpus_per_node", "steps", "jobs", "limit"):
-        if name in found:
-            found[name] = whole(name, found[name])
-    if found.get("trace") is not None:
-        found["trace"] = _writable(found["trace"])
-    if found.get("quiet") and found.get("report"):
+    texts, program = options.split(arguments, OPTIONS, "--help")
+    values = {name[2:].replace("-", "_"): words[-1] if OPTIONS[name] else True for name, words in texts.items()}
+    if "gpus" in values:
+        values["gpus"] = options.number_of_gpus(values["gpus"])
+    for name in ("--world-size", "--rank", "--gpus-per-node", "--steps", "--jobs", "--limit"):
+        if name in texts:
+            values[name[2:].replace("-", "_")] = options.whole_number(name, texts[name][-1])
+    if "trace" in values:
+        values["trace"] = _writable(values["trace"])
+    if "quiet" in values and "report" in values:
         raise ValueError("--quiet and --report contradict each other: choose one")
-    _check_explain(found)
-    return Options(**found, program=tuple(rest))
+    _check_explain(values)
+    return Options(**values, program=tuple(program))
 
 
-def _check_explain(found: dict) -> None:
+def _check_explain(values: dict) -> None:
     """Options that go with --explain, and those that do not."""
-    if not found.get("explain"):
-        if names := [name for name in ("json", "steps", "jobs", "limit") if name in found]:
+    if "explain" not in values:
+        if names := [name for name in ("json", "steps", "jobs", "limit") if name in values]:
             raise ValueError(f"--{names[0]} is of --explain (or of fit): add it, or leave this out")
         return
-    if names := [name for name in ("trace", "report", "sanitize", "quiet") if found.get(name)]:
+    if names := [name for name in ("trace", "report", "sanitize", "quiet") if name in values]:
         raise ValueError(
             f"--explain ends the program after a few steps: leave out --{names[0]}, or run it without --explain"
         )
-    if found.get("steps") == 1:
+    if values.get("steps") == 1:
         raise ValueError("--steps 1: one step has the beginnings of all others in it; give 2 at least, or 0 for all")
-    found["real"] = found.keys() <= {"explain", "json", "steps", "jobs", "limit"}  # nobody asks for virtual GPUs
-    found["dry"] = True
+    values["real"] = values.keys() <= {"explain", "json", "steps", "jobs", "limit"}  # nobody asks for virtual GPUs
+    values["dry"] = True
 
 
-def _settings(options: Options) -> environment.Settings:
+def _settings(line: Options) -> environment.Settings:
     """What the program's processes are told. Raises ValueError, in a sentence."""
-    alone, per_node = _alone(options), options.gpus_per_node
-    found = cards.find(1 if alone and not options.gpus else options.gpus, options.like, options.memory)
+    alone, per_node = _alone(line), line.gpus_per_node
+    gpus = cards.find(1 if alone and not line.gpus else line.gpus, line.like, line.memory)
     if alone is not None:
-        cards.bridge(found[0], min(alone.world_size, alone.gpus_per_node))
+        cards.bridge(gpus[0], min(alone.world_size, alone.gpus_per_node))
         per_node = None
     elif per_node is not None:
-        _checked(f"--gpus-per-node {per_node}", rank_config.nodes, len(found), per_node)
-    network = None if options.network is None else _checked("--network", cards.network, options.network)
-    trace, report, sanitize = bool(options.trace), options.report, options.sanitize
+        _checked(f"--gpus-per-node {per_node}", rank_config.nodes, len(gpus), per_node)
+    network = None if line.network is None else _checked("--network", cards.network, line.network)
+    clock, host = _checked("--clock, --host", cards.clock, line.clock, line.host)
     return environment.Settings(
-        found,
-        options.dry,
-        None,
-        trace,
-        report,
-        sanitize,
-        alone and tuple(alone),
-        per_node,
-        network,
-        *_checked("--clock, --host", cards.clock, options.clock, options.host),
+        gpus,
+        dry=line.dry,
+        trace=bool(line.trace),
+        report=line.report,
+        sanitize=line.sanitize,
+        single_rank=alone and tuple(alone),
+        gpus_per_node=per_node,
+        network=network,
+        clock=clock,
+        host=host,
     )
 
 
-def _alone(options: Options) -> rank_config.RankConfig | None:
+def _alone(line: Options) -> rank_config.RankConfig | None:
     """Which rank, where one process plays one of many. Raises ValueError."""
-    if options.world_size is None:
-        if options.rank is not None:
+    if line.world_size is None:
+        if line.rank is not None:
             raise ValueError("--rank is of one rank of many: say of how many, --world-size N")
         return None
-    if not options.dry:
+    if not line.dry:
         raise ValueError(
             "--world-size plays one rank of many, on shapes alone: add --dry (or start all ranks, by torchrun)"
         )
-    per_node = 8 if options.gpus_per_node is None else options.gpus_per_node
-    return _checked(
-        f"--world-size {options.world_size}", rank_config.make, options.world_size, options.rank or 0, per_node
-    )
+    per_node = 8 if line.gpus_per_node is None else line.gpus_per_node
+    return _checked(f"--world-size {line.world_size}", rank_config.make, line.world_size, line.rank or 0, per_node)
 
 
 def _checked(option: str, check, *values):
@@ -247,23 +212,9 @@ def _checked(option: str, check, *values):
         raise ValueError(f"{option}: {error}") from None
 
 
-def whole(name: str, text: str) -> int:
-    """The value of the option `name`. Raises ValueError."""
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"--{name.replace('_', '-')} {text!r}: give a whole number")
-    return int(text)
-
-
-def number(text: str) -> int:
-    """How many GPUs. Raises ValueError."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= environment.MAX_GPUS:
-        raise ValueError(f"{text!r} GPUs: ask for 1 to {environment.MAX_GPUS}")
-    return int(text)
-
-
 def _writable(path: str) -> str:
-    whole = os.path.abspath(path)  # the program may change the folder
-    folder = os.path.dirname(whole)
-    if not path or os.path.isdir(whole) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    absolute = os.path.abspath(path)  # the program may change the folder
+    folder = os.path.dirname(absolute)
+    if not path or os.path.isdir(absolute) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ValueError(f"--trace {path!r}: name a file in a folder that is there and can be written to")
-    return whole
+    return absolute

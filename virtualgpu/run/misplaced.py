@@ -7,6 +7,7 @@ one that does not know its arguments, and its own file does not have the word; o
 import ast
 import os
 import sys
+from collections.abc import Collection
 
 # From the standard library, or installed, and known to read no arguments
 HARMLESS = {"torch", "torchvision", "numpy", "virtualgpu", "matplotlib", "tqdm"}
@@ -21,22 +22,22 @@ LAUNCHERS = (
 USAGE_ERROR = 2  # what argparse and click end with
 
 
-def at_start(program: tuple[str, ...], ours: tuple[str, ...]) -> str | None:
+def at_start(program: tuple[str, ...], options: Collection[str]) -> str | None:
     """A sentence, where the program is a script that reads no arguments; also behind torchrun and its kind."""
     program = _script(program)
     text = _source(program)
-    word = next(iter(_words(program, ours)), None)
+    word = next(iter(_words(program, options)), None)
     if word is None or text is None or not _reads_nothing(text):
         return None
     return _sentence(word, program, "reads no arguments")
 
 
-def at_end(program: tuple[str, ...], status: int, ours: tuple[str, ...]) -> str | None:
+def at_end(program: tuple[str, ...], status: int, options: Collection[str]) -> str | None:
     """A sentence, where the program ended because of its arguments, perhaps of this one."""
     if status != USAGE_ERROR:
         return None
     text = _source(program) or ""
-    word = next((word for word in _words(program, ours) if word not in text), None)
+    word = next((word for word in _words(program, options) if word not in text), None)
     return None if word is None else _sentence(word, program, "got it")
 
 
@@ -50,15 +51,15 @@ def _script(program: tuple[str, ...]) -> tuple[str, ...]:
     name, behind = (program[1], program[2:]) if program[0] == "-m" else (program[0], program[1:])
     if os.path.basename(name) not in LAUNCHERS:
         return program
-    at = next((at for at, word in enumerate(behind) if word.endswith(".py") and os.path.isfile(word)), None)
-    return program if at is None else behind[at:]
+    start = next((index for index, word in enumerate(behind) if word.endswith(".py") and os.path.isfile(word)), None)
+    return program if start is None else behind[start:]
 
 
-def _words(program: tuple[str, ...], ours: tuple[str, ...]) -> list[str]:
-    """Those behind the program that are called as options of ours."""
+def _words(program: tuple[str, ...], options: Collection[str]) -> list[str]:
+    """Those behind the program that are called as our options."""
     words = program[2:] if program[0] in ("-m", "-c") else program[1:]
     words = words[: words.index("--")] if "--" in words else words
-    return [name for word in words if (name := word.partition("=")[0]) in ours]
+    return [name for word in words if (name := word.partition("=")[0]) in options]
 
 
 def _source(program: tuple[str, ...]) -> str | None:

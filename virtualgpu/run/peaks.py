@@ -6,6 +6,7 @@ out to belong to a module is a parameter, and what is a parameter's `.grad` a gr
 """
 
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from virtualgpu.engine.allocation import ALLOCATION, storage_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.run.report import LiveBlock, Peak, own_frames
+from virtualgpu.run.report import Frame, LiveBlock, Peak, own_frames
 
 DEPTH = 40  # frames looked through for the reader's line
 
@@ -41,11 +42,8 @@ class Peaks:
             watched.gpu.memory.watch(watched.hear, on=False)
 
     def _mark_module(self, module: torch.nn.Module) -> None:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                self._mark(tensor, "parameters")
-                if tensor.grad is not None and tensor.is_leaf:
-                    self._mark(tensor.grad, "gradients")
+        for kind, tensor in owned_by(module):
+            self._mark(tensor, kind)
 
     def _mark_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -55,15 +53,30 @@ class Peaks:
                     self._mark(tensor.grad, "gradients")
 
     def _mark(self, tensor: torch.Tensor, kind: str) -> None:
-        allocation = getattr(storage_of(tensor), ALLOCATION, None)
-        if allocation is not None and allocation.block is not None and allocation.gpu.machine is self.machine:
-            entry = self.watched[allocation.gpu.index].live.get(allocation.block.address)
+        gpu, block = place_of(tensor)
+        if block is not None and gpu.machine is self.machine:
+            entry = self.watched[gpu.index].live.get(block.address)
             if entry is not None:
                 entry[1] = kind
 
 
+def owned_by(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its parameters, buffers and their gradients, each with its kind; none of a module whose __init__ has not begun."""
+    for tensor in (*vars(module).get("_parameters", {}).values(), *vars(module).get("_buffers", {}).values()):
+        if isinstance(tensor, torch.Tensor):
+            yield "parameters", tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield "gradients", tensor.grad
+
+
+def place_of(tensor: torch.Tensor) -> tuple:
+    """The engine's GPU that it lies on, and its block there; None and None where it lies on none."""
+    allocation = getattr(storage_of(tensor), ALLOCATION, None)
+    return (None, None) if allocation is None else (allocation.gpu, allocation.block)
+
+
 class _Watched:
-    """One GPU. `live`: {address: [bytes, kind, frames]}; `born` and `freed` since the peak."""
+    """One GPU. `live`: {address: [bytes, kind, frame]}; `born` and `freed` since the peak."""
 
     def __init__(self, gpu: GPU):
         self.gpu = gpu
@@ -72,14 +85,14 @@ class _Watched:
         self.freed: list[list] = []
         self.bytes = self.peak_bytes = self.peak_reserved = 0
         self.died: tuple[int, list[list]] | None = (
-            None  # what was asked for, and what was there, at the last out of memory
+            None  # at the last out of memory: what was asked for, and what was there
         )
         gpu.memory.watch(self.hear)
 
     def hear(self, action: str, address: int, size: int, stream: int, block) -> None:
         if action == "alloc":
             size = block.size if block is not None else size
-            self.live[address] = [size, self._kind(), _frames()]
+            self.live[address] = [size, self._kind(), _frame()]
             self.bytes += size
             self.born.add(address)
             if self.bytes > self.peak_bytes:
@@ -107,27 +120,18 @@ class _Watched:
         return "activations" if torch.is_grad_enabled() else "other"
 
     def peak_of(self) -> Peak:
-        memory, asked = self.gpu.settled(), None
-        blocks = [entry for address, entry in self.live.items() if address not in self.born] + self.freed
-        reserved = self.peak_reserved
+        """What lay on it at its peak, or when it ran out of memory."""
         if self.died is not None:
-            asked, blocks = self.died
-            reserved = memory.reserved
-        return Peak(
-            gpu=self.gpu.physical,
-            card=self.gpu.spec.name,
-            capacity=memory.capacity,
-            reserved=reserved,
-            other=memory.context + memory.others_held,
-            blocks=tuple(LiveBlock(size, kind, frames) for size, kind, frames in blocks),
-            asked=asked,
-        )
+            asked, entries = self.died
+            return Peak.of(self.gpu, map(LiveBlock._make, entries), asked)
+        entries = [entry for address, entry in self.live.items() if address not in self.born] + self.freed
+        return Peak.of(self.gpu, map(LiveBlock._make, entries), reserved=self.peak_reserved)
 
 
-def _frames() -> tuple[tuple[str, int, str], ...]:
+def _frame() -> Frame | None:
     """The reader's line, where there is one near."""
-    frame, found = sys._getframe(2), []
-    while frame is not None and len(found) < DEPTH:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+    frame, frames = sys._getframe(2), []
+    while frame is not None and len(frames) < DEPTH:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return tuple(own_frames(tuple(found))[:1])
+    return next(iter(own_frames(frames)), None)

@@ -13,10 +13,11 @@ from typing import TextIO
 
 from virtualgpu import environment, scratch
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import smi, table
+from virtualgpu.run import table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(HERE, "site")
+SMI = os.path.join(HERE, "smi", "__main__.py")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
 MACHINE_CODE = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # Linux, Windows, macOS
 
@@ -29,7 +30,7 @@ def folder() -> Iterator[str]:
         if os.name == "posix":
             tool = os.path.join(path, "bin", "nvidia-smi")
             os.mkdir(os.path.dirname(tool))
-            script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(smi.__file__)} "$@"\n'
+            script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(SMI)} "$@"\n'
             with open(tool, "wb") as file:  # without site and environment: it starts in a tenth of the time
                 file.write(os.fsencode(script))  # paths may have any letters, in any locale
             os.chmod(tool, 0o755)
@@ -40,10 +41,10 @@ def folder() -> Iterator[str]:
 
 def variables(settings: environment.Settings, environ: dict[str, str]) -> dict[str, str]:
     """What to set in a process's environment so that it, and whatever it starts, has these virtual GPUs."""
-    found = {environment.VARIABLE: settings.text(), "PYTHONPATH": first(SITE, environ.get("PYTHONPATH"))}
+    names = {environment.VARIABLE: settings.text(), "PYTHONPATH": first(SITE, environ.get("PYTHONPATH"))}
     if settings.folder:
-        found["PATH"] = first(os.path.join(settings.folder, "bin"), environ.get("PATH", os.defpath))
-    return found
+        names["PATH"] = first(os.path.join(settings.folder, "bin"), environ.get("PATH", os.defpath))
+    return names
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
@@ -53,13 +54,13 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
     where ranks, or a neighbour, want it as well (on two shared cores a small GPT took 12 to 15 times as long). Their number stays what it
     is, so that no sum changes. Triton's kernels are interpreted, which needs NumPy (torch_api/triton.py): there is no driver to compile for.
     """
-    found = {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
+    names = {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
     if importlib.util.find_spec("numpy") is not None:
-        found["TRITON_INTERPRET"] = "1"
-    return found
+        names["TRITON_INTERPRET"] = "1"
+    return names
 
 
-def whole(settings: environment.Settings, environ: Mapping[str, str]) -> dict[str, str]:
+def environment_of(settings: environment.Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a program on these virtual GPUs."""
     return {**defaults(environ), **environ, **variables(settings, environ)}
 
@@ -79,7 +80,7 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
         raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
     with folder() as path:
         settings = settings._replace(folder=path)
-        environ = whole(settings, os.environ)
+        environ = environment_of(settings, os.environ)
         started = command(arguments, environ["PATH"])
         if os.name == "posix":
             from virtualgpu.run.supervisor import Supervisor
@@ -116,10 +117,10 @@ def _find(name: str, search: str | None) -> str:
     if os.path.basename(name) != name or name.endswith(".py"):
         return name  # a path: Python says that there is nothing
     beside = os.path.dirname(os.path.abspath(sys.executable))
-    found = shutil.which(name, path=beside) or shutil.which(name, path=search)
-    if found is None and not os.path.exists(name):
+    path = shutil.which(name, path=beside) or shutil.which(name, path=search)
+    if path is None and not os.path.exists(name):
         raise ValueError(f"{name!r} is neither a file here nor a command on PATH")
-    return found or name
+    return path or name
 
 
 def _is_python(path: str) -> bool:
@@ -140,9 +141,9 @@ def _is_python(path: str) -> bool:
 
 def interpreter_flags(command: list[str]) -> list[str]:
     """What stood between `python` and `-m virtualgpu`: -u, -X dev, -W error and their kind are meant for the program."""
-    for at, word in enumerate(command[1:-1], 1):
-        if command[at + 1] == "virtualgpu" and re.fullmatch("-[a-zA-Z]*m", word):
-            return command[1:at] + ([word[:-1]] if word != "-m" else [])
+    for index, word in enumerate(command[1:-1], 1):
+        if command[index + 1] == "virtualgpu" and re.fullmatch("-[a-zA-Z]*m", word):
+            return command[1:index] + ([word[:-1]] if word != "-m" else [])
     return []
 
 
@@ -153,13 +154,13 @@ def _wait(program: subprocess.Popen) -> int:
 
 
 def _tell(settings: environment.Settings, trace: str | None, quiet: bool, out: TextIO | None) -> None:
-    found = entries(settings.folder)
-    lines = [] if quiet else table.lines(found, settings)
+    processes = entries(settings.folder)
+    lines = [] if quiet else table.lines(processes, settings)
     if trace is not None:
         from virtualgpu.run import traces
 
-        told = traces.merge(settings.folder, found, trace)
-        lines += [] if quiet and not told.startswith(traces.NOT_WRITTEN) else [told]
+        sentence = traces.merge(settings.folder, processes, trace)
+        lines += [] if quiet and not sentence.startswith(traces.NOT_WRITTEN) else [sentence]
     if settings.report:
         from virtualgpu.run import report
 

@@ -7,109 +7,106 @@ A process hands over, for each GPU, a `Peak`: the blocks that were there when it
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from typing import NamedTuple
 
+from virtualgpu import environment
 from virtualgpu.run.table import size
 
 SUFFIX = ".report"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "cuBLAS workspaces", "other")
 MAX_LINES = 10  # lines of a program that are told; the rest is one line
 LIBRARIES = ("torch", "torchvision", "virtualgpu", "contextlib", "threading")  # a line in these is nobody's to change
+Frame = tuple[str, int, str]  # file, line and function
 
 
-@dataclass(frozen=True)
-class LiveBlock:
-    """One block of a GPU's memory. `bytes`: rounded, as the allocator counts it."""
+class LiveBlock(NamedTuple):
+    """One block of a GPU's memory. bytes: rounded, as the allocator counts it. kind: one of KINDS. frame: where the program made it."""
 
     bytes: int
-    kind: str  # one of KINDS
-    frames: tuple[
-        tuple[str, int, str], ...
-    ] = ()  # file, line and function, the innermost first; PyTorch's may be among them
+    kind: str
+    frame: Frame | None = None
 
 
-@dataclass(frozen=True)
-class Peak:
-    """One GPU of one process at its highest. Sizes in bytes."""
+class Peak(NamedTuple):
+    """One GPU of one process at its highest. Sizes in bytes. reserved: by PyTorch's allocator, at its own peak. other: the CUDA context, and
+    other processes on this GPU. asked: what could not be had, where the program ran out of memory."""
 
     gpu: int
     card: str
     capacity: int
-    reserved: int  # by PyTorch's allocator, at its own peak
-    other: int = 0  # the CUDA context, and other processes on this GPU
+    reserved: int
+    other: int = 0
     blocks: tuple[LiveBlock, ...] = ()
-    asked: int | None = None  # what could not be had, where the program ran out of memory
+    asked: int | None = None
     rank: int = -1
-    pid: int = field(default_factory=os.getpid)
+    pid: int = 0
+
+    @classmethod
+    def of(cls, gpu, blocks: Iterable[LiveBlock], asked: int | None = None, reserved: int | None = None) -> "Peak":
+        """With these blocks on the engine's GPU; reserved: what is now unless given."""
+        memory = gpu.settled()
+        reserved = memory.reserved if reserved is None else reserved
+        other = memory.context + memory.others_held
+        return cls(gpu.physical, gpu.spec.name, memory.capacity, reserved, other, tuple(blocks), asked)
 
 
-_sources: list[Callable[[], Iterable[Peak]]] = []
-
-
-def register(source: Callable[[], Iterable[Peak]]) -> None:
-    """Let `source` be asked for this process's peaks when it ends."""
-    _sources.append(source)
-
-
-def leave(folder: str) -> None:
+def leave(folder: str, peaks: Iterable[Peak]) -> None:
     """Write this process's peaks for the runner."""
-    peaks = [asdict(peak) for source in _sources for peak in source()]
-    for peak in peaks:
-        for block in peak["blocks"]:
-            block["frames"] = own_frames(block["frames"])
+    peaks = [peak._replace(rank=environment.rank(), pid=os.getpid()) for peak in peaks]
     if peaks:
         with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
             json.dump(peaks, file)
 
 
-def own_frames(frames: tuple) -> tuple:
+def own_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     """From the first frame on that is the reader's own code; the innermost alone where none is."""
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in LIBRARIES]
+    frames = tuple(frames)
+    files = [file for name in LIBRARIES if (file := getattr(sys.modules.get(name), "__file__", None))]
     libraries = tuple(
-        os.path.join(os.path.dirname(file), "") if os.path.basename(file) == "__init__.py" else file
-        for file in files
-        if file
+        os.path.join(os.path.dirname(file), "") if os.path.basename(file) == "__init__.py" else file for file in files
     )
-    first = next((at for at, frame in enumerate(frames) if not frame[0].startswith(libraries)), None)
+    first = next((index for index, frame in enumerate(frames) if not frame[0].startswith(libraries)), None)
     return frames[:1] if first is None else frames[first:]
 
 
 def collect(folder: str) -> list[str]:
     """What the processes left, as lines of text: by rank or pid, then by GPU."""
-    found, lost = [], 0
+    peaks, lost = [], 0
     for name in os.listdir(folder):
         if name.endswith(SUFFIX):
             try:
                 with open(os.path.join(folder, name), encoding="utf-8") as file:
-                    found += [_peak(record) for record in json.load(file)]
+                    own = [Peak(*record) for record in json.load(file)]
+                peaks += [peak._replace(blocks=tuple(LiveBlock(*block) for block in peak.blocks)) for peak in own]
             except (OSError, ValueError):  # cut off: the process was killed, or the disk is full
                 lost += 1
-    found.sort(key=lambda peak: (peak.rank, peak.pid, peak.gpu))
-    several = len({peak.pid for peak in found}) > 1
-    told = [f"Report: {lost} process{'es' * (lost > 1)} did not finish writing one."] if lost else []
-    for peak in found:
+    peaks.sort(key=lambda peak: (peak.rank, peak.pid, peak.gpu))
+    several = len({peak.pid for peak in peaks}) > 1
+    text = [f"Report: {lost} process{'es' * (lost > 1)} did not finish writing one."] if lost else []
+    for peak in peaks:
         who = f"rank {peak.rank}, " if peak.rank >= 0 else f"process {peak.pid}, " if several else ""
-        told += ["", *lines(peak, who)]
-    return told or ["Report: no process left one (a process that is killed, or ends by os._exit, leaves none)."]
+        text += ["", *lines(peak, who)]
+    return text or ["Report: no process left one (a process that is killed, or ends by os._exit, leaves none)."]
 
 
 def lines(peak: Peak, who: str = "") -> list[str]:
     """The report on one GPU."""
     total = sum(block.bytes for block in peak.blocks)
-    told = [f"{_title(peak, total, who)} in {len(peak.blocks)} blocks", *_kinds(peak, total)]
-    told.append("  by the line that made them")
     made: dict[str, list[LiveBlock]] = {}
     for block in peak.blocks:
         made.setdefault(place(block), []).append(block)
     ranked = sorted(
-        ((where, *_sum(blocks), blocks) for where, blocks in made.items()), key=lambda row: (-row[1], row[0])
+        ((where, sum(block.bytes for block in blocks), blocks) for where, blocks in made.items()),
+        key=lambda row: (-row[1], row[0]),
     )
-    rows = [(where, nbytes, _what(count, blocks)) for where, nbytes, count, blocks in ranked[:MAX_LINES]]
-    rest = ranked[MAX_LINES:]
-    if rest:
-        rows.append((f"{len(rest)} more lines", sum(row[1] for row in rest), _what(sum(row[2] for row in rest), [])))
-    return told + _table(rows, total) + ["  " + verdict(peak)]
+    rows = [(where, nbytes, _what(len(blocks), blocks)) for where, nbytes, blocks in ranked[:MAX_LINES]]
+    if rest := ranked[MAX_LINES:]:
+        count = sum(len(blocks) for _, _, blocks in rest)
+        rows.append((f"{len(rest)} more lines", sum(nbytes for _, nbytes, _ in rest), _what(count, [])))
+    title = f"{_title(peak, total, who)} in {len(peak.blocks)} blocks"
+    by_line = ["  by the line that made them", *_table(rows, total)]
+    return [title, *_kinds(peak, total), *by_line, "  " + verdict(peak)]
 
 
 def kinds_and_verdict(peak: Peak) -> list[str]:
@@ -124,47 +121,47 @@ def _title(peak: Peak, total: int, who: str = "") -> str:
 
 
 def _kinds(peak: Peak, total: int) -> list[str]:
-    kinds = {kind: _sum(block for block in peak.blocks if _kind(block) == kind) for kind in KINDS}
-    return _table([(kind, nbytes, "") for kind, (nbytes, _) in kinds.items() if nbytes], total)
+    return _table([(kind, nbytes, "") for kind, nbytes in _by_kind(peak).items() if nbytes], total)
 
 
 def place(block: LiveBlock) -> str:
-    """The line that made a block, once `own_frames` has left out PyTorch's."""
-    if not block.frames:
+    """The line that made a block."""
+    if block.frame is None:
         return "(made before frames were recorded)"
-    file, line, function = block.frames[0]
+    file, line, function = block.frame
     return f"{os.path.basename(file)}:{line} {function}"
 
 
 def verdict(peak: Peak) -> str:
     """Does it fit, and what would have to go?"""
-    taken = peak.reserved + peak.other
-    left = peak.capacity - taken
+    taken, kinds = peak.reserved + peak.other, _by_kind(peak)
+    left, held = peak.capacity - taken, sum(kinds.values())
     if peak.asked is None:
-        held = sum(block.bytes for block in peak.blocks)
         cache = f"; {size(peak.reserved - held)} of what is reserved was not in use" if peak.reserved > held else ""
         return f"It fits: {size(taken)} of {size(peak.capacity)} taken, {size(left)} left{cache}."
     missing = peak.asked - max(0, left)
-    told = f"It does not fit: {size(peak.asked)} more were asked for, with {size(max(0, left))} free"
+    sentence = f"It does not fit: {size(peak.asked)} more were asked for, with {size(max(0, left))} free"
     if missing <= 0:
-        return f"{told}; the program is not allowed more."
-    kinds = {kind: _sum(block for block in peak.blocks if _kind(block) == kind)[0] for kind in KINDS}
-    enough = [kind for kind in KINDS if kinds[kind] >= missing]
+        return f"{sentence}; the program is not allowed more."
+    enough = [f"{100 * missing / kinds[kind]:.0f} % of the {kind}" for kind in KINDS if kinds[kind] >= missing]
     which = (
-        f"; as much as {' or '.join(f'{100 * missing / kinds[kind]:.0f} % of the {kind}' for kind in enough)}"
+        f"as much as {' or '.join(enough)}"
         if enough
-        else f"; no kind alone holds that much, all together hold {size(sum(kinds.values()))}"
+        else f"no kind alone holds that much, all together hold {size(held)}"
     )
-    return f"{told}: at least {size(missing)} would have to go{which}."
+    return f"{sentence}: at least {size(missing)} would have to go; {which}."
+
+
+def _by_kind(peak: Peak) -> dict[str, int]:
+    """Bytes of each of KINDS."""
+    kinds = dict.fromkeys(KINDS, 0)
+    for block in peak.blocks:
+        kinds[_kind(block)] += block.bytes
+    return kinds
 
 
 def _kind(block: LiveBlock) -> str:
     return block.kind if block.kind in KINDS else "other"
-
-
-def _sum(blocks: Iterable[LiveBlock]) -> tuple[int, int]:
-    sizes = [block.bytes for block in blocks]
-    return sum(sizes), len(sizes)
 
 
 def _what(count: int, blocks: list[LiveBlock]) -> str:
@@ -180,11 +177,3 @@ def _table(rows: list[tuple[str, int, str]], total: int) -> list[str]:
         f"    {name:<{width}}  {size(nbytes):>11}  {100 * nbytes / total:3.0f} %  {more}".rstrip()
         for name, nbytes, more in rows
     ]
-
-
-def _peak(record: dict) -> Peak:
-    blocks = tuple(
-        LiveBlock(block["bytes"], block["kind"], tuple(tuple(frame) for frame in block["frames"]))
-        for block in record.pop("blocks")
-    )
-    return Peak(blocks=blocks, **record)

@@ -19,10 +19,10 @@ def lines(entries: list[Entry], settings: Settings) -> list[str]:
         usage, together = merge(spans)
         shared |= together
         rows.append((str(index), *(_figures(usage, card) if spans else ("not used", "", "", "", "", ""))))
-    told = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *columns(rows)]
+    text = [f"{title}, {len(used)} process{'es' * (len(used) > 1)}", *columns(rows)]
     if shared:
-        told.append("Where processes shared a GPU at the same time, their peaks are added: an upper bound.")
-    return told + _collectives(used)
+        text.append("Where processes shared a GPU at the same time, their peaks are added: an upper bound.")
+    return text + _collectives(used)
 
 
 def _collectives(entries: list[Entry]) -> list[str]:

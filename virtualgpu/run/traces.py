@@ -51,8 +51,8 @@ def _renamed(events: list[dict], name: str, first: int) -> list[dict]:
     called = {event.get("pid", 0): event["args"]["name"] for event in events if event.get("name") == "process_name"}
     head = []
     for pid, new in pids.items():
-        whole = f"{name}: {called[pid]}" if pid in called else name
-        head.append({"name": "process_name", "ph": "M", "pid": new, "args": {"name": whole}})
+        title = f"{name}: {called[pid]}" if pid in called else name
+        head.append({"name": "process_name", "ph": "M", "pid": new, "args": {"name": title}})
         head.append({"name": "process_sort_index", "ph": "M", "pid": new, "args": {"sort_index": new}})
     rest = []
     for event in events:

@@ -11,9 +11,12 @@ import pytest
 from tests.processes import family, wait_until
 from virtualgpu import environment
 from virtualgpu.hardware import specs
-from virtualgpu.run import cards, cli, explain, explain_changes, explain_table, explain_tries
-from virtualgpu.run.explain_parts import Parts
-from virtualgpu.run.explain_watch import Explained
+from virtualgpu.run import cards, cli
+from virtualgpu.run.explain import candidates, changes
+from virtualgpu.run.explain import runs as explain
+from virtualgpu.run.explain import table as explain_table
+from virtualgpu.run.explain.parts import Parts
+from virtualgpu.run.explain.watch import Explained
 
 PROGRAM = """
 import sys, torch
@@ -145,8 +148,8 @@ def of(step, rank=0, computing=0.0, **idle):
 )
 def test_what_is_tried(explained, names):
     settings = environment.Settings(cards.find(2, "T4", None))
-    changes = explain_tries.candidates(explained, settings, {})
-    assert [change.name for change in changes] == names
+    tries = candidates.candidates(explained, settings, {})
+    assert [change.name for change in tries] == names
 
 
 @pytest.mark.parametrize(
@@ -159,26 +162,26 @@ def test_what_is_tried(explained, names):
     ],
 )
 def test_whose_nvlink(like, gpus, words):
-    spec, told = explain_changes.nvlinked(specs.find(like), gpus)
+    spec, told = changes.nvlinked(specs.find(like), gpus)
     assert told == words and spec.nvlink and spec.peer_access
     with pytest.raises(ValueError, match="has NVLink"):
-        explain_changes.nvlinked(spec, gpus)
+        changes.nvlinked(spec, gpus)
 
 
 def test_where_a_variable_holds_nccl_up():
     settings = environment.Settings(cards.find(2, "V100", None))
     environ = {"NCCL_P2P_DISABLE": "1"}
-    changes = explain_tries.candidates([of(1.0, communication=0.5)], settings, environ)
-    assert [change.name for change in changes] == ["no communication", "peer to peer"]
-    assert "NCCL_P2P_DISABLE" in changes[1].words and "NCCL_P2P_DISABLE" in changes[1].without
-    assert [change.name for change in explain_tries.candidates([of(1.0, communication=0.5)], settings, {})] == [
+    tries = candidates.candidates([of(1.0, communication=0.5)], settings, environ)
+    assert [change.name for change in tries] == ["no communication", "peer to peer"]
+    assert "NCCL_P2P_DISABLE" in tries[1].words and "NCCL_P2P_DISABLE" in tries[1].without
+    assert [change.name for change in candidates.candidates([of(1.0, communication=0.5)], settings, {})] == [
         "no communication"
     ]
 
 
 def test_equal_work_is_the_mean_of_the_ranks():
     one, two = of(3.0, waiting=2.0, computing=1.0), of(3.0, 1, computing=3.0)
-    assert explain_tries._factors([one, two]) == {"0": [2.0] * 4, "1": [pytest.approx(2 / 3)] * 4}
+    assert candidates._factors([one, two]) == {"0": [2.0] * 4, "1": [pytest.approx(2 / 3)] * 4}
 
 
 def test_many_ranks_are_three_columns():

@@ -5,7 +5,9 @@ import socket
 import pytest
 
 from virtualgpu import environment
-from virtualgpu.run import cards, explain, explain_table
+from virtualgpu.run import cards
+from virtualgpu.run.explain import runs as explain
+from virtualgpu.run.explain import table as explain_table
 
 # Fat layers, whose gradients are large beside their work
 DDP = """

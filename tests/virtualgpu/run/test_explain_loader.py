@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from virtualgpu.run.explain_loader import _Workers
+from virtualgpu.run.explain.loader import _Workers
 
 
 def run(workers, ahead, a_batch, step, steps=40):

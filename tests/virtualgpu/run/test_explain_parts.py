@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from virtualgpu.run.explain_parts import (
+from virtualgpu.run.explain.parts import (
     COMMUNICATION,
     COPIES,
     LAUNCHES,

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from virtualgpu.run import explain_real, explain_table, explain_trace
+from virtualgpu.run.explain import kernels, real
+from virtualgpu.run.explain import table as explain_table
 
 TRACES = json.loads(Path(__file__).with_name("explain_traces.json").read_text("utf-8"))
 
 
 def test_a_trace_is_read():
-    trace = explain_trace.read(TRACES["0"])
+    trace = kernels.read(TRACES["0"])
     assert trace.ends == pytest.approx([0.0001, 0.0011, 0.0021])
     assert trace.loading == [pytest.approx((0.00015, 0.00025))]
     kinds = {(span.kind, span.name) for span in trace.spans}
@@ -21,7 +22,7 @@ def test_a_trace_is_read():
 
 def test_what_ranks_wait_for_each_other_is_no_communication():
     """Rank 0's kernel of NCCL lasts 400 us, rank 1's, which came last, 200 us."""
-    found = explain_real.explained([(int(rank), events) for rank, events in TRACES.items()])
+    found = real.explained([(int(rank), events) for rank, events in TRACES.items()])
     assert not found.failed and found.step == pytest.approx(1e-3) and found.has_loader
     zero, one = (row.parts for row in found.rows)
     for parts in (zero, one):
@@ -38,13 +39,13 @@ def test_what_ranks_wait_for_each_other_is_no_communication():
 
 
 def test_the_optimizer_marks_steps_where_nobody_else_does():
-    events = [event for event in TRACES["1"] if event["name"] != explain_trace.MARK]
-    assert len(explain_trace.read(events).ends) == 2
+    events = [event for event in TRACES["1"] if event["name"] != kernels.MARK]
+    assert len(kernels.read(events).ends) == 2
 
 
 @pytest.mark.parametrize("events", [[], [{"ph": "M", "name": "process_name", "pid": 0}]])
 def test_a_trace_of_nothing(events):
-    assert "before the profiler had seen a step" in explain_real.explained([(0, events)]).failed
+    assert "before the profiler had seen a step" in real.explained([(0, events)]).failed
 
 
 def test_a_program_without_a_gpu_is_profiled(tmp_path):
@@ -55,5 +56,5 @@ def test_a_program_without_a_gpu_is_profiled(tmp_path):
         "for step in range(100):\n    model(torch.ones(4)).sum().backward()\n    optimizer.step()\n"
         f"    open({str(tmp_path / 'steps')!r}, 'a').write('.')\n"
     )
-    assert explain_real.run([str(path)]).failed == "the program used no GPU"
+    assert real.run([str(path)]).failed == "the program used no GPU"
     assert (tmp_path / "steps").read_text() == "....", "the fifth step ended it"

@@ -9,8 +9,11 @@ import sys
 import pytest
 
 from tests.processes import family, wait_until
-from virtualgpu.run import fit, fit_cli, fit_table, steps
-from virtualgpu.run.fit_prices import Price
+from virtualgpu.run.fit import cli as fit_cli
+from virtualgpu.run.fit import search as fit
+from virtualgpu.run.fit import table as fit_table
+from virtualgpu.run.fit.prices import Price
+from virtualgpu.run.trials import steps
 
 PROGRAM = """
 import argparse, os, torch
@@ -275,7 +278,7 @@ def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, statu
 
 def test_an_interrupt_tells_what_there_is(script, tmp_path, monkeypatch, capsys):
     def stop(arguments, **options):
-        options["told"](fit.Trial("T4", 1, {}, "fits", 1 << 30, 16 << 30, 0.5, 1, used=1))
+        options["on_trial"](fit.Trial("T4", 1, {}, "fits", 1 << 30, 16 << 30, 0.5, 1, used=1))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fit, "run", stop)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import virtualgpu
-from virtualgpu.run import fit, fit_bar
-from virtualgpu.run.fit import Range, Trial
+from virtualgpu.run.fit import progress
+from virtualgpu.run.fit import search as fit
+from virtualgpu.run.fit.search import Range, Trial
 
 PROGRAM = """
 import argparse, torch
@@ -69,7 +70,7 @@ def test_what_is_wrong_is_a_sentence(monkeypatch, arguments, words):
 def test_the_bar_of_a_terminal_goes_at_the_end(monkeypatch, capsys):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with fit_bar.of(["T4", "L4"], [1], {"n": ["1", "2"]}) as told:
+    with progress.of(["T4", "L4"], [1], {"n": ["1", "2"]}) as told:
         told(Trial("T4", 1, {"n": "1"}, "fits"))
     shown = capsys.readouterr().err.split("\r\033[K")
     assert shown == ["", "0 of 4 tried", "1 of 4 tried: 1 x T4 n=1 fits", ""]
@@ -82,11 +83,11 @@ def test_the_bar_of_a_notebook_goes_at_the_end(monkeypatch):
     handle = SimpleNamespace(update=lambda bundle, raw: shown.append(bundle["text/plain"]))
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
     monkeypatch.setattr("IPython.display.display", lambda *args, **options: handle)
-    with fit_bar.of(["T4"], [1], {"n": Range(1, 9)}) as told:
+    with progress.of(["T4"], [1], {"n": Range(1, 9)}) as told:
         told(Trial("T4", 1, {"n": "1"}, "fits"))
     assert shown == ["1 tried: 1 x T4 n=1 fits", ""]
     shown.clear()
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    with fit_bar.of(["T4"], [1], {}) as told:
+    with progress.of(["T4"], [1], {}) as told:
         told(Trial("T4", 1, {}, "fits"))
     assert shown == []

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from virtualgpu.run.fit_programs import Programs, ended_by_sigterm
+from virtualgpu.run.trials.programs import Programs, ended_by_sigterm
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX threads")

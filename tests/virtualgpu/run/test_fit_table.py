@@ -3,9 +3,10 @@
 import pytest
 
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.run import fit_prices, fit_table
-from virtualgpu.run.fit import Trial
-from virtualgpu.run.fit_prices import Price
+from virtualgpu.run.fit import prices as fit_prices
+from virtualgpu.run.fit import table as fit_table
+from virtualgpu.run.fit.prices import Price
+from virtualgpu.run.fit.search import Trial
 
 GIB = 2**30
 
@@ -62,8 +63,8 @@ def test_the_cheapest_is_of_samples_where_all_know_them():
 def test_the_dated_prices_are_of_cards_that_there_are():
     prices = fit_prices.load()
     assert prices.keys() <= SPECS.keys() and all(p.usd_per_hour > 0 and p.provider and p.as_of for p in prices.values())
-    assert fit_prices.of("a100", prices) == prices["A100"] and fit_prices.of("my.toml", prices) is None
-    assert "V100-32GB no price" in fit_prices.told(["T4", "V100-32GB"], prices)
+    assert fit_prices.price_of("a100", prices) == prices["A100"] and fit_prices.price_of("my.toml", prices) is None
+    assert "V100-32GB no price" in fit_prices.whose(["T4", "V100-32GB"], prices)
 
 
 def test_a_table_of_prices_that_is_none(tmp_path):

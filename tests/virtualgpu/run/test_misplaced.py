@@ -4,7 +4,7 @@ import pytest
 
 from virtualgpu.run import cli, misplaced
 
-OURS = (*cli.WITH_VALUE, *cli.WITHOUT[:-1])
+OURS = cli.OPTIONS.keys() - {"--help"}
 READS_NOTHING = "import torch, os\nfrom torch import nn\nx = torch.ones(3, device='cuda')\n"
 PARSES = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
 OWN = PARSES.replace("--lr", "--gpus")

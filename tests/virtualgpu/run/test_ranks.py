@@ -46,7 +46,7 @@ def test_torchrun(run, tmp_path):
 
 
 def test_one_rank_of_many(run, tmp_path):
-    from tests.virtualgpu.distributed.test_alone import PROGRAM as ALONE
+    from tests.virtualgpu.distributed.test_single_rank import PROGRAM as ALONE
 
     (tmp_path / "program.py").write_text(ALONE)
     found = run("--dry", "--like", "H100", "--world-size", 512, "--rank", 3, tmp_path / "program.py")

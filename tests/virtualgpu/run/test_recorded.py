@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import virtualgpu
-from virtualgpu.run.recorded import record
+from virtualgpu.run.ranks.recorded import record
 
 
 def averaged(elements):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from virtualgpu.run import steps
+from virtualgpu.run.trials import steps
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")

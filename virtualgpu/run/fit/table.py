@@ -1,0 +1,166 @@
+"""What `fit` prints: a row a trial, the cheapest marked, and what is to be known beside it; or all of it as JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from virtualgpu.run.fit.prices import Price, price_of, whose
+from virtualgpu.run.fit.search import Trial, largest
+from virtualgpu.run.table import columns, size
+from virtualgpu.run.trials import messages
+
+STEPS, SAMPLES = 1000, 1_000_000  # of which a price is told
+TIGHT = 0.1  # of the card: what a real program may take beyond what is counted
+
+
+def dollars(trial: Trial, price: Price | None, number: float, world_size: int | None = None) -> float | None:
+    """Of so many steps on all GPUs; None where the card has no price, or no step was timed."""
+    if not trial.fits or trial.step is None or price is None:
+        return None
+    return number * trial.step / 3600 * price.usd_per_hour * (world_size or trial.gpus)
+
+
+def lines(
+    trials: Sequence[Trial], prices: Mapping[str, Price], world_size: int | None = None, searched: str = ""
+) -> list[str]:
+    """The table, then what is to be known of it. searched: the option whose largest value was looked for."""
+    names = list(dict.fromkeys(name for trial in trials for name in trial.values))
+    timed = [trial for trial in trials if trial.fits and trial.step]
+    counted = all(trial.samples for trial in timed)
+    number = {id(trial): SAMPLES / trial.samples if counted else STEPS for trial in timed}
+    costs = {
+        index: dollars(trial, price_of(trial.card, prices), number[id(trial)], world_size)
+        for index, trial in enumerate(trials)
+        if id(trial) in number
+    }
+    cheapest = min((cost for cost in costs.values() if cost is not None), default=None)
+    unit = "$ per million samples" if counted else f"$ per {STEPS:,} steps"
+    rows = [
+        ("card", "GPUs", *names, "", "peak reserved", "left", "step", "steps/s", "samples/s", "against 1 GPU", unit)
+    ]
+    for index, trial in enumerate(trials):
+        known, cost = index in costs, costs.get(index)
+        rows.append(
+            (
+                trial.card,
+                str(world_size or trial.gpus),
+                *(trial.values.get(name, "") for name in names),
+                "fits, tight" if tight(trial) else trial.status,
+                size(trial.reserved) if trial.reserved else "",
+                size(trial.capacity - trial.reserved) if trial.fits else "",
+                f"{1e3 * trial.step:,.1f} ms" if known else "",
+                f"{1 / trial.step:,.3g}" if known else "",
+                f"{trial.samples / trial.step:,.1f}" if known and counted else "",
+                "" if (share := efficiency(trial, trials)) is None else f"{100 * share:.0f} %",
+                "" if cost is None else f"{cost:.3f}" + (" <" if cost == cheapest and len(trials) > 1 else "  "),
+            )
+        )
+    keep = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
+    text = columns([tuple(row[index] for index in keep) for row in rows])
+    if cheapest is not None:
+        mark = "<: the cheapest that fits. " * (len(trials) > 1)
+        text.append(f"{mark}Times are simulated; steps of one GPU come mostly within 30 % of measured ones.")
+        text.append(whose([trial.card for trial in timed], prices))
+    return [*text, *(_largest(trials, searched) if searched else []), *_remarks(trials)]
+
+
+def tight(trial: Trial) -> bool:
+    """It fits, with less than TIGHT of the card left."""
+    return trial.fits and trial.capacity - trial.reserved < TIGHT * trial.capacity
+
+
+def efficiency(trial: Trial, trials: Sequence[Trial]) -> float | None:
+    """Samples per second and GPU against one GPU of the same card and values; of steps, where samples are not known. None without such a trial."""
+    if trial.gpus == 1 or not trial.fits or not trial.step:
+        return None
+    for one in trials:
+        if (one.card, one.gpus, one.values) == (trial.card, 1, trial.values) and one.fits and one.step:
+            if trial.samples and one.samples:
+                return trial.samples / trial.step / (one.samples / one.step) / trial.gpus
+            return one.step / trial.step * trial.used / trial.gpus
+    return None
+
+
+def _largest(trials: Sequence[Trial], name: str) -> list[str]:
+    """Of each place the largest that fits; where it is tight, also the largest that was tried and is not."""
+    roomy = largest([trial for trial in trials if not tight(trial)], name)
+    words = []
+    for place, best in largest(trials, name).items():
+        room = f" ({roomy[place].values[name]} leaves a tenth)" if tight(best) and place in roomy else ""
+        words.append(f"{_place(best, name)}: {name}={best.values[name]}{room}")
+    return [f"Largest that fits: {', '.join(words)}."] if words else []
+
+
+def _place(trial: Trial, without: str = "") -> str:
+    values = [f"{name}={value}" for name, value in trial.values.items() if name != without]
+    return " ".join([trial.card if trial.gpus == 1 else f"{trial.gpus} x {trial.card}", *values])
+
+
+def _named(trials: Sequence[Trial], of: Sequence[Trial], most: int = 3) -> str:
+    """Which they are, where they are not all."""
+    if len(trials) == len(of):
+        return ""
+    more = f" and {len(trials) - most} more" * (len(trials) > most)
+    return ", ".join(map(_place, trials[:most])) + f"{more}: "
+
+
+def _remarks(trials: Sequence[Trial]) -> list[str]:
+    """A sentence for each thing that the table does not say."""
+    remarks: list[str] = []
+    done = [trial for trial in trials if trial.fits]
+    failed = [trial for trial in trials if trial.status == "failed"]
+    for words in dict.fromkeys(trial.words for trial in failed):
+        remarks.append(f"failed: {_named([t for t in failed if t.words == words], trials)}{words}")
+    if barely := [trial for trial in done if tight(trial)]:
+        remarks.append(
+            f"tight: {_named(barely, [])}less than a tenth of the card is left, and a real program may need that."
+        )
+    if timeless := [trial for trial in done if trial.step is None]:
+        what = "one optimizer step" if any(trial.ranks for trial in timeless) else "no optimizer step"
+        remarks.append(f"{_named(timeless, trials)}{what} was seen before the program ended, so that none is timed.")
+    if idle := [trial for trial in done if trial.used < trial.gpus]:
+        counts = ", ".join(dict.fromkeys(f"{t.gpus - t.used} of {t.gpus} GPUs" for t in idle))
+        remarks.append(
+            f"{counts} stayed idle: the program uses {_counts(t.used for t in idle)} (torchrun's --nproc-per-node={{gpus}}?)."
+        )
+    remarks += [
+        f"{name} changed nothing: the same memory and time for {values}. Does the program heed it?"
+        for name, values in _unheeded(done)
+    ]
+    remarks += dict.fromkeys(note for trial in trials for note in trial.notes)
+    if reads := sorted({trial.reads for trial in trials if trial.reads}):
+        remarks.append(messages.not_known(reads))
+    return remarks
+
+
+def _counts(numbers) -> str:
+    return " or ".join(str(number) for number in sorted(set(numbers)))
+
+
+def _unheeded(done: Sequence[Trial]) -> list[tuple[str, str]]:
+    """Options whose values all came to the same, in every place, and these values."""
+    unheeded = []
+    for name in dict.fromkeys(name for trial in done for name in trial.values):
+        places: dict[tuple, dict[str, tuple]] = {}
+        for trial in done:
+            others = tuple((other, value) for other, value in trial.values.items() if other != name)
+            places.setdefault((trial.card, trial.gpus, others), {})[trial.values[name]] = (trial.reserved, trial.step)
+        several = [results for results in places.values() if len(results) > 1]
+        if several and all(len(set(results.values())) == 1 for results in several):
+            unheeded.append((name, ", ".join(several[0])))
+    return unheeded
+
+
+def as_json(trials: Sequence[Trial], prices: Mapping[str, Price], world_size: int | None = None) -> str:
+    """A list of trials, bytes and seconds as they are, with what steps and samples cost, and of when the price is."""
+    rows = []
+    for trial in trials:
+        price = price_of(trial.card, prices)
+        of_samples = dollars(trial, price, SAMPLES / trial.samples, world_size) if trial.samples else None
+        costs = {
+            f"usd_per_{STEPS}_steps": dollars(trial, price, STEPS, world_size),
+            "usd_per_million_samples": of_samples,
+            "usd_per_hour": price and price.usd_per_hour,
+            "price_as_of": price and price.as_of,
+        }
+        rows.append({**trial._asdict(), "tight": tight(trial), "efficiency": efficiency(trial, trials), **costs})
+    return json.dumps(rows, indent=1)

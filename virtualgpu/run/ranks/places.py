@@ -1,0 +1,78 @@
+"""What `launch` opens on this machine: sockets for this machine alone, and folders that go with the next launch where this process is
+killed."""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import util
+
+from virtualgpu import scratch
+
+LONG = 64  # bytes of a folder's path: ours and multiprocessing's names add 39
+FILES, FILES_PER_RANK = 20, 6  # that a launch opens here: pipes, sentinels, the store and its connections
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[str]:
+    """For what passes between the ranks and here; the next launch removes what a killed one left."""
+    path = scratch.folder()
+    try:
+        yield path
+    finally:
+        scratch.remove(path)
+
+
+def for_sockets() -> None:
+    """multiprocessing's sockets, and those of its children, stand below a folder of ours: who is killed leaves it to the next. A socket's
+    path ends after some 100 bytes (unix(7)), and a Korean letter is three of them: where TMPDIR is long, the folder is in /tmp.
+    """
+    config = multiprocessing.current_process()._config
+    if config.get("tempdir") is None:
+        is_long = len(os.fsencode(tempfile.gettempdir())) > LONG and os.access("/tmp", os.W_OK)
+        config["tempdir"] = path = scratch.folder("/tmp" if is_long else None)
+        util.Finalize(None, scratch.remove, (path,), exitpriority=-100)
+
+
+def interface() -> str | None:
+    """Where gloo's sockets listen: for this machine alone, or where the reader has said."""
+    known = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen and os.name == "posix" and (unknown := set(chosen.split(",")) - set(known)):
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={chosen}: this machine has no network interface {sorted(unknown)[0]!r}; "
+            f"unset the variable, or name one of {', '.join(known)}"
+        )
+    return chosen or next((name for name in known if re.fullmatch(r"lo\d*", name)), None)
+
+
+def store(nprocs: int):
+    """On a port that is free, and for this machine alone: left to itself, it would listen on every network."""
+    import torch.distributed as dist
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    kept = listener.detach()  # the store closes it
+    return dist.TCPStore("127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept)
+
+
+def require_files(nprocs: int) -> None:
+    """OSError where the system's limit of open files is near: half-way, gloo and the store would wait or say something else."""
+    opened = []
+    try:
+        while len(opened) < FILES + FILES_PER_RANK * nprocs:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        what = f"{nprocs} processes need {FILES + FILES_PER_RANK * nprocs} more open files than there are"
+        raise OSError(
+            errno.EMFILE, f"{what}: raise this process's limit, by `ulimit -n 1024` before it starts"
+        ) from None
+    finally:
+        for number in opened:
+            os.close(number)

@@ -1,0 +1,118 @@
+"""Watching ranks: until all are done, one fails, or the time is up. Who was first, and where each one stands."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from multiprocessing.connection import wait
+
+from virtualgpu.run.ranks.rank import Rank
+from virtualgpu.run.ranks.worker import ASK
+
+GRACE = 0.3  # seconds in which a process that died may still be found before a survivor is blamed
+LONGEST = 3600.0  # seconds of one wait: the system's own limit is some weeks
+START = 120.0  # seconds in which ranks must have begun: from a cold disk PyTorch alone may take a minute
+HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(HERE))), "")
+LIBRARIES = (os.path.join(os.path.dirname(os.path.abspath(os.__file__)), ""), "<frozen ")
+PACKAGES = ("site-packages", "dist-packages")
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; `rank` says which was first. After a timeout it is None, and `places` says where each rank
+    stood."""
+
+    def __init__(self, rank: int | None, message: str, places: list[str] | None = None):
+        super().__init__(message)
+        self.rank, self.places = rank, places or []
+
+
+def until_done(ranks: list[Rank], timeout: float) -> None:
+    """Wait for every rank. Raises WorkerError for the first that fails, or `timeout` seconds after the last of them began."""
+    begun, since = False, time.monotonic()
+    while not all(rank.done for rank in ranks):
+        if not begun and all(rank.state != "starting" for rank in ranks):
+            begun, since = True, time.monotonic()
+        limit = timeout if begun else max(START, timeout)
+        left = since + limit - time.monotonic()
+        if left <= 0:
+            late = f"not done after {limit:g} s (the timeout)" if begun else f"not begun after {limit:g} s"
+            places = where(ranks)
+            raise WorkerError(None, "\n  ".join([f"{late}. Where each rank stood:", *places]), places)
+        wait([source for rank in ranks if not rank.done for source in rank.sources()], timeout=min(left, LONGEST))
+        for rank in ranks:
+            rank.read()
+        if any(rank.error or died(rank) for rank in ranks):
+            _raise_first_failure(ranks)
+
+
+def _raise_first_failure(ranks: list[Rank]) -> None:
+    """A process that died comes before those that miss it; among those that raised, the first."""
+    time.sleep(GRACE)
+    for rank in ranks:
+        rank.read()
+    for rank in ranks:
+        if how := died(rank):
+            raise WorkerError(rank.index, f"rank {rank.index} {how}")
+    first = min((rank for rank in ranks if rank.error), key=lambda rank: rank.error[0])
+    raise WorkerError(first.index, f"rank {first.index} failed first:\n{first.error[1]}")
+
+
+def died(rank: Rank) -> str | None:
+    """How it ended, if it ended without a word."""
+    code = rank.process.exitcode
+    if rank.done or rank.error or code is None:
+        return None
+    if code < 0:
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        how = f"was killed by {name}" + (" (out of memory on this machine, perhaps)" if name == "SIGKILL" else "")
+    else:
+        how = f"exited with status {code} before it was done"
+    words = rank.words.read_text("utf-8", "replace").strip() if rank.words.exists() else ""
+    return how + (f". Its last words:\n{words[-2000:]}" if words else "")
+
+
+def where(ranks: list[Rank]) -> list[str]:
+    """Of each rank, the line of the reader's code that it stands in, asked of the running process."""
+    running = [rank for rank in ranks if rank.state != "starting" and not rank.done and rank.process.exitcode is None]
+    if ASK:
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, ASK)
+        time.sleep(GRACE)
+    return [f"rank {rank.index} {_stands(rank) if rank in running else _is(rank)}" for rank in ranks]
+
+
+def _is(rank: Rank) -> str:
+    return "is still starting" if rank.process.exitcode is None and not rank.done else "has ended"
+
+
+def _stands(rank: Rank) -> str:
+    frames = frames_of(rank.stacks.read_text("ascii", "replace") if rank.stacks.exists() else "")
+    if not frames:
+        return "does not answer"
+    end = next((index for index, (file, _, _) in enumerate(frames) if file.startswith(HERE)), len(frames))
+    called = [frame for frame in frames[:end] if not frame[0].startswith(PACKAGE)]  # recv waits, not our part of it
+    own = [frame for frame in called if not _of_a_library(frame[0])]
+    innermost = (called or frames)[0][2]
+    if own:
+        _, line, name = own[0]
+        return f"stands in line {line}, in {name}" + (f", which waits in {innermost}" if innermost != name else "")
+    return "is done, and waits for the others" if rank.state == "returned" else f"waits in {innermost}"
+
+
+def _of_a_library(file: str) -> bool:
+    return file.startswith(LIBRARIES) or any(part in file for part in PACKAGES)
+
+
+def frames_of(dump: str) -> list[tuple[str, str, str]]:
+    """File, line and function of each frame that faulthandler wrote, innermost first. It writes what is not ASCII as
+    \\u escapes."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', dump)
+    return [(_unescaped(file), line, _unescaped(name)) for file, line, name in frames]
+
+
+def _unescaped(text: str) -> str:
+    escape = r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))"
+    return re.sub(escape, lambda match: chr(int(match[match.lastindex], 16)), text)

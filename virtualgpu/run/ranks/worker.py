@@ -1,0 +1,117 @@
+"""What the process of one rank does: the reader's function, in a process group, and its answer through a pipe."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from virtualgpu.run import inherit
+from virtualgpu.run.process_tree import keep_tree, kill_tree
+from virtualgpu.run.ranks import output
+
+ASK = getattr(signal, "SIGUSR1", None)  # makes a rank write down its stack (faulthandler); there is none on Windows
+
+
+def import_cloudpickle():
+    """The module. Raises ImportError, which says what to install."""
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ImportError(
+            "launch sends a notebook's function to other processes by cloudpickle, which is not installed: "
+            "pip install cloudpickle"
+        ) from None
+    return cloudpickle
+
+
+def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port: int, stacks: str, words: str) -> None:
+    """Until the parent ends it. pipe: the function comes, and its answer goes. stacks, words: files, as of `Rank`."""
+    multiprocessing.current_process()._config["daemon"] = False  # a DataLoader in it may have workers
+    multiprocessing.set_start_method(None, force=True)  # started as everywhere else, not from the forkserver too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
+    keep_tree()
+    try:
+        payload = pipe.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)  # the parent was interrupted meanwhile, and has cleared everything away
+    with open(words, "wb") as file:  # what C++ writes, gloo's greetings among it
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if ASK and hasattr(faulthandler, "register"):
+        faulthandler.register(ASK, file=open(stacks, "wb"), all_threads=False)  # noqa: SIM115 - until the end
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    sys.stdout = sys.stderr = printed = output.stdout_to(stdout)
+    try:
+        answer = "result", _run(pipe, payload, rank, world_size, port)
+    except BaseException as error:
+        what = f"{type(error).__name__}: {error}" if isinstance(error, SystemExit) else _traceback(error)
+        answer = "error", (time.monotonic(), what)
+    for stream in (sys.stdout, sys.stderr, printed):
+        with contextlib.suppress(Exception):  # the reader's code may have closed or replaced it
+            stream.flush()
+    pipe.send(answer)
+    threading.Event().wait()  # the parent ends it: its sockets must not close before the parent knows why
+
+
+def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int) -> bytes:
+    import torch.distributed as dist
+
+    cloudpickle, address = import_cloudpickle(), "127.0.0.1"
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    offered, interface, function = cloudpickle.loads(payload)
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    inherit.import_state(offered)
+    store = dist.TCPStore(address, port, world_size, is_master=False)
+    dist.init_process_group(_backend(rank, world_size), store=store, rank=rank, world_size=world_size)
+    inherit.meet(store)
+    fn, args, kwargs = cloudpickle.loads(function)
+    pipe.send(("state", "running"))
+    result = cloudpickle.dumps(fn(*args, **kwargs))
+    pipe.send(("state", "returned"))
+    inherit.returned(store, rank)
+    if dist.is_initialized():
+        dist.barrier()
+        pipe.send(("left", inherit.export_trace(offered)))
+        dist.destroy_process_group()
+    return result
+
+
+def _backend(rank: int, world_size: int) -> str:
+    """nccl where each rank has a GPU; with virtual ones, gloo for the CPU's tensors beside it. Otherwise gloo."""
+    import torch
+
+    virtual = inherit.has_gpus()
+    if virtual or not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    if torch.cuda.device_count() < world_size:
+        return "gloo"
+    if virtual:
+        inherit.choose(rank)
+        return "cpu:gloo,cuda:nccl"
+    torch.cuda.set_device(rank)
+    return "nccl"
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """The other end closes when the notebook's kernel dies, however it does."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()
+    kill_tree(os.getpid())
+    os._exit(1)
+
+
+def _traceback(error: BaseException) -> str:
+    """From the reader's function on; how it was called is ours."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).strip()

@@ -1,0 +1,246 @@
+"""The program's `nvidia-smi`: what people and tools ask of the real one, answered for the virtual GPUs.
+
+Known: the plain table, -L, --query-gpu and --query-compute-apps with --format=csv[,noheader][,nounits], --help-query-gpu, -i, -l,
+-lms, -f, --version, topo -m, topo -p2p r, nvlink -s. What a virtual GPU does not have is [N/A], a field or an option that nvidia-smi
+does not have is refused in its words, and what else nvidia-smi can do is refused in a sentence. It runs without `site`, and imports
+neither PyTorch nor the package's session.
+
+Utilization is the share of simulated time in which kernels ran since the same process last asked.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":  # a script: the package without its __init__
+    from types import ModuleType
+
+    package = sys.modules["virtualgpu"] = ModuleType("virtualgpu")
+    package.__path__ = [str(Path(__file__).parents[2])]
+
+from virtualgpu import environment
+from virtualgpu.memory.ledger import Board, share
+from virtualgpu.run import cards
+from virtualgpu.run.smi import topology
+from virtualgpu.run.smi.fields import APPS, FIELDS, MIB, NONE, columns_of
+from virtualgpu.run.smi.unmodelled import NOT_MODELLED
+from virtualgpu.torch_api import nvml
+
+DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
+INVALID = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"
+LOOP = 5.0  # seconds: -l without a number
+SHORT = {"-L": "--list-gpus", "-h": "--help", "-i": "--id", "-l": "--loop", "-lms": "--loop-ms", "-f": "--filename"}
+ANSWERS = {"--list-gpus": "list", "--version": "version", "--help": "help"}
+ANSWERS |= dict.fromkeys(("--help-query-gpu", "--help-query-compute-apps"), "fields")
+WITH_VALUE = ("--query-gpu", "--query-compute-apps", "--format", "--id", "--loop", "--loop-ms", "--filename")
+
+
+class Refused(Exception):
+    """The words for stdout, and the exit status."""
+
+    def __init__(self, words: str, status: int):
+        self.words, self.status = words, status
+
+
+class GPU:
+    """One GPU as it is now."""
+
+    def __init__(self, board: Board, index: int, busy: float):
+        self.index, self.card, self.count = index, board.cards[index], len(board.cards)
+        self.apps = [App(self, pid, used) for pid, used in board.processes(index)]
+        self.used = min(self.card.memory, sum(app.used for app in self.apps))
+        self.busy = round(100 * busy)
+
+
+class App:
+    """One process on one GPU."""
+
+    def __init__(self, gpu: GPU, pid: int, used: int):
+        self.gpu, self.pid, self.used = gpu, pid, used
+
+    def name(self) -> str:
+        """The program that it runs, or [N/A] where the system does not tell."""
+        return nvml.process_name(self.pid) or NONE
+
+
+class Options:
+    """A command line, read. what: the answer that is asked for. Raises Refused."""
+
+    def __init__(self, arguments: list[str]):
+        self.what, self.fields, self.format = "table", [], None
+        self.ids = self.loop = self.file = None
+        if arguments[:1] in (["topo"], ["nvlink"]):
+            try:
+                self.what = topology.read(arguments[0], arguments[1:])
+            except ValueError as error:
+                raise Refused(f"{error}\n", 2) from None
+            return
+        rest = list(arguments)
+        while rest:
+            name, equals, text = rest.pop(0).partition("=")
+            name = SHORT.get(name, name)
+            if name in ANSWERS:
+                self.what = ANSWERS[name]
+                self.fields = list({"--help-query-gpu": FIELDS, "--help-query-compute-apps": APPS}.get(name, ()))
+                continue
+            if name == "--loop" and not equals and (not rest or rest[0].startswith("-")):
+                self.loop = LOOP
+                continue
+            if name in NOT_MODELLED:
+                raise Refused(f"nvidia-smi {name} is not modelled by virtual GPUs: {NOT_MODELLED[name]}.\n", 2)
+            if name not in WITH_VALUE:
+                raise Refused(f"ERROR: Option {name} is not recognized. Please run 'nvidia-smi -h' for help.\n", 2)
+            if not equals and not rest:
+                raise Refused(INVALID, 1)
+            text = text if equals else rest.pop(0)
+            words = [word.strip() for word in text.split(",")]
+            if name in ("--query-gpu", "--query-compute-apps"):
+                self.what, self.fields = name[len("--query-") :], words
+            elif name == "--format":
+                self.format = words
+            elif name == "--id":
+                self.ids = words
+            elif name == "--filename":
+                self.file = text
+            elif text.isdigit() and int(text):
+                self.loop = int(text) / (1000 if name == "--loop-ms" else 1)
+            else:
+                raise Refused(INVALID, 1)
+
+
+def main(arguments: list[str]) -> int:
+    """Print what was asked for; the exit status. Loops for ever with -l, as the real one."""
+    try:
+        options = Options(arguments)
+        settings = environment.settings()
+        if settings is None:
+            raise Refused("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9)
+        with open(options.file, "w", encoding="utf-8") if options.file else contextlib.nullcontext(sys.stdout) as out:
+            while True:
+                out.write(answer(options, Board(settings), settings.gpus_per_node))
+                out.flush()
+                if options.loop is None:
+                    return 0
+                time.sleep(options.loop)
+    except Refused as refused:
+        sys.stdout.write(refused.words)
+        return refused.status
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # a full disk; a folder that is not there
+        print(f"nvidia-smi: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at its end
+        return 1
+
+
+def answer(options: Options, board: Board, gpus_per_node: int | None = None) -> str:
+    """The text. Raises Refused."""
+    if options.what == "help":
+        return __doc__.split("\n\n")[1] + "\n"
+    if options.what == "version":
+        return (
+            f"NVIDIA-SMI version  : {DRIVER} (virtual)\nDRIVER version      : {DRIVER}\nCUDA Version        : {CUDA}\n"
+        )
+    if options.what == "fields":
+        return "".join(f"{name}\n" for name in options.fields)
+    chosen = _chosen(options.ids, len(board.cards))
+    titles = [f"GPU {i}: {board.cards[i].name} (UUID: {environment.uuid(i)})" for i in chosen]
+    if options.what == "list":
+        return "".join(f"{title}\n" for title in titles)
+    if options.what.startswith(("topo", "nvlink")):
+        nodes = [i // (gpus_per_node or len(board.cards)) for i in chosen]
+        return topology.answer(options.what, cards.links(board.cards), nodes, titles)
+    before = _asked(board, options.fields)
+    gpus = [GPU(board, index, before[index]) for index in chosen]
+    if options.what == "table":
+        return table(gpus)
+    try:
+        columns = columns_of(options.what, options.fields)
+    except KeyError as error:
+        raise Refused(f'Field "{error.args[0]}" is not a valid field to query.\n\n', 2) from None
+    if not options.format or "csv" not in options.format:
+        raise Refused('"--format=" argument missing, needs "csv" at least.\n', 1)
+    rows = gpus if options.what == "gpu" else [app for gpu in gpus for app in gpu.apps]
+    return _csv(columns, rows, "noheader" not in options.format, "nounits" not in options.format)
+
+
+def _csv(columns: list, rows: list, header: bool, units: bool) -> str:
+    lines = [", ".join(f"{title} [{unit}]" if unit else title for title, unit, _ in columns)] if header else []
+    for row in rows:
+        cells = [(unit, value(row)) for _, unit, value in columns]
+        lines.append(", ".join(f"{cell} {unit}" if unit and units and cell != NONE else cell for unit, cell in cells))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _chosen(ids: list[str] | None, count: int) -> list[int]:
+    """GPUs by index, UUID or bus id. Raises Refused where one is not there."""
+    if ids is None:
+        return list(range(count))
+    names = {
+        name.upper(): i
+        for i in range(count)
+        for name in (str(i), environment.uuid(i), environment.bus_id(i), environment.bus_id(i)[4:])
+    }
+    if any(name.upper() not in names for name in ids):
+        raise Refused("No devices were found\n", 6)  # nvidia-smi(1), return value 6
+    return sorted({names[name.upper()] for name in ids})
+
+
+def _asked(board: Board, fields: list[str]) -> list[float]:
+    """How busy each GPU was since the process that started us last asked; remembered in the runner's folder."""
+    now = [board.busy(index) for index in range(len(board.cards))]
+    if not board.folder:
+        return [0.0] * len(now)
+    mark = os.path.join(board.folder, f"{os.getppid()}.asked")
+    try:
+        with open(mark, encoding="utf-8") as file:
+            before = [tuple(pair) for pair in json.load(file)]
+    except (OSError, ValueError):
+        before = [(0.0, 0.0)] * len(now)
+    if not fields or any(field.startswith("utilization") for field in fields):
+        with contextlib.suppress(OSError), open(mark, "w", encoding="utf-8") as file:
+            json.dump(now, file)
+    return [share(*pair) for pair in zip(now, before, strict=True)]
+
+
+def table(gpus: list[GPU]) -> str:
+    """The plain table."""
+    line, whole_line = "+" + "-" * 41 + "+" + "-" * 24 + "+" + "-" * 20 + "+", "+" + "-" * 87 + "+"
+
+    def row(*cells: str) -> str:
+        padded = (cell[:width].ljust(width) for cell, width in zip(cells, (39, 22, 18), strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    lines = [
+        time.strftime("%a %b %d %H:%M:%S %Y"),
+        whole_line,
+        f"| {f'NVIDIA-SMI {DRIVER} (virtual)    Driver Version: {DRIVER}    CUDA Version: {CUDA}':<85} |",
+        line,
+        row("GPU  Name", "Bus-Id", "GPU-Util"),
+        row("Fan  Temp   Perf          Pwr:Usage/Cap", "          Memory-Usage", "Compute M."),
+        line,
+    ]
+    for gpu in gpus:
+        memory = f"{gpu.used // MIB:>7}MiB / {gpu.card.memory // MIB:>6}MiB"
+        lines.append(row(f"{gpu.index:>3}  {gpu.card.name}", environment.bus_id(gpu.index), f"{gpu.busy:>6} %"))
+        lines += [row("N/A   N/A    N/A              N/A / N/A", memory, "Default"), line]
+    title = f"{'GPU        PID   Type   Process name':<69}{'GPU Memory':>16}"
+    lines += ["", whole_line, f"| {'Processes:':<85} |", f"| {title} |", whole_line]
+    apps = [app for gpu in gpus for app in gpu.apps]
+    for app in apps:
+        left = f"{app.gpu.index:>3} {app.pid:>10}      C   {app.name()}"
+        lines.append(f"| {left[:69]:<69}{f'{app.used // MIB}MiB':>16} |")
+    if not apps:
+        lines.append(f"| {'No running processes found':<85} |")
+    return "\n".join([*lines, whole_line, ""])
+
+
+if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head -1: it ends without a word, as a program in C does
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - nvidia-smi >&-
+    sys.exit(main(sys.argv[1:]))

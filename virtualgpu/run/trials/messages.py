@@ -1,0 +1,65 @@
+"""What a trial's program printed: the error that ended it, the lines that read a value, what the engine warned of."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from virtualgpu.run import program
+
+READS = re.compile(r"^(.+):(\d+): UserWarning: a dry run computes shapes", re.M)  # engine/dry.py
+WARNING = re.compile(r"UserWarning: (.*\bvirtual GPUs?\b.*)$", re.M)
+ERROR = re.compile(r"([\w.]*(?:Error|Exception|Interrupt)\w*|[^\s:]+: error)(:.*)?$")  # or argparse's
+PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+RANK = re.compile(r"^\[[\w:]*rank\d+\]:\s?")
+# Whoever waited for what had failed: torchrun for its processes, a rank for another one
+CONSEQUENCES = re.compile(
+    r"ChildFailedError|ProcessExitedException|ProcessRaisedException|DistBackendError|RendezvousConnectionError"
+)
+PACKAGE = os.path.dirname(program.HERE)
+
+
+def reads(output: str) -> str:
+    """The first line of the program that reads a value of the GPU, "train.py:12"; or nothing."""
+    line = READS.search(output)
+    return f"{os.path.basename(line[1])}:{line[2]}" if line else ""
+
+
+def not_known(places: Sequence[str]) -> str:
+    """A sentence on lines that read a value of the GPU."""
+    decided = "so what the program decides by it may be otherwise"
+    return f"{', '.join(places)} read{'s' * (len(places) == 1)} a value of the GPU: a dry run has nan there, {decided}."
+
+
+def warnings(output: str) -> list[str]:
+    """What the engine does otherwise than a GPU, as it said so, each once."""
+    return list(dict.fromkeys(words.strip() for words in WARNING.findall(output)))
+
+
+def error(output: str) -> str:
+    """What ended the program, with the program's line: the last error that is not another process's word on it; or its last line."""
+    errors, places = [], {}  # the place that each rank's traceback named last
+    for line in output.splitlines():
+        rank = RANK.match(line)
+        rank, line = (rank[0], line[rank.end() :]) if rank else ("", line)
+        if where := PLACE.search(line):
+            if _own(where[1]):
+                places[rank] = f" ({os.path.basename(where[1])}:{where[2]})"
+        elif line.startswith("Traceback"):
+            places[rank] = ""
+        elif kind := ERROR.match(line.strip()):
+            errors.append((kind[1], line.strip()[:300] + places.get(rank, "")))
+    causes = [words for kind, words in errors if not CONSEQUENCES.search(kind)] or [words for _, words in errors]
+    return causes[-1] if causes else last_line(output)
+
+
+def last_line(output: str) -> str:
+    """What it printed last, if anything."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _own(path: str) -> bool:
+    """Of the program, not of Python, a package or a command such as torchrun."""
+    others = (PACKAGE + os.sep, sys.base_prefix + os.sep, sys.prefix + os.sep, "<")
+    return "site-packages" not in path and not path.startswith(others) and os.path.basename(path) != "torchrun"

@@ -1,0 +1,121 @@
+"""Programs side by side, of which none is left at the end."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+from virtualgpu.run import program
+from virtualgpu.run.process_tree import kill_tree
+
+LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
+ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
+
+
+def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
+    """How many trials at a time: one a core, as far as this machine's memory goes; one, where they might meet at the same port."""
+    launched = max(gpus) > 1 or any(LAUNCHER.search(word) for word in command)
+    if launched and "--standalone" not in command:
+        return 1
+    free = None
+    with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/meminfo", encoding="ascii") as file:
+        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, (free or ROOM) // ROOM))
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """In this block SIGTERM leaves no program, as an interrupt does not: it raises SystemExit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Programs:
+    """Those that run now; at the block's end, and at an interrupt, none of them is left."""
+
+    def __init__(self):
+        self._lock, self._running, self._ended = threading.Lock(), set(), False
+
+    def __enter__(self) -> "Programs":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.end()
+
+    def run(self, command: list[str], environ: dict[str, str], output, limit: float | None = None) -> int | None:
+        """The program's exit status, once it has ended; None where it was ended after `limit` seconds. What it printed is in `output`, a file."""
+        with self._lock:
+            if self._ended:
+                raise InterruptedError("the search was ended")
+            child = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(child)
+        try:
+            status = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with self._lock:
+                self._running.discard(child)
+            kill_tree(child.pid)  # what it left behind
+            child.kill()
+            child.wait()
+        if self._ended:
+            raise InterruptedError("the search was ended")
+        return status
+
+    def output_of(
+        self, command: Sequence[str], environ: Mapping[str, str], folder: str, limit: float | None = None
+    ) -> tuple[int | None, str]:
+        """As `run`: the exit status, and all that the program printed, which is kept in `folder` meanwhile."""
+        output = os.path.join(folder, "output")
+        with open(output, "wb") as file:
+            status = self.run(program.command(list(command), environ.get("PATH")), dict(environ), file, limit)
+        with open(output, encoding="utf-8", errors="replace") as file:
+            return status, file.read()
+
+    def side_by_side(self, function: Callable, items: Iterable, jobs: int) -> list:
+        """What the function, which runs programs, returns for each item: so many at a time. Raises what one of them raises, and what a
+        signal's handler does; then no program is left.
+
+        The main thread wakes now and then: a signal that the system gave to another thread is handled only then.
+        """
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                futures = [pool.submit(function, item) for item in items]
+                while True:
+                    done, running = wait(futures, 0.5, FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()  # raises what it raised
+                    if not running:
+                        return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """All of them are ended, with what they started, and no other begins."""
+        with self._lock:
+            self._ended, running = True, list(self._running)
+        for child in running:
+            kill_tree(child.pid)
+            child.kill()
