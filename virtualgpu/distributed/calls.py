@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """What NCCL's process group refuses, with its words (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp)."""
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from virtualgpu._compat import suggest_memory_format
 from virtualgpu.distributed.calls import Call
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them

@@ -8,8 +8,9 @@ import contextlib
 
 import torch
 from torch import distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from virtualgpu._compat import TorchDispatchMode
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches
@@ -17,7 +18,7 @@ from virtualgpu.torch_api.registry import Patches
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace dist.Reducer, what groups tensors for it, and what compares parameters, which in a dry run has no values."""
-    real, assign, broadcast = dist.Reducer, dist._compute_bucket_assignment_by_size, dist._broadcast_coalesced
+    real, assign, broadcast = dist.Reducer, _compat.assign_buckets, _compat.broadcast_coalesced
 
     class Reducer(real):
         """What it allocates is the GPU's of its parameters."""
@@ -57,7 +58,7 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace_everywhere(dist, "_compute_bucket_assignment_by_size", compute_bucket_assignment_by_size)
     patches.replace_everywhere(dist, "_broadcast_coalesced", broadcast_coalesced)
     patches.replace(dist, "Reducer", Reducer)
-    verify = dist._verify_params_across_processes
+    verify = _compat.verify_params
 
     def verify_params(group, params, *args, **kwargs):
         params = list(params)

@@ -52,7 +52,7 @@ def install(machine: Machine, patches: Patches) -> None:
 
 def _wrappers(machine: Machine, patches: Patches) -> None:
     """A wrapper of tensors says where it is by what it wraps; for C++ it is on the CPU, as those really are."""
-    make = torch.Tensor._make_wrapper_subclass
+    make = _compat.make_wrapper_subclass
 
     @functools.wraps(make)
     def make_wrapper_subclass(cls, *args, device=None, **kwargs):
@@ -94,7 +94,7 @@ def _fakes(machine: Machine, patches: Patches) -> None:
 
 def _uniform(patches: Patches) -> None:
     """In a wheel without CUDA C++ has no guard for its devices, which PyTorch's way to draw a fake tensor's numbers asks for."""
-    table, operator = torch._decomp.decomposition_table, torch.ops.aten.uniform_.default
+    table, operator = _compat.decompositions(), torch.ops.aten.uniform_.default
     original = table[operator]
 
     def uniform_(self, low=0.0, high=1.0, generator=None):

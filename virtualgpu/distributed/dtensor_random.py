@@ -9,6 +9,7 @@ import contextlib
 
 import torch
 
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.torch_api.registry import Patches
 
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
@@ -16,9 +17,9 @@ SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spread
 
 def install(patches: Patches) -> None:
     """Replace OffsetBasedRNGTracker and, in versions that have it, run_dtensor_rng_op."""
-    from torch.distributed.tensor import _dispatch, _random
+    dispatch, random, RNGStateTracker = _compat.dtensor_random()
 
-    class Tracker(_random._RNGStateTracker):
+    class Tracker(RNGStateTracker):
         """Stands in for OffsetBasedRNGTracker."""
 
         def __init__(self, device_mesh, run_state_sync: bool = True):
@@ -34,10 +35,10 @@ def install(patches: Patches) -> None:
         with drawn_by(shard, torch.cuda.default_generators[torch.cuda.current_device()]):
             return op(*args, **kwargs)
 
-    patches.replace(_random, "OffsetBasedRNGTracker", Tracker)
-    patches.set(_random, "_rng_tracker", None)
-    if hasattr(_dispatch, "run_dtensor_rng_op"):
-        patches.replace(_dispatch, "run_dtensor_rng_op", run_op)
+    patches.replace(random, "OffsetBasedRNGTracker", Tracker)
+    patches.set(random, "_rng_tracker", None)
+    if hasattr(dispatch, "run_dtensor_rng_op"):
+        patches.replace(dispatch, "run_dtensor_rng_op", run_op)
 
 
 def shard_of(spec) -> int:

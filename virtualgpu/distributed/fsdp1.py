@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from virtualgpu import _compat as names
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches

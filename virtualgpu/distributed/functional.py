@@ -6,7 +6,8 @@ each has its place, its bytes and its time.
 
 import torch
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
+from virtualgpu._compat import packet, schema
 from virtualgpu.distributed.calls import OPERATIONS
 from virtualgpu.engine.allocation import gpu_of, storage_of
 
@@ -15,7 +16,7 @@ WORK = "_virtual_work"  # on the storage of a result: the collective that fills 
 
 def run(dispatch, func, args, kwargs, communicators):
     """Carry out one of them. Raises NotImplementedError for one that is not known."""
-    name = func._overloadpacket.__name__
+    name = packet(func).__name__
     if name in ("wait_tensor", "wait_tensors"):
         tensors = [args[0]] if name == "wait_tensor" else args[0]
         for tensor in tensors:
@@ -24,10 +25,10 @@ def run(dispatch, func, args, kwargs, communicators):
             func(*args, **kwargs)  # for those that PyTorch's C++ made
         return args[0]
     if name == "_wrap_tensor_autograd":
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-        return AsyncCollectiveTensor(args[0])  # what the operation does; its kernel for shapes alone makes a new tensor
-    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        return _compat.async_tensor()(
+            args[0]
+        )  # what the operation does; its kernel for shapes alone makes a new tensor
+    values = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)} | kwargs
     group = values.get("group_name")
     if name not in FUNCTIONS or group is None:
         return func(*args, **kwargs)

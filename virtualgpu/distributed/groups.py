@@ -11,8 +11,9 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from virtualgpu._compat import is_really_meta
-from virtualgpu.distributed import _compat, transport
+from virtualgpu._compat import distributed as _compat
+from virtualgpu._compat import is_really_meta, packet, schema
+from virtualgpu.distributed import transport
 from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
 from virtualgpu.distributed.calls import OPERATIONS, Call
 from virtualgpu.distributed.communicator import Communicator
@@ -47,7 +48,7 @@ class ProcessGroupNCCL(_compat.Gloo):
     supports_time_estimate = False
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
-        limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
+        limit = timeout or _compat.timeout_of(options) or timedelta(minutes=10)
         self.limit, self.settings = limit, options
         self.processes = Processes(store, rank, size) if size > 1 else None
         super().__init__(store, rank, size, timeout=limit)  # all ranks meet
@@ -106,8 +107,8 @@ class Communicators:
 
     def run(self, func, args, kwargs):
         """An operation of c10d."""
-        name = func._overloadpacket.__name__
-        values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        name = packet(func).__name__
+        values = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)} | kwargs
         group = _compat.group_of(values["process_group"])
         if name not in OPERATIONS:
             return self._other(name, group, func, args, kwargs)
@@ -210,7 +211,7 @@ class Communicators:
     def _backend(self, group):
         for device in ("cuda", "cpu"):
             try:
-                return group._get_backend(torch.device(device))
+                return _compat.backend_of(group, device)
             except RuntimeError:
                 continue
         return None
@@ -257,10 +258,10 @@ class Communicators:
         return None
 
     def _only_gpus(self, group) -> bool:
-        return {device.type for device in group._device_types} == {"cuda"}
+        return _compat.device_types(group) == {"cuda"}
 
     def _has_gpus(self, group) -> bool:
-        return "cuda" in {device.type for device in group._device_types}
+        return "cuda" in _compat.device_types(group)
 
     def _other(self, name: str, group, func, args, kwargs):
         ways = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV}
@@ -288,5 +289,5 @@ def _check_for_tensors(func, values: dict) -> None:
     if not alone and not any(isinstance(item, torch.Tensor) for items in given for item in items):
         raise NotImplementedError(
             "There were no tensor arguments to this function (e.g., you passed an empty list of Tensors), but no fallback "
-            f"function is registered for schema {func._schema.name}."
+            f"function is registered for schema {schema(func).name}."
         )

@@ -19,7 +19,7 @@ NAMES = (*OF_ONE_RANK, "send_object_list", "all_gather_object", "gather_object")
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace c10d's functions that send Python objects (NAMES), also where they were imported by name."""
-    from virtualgpu.distributed._compat import c10d
+    from virtualgpu._compat.distributed import c10d
 
     for name in NAMES:
         patches.replace_everywhere(c10d, name, _of_objects(machine, getattr(c10d, name)))

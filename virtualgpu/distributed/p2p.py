@@ -15,7 +15,7 @@ import warnings
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.arrivals import SingleRankArrivals
 from virtualgpu.distributed.counts import message_of
 from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog

@@ -14,16 +14,17 @@ def install(machine: Machine, patches: Patches) -> None:
     """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed import _compat, ddp, dtensor, fsdp1, groups, objects, pipelines, rpc, single_rank
+    from virtualgpu._compat import distributed as _compat
+    from virtualgpu.distributed import ddp, dtensor, fsdp1, groups, objects, pipelines, rpc, single_rank
 
     communicators = machine.communicators = groups.Communicators(machine)
     _operations()
     _backend(communicators, patches)
     _lifetime(communicators, patches)
     _coalescing(communicators, patches)
-    if hasattr(torch.distributed, "_make_nccl_premul_sum"):
-        make = torch.distributed._make_nccl_premul_sum
-        patches.replace_everywhere(torch.distributed, "_make_nccl_premul_sum", _compat.premul_sum(make))
+    if _compat.make_premul_sum is not None:
+        remembering = _compat.premul_sum(_compat.make_premul_sum)
+        patches.replace_everywhere(torch.distributed, "_make_nccl_premul_sum", remembering)
     single_rank.install(machine, patches)
     ddp.install(machine, patches)
     dtensor.install(machine, patches)
@@ -48,9 +49,10 @@ def _operations() -> None:
 
 
 def _backend(communicators, patches: Patches) -> None:
+    from virtualgpu._compat import distributed as _compat
     from virtualgpu.distributed import groups
-    from virtualgpu.distributed._compat import c10d
 
+    c10d = _compat.c10d
     backend, dist = c10d.Backend, torch.distributed
     patches.set(c10d, "_NCCL_AVAILABLE", True)
     patches.replace_everywhere(c10d, "is_nccl_available", lambda: True)
@@ -68,19 +70,18 @@ def _backend(communicators, patches: Patches) -> None:
         """What PyTorch's table of backends calls for a new group."""
         return ProcessGroupNCCL(options.store, options.group_rank, options.group_size, backend_options, options.timeout)
 
-    plugins = backend._plugins  # others may register theirs meanwhile
+    plugins = _compat.backends()  # others may register theirs meanwhile
     before = plugins.get("NCCL")
-    plugins["NCCL"] = backend._BackendPlugin(create, True)
+    plugins["NCCL"] = _compat.Plugin(create, True)
     patches.undo(lambda: plugins.pop("NCCL") if before is None else plugins.update(NCCL=before))
     patches.replace(backend, "backend_capability", {**backend.backend_capability, "nccl": ["cuda"]})
-    cpp = torch._C._distributed_c10d
-    for module in (c10d, dist, cpp):
+    for module in (c10d, dist, _compat.cpp):
         patches.add(module, "ProcessGroupNCCL", ProcessGroupNCCL)
-    patches.add(cpp, "_is_nvshmem_available", lambda: False)
+    patches.add(_compat.cpp, "_is_nvshmem_available", lambda: False)
 
 
 def _lifetime(communicators, patches: Patches) -> None:
-    from virtualgpu.distributed._compat import c10d
+    from virtualgpu._compat.distributed import c10d, default_group
 
     destroy, split = c10d.destroy_process_group, c10d.split_group
 
@@ -98,7 +99,7 @@ def _lifetime(communicators, patches: Patches) -> None:
     @functools.wraps(split)
     def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None, **others):
         """Each rank in the group that it is in; a rank in none of them in none."""
-        parent = parent_pg or c10d._get_default_group()
+        parent = parent_pg or default_group()
         if c10d.get_backend(parent) != "nccl":
             return split(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
         if not split_ranks:
@@ -124,12 +125,12 @@ def _lifetime(communicators, patches: Patches) -> None:
 
 def _coalescing(communicators, patches: Patches) -> None:
     """Collectives between _start_coalescing and _end_coalescing are waited for as one."""
-    from virtualgpu.distributed._compat import ProcessGroup
+    from virtualgpu._compat.distributed import ProcessGroup, device_types, end_coalescing_of, start_coalescing_of
 
-    start, end = ProcessGroup._start_coalescing, ProcessGroup._end_coalescing
+    start, end = start_coalescing_of, end_coalescing_of
 
     def ours(group, device):
-        return torch.device(device).type == "cuda" and "cuda" in {d.type for d in group._device_types}
+        return torch.device(device).type == "cuda" and "cuda" in device_types(group)
 
     def start_coalescing(group, device):
         if not ours(group, device):

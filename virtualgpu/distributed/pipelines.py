@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.objects import with_numbers
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.distributed._compat import rpc_internal
+from virtualgpu._compat.distributed import rpc_internal, rpc_reducers, rpc_worker
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
@@ -43,8 +43,8 @@ class Rpc:
     def install(self, patches: Patches) -> None:
         """Replace what sends, what receives, and what begins it all."""
         api, internal = self.api, self.internal
-        patches.replace(internal, "_run_function", self.run_function(internal._run_function))
-        table = internal._internal_rpc_pickler._dispatch_table
+        patches.wrap(internal, "_run_function", self.run_function)
+        table = rpc_reducers()
         reducer = table[torch.Tensor]
         table[torch.Tensor] = functools.partial(self.reduce, reducer)
         patches.undo(lambda: table.update({torch.Tensor: reducer}))
@@ -52,8 +52,8 @@ class Rpc:
         patches.replace(agent, "_get_device_map", lambda agent, worker: self.maps.get(worker.name, {}))
         patches.replace(self.rpc, "TensorPipeAgent", self.agent(agent))
         patches.replace(self.rpc.PyRRef, "to_here", self.to_here(self.rpc.PyRRef.to_here))
-        patches.replace(api, "_init_rpc_states", self.begin(api._init_rpc_states))
-        patches.replace(api, "_invoke_rpc", self.send(api._invoke_rpc))
+        patches.wrap(api, "_init_rpc_states", self.begin)
+        patches.wrap(api, "_invoke_rpc", self.send)
         patches.replace_everywhere(api, "remote", self.send(api.remote))
         _receivers["now"] = self
 
@@ -134,7 +134,7 @@ class Rpc:
             elif _compat.builtin_name(func) is not None:
                 func = Builtin(func)
             before = getattr(self.to, "name", None)
-            self.to.name = self.api._to_worker_info(to).name
+            self.to.name = rpc_worker(to).name
             try:
                 return original(to, func, *args, **kwargs)
             finally:

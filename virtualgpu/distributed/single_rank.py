@@ -36,7 +36,7 @@ def leave(machine, before: Mapping[str, str | None]) -> None:
 
 def install(machine, patches: Patches) -> None:
     """While a rank is played alone, groups are of PyTorch's fake backend, and get_backend says nccl."""
-    from virtualgpu.distributed._compat import c10d
+    from virtualgpu._compat.distributed import c10d, know_fake_backend
 
     init, new, backend_of = c10d.init_process_group, c10d.new_group, c10d.get_backend
 
@@ -45,8 +45,7 @@ def install(machine, patches: Patches) -> None:
         where = machine.single_rank
         if where is None:
             return init(*args, **kwargs)
-        import torch.testing._internal.distributed.fake_pg  # older versions know the backend from there
-
+        know_fake_backend()
         device = {"device_id": kwargs["device_id"]} if kwargs.get("device_id") is not None else {}
         store = torch.distributed.HashStore()
         return init("fake", rank=where.rank, world_size=where.world_size, store=store, **device)

@@ -14,9 +14,9 @@ from datetime import timedelta
 
 import torch
 from torch import distributed as dist
-from torch.utils._pytree import tree_leaves
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
+from virtualgpu._compat import tree_leaves
 from virtualgpu.distributed.calls import Call
 
 
@@ -187,7 +187,7 @@ def _all_gather(gloo, call, rank, size, transfer, timeout):
         given = _bytes(inputs[0]).clone() if len(outputs) == 1 else _bytes(inputs[0])  # it may be a part of the output
         whole = _bytes(outputs[0]) if len(outputs) == 1 else given.new_empty(given.numel() * size)
         if given.numel():
-            transfer.carry(gloo._allgather_base, whole, given, _options(_compat.AllgatherOptions, timeout))
+            transfer.carry(_compat.allgather_flat(gloo), whole, given, _options(_compat.AllgatherOptions, timeout))
         if len(outputs) > 1:
             for output, part in zip(outputs, whole.chunk(size) if given.numel() else [], strict=False):
                 transfer.last.append(_put(output, part.view(output.dtype)))

@@ -107,7 +107,7 @@ class Watch(steps.Watch):
     def _note_half(self, module: torch.nn.Module, _) -> None:
         if not self.half:
             self.half = torch.is_autocast_enabled("cuda") or any(
-                tensor is not None and tensor.dtype in HALF for tensor in module._parameters.values()
+                tensor is not None and tensor.dtype in HALF for tensor in module.parameters(recurse=False)
             )
 
     def _note_collectives(self) -> None:

@@ -41,7 +41,7 @@ class Peaks:
             watched.gpu.memory.watch(watched.hear, on=False)
 
     def _mark_module(self, module: torch.nn.Module) -> None:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor is not None:
                 self._mark(tensor, "parameters")
                 if tensor.grad is not None and tensor.is_leaf:

@@ -42,13 +42,13 @@ def install(machine: Machine, patches: Patches) -> None:
     """Autocast for these virtual GPUs, until `patches` are put back."""
     patches.replace(_on, "machine", machine)
     patches.replace(cache, "casts", {})
-    for owner in (torch, torch._C):
+    for owner in (torch, _compat.C):
         for name in SETTERS:
             if hasattr(owner, name):  # the second is deprecated
                 patches.replace(owner, name, _followed(getattr(owner, name), _follow))
         patches.replace(owner, "clear_autocast_cache", _followed(owner.clear_autocast_cache, forget))
     scaler = torch.amp.GradScaler
-    patches.replace(scaler, "_maybe_opt_step", _stepping(scaler._maybe_opt_step, machine))
+    patches.wrap(scaler, "_maybe_opt_step", lambda original: _stepping(original, machine))
     _follow()
 
 

@@ -7,15 +7,15 @@ import functools
 import threading
 
 import torch
-from torch.nn.modules._functions import SyncBatchNorm
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace its forward, and torch.cuda.is_current_stream_capturing, which that asks."""
-    original, asked = SyncBatchNorm.forward, torch.cuda.is_current_stream_capturing
+    original, asked = _compat.SyncBatchNormFunction.forward, torch.cuda.is_current_stream_capturing
     inside = threading.local()
 
     @functools.wraps(original)
@@ -30,5 +30,5 @@ def install(machine: Machine, patches: Patches) -> None:
     def is_current_stream_capturing() -> bool:
         return getattr(inside, "dry", False) or asked()
 
-    patches.replace(SyncBatchNorm, "forward", staticmethod(forward))
+    patches.replace(_compat.SyncBatchNormFunction, "forward", staticmethod(forward))
     patches.replace(torch.cuda, "is_current_stream_capturing", is_current_stream_capturing)

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
-
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
@@ -55,4 +53,4 @@ def install(machine: Machine, patches: Patches) -> None:
             "_cuda_getCurrentSolverHandle": lambda: 0,
         }
     for name, answer in answers.items():
-        patches.add(torch._C, name, answer)
+        patches.add(_compat.C, name, answer)

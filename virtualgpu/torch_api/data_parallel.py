@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.cuda import nccl
 
-from virtualgpu import environment
+from virtualgpu import _compat, environment
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import forget
 from virtualgpu.timing.nccl import Fabric, seconds, slowest
@@ -167,8 +167,8 @@ def install(machine: Machine, patches: Patches) -> None:
 
     functions = [broadcast, broadcast_out, broadcast_coalesced, scatter, scatter_out, gather, gather_out]
     for function in functions:
-        patches.add(torch._C, f"_{function.__name__}", function)
-    patches.add(torch._C, "_nccl_reduce", reduce)
+        patches.add(_compat.C, f"_{function.__name__}", function)
+    patches.add(_compat.C, "_nccl_reduce", reduce)
 
 
 @contextlib.contextmanager

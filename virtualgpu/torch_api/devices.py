@@ -111,7 +111,7 @@ def install(machine: Machine, patches: Patches) -> None:
         return parse(*map(numbered, args[:1]), *args[1:], **kwargs)
 
     patches.replace(default, "__torch_function__", run_there)
-    patches.replace(torch._C._nn, "_parse_to", parse_to)
+    patches.replace(_compat.NN, "_parse_to", parse_to)
     if not cuda_wheel:
         fakes = _compat.fake_tensor.FakeTensorConverter
         patches.replace(fakes, "from_real_tensor", _without_gradients(fakes.from_real_tensor))

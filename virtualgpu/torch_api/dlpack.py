@@ -28,7 +28,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch's C functions for capsules; a capsule of a GPU that comes back is the same storage again."""
     given = weakref.WeakValueDictionary()  # storages under way, by the address of what describes their tensor
-    take = torch._C._from_dlpack
+    take = _compat.from_dlpack
 
     def giving(original):
         @functools.wraps(original)
@@ -68,23 +68,23 @@ def install(machine: Machine, patches: Patches) -> None:
             offset = (plain.data_ptr() - storage.data_ptr()) // plain.element_size()
             return plain.new_empty(0).set_(storage, offset, plain.shape, plain.stride())
 
-    give = giving(torch._C._to_dlpack)
-    for owner, name in ((torch._C, "_to_dlpack"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
+    give = giving(_compat.to_dlpack)
+    for owner, name in ((_compat.C, "_to_dlpack"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
         patches.replace(owner, name, give)
-    patches.replace(torch._C, "_to_dlpack_versioned", giving(torch._C._to_dlpack_versioned))
-    patches.replace(torch._C, "_from_dlpack", from_dlpack)
+    patches.replace(_compat.C, "_to_dlpack_versioned", giving(_compat.to_dlpack_versioned))
+    patches.replace(_compat.C, "_from_dlpack", from_dlpack)
     _numbers_of_devices(machine, patches)
 
 
 def _numbers_of_devices(machine: Machine, patches: Patches) -> None:
     """What C++ knows of cuda:1 without a driver."""
-    original = torch._C._torchDeviceToDLDevice
+    original = _compat.dlpack_device
 
     def numbers(device):
         gpu: GPU | None = machine.gpu(device) if torch.device(device).type == "cuda" else None
         return original(device) if gpu is None else (CUDA, gpu.index)
 
-    patches.replace(torch._C, "_torchDeviceToDLDevice", numbers)
+    patches.replace(_compat.C, "_torchDeviceToDLDevice", numbers)
 
 
 def _device(numbers) -> torch.device:

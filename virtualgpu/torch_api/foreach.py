@@ -1,7 +1,6 @@
 """Lists of tensors on several devices, which PyTorch groups by device in C++."""
 
-import torch
-
+from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
 
@@ -21,4 +20,4 @@ def install(machine: Machine, patches: Patches) -> None:
                 indices.append(at)
         return groups
 
-    patches.replace(torch._C, "_group_tensors_by_device_and_dtype", group_by_device)
+    patches.replace(_compat.C, "_group_tensors_by_device_and_dtype", group_by_device)

@@ -23,10 +23,9 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.undo(_compat.register_as_builtin(ours, f"aten::{name}"))
         patches.replace(torch, name, ours)
     ours = _one_hot(machine, functional.one_hot)
-    for owner in (functional, torch._C._nn):
+    for owner in (functional, _compat.NN):
         patches.replace(owner, "one_hot", ours)
-    ours = _pad_packed_sequence(machine, torch._VF._pad_packed_sequence)
-    patches.replace(torch._VF, "_pad_packed_sequence", ours)
+    patches.wrap(_compat.VF, "_pad_packed_sequence", lambda original: _pad_packed_sequence(machine, original))
     patches.replace_everywhere(torch.func, "linearize", _linearize(machine, torch.func.linearize))
 
 

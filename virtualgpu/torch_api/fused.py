@@ -4,7 +4,7 @@ import functools
 import warnings
 
 import torch
-from torch import _VF, nn
+from torch import nn
 
 from virtualgpu import _compat
 from virtualgpu.engine import sdpa, sdpa_backends
@@ -26,14 +26,14 @@ def install(machine: Machine, patches: Patches) -> None:
     """Replace scaled_dot_product_attention, what says which kernel it takes, and dropout."""
     attention = _attention(machine, nn.functional.scaled_dot_product_attention)
     patches.undo(_compat.register_as_builtin(attention, f"aten::{ATTENTION}"))
-    for owner in (nn.functional, torch._C._nn):
+    for owner in (nn.functional, _compat.NN):
         patches.replace(owner, ATTENTION, attention)
     for backend, name in CHECKS.items():
-        patches.add(torch._C, name, _check(backend))
-    patches.replace(torch, "_fused_sdp_choice", _choice(machine, torch._fused_sdp_choice))
+        patches.add(_compat.C, name, _check(backend))
+    patches.replace(torch, "_fused_sdp_choice", _choice(machine, _compat.fused_choice))
     dropout = _dropout(machine, torch.dropout)
     patches.undo(_compat.register_as_builtin(dropout, "aten::dropout"))
-    for owner in (torch, _VF):
+    for owner in (torch, _compat.VF):
         patches.replace(owner, "dropout", dropout)
 
 

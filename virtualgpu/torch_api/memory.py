@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.memory import config, history
@@ -18,7 +19,7 @@ from virtualgpu.memory.history import History
 from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.streams import id_of
 
-_C = torch._C
+_C = _compat.C
 
 
 def install(machine: Machine, patches: Patches) -> None:

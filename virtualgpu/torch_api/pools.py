@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.torch_api.registry import Patches
@@ -68,7 +69,7 @@ def install(machine: Machine, patches: Patches) -> None:
             return self._gpu.memory.private.known[self._id].uses
 
         def snapshot(self, include_traces: bool = True):
-            found = torch._C._cuda_memorySnapshot((*self._id, include_traces))
+            found = _compat.memory_snapshot((*self._id, include_traces))
             return found["segments"]
 
         def __del__(self):
@@ -85,6 +86,6 @@ def install(machine: Machine, patches: Patches) -> None:
         "_graph_pool_handle": new_id,
     }
     for name, function in functions.items():
-        patches.add(torch._C, name, function)
+        patches.add(_compat.C, name, function)
         if name in vars(torch.cuda.memory):  # it holds the C function under its own name
             patches.replace(torch.cuda.memory, name, function)

@@ -12,8 +12,8 @@ import warnings
 import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity
-from torch.profiler import profiler as kineto
 
+from virtualgpu import _compat
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.trace import chrome_events
@@ -35,10 +35,10 @@ def install(machine: Machine, patches: Patches) -> None:
             warnings.warn(TOLD, stacklevel=4)
 
     begin, start, stop, export = (
-        kineto._KinetoProfile.__init__,
-        kineto._KinetoProfile.start_trace,
-        kineto._KinetoProfile.stop_trace,
-        kineto._KinetoProfile.export_chrome_trace,
+        _compat.KinetoProfile.__init__,
+        _compat.KinetoProfile.start_trace,
+        _compat.KinetoProfile.stop_trace,
+        _compat.KinetoProfile.export_chrome_trace,
     )
 
     @functools.wraps(begin)
@@ -79,7 +79,7 @@ def install(machine: Machine, patches: Patches) -> None:
         "stop_trace": stop_trace,
         "export_chrome_trace": export_chrome_trace,
     }.items():
-        patches.replace(kineto._KinetoProfile, name, ours)
+        patches.replace(_compat.KinetoProfile, name, ours)
 
     plain = autograd_profiler.profile.__init__
 
@@ -102,7 +102,7 @@ def install(machine: Machine, patches: Patches) -> None:
 def _annotate(dispatch, func, args, kwargs):
     """record_function begins or ends: what is launched in between has its name."""
     annotations = dispatch.clock.local.annotations
-    if func._overloadpacket.__name__.startswith("_record_function_enter"):
+    if _compat.packet(func).__name__.startswith("_record_function_enter"):
         annotations.append(args[0])
     elif annotations:
         annotations.pop()

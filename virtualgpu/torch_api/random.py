@@ -28,7 +28,7 @@ def install(machine: Machine, patches: Patches) -> None:
             self = super().__new__(cls, device="cpu")
             self._gpu = gpu
             if gpu is not None:
-                GENERATORS[self._cdata] = self
+                GENERATORS[_compat.address(self)] = self
             return self
 
         @property
@@ -63,4 +63,4 @@ def install(machine: Machine, patches: Patches) -> None:
         generator.manual_seed(torch.initial_seed())
         made.append(generator)
     patches.set(torch.cuda, "default_generators", tuple(made))
-    patches.add(torch._C, "_accelerator_getDefaultGenerator", lambda device: made[device])
+    patches.add(_compat.C, "_accelerator_getDefaultGenerator", lambda device: made[device])

@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from torch import _VF
 from torch.backends import cudnn
 
 from virtualgpu import _compat
@@ -24,7 +23,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for name, mode in MODES.items():
         ours = _layers(machine, getattr(torch, name), mode)
         patches.undo(_compat.register_as_builtin(ours, f"aten::{name}"))
-        for owner in (torch, _VF):
+        for owner in (torch, _compat.VF):
             patches.replace(owner, name, ours)
 
 

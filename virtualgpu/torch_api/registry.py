@@ -28,6 +28,10 @@ class Patches:
             raise AttributeError(f"PyTorch {torch.__version__} has no {where}.{name}, which virtual GPUs stand in for")
         self.add(owner, name, value)
 
+    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """As `replace`, by wrapper(what is there)."""
+        self.replace(owner, name, wrapper(getattr(owner, name, None)))
+
     def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
         """Also, from `spread` on, in modules that have imported it by name: those of torch, and a notebook."""
         self.everywhere.append((name, getattr(owner, name), value))

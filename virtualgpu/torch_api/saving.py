@@ -40,12 +40,12 @@ def install(machine: Machine, patches: Patches) -> None:
         machine.charge_copy(None, gpu, storage.nbytes(), wait=True)
         return machine.place_storage(meta_storage(storage) if machine.dry else storage, gpu)
 
-    rebuild = _compat.pickling._rebuild_tensor
+    rebuild = _compat.rebuild_tensor
 
     @functools.wraps(rebuild)
     def rebuild_tensor(storage, *geometry):
         """A dry run keeps what comes from a file, or from a loader's worker, with its values, as it does NumPy's arrays."""
-        with_values = machine.dry and not _has_no_values(storage._untyped_storage)
+        with_values = machine.dry and not _has_no_values(_compat.untyped(storage))
         with machine.untracked() if with_values else contextlib.nullcontext():
             return rebuild(storage, *geometry)
 

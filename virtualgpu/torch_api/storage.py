@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, Allocation
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches
@@ -15,7 +16,7 @@ def install(machine: Machine, patches: Patches) -> None:
     """Replace UntypedStorage's methods."""
     Storage, local = torch.UntypedStorage, machine.local
     real_device = Storage.device.__get__
-    resize_, clone, share, real_data_ptr = Storage.resize_, Storage.clone, Storage._share_cuda_, Storage.data_ptr
+    resize_, clone, share, real_data_ptr = Storage.resize_, Storage.clone, _compat.share_cuda, Storage.data_ptr
 
     def gpu_of(storage) -> GPU | None:
         allocation = getattr(storage, ALLOCATION, None)

@@ -4,6 +4,7 @@ import threading
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.clock import DEFAULT, Queue
 from virtualgpu.torch_api.registry import Patches
@@ -35,8 +36,8 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.replace(owner, "Stream", stream)
         patches.replace(owner, "Event", event)
         patches.replace(owner, "ExternalStream", external)
-    patches.add(torch._C, "_CudaStreamBase", stream)
-    patches.add(torch._C, "_CudaEventBase", event)
+    patches.add(_compat.C, "_CudaStreamBase", stream)
+    patches.add(_compat.C, "_CudaEventBase", event)
     patches.replace(torch, "Stream", any_stream)
     patches.replace(torch, "Event", any_event)
 
@@ -69,7 +70,7 @@ def install(machine: Machine, patches: Patches) -> None:
         "_accelerator_getStream": current_of,
         "_accelerator_setStream": use,
     }.items():
-        patches.add(torch._C, name, function)
+        patches.add(_compat.C, name, function)
 
 
 def handle(queue: Queue) -> int:

@@ -3,8 +3,7 @@
 As in PyTorch, what asks for waiting by its name stays without a word: torch.cuda.synchronize and Event.synchronize.
 """
 
-import torch
-
+from virtualgpu import _compat
 from virtualgpu.engine import warn
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
@@ -35,5 +34,5 @@ def install(machine: Machine, patches: Patches) -> None:
         else:
             vars(clock).pop("wait_for", None)
 
-    patches.add(torch._C, "_cuda_get_sync_debug_mode", lambda: mode)
-    patches.add(torch._C, "_cuda_set_sync_debug_mode", set_mode)
+    patches.add(_compat.C, "_cuda_get_sync_debug_mode", lambda: mode)
+    patches.add(_compat.C, "_cuda_set_sync_debug_mode", set_mode)

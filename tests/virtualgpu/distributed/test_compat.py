@@ -12,7 +12,8 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
-from virtualgpu.distributed import _compat, groups
+from virtualgpu._compat import distributed as _compat
+from virtualgpu.distributed import groups
 from virtualgpu.distributed.calls import OPERATIONS
 from virtualgpu.distributed.functional import FUNCTIONS
 
