@@ -12,7 +12,6 @@ rebuild_tensor = (
     pickling._rebuild_tensor
 )  # (storage, offset, size, stride): of files, and of what another process sends
 saving = torch.serialization._package_registry  # [(priority, tag, restore)] of torch.save and torch.load
-share_cuda = torch.UntypedStorage._share_cuda_  # for another process
 from_dlpack, to_dlpack, to_dlpack_versioned = torch._C._from_dlpack, torch._C._to_dlpack, torch._C._to_dlpack_versioned
 dlpack_device = torch._C._torchDeviceToDLDevice  # (device) -> DLPack's two numbers
 

@@ -1,5 +1,6 @@
 """Replace attributes of other modules, and put each one back."""
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -31,6 +32,10 @@ class Patches:
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """As `replace`, by wrapper(what is there)."""
         self.replace(owner, name, wrapper(getattr(owner, name, None)))
+
+    def stand_in(self, owner: Any, name: str, function: Callable, *bound: Any) -> None:
+        """As `replace`, by what calls function(*bound, original, ...) and passes for the original."""
+        self.wrap(owner, name, lambda original: standing_in(original, function, *bound))
 
     def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
         """Also, from `spread` on, in modules that have imported it by name: those of torch, and a notebook."""
@@ -80,6 +85,17 @@ class Patches:
         # modules that have imported ours by name meanwhile, too
         exchange([(name, ours, original) for name, original, ours in reversed(self.everywhere)])
         self.everywhere.clear()
+
+
+def standing_in(original: Callable, function: Callable, *bound: Any) -> Callable:
+    """What calls function(*bound, original, ...), with the name, the signature and the documentation of the original."""
+
+    @functools.wraps(original)
+    def stand_in(*args, **kwargs):
+        __tracebackhide__ = True
+        return function(*bound, original, *args, **kwargs)
+
+    return stand_in
 
 
 def exchange(values: list[tuple[str, Any, Any]]) -> None:
