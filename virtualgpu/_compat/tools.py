@@ -8,12 +8,9 @@ from torch.profiler import profiler as _profiler
 
 KinetoProfile = _profiler._KinetoProfile  # the base of torch.profiler.profile
 pickling = torch._utils
-rebuild_tensor = (
-    pickling._rebuild_tensor
-)  # (storage, offset, size, stride): of files, and of what another process sends
+# (storage, offset, size, stride) of files, and of what another process sends
+rebuild_tensor = pickling._rebuild_tensor
 saving = torch.serialization._package_registry  # [(priority, tag, restore)] of torch.save and torch.load
-from_dlpack, to_dlpack, to_dlpack_versioned = torch._C._from_dlpack, torch._C._to_dlpack, torch._C._to_dlpack_versioned
-dlpack_device = torch._C._torchDeviceToDLDevice  # (device) -> DLPack's two numbers
 
 
 def import_compiler() -> None:
