@@ -7,9 +7,7 @@ from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction  
 from torch.profiler import profiler as _profiler
 
 KinetoProfile = _profiler._KinetoProfile  # the base of torch.profiler.profile
-pickling = torch._utils
-# (storage, offset, size, stride) of files, and of what another process sends
-rebuild_tensor = pickling._rebuild_tensor
+pickling = torch._utils  # its _rebuild_tensor: of files, and of what another process sends
 saving = torch.serialization._package_registry  # [(priority, tag, restore)] of torch.save and torch.load
 
 

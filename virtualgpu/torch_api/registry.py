@@ -3,7 +3,7 @@
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MISSING = object()
@@ -36,6 +36,15 @@ class Patches:
     def stand_in(self, owner: Any, name: str, function: Callable, *bound: Any) -> None:
         """As `replace`, by what calls function(*bound, original, ...) and passes for the original."""
         self.wrap(owner, name, lambda original: standing_in(original, function, *bound))
+
+    def stand_in_builtin(self, owners: Sequence[Any], name: str, function: Callable, *bound: Any) -> None:
+        """As `stand_in`, by one function in all owners, for which TorchScript knows the builtin aten::name."""
+        from virtualgpu import _compat
+
+        value = standing_in(getattr(owners[0], name), function, *bound)
+        self.undo(_compat.register_as_builtin(value, f"aten::{name}"))
+        for owner in owners:
+            self.replace(owner, name, value)
 
     def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
         """Also, from `spread` on, in modules that have imported it by name: those of torch, and a notebook."""
