@@ -37,10 +37,10 @@ def forget() -> None:
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:
     """The tensors among the arguments, and in lists and tuples among them."""
-    found = []
+    values = []
     for value in (*args, *kwargs.values()):
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [value for value in found if isinstance(value, torch.Tensor)]
+        values.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _eligible(value) -> bool:
@@ -98,13 +98,13 @@ def _float32(op) -> Rule:
 
 
 def _float32_result(op) -> Rule:
-    at = [argument.name for argument in _compat.schema(op).arguments].index("dtype")
+    index = [argument.name for argument in _compat.schema(op).arguments].index("dtype")
 
     def rule(args, kwargs):
-        given = args[at] if at < len(args) else kwargs.get("dtype")
-        if given is not None or not _eligible(args[0]):
+        dtype = args[index] if index < len(args) else kwargs.get("dtype")
+        if dtype is not None or not _eligible(args[0]):
             return args, kwargs
-        return args[:at], {**kwargs, "dtype": torch.float32}  # nothing in these schemas comes after dtype
+        return args[:index], {**kwargs, "dtype": torch.float32}  # nothing in these schemas comes after dtype
 
     return rule
 
@@ -187,15 +187,15 @@ def rules() -> dict[str, tuple]:
         _refuse: autocast_lists.BANNED,
     }
     rule_of = {name: rule for rule, names in lists.items() for name in names}
-    found = {}
+    table = {}
     for name in registered("AutocastCUDA") - set(autocast_lists.CUDNN_RNN):
         target = operation(autocast_lists.FP32_APPEND_DTYPE.get(name, name))
-        found[name] = (operation(name), target, rule_of.get(name, _unknown))
+        table[name] = (operation(name), target, rule_of.get(name, _unknown))
     for name in (*autocast_lists.CUDNN_RNN, *autocast_lists.RNN):
-        found[name] = (operation(name), operation(name), _recurrent)
+        table[name] = (operation(name), operation(name), _recurrent)
     for name in autocast_lists.FLASH_ON_CPU:
-        found[name] = (operation(name), operation(name), _lower)
-    return {name: known for name, known in found.items() if known[0] is not None}
+        table[name] = (operation(name), operation(name), _lower)
+    return {name: row for name, row in table.items() if row[0] is not None}
 
 
 def registered(key: str) -> set[str]:

@@ -12,13 +12,14 @@ MISSING = object()
 class Patches:
     """What was replaced, in order. An attribute that the owner only inherited is removed again, not copied into it.
 
-    `add` is for what a wheel without CUDA lacks; `replace` demands that there is something to replace.
+    `add` is for what a wheel without CUDA lacks (test_surface.py notices any other name that is not there); `replace` demands that there
+    is something to replace. What stands in for a function is made of it by `wrap`, or calls it (`stand_in`).
     """
 
     def __init__(self):
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         self.others: list[Callable[[], None]] = []
-        self.everywhere: list[tuple[str, Any, Any]] = []  # (name, original, ours)
+        self.everywhere: list[tuple[str, Any, Any]] = []  # (name, original, stand-in)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Raises AttributeError, naming PyTorch's version, where there is nothing of that name."""
@@ -80,9 +81,9 @@ class Patches:
                 raise
             self.others.pop()
         while self.replaced:
-            owner, name, original, ours = self.replaced[-1]
+            owner, name, original, value = self.replaced[-1]
             now = vars(owner).get(name, MISSING)
-            if now is ours:
+            if now is value:
                 if original is MISSING:
                     delattr(owner, name)
                 else:
@@ -91,8 +92,8 @@ class Patches:
                 where = getattr(owner, "__name__", type(owner).__name__)
                 warnings.warn(f"{where}.{name} was replaced while virtual GPUs were on, and is left so", stacklevel=2)
             self.replaced.pop()
-        # modules that have imported ours by name meanwhile, too
-        exchange([(name, ours, original) for name, original, ours in reversed(self.everywhere)])
+        # modules that have imported a stand-in by name meanwhile, too
+        exchange([(name, value, original) for name, original, value in reversed(self.everywhere)])
         self.everywhere.clear()
 
 

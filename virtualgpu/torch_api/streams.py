@@ -20,8 +20,8 @@ def install(machine: Machine, patches: Patches) -> None:
     """Replace the classes of torch and torch.cuda, and the C functions that get and set the current stream."""
     any_stream, any_event = _generic("Stream", _Stream), _generic("Event", _Event)
     of_session = {"machine": machine, "__module__": "torch.cuda.streams"}
-    stream = any_stream.ours = type("Stream", (StreamMethods, any_stream), of_session | {"entered": Entered()})
-    event = any_event.ours = type("Event", (EventMethods, any_event), of_session)
+    stream = any_stream.virtual = type("Stream", (StreamMethods, any_stream), of_session | {"entered": Entered()})
+    event = any_event.virtual = type("Event", (EventMethods, any_event), of_session)
     streams = Streams(machine, stream)
     for owner in (torch.cuda, torch.cuda.streams):
         patches.replace(owner, "Stream", stream)
@@ -97,25 +97,25 @@ def id_of(pointer: int) -> int:
 
 
 class Generic(type(_Stream)):
-    """The class of torch.Stream and torch.Event: PyTorch's own (`original`), whose calls for a GPU make ours (`ours`, set by install)."""
+    """The class of torch.Stream and torch.Event: PyTorch's own (`original`), whose calls for a GPU make one of `virtual`, set by install."""
 
     def __instancecheck__(cls, instance) -> bool:
-        return isinstance(instance, cls.original) if "ours" in vars(cls) else type.__instancecheck__(cls, instance)
+        return isinstance(instance, cls.original) if "virtual" in vars(cls) else type.__instancecheck__(cls, instance)
 
     def __subclasscheck__(cls, other) -> bool:
-        return issubclass(other, cls.original) if "ours" in vars(cls) else type.__subclasscheck__(cls, other)
+        return issubclass(other, cls.original) if "virtual" in vars(cls) else type.__subclasscheck__(cls, other)
 
     def __call__(cls, *args, **kwargs):
-        if "ours" not in vars(cls):
+        if "virtual" not in vars(cls):
             return super().__call__(*args, **kwargs)
         device = args[0] if args and not isinstance(args[0], bool) else kwargs.get("device")
         if kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda"):
             return cls.original(*args, **kwargs)
-        return cls.ours(*args, **kwargs)
+        return cls.virtual(*args, **kwargs)
 
 
 def _generic(name: str, original: type) -> type:
-    attributes = {"__module__": "torch", "__doc__": original.__doc__, "original": original, "ours": None}
+    attributes = {"__module__": "torch", "__doc__": original.__doc__, "original": original, "virtual": None}
     return Generic(name, (original,), attributes)
 
 
@@ -236,7 +236,7 @@ class EventMethods:
 
     def _begin(self, enable_timing=False, blocking=False, interprocess=False, external=False) -> None:
         if interprocess:
-            raise NotImplementedError("events between processes are not modelled by virtual GPUs")
+            self.ipc_handle()
         self.enable_timing, self.blocking, self.time, self._gpu = enable_timing, blocking, None, None
 
     @property
@@ -283,17 +283,15 @@ class EventMethods:
             raise RuntimeError("CUDA error: invalid resource handle: the two events are of different GPUs")
         return (end_event.time - self.time) * 1e3
 
-    def ipc_handle(self):
+    @staticmethod
+    def ipc_handle(*_):
         raise NotImplementedError("events between processes are not modelled by virtual GPUs")
 
-    @classmethod
-    def from_ipc_handle(cls, device, handle):
-        raise NotImplementedError("events between processes are not modelled by virtual GPUs")
+    from_ipc_handle = ipc_handle
 
     def __repr__(self) -> str:
-        return (
-            f"<torch.cuda.Event {self.cuda_event:#x}>" if self.time is not None else "<torch.cuda.Event uninitialized>"
-        )
+        mark = "uninitialized" if self.time is None else f"{self.cuda_event:#x}"
+        return f"<torch.cuda.Event {mark}>"
 
 
 def _queue_of(machine: Machine, stream) -> Queue:

@@ -88,23 +88,23 @@ def _on_gpu(arguments) -> bool:
 
 def _tensors(arguments) -> list[torch.Tensor]:
     """Those among a kernel's arguments, also where Triton has wrapped them (a descriptor, another type)."""
-    found = []
+    tensors = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple):
-            found += _tensors(value)
+            tensors += _tensors(value)
         elif isinstance(base := getattr(value, "base", None), torch.Tensor):
-            found.append(base)
-    return found
+            tensors.append(base)
+    return tensors
 
 
 def _place(machine: Machine, args, tensors) -> GPU | None:
     """The GPU of a kernel's tensors; None where all are the CPU's. Raises Triton's ValueError for one that the GPU cannot reach."""
-    gpu = next((where for tensor in tensors if (where := gpu_of(tensor)) is not None), None)
+    gpu = next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
     if gpu is None:
         return None
-    for at, value in enumerate(args):
+    for index, value in enumerate(args):
         if isinstance(value, torch.Tensor) and gpu_of(value) is None and not value.is_pinned():
-            raise ValueError(f"Pointer argument (at {at}) cannot be accessed from Triton (cpu tensor?)")
+            raise ValueError(f"Pointer argument (at {index}) cannot be accessed from Triton (cpu tensor?)")
     return machine.own(gpu)
