@@ -8,8 +8,8 @@ say decides here whether a GPU's kernel would have asserted.
 import re
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from virtualgpu._compat import tree_map_only
 from virtualgpu.hardware.specs import MIB
 
 # What a CPU kernel says of values that only a kernel can see; of dimensions and shapes the host knows without one.

@@ -25,7 +25,6 @@ from virtualgpu.torch_api import (
     dlpack,
     foreach,
     functions,
-    gputil,
     legacy,
     memory,
     monitor,
@@ -54,7 +53,6 @@ PATCH_MODULES = (
     sync_debug,
     blas,
     cuda,
-    blas,
     tensor,
     functions,
     recurrent,
@@ -72,7 +70,6 @@ PATCH_MODULES = (
     profiler,
     triton,
     threads,
-    gputil,
     monitor,
     nvml,
     surface,
@@ -91,13 +88,8 @@ class Session:
         sanitize: bool = False,
         clock: ClockSettings = ClockSettings(),  # noqa: B008
     ):
-        self.cards, self.impersonates_real, self.nodes, self.sanitize, self.clock = (
-            tuple(cards),
-            impersonates_real,
-            nodes,
-            sanitize,
-            clock,
-        )
+        self.cards, self.impersonates_real, self.nodes = tuple(cards), impersonates_real, nodes
+        self.sanitize, self.clock = sanitize, clock
         self.machine = Machine(list(cards), visible, clock)
         self.machine.gpus_per_node, self.machine.network = nodes
         self.machine.enter, self.machine.leave = self.enter, self.leave

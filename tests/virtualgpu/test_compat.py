@@ -1,7 +1,9 @@
 """PyTorch's private names behave as the engine expects of them, in whichever version is installed."""
 
+import ast
 import gc
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -460,3 +462,82 @@ class _Workers(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         yield _compat.in_loader_worker()
+
+
+# -- no other file of the engine spells a private name of PyTorch
+
+ENGINE = Path(virtualgpu.__file__).parent
+OF_PYTHON = {"_asdict", "_config", "_exit", "_fields", "_getframe", "_initializing", "_obj", "_replace", "_WorkItem"}
+OF_TRITON = {"_bench", "_init_args_hst", "_restore_args_dev"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and not name.startswith("_virtual")  # marks of ours
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """What a file defines itself: functions, classes, variables, and attributes of its own objects."""
+    return {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            getattr(node, "name", None),
+            node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None,
+            node.attr if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" else None,
+        )
+        if name is not None
+    }
+
+
+def spelled(tree: ast.Module, own: set[str]) -> list[str]:
+    """The private names of PyTorch in a file. Operators (torch.ops.aten) are public, whatever their names; so is what a class overrides."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found += [name.name for name in names if re.match(r"torch\b.*\._", name.name)]
+            case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] == "torch":
+                found += [name.name for name in names if re.search(r"\._", f"{module}.{name.name}")]
+            case ast.Attribute(attr=attr) if is_private(attr):
+                path = ast.unparse(node)
+                operator = path.startswith(("aten.", "torch.ops."))
+                if not operator and (path.startswith("torch.") or attr not in own):
+                    found.append(path)
+            case ast.Constant(value=str(text)) if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", text):
+                found.append(text)
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]) if is_private(name):
+                if name not in own:
+                    found.append(name)
+    return found
+
+
+def test_no_other_file_spells_a_private_name():
+    trees = {
+        path: ast.parse(path.read_text("utf-8"))
+        for path in ENGINE.rglob("*.py")
+        if path.parent != ENGINE / "_compat" and path.name != "surface.py"  # whose table is of such names
+    }
+    own = OF_PYTHON | OF_TRITON.union(*map(names_of, trees.values()))
+    assert {str(path.relative_to(ENGINE)): names for path, tree in trees.items() if (names := spelled(tree, own))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo",
+        "from torch.utils import _pytree",
+        "from torch._ops import OpOverload",
+        "torch.cuda._lazy_init()",
+        "func._schema",
+        "storage._cdata",
+        'sys.modules.get("torch._dynamo")',
+        'getattr(options, "_timeout", None)',
+    ],
+)
+def test_the_guard_sees_a_private_name(line):
+    assert spelled(ast.parse(line), {"_own"})
+
+
+def test_the_guard_lets_pass_what_is_public_or_ours():
+    for line in ("import torch", "self._own", "torch.ops.aten._to_copy", "sys._getframe()", "f'see torch._C.x'"):
+        assert spelled(ast.parse(line), {"_own", *OF_PYTHON}) == []

@@ -14,6 +14,7 @@ import torch.distributed
 import virtualgpu
 from virtualgpu import _compat, session
 from virtualgpu.torch_api import surface
+from virtualgpu.torch_api.registry import MISSING
 
 C10D = "_distributed_c10d."
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +128,17 @@ def test_what_is_answered_is_put_in_place_by_the_face_of_its_row(gpus):
 def test_nothing_is_put_in_place_without_a_row(gpus):
     unknown = [name for name in stand_ins() if surface.PATTERN.search(name.removeprefix(C10D)) and name not in EVERY]
     assert unknown == []
+
+
+@pytest.mark.skipif(not _compat.built_with_cuda, reason="of a wheel with CUDA")
+def test_nothing_is_added_that_pytorch_does_not_have(gpus):
+    """A name that went with a version, or was never one, is in nobody's way: nothing else would notice."""
+    added = [(owner, name) for owner, name, original, _ in session._session.patches.replaced if original is MISSING]
+    virtualgpu.reset()
+    nowhere = {name for owner, name in added if not hasattr(owner, name)}
+    assert nowhere - surface.lacking(surface.version()) <= {
+        "_get_device_properties"
+    }  # C++ adds it at the first use of a GPU
 
 
 def test_what_is_refused_says_so_in_a_sentence(gpus):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,8 @@
 """
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from virtualgpu._compat import suggest_memory_format
 from virtualgpu.distributed.calls import Call
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them

@@ -13,7 +13,8 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat, agreement
+from virtualgpu._compat import distributed as _compat
+from virtualgpu.distributed import agreement
 from virtualgpu.distributed.arrivals import Arrivals
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check

@@ -6,8 +6,8 @@ iteration, which C++ would change afterwards without regard to GPUs.
 
 import torch
 from torch import distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from virtualgpu._compat import TorchDispatchMode
 from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine

@@ -41,7 +41,7 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(fake, "avoid_device_init", property(lambda self: True))
     if not _compat.built_with_cuda:
         # There C++ has no guard for its devices, which PyTorch's way to draw a fake tensor's numbers asks for
-        table, operator = torch._decomp.decomposition_table, torch.ops.aten.uniform_.default
+        table, operator = _compat.decompositions(), torch.ops.aten.uniform_.default
         original = table[operator]
         table[operator] = stand_in(_uniform, original)
         patches.undo(lambda: table.update({operator: original}))

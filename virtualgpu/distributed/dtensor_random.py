@@ -8,14 +8,17 @@ draws its numbers from that seed and its place. Importing this imports DTensor, 
 import contextlib
 
 import torch
-from torch.distributed.tensor import _dispatch, _random
 
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.torch_api.registry import Patches
 
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
 
 
-class Tracker(_random._RNGStateTracker):
+dispatch, random, RNGStateTracker = _compat.dtensor_random()
+
+
+class Tracker(RNGStateTracker):
     """Stands in for OffsetBasedRNGTracker."""
 
     def __init__(self, device_mesh, run_state_sync: bool = True):
@@ -30,12 +33,12 @@ class Tracker(_random._RNGStateTracker):
 
 def install(patches: Patches) -> None:
     """Replace OffsetBasedRNGTracker and, in versions that have it, run_dtensor_rng_op. Called again, there is nothing to do."""
-    if _random.OffsetBasedRNGTracker is Tracker:
+    if random.OffsetBasedRNGTracker is Tracker:
         return
-    patches.replace(_random, "OffsetBasedRNGTracker", Tracker)
-    patches.set(_random, "_rng_tracker", None)
-    if hasattr(_dispatch, "run_dtensor_rng_op"):
-        patches.replace(_dispatch, "run_dtensor_rng_op", run_op)
+    patches.replace(random, "OffsetBasedRNGTracker", Tracker)
+    patches.set(random, "_rng_tracker", None)
+    if hasattr(dispatch, "run_dtensor_rng_op"):
+        patches.replace(dispatch, "run_dtensor_rng_op", run_op)
 
 
 def run_op(shard: int, _end: int, op, *args, **kwargs):

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from virtualgpu.distributed import _compat, calls
+from virtualgpu._compat import distributed as _compat
+from virtualgpu.distributed import calls
 from virtualgpu.distributed.calls import Call, Collective
 
 

@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat, transport
+from virtualgpu._compat import distributed as _compat
+from virtualgpu.distributed import transport
 from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
 from virtualgpu.distributed.communicator import Communicator
 from virtualgpu.distributed.meeting import Meeting, announce, explain, processes
@@ -181,7 +182,7 @@ class Communicators:
     def _backend(self, group):
         for device in ("cuda", "cpu"):
             try:
-                return group._get_backend(torch.device(device))
+                return _compat.backend_of(group, device)
             except RuntimeError:
                 continue
         return None

@@ -14,8 +14,8 @@ import functools
 import torch
 from torch import nn
 
+from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import is_really_meta
-from virtualgpu.distributed import _compat
 from virtualgpu.distributed.objects import with_numbers
 from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.machine import Machine

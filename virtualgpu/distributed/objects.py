@@ -8,7 +8,7 @@ import inspect
 
 from torch import distributed as dist
 
-from virtualgpu.distributed._compat import c10d
+from virtualgpu._compat.distributed import c10d
 from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.engine.machine import Machine

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import distributed as dist
 
-from virtualgpu._compat import is_really_meta
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
+from virtualgpu._compat import is_really_meta, packet, schema
 from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
 from virtualgpu.distributed.message_log import RECV, SEND
 from virtualgpu.engine.allocation import gpu_of, storage_of
@@ -20,13 +20,13 @@ MESSAGES = {"send": (SEND, "send to"), "recv_": (RECV, "recv from"), "recv_any_s
 @functools.cache
 def _signature(func) -> tuple[tuple[str, ...], bool]:
     """The names of an operation's arguments, and whether it returns tensors beside the work."""
-    return tuple(argument.name for argument in func._schema.arguments), len(func._schema.returns) > 1
+    return tuple(argument.name for argument in schema(func).arguments), len(schema(func).returns) > 1
 
 
 def of_c10d(dispatch, func, args, kwargs):
     """An operation of c10d."""
     machine, communicators = dispatch.machine, dispatch.machine.communicators
-    name = func._overloadpacket.__name__
+    name = packet(func).__name__
     names, returns_tensors = _signature(func)
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     group = _compat.group_of(values["process_group"])
@@ -63,7 +63,7 @@ def _check_for_tensors(func, values: Mapping) -> None:
                     return
     raise NotImplementedError(
         "There were no tensor arguments to this function (e.g., you passed an empty list of Tensors), but no fallback "
-        f"function is registered for schema {func._schema.name}."
+        f"function is registered for schema {schema(func).name}."
     )
 
 
@@ -85,7 +85,7 @@ def _of_a_message(dispatch, name: str, group, func, args, kwargs):
 def of_functional(dispatch, func, args, kwargs):
     """A functional collective; one that is not known is PyTorch's to carry out."""
     machine, communicators = dispatch.machine, dispatch.machine.communicators
-    name = func._overloadpacket.__name__
+    name = packet(func).__name__
     if name in ("wait_tensor", "wait_tensors"):
         for tensor in [args[0]] if name == "wait_tensor" else args[0]:
             wait(tensor)
@@ -93,9 +93,9 @@ def of_functional(dispatch, func, args, kwargs):
             func(*args, **kwargs)  # for those that PyTorch's C++ made
         return args[0]
     if name == "_wrap_tensor_autograd":
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-        return AsyncCollectiveTensor(args[0])  # what the operation does; its kernel for shapes alone makes a new tensor
+        return _compat.async_tensor()(
+            args[0]
+        )  # what the operation does; its kernel for shapes alone makes a new tensor
     values = {**dict(zip(_signature(func)[0], args, strict=False)), **kwargs}
     group = values.get("group_name")
     if name not in FUNCTIONS or group is None:

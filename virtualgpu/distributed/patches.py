@@ -28,7 +28,8 @@ def install(machine: Machine, patches: Patches) -> None:
     """All that this package replaces; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed import _compat, ddp, dtensor, groups, libraries, objects, operations, rpc
+    from virtualgpu._compat import distributed as _compat
+    from virtualgpu.distributed import ddp, dtensor, groups, libraries, objects, operations, rpc
 
     machine.communicators = groups.Communicators(machine)
     overrides.NAMESPACES.update(c10d=operations.of_c10d, _c10d_functional=operations.of_functional)
@@ -40,8 +41,7 @@ def install(machine: Machine, patches: Patches) -> None:
     for function in (_start_coalescing, _end_coalescing):
         name = function.__name__
         patches.replace(group, name, stand_in(function, getattr(group, name), machine))
-    if hasattr(torch.distributed, "_make_nccl_premul_sum"):
-        make = torch.distributed._make_nccl_premul_sum
+    if (make := _compat.make_premul_sum) is not None:
         patches.replace_everywhere(torch.distributed, make.__name__, stand_in(_compat.premul_sum, make))
     atexit.register(machine.communicators.forget)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.forget))
@@ -51,17 +51,18 @@ def install(machine: Machine, patches: Patches) -> None:
 
 def _backend(machine: Machine, patches: Patches) -> None:
     """PyTorch finds NCCL, and makes its groups from our class."""
-    from virtualgpu.distributed import _compat, groups
+    from virtualgpu._compat import distributed as _compat
+    from virtualgpu.distributed import groups
 
-    c10d, backend, cpp = _compat.c10d, _compat.c10d.Backend, torch._C._distributed_c10d
+    c10d, backend, cpp = _compat.c10d, _compat.c10d.Backend, _compat.cpp
     patches.set(c10d, "_NCCL_AVAILABLE", True)
     patches.replace_everywhere(c10d, "is_nccl_available", lambda: True)
     if c10d.default_pg_nccl_timeout is None:
         patches.set(c10d, "default_pg_nccl_timeout", c10d.default_pg_timeout)
     kind = type("ProcessGroupNCCL", (groups.ProcessGroupNCCL,), {"communicators": machine.communicators})
-    plugins = backend._plugins  # others may register theirs meanwhile
+    plugins = _compat.backends()  # others may register theirs meanwhile
     before = plugins.get("NCCL")
-    plugins["NCCL"] = backend._BackendPlugin(kind.create, True)
+    plugins["NCCL"] = _compat.Plugin(kind.create, True)
     patches.undo(lambda: plugins.pop("NCCL") if before is None else plugins.update(NCCL=before))
     patches.replace(backend, "backend_capability", {**backend.backend_capability, "nccl": ["cuda"]})
     for module in (c10d, torch.distributed, cpp):  # versions that make NCCL's groups themselves call it by this name
@@ -77,7 +78,7 @@ def init_process_group(original, machine: Machine, *args, **kwargs):
     rank = machine.single_rank
     if rank is None:
         return original(*args, **kwargs)
-    import torch.testing._internal.distributed.fake_pg  # older versions know the backend from there
+    _compat.know_fake_backend()
 
     device = {"device_id": kwargs["device_id"]} if kwargs.get("device_id") is not None else {}
     store = torch.distributed.HashStore()
@@ -97,7 +98,7 @@ def get_backend(original, machine: Machine, group=None) -> str:
 
 def destroy_process_group(original, machine: Machine, group=None):
     """Its communicators go, too."""
-    from virtualgpu.distributed._compat import c10d
+    from virtualgpu._compat.distributed import c10d
 
     is_world = group is None or group is c10d.GroupMember.WORLD
     try:
@@ -120,9 +121,9 @@ def split_group(
     **others,
 ):
     """Each rank in the group that it is in; a rank in none of them in none."""
-    from virtualgpu.distributed._compat import c10d
+    from virtualgpu._compat.distributed import c10d
 
-    parent = parent_pg or c10d._get_default_group()
+    parent = parent_pg or _compat.default_group()
     if c10d.get_backend(parent) != "nccl":
         return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
     if not split_ranks:

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.distributed._compat import rpc_internal
+from virtualgpu._compat.distributed import rpc_internal, rpc_reducers, rpc_worker
 from virtualgpu.distributed.patches import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
@@ -47,7 +47,7 @@ class Rpc:
     def install(self, patches: Patches) -> None:
         """Replace what sends, what receives, and what begins it all."""
         api, rpc, internal = self.api, torch.distributed.rpc, rpc_internal()
-        table = internal._internal_rpc_pickler._dispatch_table
+        table = rpc_reducers()
         reducer = table[torch.Tensor]
         table[torch.Tensor] = functools.partial(self.reduce, reducer)
         patches.undo(lambda: table.update({torch.Tensor: reducer}))
@@ -122,7 +122,7 @@ class Rpc:
         elif _compat.builtin_name(func) is not None:
             func = Builtin(func)
         before = getattr(self.to, "name", None)
-        self.to.name = self.api._to_worker_info(to).name
+        self.to.name = rpc_worker(to).name
         try:
             return original(to, func, *args, **kwargs)
         finally:

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.calls import Call
 
 

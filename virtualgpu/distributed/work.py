@@ -3,7 +3,8 @@
 import torch
 
 from virtualgpu._compat import current_node, graph_task
-from virtualgpu.distributed import _compat, transport
+from virtualgpu._compat import distributed as _compat
+from virtualgpu.distributed import transport
 from virtualgpu.distributed.arrivals import Words
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.counts import counts

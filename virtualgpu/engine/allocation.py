@@ -133,14 +133,13 @@ def callers_frame():
         name = frame.f_globals.get("__name__", "")
         if name.startswith(BEGIN):
             break
-        if frame.f_code.co_name == "__torch_dispatch__" or name.startswith("virtualgpu.") or name in ON_THE_WAY:
+        if frame.f_code.co_name == "__torch_dispatch__" or name.startswith("virtualgpu.") or name in _compat.BETWEEN:
             found = frame.f_back
         frame = frame.f_back
     return found
 
 
 BEGIN = ("virtualgpu.run.", "virtualgpu.torch_api.threads")  # what calls the program, or a thread of it
-ON_THE_WAY = ("torch._ops", "torch.utils._python_dispatch", "torch._dynamo.eval_frame", "torch._compile")
 
 
 torch.UntypedStorage._virtual_allocation = (

@@ -7,7 +7,6 @@ and its C++ does not: a tensor that C++ makes on "the CPU" beside GPU tensors is
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import attention, extensions, nondeterministic, overrides, values
@@ -25,7 +24,7 @@ PLAIN, STRIDED = (Tensor,), torch.strided
 _operations: dict = {}  # what is known of each, for all threads
 
 
-class Dispatch(TorchDispatchMode):
+class Dispatch(_compat.TorchDispatchMode):
     """The mode of one thread. All of them share the machine, and what is known about operations."""
 
     supports_higher_order_operators = True

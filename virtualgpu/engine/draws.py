@@ -31,11 +31,11 @@ def with_generator(func):
     """A function for the same numbers that takes `generator` by name; None where there is none."""
     if func is aten.native_dropout.default:
         return _native_dropout
-    names = {argument.name for argument in func._schema.arguments} | {"generator"}
+    names = {argument.name for argument in _compat.schema(func).arguments} | {"generator"}
     overloads = (
-        getattr(func._overloadpacket, name) for name in (func._overloadname, *func._overloadpacket.overloads())
+        getattr(_compat.packet(func), name) for name in (_compat.overload_name(func), *_compat.packet(func).overloads())
     )
-    return next((other for other in overloads if {a.name for a in other._schema.arguments} == names), None)
+    return next((other for other in overloads if {a.name for a in _compat.schema(other).arguments} == names), None)
 
 
 def from_default(func):

@@ -180,7 +180,7 @@ def _recipe(op: Operation, out, tensors):
     if not isinstance(out, (torch.Tensor, tuple, list)):
         return None  # it answers a question (do these two have one size?)
     single = isinstance(out, torch.Tensor)
-    known = {tensor.untyped_storage()._cdata for tensor in tensors}
+    known = {_compat.address(tensor.untyped_storage()) for tensor in tensors}
     steps = []
     for at, result in enumerate([out] if single else out):
         same = op.returns[at] if at < len(op.returns) else None
@@ -190,13 +190,13 @@ def _recipe(op: Operation, out, tensors):
             steps.append((None, None))
         elif (
             not isinstance(result, torch.Tensor)
-            or result.untyped_storage()._cdata in known
+            or _compat.address(result.untyped_storage()) in known
             or result.device.type != "meta"
             or not _fills_its_storage(result)
         ):
             return None
         else:
-            known.add(result.untyped_storage()._cdata)
+            known.add(_compat.address(result.untyped_storage()))
             steps.append((None, (tuple(result.shape), result.stride(), result.dtype)))
     if single:
         same, new = steps[0]

@@ -50,7 +50,7 @@ class Eager:
             given = next((value for value in args if isinstance(value, torch.Generator)), None)
         if given is None:
             return
-        wanted, found = "cpu" if gpu is None else "cuda", "cuda" if given._cdata in GENERATORS else "cpu"
+        wanted, found = "cpu" if gpu is None else "cuda", "cuda" if _compat.address(given) in GENERATORS else "cpu"
         if found != wanted:
             raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
 

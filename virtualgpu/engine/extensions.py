@@ -5,8 +5,6 @@ so does one for CUDA, where it is the only one. A kernel for the CPU may hand ad
 what they are, the CPU's, and is one kernel of the GPU.
 """
 
-import sys
-
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.operations import tensors_of
@@ -46,19 +44,15 @@ def on_gpu(func):
 
 def _kernels(func) -> dict:
     """{dispatch key: function} of the kernels that Python registered. Asked anew at every call: a notebook's next cell may add one."""
-    known = sys.modules.get("torch._library.custom_ops")
-    custom = known.OPDEFS.get(func.name().split(".")[0]) if known else None
+    custom = _compat.custom_kernels(func)
     if custom is not None:
         keys = {None: EVERY, "cpu": CPU, "cuda": CUDA}
-        return {keys[device]: kernel for device, kernel in custom._backend_fns.items() if device in keys}
+        return {keys[device]: kernel for device, kernel in custom.items() if device in keys}
     name = func.name().partition("::")[2]
     registered = _compat.registered_in_python()
-    return {key: _at(func, key) for key in (EVERY, CPU, CUDA) if f"{func.namespace}/{name}/{key}" in registered}
-
-
-def _at(func, key: str):
-    """The operation's kernel for one dispatch key."""
-    return lambda *args, **kwargs: func._op_dk(getattr(_compat.DispatchKey, key), *args, **kwargs)
+    return {
+        key: _compat.kernel(func, key) for key in (EVERY, CPU, CUDA) if f"{func.namespace}/{name}/{key}" in registered
+    }
 
 
 def _has_meta(func) -> bool:

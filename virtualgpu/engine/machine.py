@@ -50,7 +50,6 @@ class Machine(Anywhere):
         self.on_first_use = None
         self.warned_about_nan = False
         self.workspaces = Workspaces()
-        self.asked: dict = {}  # when somebody last asked for a GPU's load, and its busy time then
         self.local = _PerThread()
 
     def _equip(self, which: list[int]) -> None:

@@ -123,8 +123,8 @@ class Operation:
     )
 
     def __init__(self, func, override=None):
-        schema = func._schema
-        packet = func._overloadpacket
+        schema = _compat.schema(func)
+        packet = _compat.packet(func)
         arguments = schema.arguments
         self.func, self.name = func, packet.__name__
         self.override = override
@@ -205,7 +205,7 @@ def tensors_of(args, kwargs) -> list[torch.Tensor]:
 
 def mismatch(op: Operation, args, kwargs) -> RuntimeError:
     """PyTorch's error for tensors on two devices: which words it has depends on the operation."""
-    values = list(zip([argument.name for argument in op.func._schema.arguments], args, strict=False))
+    values = list(zip([argument.name for argument in _compat.schema(op.func).arguments], args, strict=False))
     named = []
     for name, value in (*values, *kwargs.items()):
         for tensor in value if isinstance(value, (list, tuple)) else [value]:

@@ -36,7 +36,7 @@ class Call:
     """One call of a kernel, by the names of its schema."""
 
     def __init__(self, func, args, kwargs):
-        arguments = func._schema.arguments
+        arguments = _compat.schema(func).arguments
         self.values = {argument.name: argument.default_value for argument in arguments}
         self.values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         self.query, self.key, self.value = (self.values[name] for name in ("query", "key", "value"))

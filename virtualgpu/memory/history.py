@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.memory.blocks import Block
 from virtualgpu.memory.config import UNLIMITED
 from virtualgpu.memory.private import NO_POOL
@@ -127,8 +128,8 @@ def _is_ours(code) -> bool:
 
 def _in_cpp(operation) -> str:
     """What C++ calls the function that carries out this operation."""
-    overload = operation._overloadname
-    name = operation._schema.name.partition("::")[2]
+    overload = _compat.overload_name(operation)
+    name = _compat.schema(operation).name.partition("::")[2]
     return f"at::_ops::{name}{'' if overload == 'default' else '_' + overload}::call"
 
 

@@ -5,6 +5,7 @@ both. A block made in a forward pass is an activation, in a backward pass a grad
 out to belong to a module is a parameter, and what is a parameter's `.grad` a gradient. What cuBLAS works in is a kind of its own.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -123,9 +124,9 @@ class _Watched:
         """What lay on it at its peak, or when it ran out of memory."""
         if self.died is not None:
             asked, entries = self.died
-            return Peak.of(self.gpu, map(LiveBlock._make, entries), asked)
+            return Peak.of(self.gpu, itertools.starmap(LiveBlock, entries), asked)
         entries = [entry for address, entry in self.live.items() if address not in self.born] + self.freed
-        return Peak.of(self.gpu, map(LiveBlock._make, entries), reserved=self.peak_reserved)
+        return Peak.of(self.gpu, itertools.starmap(LiveBlock, entries), reserved=self.peak_reserved)
 
 
 def _frame() -> Frame | None:

@@ -38,7 +38,7 @@ def install(machine: Machine, patches: Patches) -> None:
         activate()
         begin()
 
-    patches.replace(torch._C, "_activate_gpu_trace", activated)
+    patches.replace(_compat.C, "_activate_gpu_trace", activated)
     if _compat.gpu_trace_has_listeners():
         begin()
 
@@ -122,10 +122,8 @@ class Reporter:
         self._passed.clear()
 
 
-class _Copy:
+class _Copy(_compat.Copy):
     """A copy to another place, as the operation that it is on a GPU."""
-
-    _schema = torch.ops.aten._to_copy.default._schema
 
     def __init__(self, carry):
         self.carry = carry

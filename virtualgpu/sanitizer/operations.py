@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.allocation import PLAIN, gpu_of, storage_of
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.factories import Factories
@@ -197,7 +198,7 @@ def _uses_of(op: Operation) -> list[tuple[str, bool]]:
     untouched = op.name in EMPTY or op.name in RESIZING
     reads = not (op.write_only or LIKE.match(op.name))
     found = []
-    for argument in op.func._schema.arguments:
+    for argument in _compat.schema(op.func).arguments:
         alias = argument.alias_info
         writes = alias is not None and alias.is_write
         touched = not untouched and (writes or (reads and alias is None))

@@ -16,7 +16,7 @@ OF_CUDNN = CONVOLUTIONS | {aten._cudnn_rnn.default, aten._cudnn_rnn_backward.def
 
 def formula(func) -> Callable | None:
     """What counts the FLOPs of an operation, called with its arguments and out_val; None where they do not matter."""
-    return FORMULAS.get(func._overloadpacket) or _compat.flop_formula(func)
+    return FORMULAS.get(_compat.packet(func)) or _compat.flop_formula(func)
 
 
 def moved(tensors: Iterable[torch.Tensor]) -> int:
@@ -38,7 +38,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     with _compat.without_dispatch():
         if layout is torch.sparse_coo:
-            return [tensor._indices(), tensor._values()]
+            return _compat.coo_parts(tensor)
         if layout in (torch.sparse_csr, torch.sparse_bsr):
             return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]

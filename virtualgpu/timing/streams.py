@@ -116,7 +116,7 @@ class Streams:
         """Autograd makes the streams of a node's forward operation current before it calls the node."""
         node = _compat.current_node()
         leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
-        key: Any = None if node is None else id(leaf) if leaf is not None else node._sequence_nr()
+        key: Any = None if node is None else id(leaf) if leaf is not None else _compat.sequence_number(node)
         if key == local.node:  # also None: a callback at the end of the pass, which may have chosen streams of its own
             return
         local.node = key

@@ -42,27 +42,22 @@ def install(machine: Machine, patches: Patches) -> None:
     """Autocast for these virtual GPUs, until `patches` are put back."""
     patches.replace(_on, "machine", machine)
     patches.replace(cache, "casts", {})
-    for owner in (torch, torch._C):
+    for owner in (torch, _compat.C):
         for name in SETTERS:
             if hasattr(owner, name):  # the second is deprecated
-                patches.replace(owner, name, _followed(getattr(owner, name), _follow))
-        patches.replace(owner, "clear_autocast_cache", _followed(owner.clear_autocast_cache, forget))
-    scaler = torch.amp.GradScaler
-    patches.replace(scaler, "_maybe_opt_step", _stepping(scaler._maybe_opt_step, machine))
+                patches.stand_in(owner, name, _followed, _follow)
+        patches.stand_in(owner, "clear_autocast_cache", _followed, forget)
+    patches.stand_in(torch.amp.GradScaler, "_maybe_opt_step", _maybe_step, machine)
     _follow()
 
 
 # -- PyTorch's flags, and our key
 
 
-def _followed(original, then: Callable[[], None]):
-    @functools.wraps(original)
-    def function(*args, **kwargs):
-        given = original(*args, **kwargs)
-        then()
-        return given
-
-    return function
+def _followed(then: Callable[[], None], original, *args, **kwargs):
+    result = original(*args, **kwargs)
+    then()
+    return result
 
 
 def _follow() -> None:
@@ -154,19 +149,14 @@ def _kernel(op, rule: Rule | None):
 # -- the scaler of gradients
 
 
-def _stepping(original, machine: Machine):
+def _maybe_step(machine: Machine, original, scaler, optimizer, state, *args, **kwargs):
     """GradScaler asks whether a gradient was infinite. A dry run has no values: none was, and the step is taken."""
-
-    @functools.wraps(original)
-    def maybe_step(scaler, optimizer, state, *args, **kwargs):
-        if not machine.dry:
-            return original(scaler, optimizer, state, *args, **kwargs)
-        before, machine.warned_about_nan = machine.warned_about_nan, True  # the program itself reads no nan
-        try:
-            for found in state["found_inf_per_device"].values():
-                found.item()  # the host waits for each GPU, as it would
-        finally:
-            machine.warned_about_nan = before
-        return optimizer.step(*args, **kwargs)
-
-    return maybe_step
+    if not machine.dry:
+        return original(scaler, optimizer, state, *args, **kwargs)
+    before, machine.warned_about_nan = machine.warned_about_nan, True  # the program itself reads no nan
+    try:
+        for found_inf in state["found_inf_per_device"].values():
+            found_inf.item()  # the host waits for each GPU, as it would
+    finally:
+        machine.warned_about_nan = before
+    return optimizer.step(*args, **kwargs)

@@ -37,10 +37,10 @@ def forget() -> None:
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:
     """The tensors among the arguments, and in lists and tuples among them."""
-    found = []
+    values = []
     for value in (*args, *kwargs.values()):
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [value for value in found if isinstance(value, torch.Tensor)]
+        values.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _eligible(value) -> bool:
@@ -53,7 +53,7 @@ def _cast(value, dtype: torch.dtype, cached: bool = True):
         if value.dtype is dtype or not _eligible(value):
             return value
         weight = cached and value.dtype is torch.float32 and value.requires_grad and value.is_leaf
-        if weight and dtype is torch.get_autocast_dtype("cuda") and not value._is_view():
+        if weight and dtype is torch.get_autocast_dtype("cuda") and not _compat.is_view(value):
             return _cast_once(value, dtype)
         return _copy(value, dtype)
     if isinstance(value, (list, tuple)):
@@ -67,10 +67,10 @@ def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
         return _copy(weight, dtype)
     with _lock:
-        known = cache.casts.get(weight._cdata)
+        known = cache.casts.get(_compat.address(weight))
         if known is None:
             with torch.enable_grad():  # so its graph keeps the weight, and no other tensor gets that identity meanwhile
-                known = cache.casts[weight._cdata] = _copy(weight, dtype)
+                known = cache.casts[_compat.address(weight)] = _copy(weight, dtype)
     return known
 
 
@@ -98,19 +98,19 @@ def _float32(op) -> Rule:
 
 
 def _float32_result(op) -> Rule:
-    at = [argument.name for argument in op._schema.arguments].index("dtype")
+    index = [argument.name for argument in _compat.schema(op).arguments].index("dtype")
 
     def rule(args, kwargs):
-        given = args[at] if at < len(args) else kwargs.get("dtype")
-        if given is not None or not _eligible(args[0]):
+        dtype = args[index] if index < len(args) else kwargs.get("dtype")
+        if dtype is not None or not _eligible(args[0]):
             return args, kwargs
-        return args[:at], {**kwargs, "dtype": torch.float32}  # nothing in these schemas comes after dtype
+        return args[:index], {**kwargs, "dtype": torch.float32}  # nothing in these schemas comes after dtype
 
     return rule
 
 
 def _float32_appended(op) -> Rule:
-    defaults = [argument.default_value for argument in op._schema.arguments]
+    defaults = [argument.default_value for argument in _compat.schema(op).arguments]
 
     def rule(args, kwargs):
         first = args[0]
@@ -134,7 +134,7 @@ def _promote(op) -> Rule:
 
 def _recurrent(op) -> Rule:
     """The layers of cuDNN: float16, whatever autocast's dtype. Where cuDNN does not run them, their cells have autocast's."""
-    order = [argument.name for argument in op._schema.arguments]
+    order = [argument.name for argument in _compat.schema(op).arguments]
     data = order.index("data" if "data" in order else "input")
 
     def rule(args, kwargs):
@@ -187,15 +187,15 @@ def rules() -> dict[str, tuple]:
         _refuse: autocast_lists.BANNED,
     }
     rule_of = {name: rule for rule, names in lists.items() for name in names}
-    found = {}
+    table = {}
     for name in registered("AutocastCUDA") - set(autocast_lists.CUDNN_RNN):
         target = operation(autocast_lists.FP32_APPEND_DTYPE.get(name, name))
-        found[name] = (operation(name), target, rule_of.get(name, _unknown))
+        table[name] = (operation(name), target, rule_of.get(name, _unknown))
     for name in (*autocast_lists.CUDNN_RNN, *autocast_lists.RNN):
-        found[name] = (operation(name), operation(name), _recurrent)
+        table[name] = (operation(name), operation(name), _recurrent)
     for name in autocast_lists.FLASH_ON_CPU:
-        found[name] = (operation(name), operation(name), _lower)
-    return {name: known for name, known in found.items() if known[0] is not None}
+        table[name] = (operation(name), operation(name), _lower)
+    return {name: row for name, row in table.items() if row[0] is not None}
 
 
 def registered(key: str) -> set[str]:

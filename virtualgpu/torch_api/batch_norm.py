@@ -3,32 +3,26 @@
 While a CUDA graph is captured, shapes may not depend on values either, and PyTorch takes the statistics of all ranks: here, too.
 """
 
-import functools
 import threading
 
 import torch
-from torch.nn.modules._functions import SyncBatchNorm
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace its forward, and torch.cuda.is_current_stream_capturing, which that asks."""
-    original, asked = SyncBatchNorm.forward, torch.cuda.is_current_stream_capturing
     inside = threading.local()
+    function = _compat.SyncBatchNormFunction
+    patches.replace(function, "forward", staticmethod(standing_in(function.forward, _forward, machine, inside)))
+    patches.stand_in(torch.cuda, "is_current_stream_capturing", lambda asked: getattr(inside, "dry", False) or asked())
 
-    @functools.wraps(original)
-    def forward(*args):
-        inside.dry = machine.dry
-        try:
-            return original(*args)
-        finally:
-            inside.dry = False
 
-    @functools.wraps(asked)
-    def is_current_stream_capturing() -> bool:
-        return getattr(inside, "dry", False) or asked()
-
-    patches.replace(SyncBatchNorm, "forward", staticmethod(forward))
-    patches.replace(torch.cuda, "is_current_stream_capturing", is_current_stream_capturing)
+def _forward(machine: Machine, inside: threading.local, original, *args):
+    inside.dry = machine.dry
+    try:
+        return original(*args)
+    finally:
+        inside.dry = False

@@ -1,6 +1,5 @@
 """torch.compile on virtual GPUs: it gives what it gives elsewhere (an OptimizedModule, a function), which then runs eagerly."""
 
-import functools
 import warnings
 
 import torch
@@ -12,18 +11,15 @@ from virtualgpu.torch_api.registry import Patches
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch.compile, whose first call warns, and what `flex` replaces."""
-    original = torch.compile
-    told = []
-
-    @functools.wraps(original)
-    def compile(model=None, **options):
-        if not told:
-            told.append(True)
-            warnings.warn("torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time", stacklevel=2)
-            before = torch.compiler.set_stance("force_eager")  # imports torch._dynamo, which takes a second or two
-            patches.undo(lambda: before.__exit__(None, None, None))
-            before.__enter__()
-        return original(model, **options)
-
-    patches.replace(torch, "compile", compile)
+    patches.stand_in(torch, "compile", _compile, patches, [])
     flex.install(machine, patches)
+
+
+def _compile(patches: Patches, warned: list, original, model=None, **options):
+    if not warned:
+        warned.append(True)
+        warnings.warn("torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time", stacklevel=3)
+        before = torch.compiler.set_stance("force_eager")  # imports torch._dynamo, which takes a second or two
+        patches.undo(lambda: before.__exit__(None, None, None))
+        before.__enter__()
+    return original(model, **options)

@@ -24,15 +24,15 @@ def install(machine: Machine, patches: Patches) -> None:
     """Answer the driver's functions of torch._C and torch.cuda."""
     driver, cuda = Driver(machine), torch.cuda
     for name, answer in driver.functions().items():
-        patches.add(torch._C, name, answer)
+        patches.add(_compat.C, name, answer)
     for name in ("_exchange_device", "_maybe_exchange_device"):  # torch.cuda bound C's when it was imported
         patches.replace(cuda, name, driver.exchange_device)
     cudart, nvtx = Cudart(driver), _Nvtx()
-    patches.add(torch._C, "_cudart", cudart)
-    patches.add(torch._C, "_nvtx", nvtx)
+    patches.add(_compat.C, "_cudart", cudart)
+    patches.add(_compat.C, "_nvtx", nvtx)
     patches.replace(cuda, "_cudart", cudart)
     patches.replace(cuda.nvtx, "_nvtx", nvtx)
-    patches.add(torch._C, "_CudaDeviceProperties", DeviceProperties)
+    patches.add(_compat.C, "_CudaDeviceProperties", DeviceProperties)
     patches.replace(cuda, "_CudaDeviceProperties", DeviceProperties)
     patches.replace(cuda, "_lazy_init", driver.lazy_init)
     patches.set(cuda, "_initialized", machine.initialized)
@@ -52,8 +52,8 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.replace(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
     if hasattr(cuda.green_contexts, "_get_driver_version"):  # no card has domains before CUDA 13.4
         patches.replace(cuda.green_contexts, "_get_driver_version", lambda: nvml.CUDA)
-    patches.set(torch.nn.parallel._functions, "_streams", None)  # it keeps its streams; those of earlier GPUs have gone
-    machine.on_first_use = cuda._lazy_init
+    patches.set(_compat.parallel_functions, "_streams", None)  # it keeps its streams; those of earlier GPUs have gone
+    machine.on_first_use = driver.lazy_init
 
 
 def _of_a_wheel_with_cuda(patches: Patches) -> None:
@@ -61,13 +61,13 @@ def _of_a_wheel_with_cuda(patches: Patches) -> None:
     major, minor = CUDA_VERSION.split(".")
     compiled = 1000 * int(major) + 10 * int(minor)  # CUDA's own way to write a version
     patches.add(torch.version, "cuda", CUDA_VERSION)
-    patches.add(torch._C, "_cuda_getCompiledVersion", lambda: compiled)
+    patches.add(_compat.C, "_cuda_getCompiledVersion", lambda: compiled)
     patches.replace(torch.backends.cudnn, "is_available", lambda: True)
     patches.replace(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
-    if not hasattr(torch._C, "_nccl_version"):
+    if not hasattr(_compat.C, "_nccl_version"):
         nccl = NCCL_VERSION[0] << 32 | NCCL_VERSION[1] << 16 | NCCL_VERSION[2]
-        patches.add(torch._C, "_nccl_version", lambda: nccl)
-        patches.add(torch._C, "_nccl_version_suffix", lambda: b"")
+        patches.add(_compat.C, "_nccl_version", lambda: nccl)
+        patches.add(_compat.C, "_nccl_version_suffix", lambda: b"")
 
 
 class Driver:
@@ -120,22 +120,15 @@ class Driver:
         """PyTorch's own asks the driver; here the generators are made, and what waited for them is called."""
         if self.machine.forked:
             raise forked()
-        cuda = torch.cuda
         if not self.machine.look():
             raise no_gpus()
-        if cuda._initialized or hasattr(cuda._tls, "is_initializing"):
+        if _compat.first_use_has_begun():
             return
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-        cuda._tls.is_initializing = True
-        try:
+        with _compat.first_use() as waiting:
             self.machine.initialize()
-            tracker = cuda._lazy_seed_tracker
-            waiting, tracker.call_order = tracker.call_order, []
-            for call in filter(None, waiting):  # torch.cuda.manual_seed before the first use of a GPU
-                call[0]()
-        finally:
-            del cuda._tls.is_initializing
-        cuda._initialized = True
+            for call in waiting():  # torch.cuda.manual_seed before the first use of a GPU
+                call()
 
     def set_device(self, device: int) -> None:
         """torch.cuda.set_device: the current GPU of this thread."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.cuda import nccl
 
-from virtualgpu import environment
+from virtualgpu import _compat, environment
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import forget
 from virtualgpu.timing.nccl import Fabric, seconds, slowest
@@ -20,155 +20,171 @@ from virtualgpu.torch_api.registry import Patches
 
 def install(machine: Machine, patches: Patches) -> None:
     """Add the C functions behind torch.cuda.comm."""
+    comm = Comm(machine)
+    for name in ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out"):
+        patches.add(_compat.C, f"_{name}", getattr(comm, name))
+    patches.add(_compat.C, "_nccl_reduce", comm.reduce)
 
-    def device(index: int | None) -> torch.device:
-        gpu = machine.gpu("cuda" if index is None else index)
+
+class Comm:
+    """The functions, under the names that torch.cuda.comm and torch.cuda.nccl give them. A device is an index; None: the current GPU."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def _device(self, index: int | None) -> torch.device:
+        gpu = self.machine.gpu("cuda" if index is None else index)
         return torch.device("cpu") if gpu is None else gpu.device
 
-    def broadcast(tensor, devices: Sequence) -> list[torch.Tensor]:
+    def broadcast(self, tensor, devices: Sequence) -> list[torch.Tensor]:
         """The tensor itself where it is already, copies elsewhere."""
-        targets = [device(d if isinstance(d, int) else torch.device(d).index) for d in devices]
+        targets = [self._device(d if isinstance(d, int) else torch.device(d).index) for d in devices]
         if targets and targets[0] != tensor.device and tensor.is_cuda:
             raise RuntimeError("Expected first device in `devices` to be the same as `tensor.device`")
-        whole = tensor.detach()
-        with _broadcasting(machine, whole, [target for target in targets if target != tensor.device]):
-            return [tensor if where == tensor.device else whole.to(where, non_blocking=True) for where in targets]
+        values = tensor.detach()
+        with _broadcasting(self.machine, values, [target for target in targets if target != tensor.device]):
+            return [tensor if target == tensor.device else values.to(target, non_blocking=True) for target in targets]
 
-    def broadcast_out(tensor, out: Sequence[torch.Tensor]):
-        for at, target in enumerate(out):
-            if not target.is_cuda:
-                raise RuntimeError(
-                    f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'"
-                )
+    def broadcast_out(self, tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Into tensors that are there."""
+        _check_on_gpus(out, "output", "output tensor")
+        for index, target in enumerate(out):
             if target.shape != tensor.shape:
                 raise RuntimeError(
                     f"Expected all output tensors to have same shape as the source tensor {list(tensor.shape)}, but output tensor at "
-                    f"index {at} has shape {list(target.shape)}"
+                    f"index {index} has shape {list(target.shape)}"
                 )
         by_nccl = nccl.is_available([tensor, *out])
-        with _broadcasting(machine, tensor, [target.device for target in out] if by_nccl else []):
+        with _broadcasting(self.machine, tensor, [target.device for target in out] if by_nccl else []):
             for target in out:
                 target.copy_(tensor, non_blocking=True)
         return list(out)
 
-    def reduce(inputs, output, root: int, op: int, streams, comms) -> None:
+    def reduce(self, inputs, output, root: int, op: int, streams, comms) -> None:
+        """torch.cuda.nccl.reduce. Raises NotImplementedError for another operation than a sum, for streams and communicators."""
         if op or streams or comms:
             raise NotImplementedError(
                 "torch.cuda.nccl.reduce with another operation than SUM, with streams or communicators is not modelled by virtual GPUs: "
                 "leave them out"
             )
-        with torch.no_grad(), machine.untracked():
-            if machine.dry:
+        with torch.no_grad(), self.machine.untracked():
+            if self.machine.dry:
                 forget([output])
             else:
                 total = inputs[root].clone()
-                for other in (tensor for at, tensor in enumerate(inputs) if at != root):
-                    total.add_(other)
+                for index, other in enumerate(inputs):
+                    if index != root:
+                        total.add_(other)
                 output.copy_(total)
-        _book(machine, "reduce", inputs[root].nbytes, [tensor.device for tensor in inputs])
+        _book(self.machine, "reduce", inputs[root].nbytes, [tensor.device for tensor in inputs])
 
-    def broadcast_coalesced(tensors, devices: Sequence[int], buffer_size: int = 10 << 20) -> list[list[torch.Tensor]]:
+    def broadcast_coalesced(self, tensors, devices: Sequence[int], buffer_size: int = 10 << 20) -> list[list]:
         """Tensors of one type travel together, in buffers of that size; what arrives are views of them."""
-        found: list[list] = [[None] * len(tensors) for _ in devices]
+        columns: list[list] = [[None] * len(tensors) for _ in devices]
         if not all(tensor.get_device() == devices[0] for tensor in tensors):
             raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
-        found[0] = list(tensors)
+        columns[0] = list(tensors)
+        targets = [self._device(index) for index in devices[1:]]
         for chunk in _chunks(tensors, buffer_size):
-            if tensors[chunk[0]].is_sparse:
-                for column, index in zip(found[1:], devices[1:], strict=True):
-                    for at in chunk:
-                        column[at] = tensors[at].detach().to(device(index))
+            parts = [tensors[index].detach() for index in chunk]
+            if parts[0].is_sparse:
+                for column, target in zip(columns[1:], targets, strict=True):
+                    for index, part in zip(chunk, parts, strict=True):
+                        column[index] = part.to(target)
                 continue
-            parts = [tensors[at].detach() for at in chunk]
             flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-            with _broadcasting(machine, flat, [device(index) for index in devices[1:]]):
-                copies = [flat.to(device(index), non_blocking=True) for index in devices[1:]]
-            for column, arrived in zip(found[1:], copies, strict=True):
-                views = [arrived] if len(parts) == 1 else arrived.split([part.numel() for part in parts])
-                for at, part, view in zip(chunk, parts, views, strict=True):
-                    column[at] = view.view(part.shape).data if len(parts) > 1 else view  # data: a version counter each
-        return found
+            with _broadcasting(self.machine, flat, targets):
+                copies = [flat.to(target, non_blocking=True) for target in targets]
+            for column, copy in zip(columns[1:], copies, strict=True):
+                views = [copy] if len(parts) == 1 else copy.split([part.numel() for part in parts])
+                for index, part, view in zip(chunk, parts, views, strict=True):
+                    column[index] = (
+                        view.view(part.shape).data if len(parts) > 1 else view
+                    )  # data: a version counter each
+        return columns
 
-    def scatter(
-        tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None
-    ) -> tuple[torch.Tensor, ...]:
+    def scatter(self, tensor, devices: Sequence[int], chunk_sizes=None, dim: int = 0, streams=None) -> tuple:
+        """Parts of a tensor, each on a device, copied on its stream where there are streams."""
         if chunk_sizes is not None and len(chunk_sizes) != len(devices):
             raise RuntimeError(
-                f"Expected devices and chunk_sizes to be of same length, but got len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}"
+                "Expected devices and chunk_sizes to be of same length, but got "
+                f"len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}"
             )
         if not devices:
             raise RuntimeError("Expected at least one device to scatter to")
         pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
-        found = []
-        for at, piece in enumerate(pieces):
-            stream = streams[at] if streams else None
-            with torch.cuda.stream(stream):
-                found.append(piece.to(device(devices[at]), non_blocking=True, copy=False))
-        return tuple(found)
+        copies = []
+        for index, piece in enumerate(pieces):
+            with torch.cuda.stream(streams[index] if streams else None):
+                copies.append(piece.to(self._device(devices[index]), non_blocking=True, copy=False))
+        return tuple(copies)
 
-    def scatter_out(tensor, out: Sequence[torch.Tensor], dim: int = 0, streams=None) -> tuple[torch.Tensor, ...]:
+    def scatter_out(self, tensor, out: Sequence[torch.Tensor], dim: int = 0, streams=None) -> tuple:
+        """Into tensors that are there."""
         if not out:
             raise RuntimeError("Expected at least one output tensor to scatter to")
-        for at, target in enumerate(out):
-            if not target.is_cuda:
+        _check_on_gpus(out, "output", "output tensor")
+        positive = dim % tensor.dim()
+        for index, target in enumerate(out):
+            if target.dim() != tensor.dim() or _others(target, positive) != _others(tensor, positive):
                 raise RuntimeError(
-                    f"Expected all output tensors to be CUDA tensors, but output tensor at index {at} has device '{target.device}'"
-                )
-        at_dim = dim % tensor.dim()
-        for at, target in enumerate(out):
-            others = [n for d, n in enumerate(target.shape) if d != at_dim]
-            if target.dim() != tensor.dim() or others != [n for d, n in enumerate(tensor.shape) if d != at_dim]:
-                raise RuntimeError(
-                    f"Output tensor at index {at} has incorrect shape: {list(target.shape)}, where only dimension {dim} may differ from "
+                    f"Output tensor at index {index} has incorrect shape: {list(target.shape)}, where only dimension {dim} may differ from "
                     f"{list(tensor.shape)}"
                 )
-        if sum(target.shape[dim] for target in out) != tensor.shape[dim]:
+        sizes = [target.shape[dim] for target in out]
+        if sum(sizes) != tensor.shape[dim]:
             raise RuntimeError(
-                f"Total size for output tensors along scatter dim {at_dim} does not match the input's {tensor.shape[dim]}"
+                f"Total size for output tensors along scatter dim {positive} does not match the input's {tensor.shape[dim]}"
             )
-        for target, piece in zip(out, tensor.split([target.shape[dim] for target in out], dim), strict=True):
+        for target, piece in zip(out, tensor.split(sizes, dim), strict=True):
             target.copy_(piece, non_blocking=True)
         return tuple(out)
 
-    def gather(tensors, dim: int, destination: int | None = None) -> torch.Tensor:
+    def gather(self, tensors, dim: int, destination: int | None = None) -> torch.Tensor:
+        """One tensor of all; destination -1: on the CPU."""
         if not tensors:
             raise RuntimeError("Expected at least one tensor to gather from")
-        where = torch.device("cpu") if destination == -1 else device(destination)
-        size, dim = list(tensors[0].shape), dim % tensors[0].dim()
-        for at, tensor in enumerate(tensors):
-            if not tensor.is_cuda:
-                raise RuntimeError(
-                    f"Expected all input tensors to be CUDA tensors, but tensor at index {at} has device '{tensor.device}'"
-                )
+        target = torch.device("cpu") if destination == -1 else self._device(destination)
+        first, size = tensors[0], list(tensors[0].shape)
+        dim %= first.dim()
+        _check_on_gpus(tensors, "input", "tensor")
+        for index, tensor in enumerate(tensors):
             if tensor.dim() != len(size):
                 raise RuntimeError(
-                    f"Expected all input tensors to have the same number of dimensions, but input {at} has {tensor.dim()} "
+                    f"Expected all input tensors to have the same number of dimensions, but input {index} has {tensor.dim()} "
                     f"dimensions and first input has {len(size)} dimensions"
                 )
-            if [n for d, n in enumerate(tensor.shape) if d != dim] != [n for d, n in enumerate(size) if d != dim]:
+            if _others(tensor, dim) != _others(first, dim):
                 raise RuntimeError(
-                    f"Input tensor at index {at} has invalid shape {list(tensor.shape)}, but expected {size}"
+                    f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, but expected {size}"
                 )
         size[dim] = sum(tensor.shape[dim] for tensor in tensors)
-        last = all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4)
-        layout = torch.channels_last if tensors[0].dim() == 4 and last else torch.contiguous_format
-        out = torch.empty(size, dtype=tensors[0].dtype, device=where, memory_format=layout)
-        return gather_out(tensors, out, dim)
+        last = first.dim() == 4 and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
+        layout = torch.channels_last if last else torch.contiguous_format
+        return self.gather_out(tensors, torch.empty(size, dtype=first.dtype, device=target, memory_format=layout), dim)
 
-    def gather_out(tensors, out, dim: int) -> torch.Tensor:
-        if out.shape[dim] != sum(tensor.shape[dim] for tensor in tensors):
-            raise RuntimeError(
-                f"Expected out tensor to have {sum(t.shape[dim] for t in tensors)} at dim {dim}, but got {out.shape[dim]}"
-            )
+    def gather_out(self, tensors, out, dim: int) -> torch.Tensor:
+        """Into a tensor that is there."""
+        sizes = [tensor.shape[dim] for tensor in tensors]
+        if out.shape[dim] != sum(sizes):
+            raise RuntimeError(f"Expected out tensor to have {sum(sizes)} at dim {dim}, but got {out.shape[dim]}")
         with torch.no_grad():
-            for tensor, place in zip(tensors, out.split([tensor.shape[dim] for tensor in tensors], dim), strict=True):
+            for tensor, place in zip(tensors, out.split(sizes, dim), strict=True):
                 place.copy_(tensor, non_blocking=True)
         return out
 
-    functions = [broadcast, broadcast_out, broadcast_coalesced, scatter, scatter_out, gather, gather_out]
-    for function in functions:
-        patches.add(torch._C, f"_{function.__name__}", function)
-    patches.add(torch._C, "_nccl_reduce", reduce)
+
+def _check_on_gpus(tensors, kind: str, one: str) -> None:
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_cuda:
+            raise RuntimeError(
+                f"Expected all {kind} tensors to be CUDA tensors, but {one} at index {index} has device '{tensor.device}'"
+            )
+
+
+def _others(tensor: torch.Tensor, dim: int) -> list[int]:
+    """The sizes of all other dimensions."""
+    return [size for other, size in enumerate(tensor.shape) if other != dim]
 
 
 @contextlib.contextmanager
@@ -194,14 +210,13 @@ def _book(machine: Machine, kind: str, nbytes: int, devices: list[torch.device])
 
 def _chunks(tensors, limit: int) -> list[list[int]]:
     """Indices of tensors of one type, in order, as many together as `limit` bytes hold."""
-    open_chunks: dict[tuple, list[int]] = {}
-    filled: dict[tuple, int] = {}
-    done = []
-    for at, tensor in enumerate(tensors):
+    chunks, full = {}, []
+    for index, tensor in enumerate(tensors):
         size, kind = tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.is_sparse)
-        if open_chunks.get(kind) and filled[kind] + size > limit:
-            done.append(open_chunks.pop(kind))
-            filled[kind] = 0
-        open_chunks.setdefault(kind, []).append(at)
-        filled[kind] = filled.get(kind, 0) + size
-    return done + list(open_chunks.values())
+        chunk, filled = chunks.get(kind, ([], 0))
+        if chunk and filled + size > limit:
+            full.append(chunk)
+            chunk, filled = [], 0
+            del chunks[kind]
+        chunks[kind] = ([*chunk, index], filled + size)
+    return full + [chunk for chunk, _ in chunks.values()]

@@ -10,13 +10,14 @@ the one that a library imported earlier may have as an annotation; isinstance kn
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.errors import foreign
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 
 ASKING = ["as_tensor", "asarray", "tensor"]
 SPARSE = [f"sparse_{kind}_tensor" for kind in ("bsc", "bsr", "compressed", "coo", "csc", "csr")]
@@ -27,28 +28,61 @@ METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace what asks C++ for the current GPU; on wheels without CUDA torch.device and what takes one, too."""
-    known, cuda_wheel = _compat.device_constructors(), _compat.numbers_are_gpus()
+    spelling = Spelling(machine)
+    for name, function in spelling.functions().items():
+        builtin = _compat.builtin_name(getattr(torch, name))
+        if builtin is not None:
+            patches.undo(_compat.register_as_builtin(function, builtin))
+        patches.replace(torch, name, function)
+    patches.stand_in(_compat.DeviceContext, "__torch_function__", spelling.in_context)
+    patches.stand_in(_compat.NN, "_parse_to", parse_to)
+    if spelling.cuda_wheel:
+        return
+    patches.stand_in(_compat.fake_tensor.FakeTensorConverter, "from_real_tensor", from_real_tensor)
+    for owner, names in ((torch.fft, ("fftfreq", "rfftfreq")), (torch.Tensor, METHODS)):
+        for name in names:
+            patches.wrap(owner, name, spelling.spells)
+    patches.replace(torch, "device", Device)
 
-    def spelled(device):
+
+class Spelling:
+    """What makes each function write the device that it is given as C++ understands it."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.known, self.cuda_wheel = _compat.device_constructors(), _compat.numbers_are_gpus()
+        # These make C++'s current device theirs first, and fail even with an index without CUDA: made on the CPU, and copied
+        originals = [] if self.cuda_wheel else [getattr(torch, name) for name in [*SPARSE, "range"]]
+        self.copied = {original: standing_in(original, self.copy) for original in originals}
+
+    def functions(self) -> dict[str, Callable]:
+        """{name in torch: what stands in for it}."""
+        names = {*ASKING, *SPARSE}
+        if not self.cuda_wheel:
+            names |= {*LIKE, *(made.__name__ for made in self.known if hasattr(torch, made.__name__))}
+        functions = {}
+        for name in sorted(names):
+            original = getattr(torch, name)
+            function = self.copied.get(original) or self.spells(original)
+            functions[name] = standing_in(function, self.not_dry) if name in SPARSE else function
+        return functions
+
+    def spelled(self, device):
         """A torch.device with an index for a number, and for "cuda"; what else it may be stays."""
         device = numbered(device)
         if isinstance(device, str) and device.partition(":")[0] == "cuda":
             device = _compat.Device(device)
-        if (
-            type(device) is not _compat.Device
-            or device.type != "cuda"
-            or device.index is not None
-            or machine.local.bypass
-        ):
-            return device
-        return _compat.Device("cuda", machine.local.current)
+        plain = type(device) is not _compat.Device or device.type != "cuda" or device.index is not None
+        return device if plain or self.machine.local.bypass else _compat.Device("cuda", self.machine.local.current)
 
-    def spelling(original):
+    def spells(self, original):
+        """A function that gives `original` its device spelled."""
+
         @functools.wraps(original)
         def function(*args, **kwargs):
             __tracebackhide__ = True
             if kwargs.get("device") is not None:
-                kwargs["device"] = spelled(kwargs["device"])
+                kwargs["device"] = self.spelled(kwargs["device"])
             try:
                 return original(*args, **kwargs)
             except RuntimeError as error:
@@ -57,84 +91,45 @@ def install(machine: Machine, patches: Patches) -> None:
 
         return function
 
-    def copying(original):
-        @functools.wraps(original)
-        def function(*args, device=None, requires_grad=False, **kwargs):
-            made = original(*args, **kwargs)
-            return (made if device is None else made.to(spelled(device))).requires_grad_(requires_grad)
+    def copy(self, original, *args, device=None, requires_grad=False, **kwargs):
+        """Made on the CPU, and copied from there."""
+        made = original(*args, **kwargs)
+        return (made if device is None else made.to(self.spelled(device))).requires_grad_(requires_grad)
 
-        return function
+    def not_dry(self, function, *args, **kwargs):
+        """C++ looks for a sparse tensor's size among the indices before it comes to a dispatch mode."""
+        if self.machine.dry and not self.machine.local.bypass:
+            raise NotImplementedError(
+                f"sparse tensors are not modelled in a dry run ({function.__name__}). Run this line outside dry_run()"
+            )
+        return function(*args, **kwargs)
 
-    def not_dry(function):
-        """C++ looks for the size among the indices before it comes to a dispatch mode."""
-
-        @functools.wraps(function)
-        def sparse(*args, **kwargs):
-            if machine.dry and not machine.local.bypass:
-                raise NotImplementedError(
-                    f"sparse tensors are not modelled in a dry run ({function.__name__}). Run this line outside dry_run()"
-                )
-            return function(*args, **kwargs)
-
-        return sparse
-
-    # These make C++'s current device theirs first, and fail even with an index without CUDA: made on the CPU, and copied
-    copied = {} if cuda_wheel else {getattr(torch, name): copying(getattr(torch, name)) for name in [*SPARSE, "range"]}
-    names = {*ASKING, *SPARSE}
-    if not cuda_wheel:
-        names |= {*LIKE, *(function.__name__ for function in known if hasattr(torch, function.__name__))}
-    for name in sorted(names):
-        original = getattr(torch, name)
-        ours, builtin = copied.get(original) or spelling(original), _compat.builtin_name(original)
-        ours = not_dry(ours) if name in SPARSE else ours
-        if builtin is not None:
-            patches.undo(_compat.register_as_builtin(ours, builtin))
-        patches.replace(torch, name, ours)
-    default, parse = _compat.DeviceContext, _compat.parse_to
-    run = default.__torch_function__
-
-    def run_there(context, func, types, args=(), kwargs=None):
+    def in_context(self, run, context, func, types, args=(), kwargs=None):
         """What is made inside `with torch.device("cuda")` reaches C++ from here."""
         kwargs = kwargs or {}
-        if func in known and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": spelled(context.device)}
-        return run(context, copied.get(func, func), types, args, kwargs)
-
-    @functools.wraps(parse)
-    def parse_to(*args, **kwargs):
-        """What nn.Module.to(1) and nn.Module.to(tensor) are given."""
-        other = args[0] if args else kwargs.pop("tensor", None)
-        if isinstance(other, torch.Tensor):
-            args = (other.device, other.dtype, *args[1:])
-        if kwargs.get("device") is not None:
-            kwargs["device"] = numbered(kwargs["device"])
-        return parse(*map(numbered, args[:1]), *args[1:], **kwargs)
-
-    patches.replace(default, "__torch_function__", run_there)
-    patches.replace(torch._C._nn, "_parse_to", parse_to)
-    if not cuda_wheel:
-        fakes = _compat.fake_tensor.FakeTensorConverter
-        patches.replace(fakes, "from_real_tensor", _without_gradients(fakes.from_real_tensor))
-        for name in ("fftfreq", "rfftfreq"):
-            patches.replace(torch.fft, name, spelling(getattr(torch.fft, name)))
-        for name in METHODS:
-            patches.replace(torch.Tensor, name, spelling(getattr(torch.Tensor, name)))
-        patches.replace(torch, "device", Device)
+        if func in self.known and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.spelled(context.device)}
+        return run(context, self.copied.get(func, func), types, args, kwargs)
 
 
-def _without_gradients(original):
+def parse_to(original, *args, **kwargs):
+    """What nn.Module.to(1) and nn.Module.to(tensor) are given."""
+    other = args[0] if args else kwargs.pop("tensor", None)
+    if isinstance(other, torch.Tensor):
+        args = (other.device, other.dtype, *args[1:])
+    if kwargs.get("device") is not None:
+        kwargs["device"] = numbered(kwargs["device"])
+    return original(*map(numbered, args[:1]), *args[1:], **kwargs)
+
+
+def from_real_tensor(original, converter, mode, tensor, *args, **kwargs):
     """Of a fake tensor that says cuda and wants gradients, autograd's C++ asks a stream, and ends the process where it finds no CUDA."""
-
-    @functools.wraps(original)
-    def from_real_tensor(converter, mode, tensor, *args, **kwargs):
-        if tensor.requires_grad and tensor.is_cuda:
-            raise NotImplementedError(
-                "torch.export and other users of fake tensors need a wheel of PyTorch with CUDA (no driver) for parameters on a "
-                "virtual GPU; or move the model to the CPU first"
-            )
-        return original(converter, mode, tensor, *args, **kwargs)
-
-    return from_real_tensor
+    if tensor.requires_grad and tensor.is_cuda:
+        raise NotImplementedError(
+            "torch.export and other users of fake tensors need a wheel of PyTorch with CUDA (no driver) for parameters on a "
+            "virtual GPU; or move the model to the CPU first"
+        )
+    return original(converter, mode, tensor, *args, **kwargs)
 
 
 def numbered(device):

@@ -5,7 +5,6 @@ GPU; so the capsule says CUDA, and only torch.from_dlpack knows better.
 """
 
 import ctypes
-import functools
 import weakref
 
 import torch
@@ -27,64 +26,63 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch's C functions for capsules; a capsule of a GPU that comes back is the same storage again."""
-    given = weakref.WeakValueDictionary()  # storages under way, by the address of what describes their tensor
-    take = torch._C._from_dlpack
+    capsules = Capsules(machine)
+    for owner, name in (
+        (_compat.C, "_to_dlpack"),
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (_compat.C, "_to_dlpack_versioned"),
+    ):
+        patches.stand_in(owner, name, capsules.give)
+    patches.stand_in(_compat.C, "_from_dlpack", capsules.take)
+    patches.stand_in(_compat.C, "_torchDeviceToDLDevice", capsules.numbers)
 
-    def giving(original):
-        @functools.wraps(original)
-        def to_dlpack(tensor, *, dl_device=None, copy=None, **options):
-            gpu = gpu_of(tensor)
-            if _compat.is_really_meta(tensor) and (machine.dry or gpu is not None):
-                raise BufferError(
-                    "this tensor comes from a dry run and has no values to export. Export it outside dry_run()"
-                )
-            if gpu is None and (dl_device is None or dl_device[0] != CUDA):
-                return original(tensor, dl_device=dl_device, copy=copy, **options)
-            target = gpu if dl_device is None else machine.gpu(_device(dl_device))
-            if target is not gpu:
-                if copy is False:
-                    here = "cpu" if gpu is None else gpu.device
-                    there = "cpu" if target is None else target.device
-                    raise ValueError(f"cannot move (i.e. copy=False) tensor from {here} to {there} without copying.")
-                tensor = tensor.to("cpu" if target is None else target.device)
-            elif copy:
-                tensor = tensor.clone()
-            capsule = original(tensor, **options)
-            if target is not None:
-                given[_write(capsule, CUDA, target.index)] = tensor.untyped_storage()
-            return capsule
 
-        return to_dlpack
+class Capsules:
+    """Those that have left, and what makes and takes one."""
 
-    @functools.wraps(take)
-    def from_dlpack(capsule):
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.storages = weakref.WeakValueDictionary()  # under way, by the address of what describes their tensor
+
+    def give(self, original, tensor, *, dl_device=None, copy=None, **options):
+        """A capsule of the tensor, on the device with those two numbers. Raises BufferError in a dry run, ValueError where it may not copy."""
+        gpu = gpu_of(tensor)
+        if _compat.is_really_meta(tensor) and (self.machine.dry or gpu is not None):
+            raise BufferError(
+                "this tensor comes from a dry run and has no values to export. Export it outside dry_run()"
+            )
+        if gpu is None and (dl_device is None or dl_device[0] != CUDA):
+            return original(tensor, dl_device=dl_device, copy=copy, **options)
+        target = gpu if dl_device is None else self.machine.gpu(_device(dl_device))
+        if target is not gpu:
+            source, there = ("cpu" if place is None else place.device for place in (gpu, target))
+            if copy is False:
+                raise ValueError(f"cannot move (i.e. copy=False) tensor from {source} to {there} without copying.")
+            tensor = tensor.to(there)
+        elif copy:
+            tensor = tensor.clone()
+        capsule = original(tensor, **options)
+        if target is not None:
+            self.storages[_write(capsule, CUDA, target.index)] = tensor.untyped_storage()
+        return capsule
+
+    def take(self, original, capsule):
+        """The tensor of a capsule: one of ours is on the same memory of the same GPU."""
         name = _name(capsule)
-        storage = given.pop(_pointer(capsule, name), None) if name in DEVICE_AT else None
+        storage = self.storages.pop(_pointer(capsule, name), None) if name in DEVICE_AT else None
         if storage is None:
-            return take(capsule)
+            return original(capsule)
         _write(capsule, CPU, 0)
-        with machine.untracked():
-            plain = take(capsule)
+        with self.machine.untracked():
+            plain = original(capsule)
             offset = (plain.data_ptr() - storage.data_ptr()) // plain.element_size()
             return plain.new_empty(0).set_(storage, offset, plain.shape, plain.stride())
 
-    give = giving(torch._C._to_dlpack)
-    for owner, name in ((torch._C, "_to_dlpack"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
-        patches.replace(owner, name, give)
-    patches.replace(torch._C, "_to_dlpack_versioned", giving(torch._C._to_dlpack_versioned))
-    patches.replace(torch._C, "_from_dlpack", from_dlpack)
-    _numbers_of_devices(machine, patches)
-
-
-def _numbers_of_devices(machine: Machine, patches: Patches) -> None:
-    """What C++ knows of cuda:1 without a driver."""
-    original = torch._C._torchDeviceToDLDevice
-
-    def numbers(device):
-        gpu: GPU | None = machine.gpu(device) if torch.device(device).type == "cuda" else None
+    def numbers(self, original, device):
+        """DLPack's two numbers of a device; C++ does not know cuda:1 without a driver."""
+        gpu: GPU | None = self.machine.gpu(device) if torch.device(device).type == "cuda" else None
         return original(device) if gpu is None else (CUDA, gpu.index)
-
-    patches.replace(torch._C, "_torchDeviceToDLDevice", numbers)
 
 
 def _device(numbers) -> torch.device:

@@ -14,28 +14,26 @@ AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace the tracing of score_mod; both operators get a kernel for autocast."""
-    trace = _compat.flex.create_fw_bw_graph
-
-    @functools.wraps(trace)
-    def create_fw_bw_graph(*args, **kwargs):
-        """What the reader does to a score is traced, with fake tensors, to differentiate it.
-
-        It is traced where the tensors really are: autograd's C++ would ask the driver about a fake tensor of a GPU.
-        """
-        with machine.untracked():
-            forward, backward = trace(*args, **kwargs)
-        for node in backward.graph.nodes:
-            if node.op == "get_attr" and getattr(getattr(backward, node.target), "requires_grad", False):
-                raise NotImplementedError(
-                    "flex_attention on virtual GPUs has no gradient for a tensor that score_mod takes from around it: "
-                    "detach it before, or add it to the scores of F.scaled_dot_product_attention(attn_mask=...)"
-                )
-        return forward, backward
-
-    patches.replace(_compat.flex, "create_fw_bw_graph", create_fw_bw_graph)
+    patches.stand_in(_compat.flex, "create_fw_bw_graph", _trace, machine)
     for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
         if AUTOCAST not in operator.py_kernels:  # stays for the life of the process
             operator.py_impl(AUTOCAST)(functools.partial(_autocast, operator))
+
+
+def _trace(machine: Machine, original, *args, **kwargs):
+    """What the reader does to a score is traced, with fake tensors, to differentiate it.
+
+    It is traced where the tensors really are: autograd's C++ would ask the driver about a fake tensor of a GPU.
+    """
+    with machine.untracked():
+        forward, backward = original(*args, **kwargs)
+    for node in backward.graph.nodes:
+        if node.op == "get_attr" and getattr(getattr(backward, node.target), "requires_grad", False):
+            raise NotImplementedError(
+                "flex_attention on virtual GPUs has no gradient for a tensor that score_mod takes from around it: "
+                "detach it before, or add it to the scores of F.scaled_dot_product_attention(attn_mask=...)"
+            )
+    return forward, backward
 
 
 def _autocast(operator, *args):

@@ -1,8 +1,6 @@
 """Functions of torch that ask C++ where a tensor is before they come to the dispatch mode, and would be told: on the CPU; and those in
 which C++ writes numbers of its own, for which a dry run has no memory."""
 
-import functools
-
 import torch
 from torch.nn import functional
 
@@ -11,23 +9,24 @@ from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
 from virtualgpu.engine.values import known_of
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch.tensor, as_tensor, asarray, ctc_loss, one_hot, linearize, and what is behind pad_packed_sequence."""
     _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
-    makers = {"tensor": _tensor, "as_tensor": _as_tensor, "asarray": _asarray, "ctc_loss": _ctc_loss}
-    for name, make in makers.items():
-        ours = make(machine, getattr(torch, name))
-        patches.undo(_compat.register_as_builtin(ours, f"aten::{name}"))
-        patches.replace(torch, name, ours)
-    ours = _one_hot(machine, functional.one_hot)
-    for owner in (functional, torch._C._nn):
-        patches.replace(owner, "one_hot", ours)
-    ours = _pad_packed_sequence(machine, torch._VF._pad_packed_sequence)
-    patches.replace(torch._VF, "_pad_packed_sequence", ours)
-    patches.replace_everywhere(torch.func, "linearize", _linearize(machine, torch.func.linearize))
+    for name, function in {
+        "tensor": _tensor,
+        "as_tensor": _as_tensor,
+        "asarray": _asarray,
+        "ctc_loss": _ctc_loss,
+    }.items():
+        patches.stand_in_builtin((torch,), name, function, machine)
+    for owner in (functional, _compat.NN):
+        patches.stand_in(owner, "one_hot", _one_hot, machine)
+    patches.stand_in(_compat.VF, "_pad_packed_sequence", _pad_packed_sequence, machine)
+    linearize = standing_in(torch.func.linearize, _linearize, machine)
+    patches.replace_everywhere(torch.func, "linearize", linearize)
 
 
 def _on_gpu(machine: Machine, data) -> bool:
@@ -49,71 +48,49 @@ def _number(machine: Machine, tensor: torch.Tensor) -> torch.Tensor:
         return torch.full(tensor.shape, number, dtype=tensor.dtype, device="cpu")
 
 
-def _as_tensor(machine: Machine, original):
+def _as_tensor(machine: Machine, original, data, dtype=None, device=None):
     """Of a tensor: itself, where neither dtype nor device ask for another."""
-
-    @functools.wraps(original)
-    def as_tensor(data, dtype=None, device=None):
-        data = _with_numbers(machine, data)
-        if not _on_gpu(machine, data):
-            return original(data, dtype=dtype, device=device)
-        device = device if device is not None else _compat.default_device()
-        return data.to(data.device if device is None else device, data.dtype if dtype is None else dtype)
-
-    return as_tensor
+    data = _with_numbers(machine, data)
+    if not _on_gpu(machine, data):
+        return original(data, dtype=dtype, device=device)
+    device = device if device is not None else _compat.default_device()
+    return data.to(data.device if device is None else device, data.dtype if dtype is None else dtype)
 
 
-def _asarray(machine: Machine, original):
+def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=None, requires_grad=False):
     """Of a tensor: the same memory, where nothing asks for another."""
-
-    @functools.wraps(original)
-    def asarray(obj, *, dtype=None, device=None, copy=None, requires_grad=False):
-        if _on_gpu(machine, obj):
-            device = device if device is not None else _compat.default_device()
-            if device is not None and machine.gpu(device) is not gpu_of(obj):
-                if copy is False:
-                    raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
-                obj, copy = obj.to(device), None
-            device = None
-            if dtype is not None and dtype is not obj.dtype:
-                if copy is False:
-                    kinds = [
-                        LEGACY_TYPE_NAMES.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)
-                    ]
-                    raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
-                obj, copy = obj.to(dtype), None
-            dtype = None
-        obj = _with_numbers(machine, obj)
-        return original(obj, dtype=dtype, device=device, copy=copy, requires_grad=requires_grad)
-
-    return asarray
+    if _on_gpu(machine, obj):
+        device = device if device is not None else _compat.default_device()
+        if device is not None and machine.gpu(device) is not gpu_of(obj):
+            if copy is False:
+                raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
+            obj, copy = obj.to(device), None
+        device = None
+        if dtype is not None and dtype is not obj.dtype:
+            if copy is False:
+                kinds = [LEGACY_TYPE_NAMES.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
+                raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
+            obj, copy = obj.to(dtype), None
+        dtype = None
+    obj = _with_numbers(machine, obj)
+    return original(obj, dtype=dtype, device=device, copy=copy, requires_grad=requires_grad)
 
 
-def _tensor(machine: Machine, original):
+def _tensor(machine: Machine, original, data, *args, device=None, pin_memory=False, **kwargs):
     """Of a tensor: a copy where that is. pin_memory=True pins below the dispatch mode."""
-
-    @functools.wraps(original)
-    def tensor(data, *args, device=None, pin_memory=False, **kwargs):
-        if device is None and _on_gpu(machine, data) and _compat.default_device() is None:
-            device = data.device
-        data = _with_numbers(machine, data)
-        made = original(data, *args, device=device, **kwargs)
-        return made.pin_memory() if pin_memory else made
-
-    return tensor
+    if device is None and _on_gpu(machine, data) and _compat.default_device() is None:
+        device = data.device
+    data = _with_numbers(machine, data)
+    made = original(data, *args, device=device, **kwargs)
+    return made.pin_memory() if pin_memory else made
 
 
-def _ctc_loss(machine: Machine, original):
+def _ctc_loss(machine: Machine, original, log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
     """Lengths in tensors: PyTorch reads them on the host, but not where a mode is on; then it would divide by them."""
-
-    @functools.wraps(original)
-    def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
-        if machine.dry or _on_gpu(machine, log_probs):
-            input_lengths, target_lengths = map(_read, (input_lengths, target_lengths))
-        with machine.counted_by_cpp():
-            return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
-
-    return ctc_loss
+    if machine.dry or _on_gpu(machine, log_probs):
+        input_lengths, target_lengths = map(_read, (input_lengths, target_lengths))
+    with machine.counted_by_cpp():
+        return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
 
 def _read(lengths):
@@ -126,47 +103,32 @@ def _read(lengths):
     return lengths.tolist()
 
 
-def _one_hot(machine: Machine, original):
+def _one_hot(machine: Machine, original, tensor, num_classes=-1):
     """As for CUDA (aten/src/ATen/native/Onehot.cpp): only who gives no number of classes waits for the GPU to know it."""
-
-    @functools.wraps(original)
-    def one_hot(tensor, num_classes=-1):
-        if not _on_gpu(machine, tensor) or tensor.dtype is not torch.int64 or (num_classes < 0 and not tensor.numel()):
-            return original(tensor, num_classes)
-        if num_classes == -1:
-            if _compat.is_really_meta(tensor) and known_of(tensor) is None:
-                raise NotImplementedError(
-                    "one_hot takes the number of classes from values, which this dry run does not know. Give num_classes"
-                )
-            num_classes = int(tensor.max()) + 1
-        if num_classes < 1:
-            raise RuntimeError("num_classes should be positive")
-        made = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
-        return made.scatter_(-1, tensor.unsqueeze(-1), 1)
-
-    return one_hot
-
-
-def _pad_packed_sequence(machine: Machine, original):
-    """It tells the lengths, too, which C++ counts."""
-
-    @functools.wraps(original)
-    def pad_packed_sequence(*args):
-        with machine.counted_by_cpp():
-            return original(*args)
-
-    return pad_packed_sequence
-
-
-def _linearize(machine: Machine, original):
-    """It traces what it is given, and folds what does not depend on tangents: in a dry run that would be all."""
-
-    @functools.wraps(original)
-    def linearize(*args, **kwargs):
-        if machine.dry:
+    if not _on_gpu(machine, tensor) or tensor.dtype is not torch.int64 or (num_classes < 0 and not tensor.numel()):
+        return original(tensor, num_classes)
+    if num_classes == -1:
+        if _compat.is_really_meta(tensor) and known_of(tensor) is None:
             raise NotImplementedError(
-                "torch.func.linearize is not modelled in a dry run. Use torch.func.jvp, or run this line outside dry_run()"
+                "one_hot takes the number of classes from values, which this dry run does not know. Give num_classes"
             )
-        return original(*args, **kwargs)
+        num_classes = int(tensor.max()) + 1
+    if num_classes < 1:
+        raise RuntimeError("num_classes should be positive")
+    made = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
 
-    return linearize
+
+def _pad_packed_sequence(machine: Machine, original, *args):
+    """It tells the lengths, too, which C++ counts."""
+    with machine.counted_by_cpp():
+        return original(*args)
+
+
+def _linearize(machine: Machine, original, *args, **kwargs):
+    """It traces what it is given, and folds what does not depend on tangents: in a dry run that would be all."""
+    if machine.dry:
+        raise NotImplementedError(
+            "torch.func.linearize is not modelled in a dry run. Use torch.func.jvp, or run this line outside dry_run()"
+        )
+    return original(*args, **kwargs)

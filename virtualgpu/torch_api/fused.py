@@ -4,7 +4,7 @@ import functools
 import warnings
 
 import torch
-from torch import _VF, nn
+from torch import nn
 
 from virtualgpu import _compat
 from virtualgpu.engine import sdpa, sdpa_backends
@@ -24,42 +24,40 @@ CHECKS = {
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace scaled_dot_product_attention, what says which kernel it takes, and dropout."""
-    attention = _attention(machine, nn.functional.scaled_dot_product_attention)
-    patches.undo(_compat.register_as_builtin(attention, f"aten::{ATTENTION}"))
-    for owner in (nn.functional, torch._C._nn):
-        patches.replace(owner, ATTENTION, attention)
+    patches.stand_in_builtin((nn.functional, _compat.NN), ATTENTION, _attention, machine)
     for backend, name in CHECKS.items():
-        patches.add(torch._C, name, _check(backend))
-    patches.replace(torch, "_fused_sdp_choice", _choice(machine, torch._fused_sdp_choice))
-    dropout = _dropout(machine, torch.dropout)
-    patches.undo(_compat.register_as_builtin(dropout, "aten::dropout"))
-    for owner in (torch, _VF):
-        patches.replace(owner, "dropout", dropout)
+        patches.add(_compat.C, name, _check(backend))
+    patches.stand_in(torch, "_fused_sdp_choice", _choice, machine)
+    patches.stand_in_builtin((torch, _compat.VF), "dropout", _dropout, machine)
 
 
-def _attention(machine: Machine, original):
+def _attention(
+    machine: Machine,
+    original,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,  # in C++ this and the next go by name alone
+    enable_gqa=False,
+):
     """As aten/src/ATen/native/transformers/attention.cpp prepares its arguments for each kernel."""
-
-    @functools.wraps(original)
-    def attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):  # in C++ the last two go by name alone
-        __tracebackhide__ = True
-        tensors = (query, key, value, attn_mask)
-        if machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None:
-            return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
-            _check_inputs(query, key, value, attn_mask)
-            # [heads, length, size]: a batch of one
-            one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
-            if one:
-                query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
-            params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-            backend = sdpa_backends.choose(params, gpu_of(query).spec)
-            out = KERNELS[backend](params, scale)
-            return out.squeeze(0) if one else out
-
-    return attention
+    __tracebackhide__ = True
+    tensors = (query, key, value, attn_mask)
+    if machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None:
+        return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
+        _check_inputs(query, key, value, attn_mask)
+        # [heads, length, size]: a batch of one
+        one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
+        if one:
+            query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+        params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        backend = sdpa_backends.choose(params, gpu_of(query).spec)
+        out = KERNELS[backend](params, scale)
+        return out.squeeze(0) if one else out
 
 
 @functools.cache
@@ -150,33 +148,36 @@ def _check(backend):
     return can_use
 
 
-def _choice(machine: Machine, original):
-    @functools.wraps(original)
-    def choice(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-        gpu = None if machine.local.bypass else gpu_of(query)
-        if gpu is None:
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        return sdpa_backends.choose(params, gpu.spec).value
+def _choice(
+    machine: Machine,
+    original,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    *,
+    scale=None,
+    enable_gqa=False,
+):
+    gpu = None if machine.local.bypass else gpu_of(query)
+    if gpu is None:
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    return sdpa_backends.choose(params, gpu.spec).value
 
-    return choice
 
-
-def _dropout(machine: Machine, original):
+def _dropout(machine: Machine, original, input, p, train):
     """One kernel, which keeps a mask of one byte an element (is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp);
     the CPU would keep one of the input's type. The numbers are the same."""
-
-    @functools.wraps(original)
-    def dropout(input, p, train):
-        fused = (
-            type(input) in PLAIN
-            and not machine.local.bypass
-            and train
-            and 0 < p < 1
-            and not _compat.is_functorch_wrapped(input)
-        )
-        if not fused or gpu_of(input) is None or not input.numel():
-            return original(input, p, train)
-        return torch.native_dropout(input, p, train)[0]
-
-    return dropout
+    fused = (
+        type(input) in PLAIN
+        and not machine.local.bypass
+        and train
+        and 0 < p < 1
+        and not _compat.is_functorch_wrapped(input)
+    )
+    if not fused or gpu_of(input) is None or not input.numel():
+        return original(input, p, train)
+    return torch.native_dropout(input, p, train)[0]

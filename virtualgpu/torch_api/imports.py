@@ -31,9 +31,9 @@ class _Finder:
     def find_spec(self, name: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
         if name != self.name:
             return None
-        at = sys.meta_path.index(self) + 1
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path[at:])
-        spec = next((spec for spec in found if spec is not None), None)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in later)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

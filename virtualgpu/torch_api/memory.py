@@ -4,21 +4,20 @@ PyTorch's own Python code stays as it is: memory_stats, memory_summary, memory_s
 _dump_snapshot and the rest. What the allocators do not model (other allocators, figures of pinned memory) is refused by `surface`.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.memory import config, history
-from virtualgpu.memory.allocator import Block, CachingAllocator
+from virtualgpu.memory.allocator import Block
 from virtualgpu.memory.history import History
+from virtualgpu.torch_api.pools import settled
 from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.streams import id_of
-
-_C = torch._C
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -26,9 +25,9 @@ def install(machine: Machine, patches: Patches) -> None:
     functions = Memory(machine)
     for name in vars(Memory):
         if name.startswith(("_cuda_", "_host_")):
-            patches.add(_C, name, getattr(functions, name))
-        elif name.startswith("_accelerator_") and hasattr(_C, name):
-            patches.replace(_C, name, getattr(functions, name))
+            patches.add(_compat.C, name, getattr(functions, name))
+        elif name.startswith("_accelerator_") and hasattr(_compat.C, name):
+            patches.replace(_compat.C, name, getattr(functions, name))
     if hasattr(torch.cuda.memory, "_annotate_tensor"):
         patches.replace(torch.cuda.memory, "_annotate_tensor", functions.annotate_tensor)
 
@@ -45,40 +44,34 @@ class Memory:
             raise RuntimeError(f"Invalid device argument {index}: did you call init?")
         return self.machine.gpus[index]
 
-    @contextmanager
-    def _memory(self, gpu: GPU) -> Iterator[CachingAllocator]:
-        """A GPU's allocator with every free carried out, which nobody else changes meanwhile."""
-        with gpu.lock:
-            yield gpu.settled()
-
     # -- figures
 
     def _cuda_memoryStats(self, device: int) -> dict[str, Any]:
-        with self._memory(self._gpu(device)) as memory:
+        with settled(self._gpu(device)) as memory:
             return memory.statistics.nested()
 
     def _cuda_resetPeakMemoryStats(self, device: int) -> None:
-        with self._memory(self._gpu(device)) as memory:
+        with settled(self._gpu(device)) as memory:
             memory.statistics.reset_peaks()
 
     def _cuda_resetAccumulatedMemoryStats(self, device: int) -> None:
-        with self._memory(self._gpu(device)) as memory:
+        with settled(self._gpu(device)) as memory:
             memory.statistics.reset_accumulated()
 
     def _cuda_getMemoryFraction(self, device: int) -> float:
-        with self._memory(self._gpu(device)) as memory:
+        with settled(self._gpu(device)) as memory:
             return memory.limit / memory.capacity
 
     def _cuda_setMemoryFraction(self, fraction: float, device: int) -> None:
         if not 0 <= fraction <= 1:
             raise RuntimeError(f"invalid fraction:{fraction}. Please set within [0, 1].")
-        with self._memory(self._gpu(device)) as memory:
+        with settled(self._gpu(device)) as memory:
             memory.limit = int(fraction * memory.capacity)
 
     def _cuda_emptyCache(self) -> None:
         for gpu in self.machine.gpus:
             self.machine.clock.check(gpu.index)
-            with self._memory(gpu) as memory:
+            with settled(gpu) as memory:
                 memory.empty_cache()
 
     def _host_emptyCache(self) -> None:
@@ -93,7 +86,7 @@ class Memory:
         if size == 0:
             return 0
         gpu = self.machine.gpu(None)
-        with self._memory(gpu) as memory:
+        with settled(gpu) as memory:
             block = memory.malloc(size, id_of(stream))
         self.raw[block.address] = (gpu, block)
         return block.address
@@ -103,12 +96,12 @@ class Memory:
             if ptr not in self.raw:
                 raise RuntimeError(f"invalid device pointer: {ptr:#x}")
             gpu, block = self.raw.pop(ptr)
-            with self._memory(gpu) as memory:
+            with settled(gpu) as memory:
                 memory.free(block)
 
     def _cuda_cudaCachingAllocator_enable(self, value: bool) -> None:
         for gpu in self.machine.gpus:
-            with self._memory(gpu) as memory:
+            with settled(gpu) as memory:
                 memory.cache(value)
 
     def _cuda_cudaCachingAllocator_is_enabled(self) -> bool:
@@ -158,7 +151,7 @@ class Memory:
                 "the history of pinned memory is not modelled on virtual GPUs; leave record_pinned_host_memory out"
             )
         for gpu in self.machine.gpus if cuda or not on else ():
-            with self._memory(gpu) as memory:
+            with settled(gpu) as memory:
                 new = History(memory.timeline, **kept) if on else None
                 if new is not None and memory.history is not None and not clear:
                     new.events.extend(memory.history.events)
@@ -170,14 +163,14 @@ class Memory:
     def _cuda_memorySnapshot(self, pool: tuple | None = None) -> dict[str, Any]:
         """pool: None, or MemPool's two numbers (0, 0: all memory), which `include_traces` may follow."""
         with ExitStack() as locks:
-            allocators = [locks.enter_context(self._memory(gpu)) for gpu in self.machine.gpus]
+            allocators = [locks.enter_context(settled(gpu)) for gpu in self.machine.gpus]
             traces = pool is None or len(pool) < 3 or bool(pool[2])
             return history.snapshot(allocators, traces, history.NO_POOL if pool is None else tuple(pool[:2]))
 
     def _cuda_attach_out_of_memory_observer(self, observer) -> None:
         """observer(device, bytes asked of the GPU, bytes allowed, bytes free), before the error is raised."""
         for gpu in self.machine.gpus:
-            with self._memory(gpu) as memory:
+            with settled(gpu) as memory:
                 memory.oom_observers.append(observer)
 
     def _cuda_memoryMetadataSupported(self) -> bool:
@@ -205,7 +198,7 @@ class Memory:
         allocation = getattr(tensor.untyped_storage(), ALLOCATION, None)
         if allocation is None or allocation.block is None:
             return
-        with self._memory(allocation.gpu) as memory:
+        with settled(allocation.gpu) as memory:
             if memory.history is not None:
                 block = allocation.block
                 context = memory.history.gather()
@@ -219,7 +212,7 @@ class Memory:
     def _accelerator_getMemoryInfo(self, device: int) -> tuple[int, int]:
         gpu = self._gpu(device)
         self.machine.clock.check(gpu.index)
-        with self._memory(gpu) as memory:
+        with settled(gpu) as memory:
             return memory.free_on_gpu, memory.capacity
 
     def _accelerator_getAllocatorSettings(self) -> str:
@@ -228,7 +221,7 @@ class Memory:
     def _accelerator_setAllocatorSettings(self, env: str) -> None:
         settings = config.parse(env, self.machine.gpus[0].memory.config)
         for gpu in self.machine.gpus:
-            with self._memory(gpu) as memory:
+            with settled(gpu) as memory:
                 memory.configure(settings)
 
     _accelerator_emptyCache = _cuda_emptyCache

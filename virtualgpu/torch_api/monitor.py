@@ -1,45 +1,80 @@
-"""What PyTorch asks NVIDIA's management library about a GPU, on the simulated clock: torch.cuda.utilization and its kind.
+"""How busy a GPU is, on the simulated clock: torch.cuda.utilization and its kind, which ask NVIDIA's management library, and GPUtil.
 
 A share of time is that of simulated time since the program last asked. A virtual GPU runs at the highest clock of its data sheet, and
 draws its power limit for as long as it works, nothing in between: a bound for energy. It has no temperature.
 """
 
+import sys
+
 import torch
 
+from virtualgpu import environment
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.torch_api.gputil import load
+from virtualgpu.hardware.specs import MIB
+from virtualgpu.timing.usage import Utilization
+from virtualgpu.torch_api.nvml import DRIVER
 from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace utilization, memory_usage, clock_rate and power_draw; they raise ValueError for the CPU."""
+    """Replace functions of torch.cuda and, where it is installed, GPUtil's list."""
+    monitor = Monitor(machine)
+    for name in ("utilization", "memory_usage", "clock_rate", "power_draw"):
+        patches.replace(torch.cuda, name, getattr(monitor, name))
+    try:
+        from GPUtil import GPUtil as module
+    except ImportError:
+        return
+    for owner in (module, sys.modules["GPUtil"]):
+        patches.replace(owner, "getGPUs", lambda: monitor.rows(module.GPU))
 
-    def gpu_of(device) -> GPU:
-        gpu = machine.gpu(device)
+
+class Monitor:
+    """The functions. They raise ValueError for the CPU."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.asked: dict[str, Utilization] = {}  # {who asks: since when}
+
+    def _gpu(self, device) -> GPU:
+        gpu = self.machine.gpu(device)
         if gpu is None:
             raise ValueError(f"Expected a cuda device, but got: {device}")
         return gpu
 
-    def utilization(device=None) -> int:
+    def _load(self, gpu: GPU, asker: str) -> float:
+        """The share of simulated time in which this GPU was busy since `asker` last asked, of work already queued; 0 to 1."""
+        return self.asked.setdefault(asker, Utilization(self.machine.clock)).load(gpu.index)
+
+    def utilization(self, device=None) -> int:
         """Percent of time in which kernels ran."""
-        return round(100 * load(machine, gpu_of(device), "torch.cuda"))
+        return round(100 * self._load(self._gpu(device), "utilization"))
 
-    def memory_usage(device=None) -> int:
+    def memory_usage(self, device=None) -> int:
         """Percent of time in which memory was read or written: a kernel does so for as long as it lasts."""
-        return round(100 * load(machine, gpu_of(device), "torch.cuda.memory_usage"))
+        return round(100 * self._load(self._gpu(device), "memory_usage"))
 
-    def clock_rate(device=None) -> int:
+    def clock_rate(self, device=None) -> int:
         """MHz."""
-        return gpu_of(device).spec.clock_rate // 1000
+        return self._gpu(device).spec.clock_rate // 1000
 
-    def power_draw(device=None) -> int:
+    def power_draw(self, device=None) -> int:
         """Milliwatts. Raises NotImplementedError for a card that does not say its limit."""
-        gpu = gpu_of(device)
+        gpu = self._gpu(device)
         if gpu.spec.power is None:
             raise NotImplementedError(
                 f"{gpu.spec.name}, virtual, does not say its power limit: give `power` in a card of your own"
             )
-        return round(1000 * gpu.spec.power * load(machine, gpu, "torch.cuda.power_draw"))
+        return round(1000 * gpu.spec.power * self._load(gpu, "power_draw"))
 
-    for function in (utilization, memory_usage, clock_rate, power_draw):
-        patches.replace(torch.cuda, function.__name__, function)
+    def rows(self, kind: type) -> list:
+        """GPUtil's objects, as nvidia-smi lists them: memory in MiB, reserved and context counted as used."""
+        rows = []
+        for gpu in self.machine.gpus:
+            memory, uuid = gpu.settled(), environment.uuid(gpu.physical)
+            total, free = float(memory.capacity // MIB), float(memory.free_on_gpu // MIB)
+            known = total, total - free, free, DRIVER, gpu.spec.name
+            rows.append(
+                kind(gpu.physical, uuid, self._load(gpu, "GPUtil"), *known, "", "Disabled", "Disabled", float("nan"))
+            )
+        return rows

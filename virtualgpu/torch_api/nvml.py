@@ -150,8 +150,7 @@ def _handle(board, index: int | None, device) -> int:
 
 def _index(board, name, text) -> int | None:
     wanted = name.value.decode().upper()
-    found = [index for index in range(len(board.cards)) if wanted in text(index)]
-    return found[0] if found else None
+    return next((index for index in range(len(board.cards)) if wanted in text(index)), None)
 
 
 def _bus_ids(index: int) -> tuple[str, str]:
@@ -177,15 +176,15 @@ def _memory(board, gpu: int, info) -> int:
     return SUCCESS
 
 
-def _processes(board, gpu: int, count, found) -> int:
+def _processes(board, gpu: int, count, infos) -> int:
     processes, count = board.processes(gpu), _target(count)
     room, count.value = count.value, len(processes)
     if not processes:
         return SUCCESS
-    if found is None or room < len(processes):
+    if infos is None or room < len(processes):
         return INSUFFICIENT_SIZE
     none = 0xFFFFFFFF  # nvml.h: "value is not available" for instance ids without MIG
-    for place, (pid, used) in zip(found, processes, strict=False):
+    for place, (pid, used) in zip(infos, processes, strict=False):
         place.pid, place.usedGpuMemory = pid, used
         for name in ("gpuInstanceId", "computeInstanceId"):
             if hasattr(place, name):
@@ -193,7 +192,7 @@ def _processes(board, gpu: int, count, found) -> int:
     return SUCCESS
 
 
-def _no_processes(board, gpu: int, count, found) -> int:
+def _no_processes(board, gpu: int, count, infos) -> int:
     return _set(count, 0)
 
 

@@ -4,7 +4,6 @@ CUPTI, by which PyTorch watches real kernels, knows nothing of virtual ones. A p
 once, and adds the kernels to what export_chrome_trace writes.
 """
 
-import functools
 import gzip
 import json
 import warnings
@@ -12,14 +11,14 @@ import warnings
 import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity
-from torch.profiler import profiler as kineto
 
+from virtualgpu import _compat
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.trace import chrome_events
 from virtualgpu.torch_api.registry import Patches
 
-TOLD = (
+WARNING = (
     "torch.profiler cannot see virtual GPUs: its tables have the CPU's side. The simulated kernels are in the Chrome trace "
     "(export_chrome_trace), and in virtualgpu.recording()"
 )
@@ -27,82 +26,75 @@ TOLD = (
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace methods of torch.profiler's profile, of the older one in torch.autograd, and of emit_nvtx."""
-    told = []
-
-    def cpu_only() -> None:
-        if not told:
-            told.append(True)
-            warnings.warn(TOLD, stacklevel=4)
-
-    begin, start, stop, export = (
-        kineto._KinetoProfile.__init__,
-        kineto._KinetoProfile.start_trace,
-        kineto._KinetoProfile.stop_trace,
-        kineto._KinetoProfile.export_chrome_trace,
-    )
-
-    @functools.wraps(begin)
-    def __init__(self, *args, activities=None, **kwargs):
-        asked = set(activities) if activities is not None else {ProfilerActivity.CPU}
-        if ProfilerActivity.CUDA in asked:
-            cpu_only()
-            asked = (asked - {ProfilerActivity.CUDA}) | {ProfilerActivity.CPU}
-        self._virtual_spans = None
-        begin(self, *args, activities=asked, **kwargs)
-
-    @functools.wraps(start)
-    def start_trace(self):
-        clock = machine.clock
-        self._virtual_before = clock.spans
-        clock.spans = self._virtual_spans = []
-        self._virtual_start = clock.host
-        return start(self)
-
-    @functools.wraps(stop)
-    def stop_trace(self):
-        if self._virtual_spans is not None:
-            before, machine.clock.spans = self._virtual_before, self._virtual_before
-            if before is not None:
-                before.extend(self._virtual_spans)
-        return stop(self)
-
-    @functools.wraps(export)
-    def export_chrome_trace(self, path: str):
-        out = export(self, path)
-        if self._virtual_spans:
-            _add(path, chrome_events(self._virtual_spans, origin=self._virtual_start))
-        return out
-
-    for name, ours in {
-        "__init__": __init__,
-        "start_trace": start_trace,
-        "stop_trace": stop_trace,
-        "export_chrome_trace": export_chrome_trace,
+    profiles = Profiles(machine)
+    for name, function in {
+        "__init__": profiles.begin,
+        "start_trace": profiles.start,
+        "stop_trace": profiles.stop,
+        "export_chrome_trace": export,
     }.items():
-        patches.replace(kineto._KinetoProfile, name, ours)
-
-    plain = autograd_profiler.profile.__init__
-
-    @functools.wraps(plain)
-    def profile_init(self, enabled=True, *, use_cuda=False, use_device=None, **kwargs):
-        if use_cuda or use_device == "cuda":
-            cpu_only()
-            use_device = None
-        plain(self, enabled, use_device=use_device, **kwargs)
-
-    patches.replace(autograd_profiler.profile, "__init__", profile_init)
-    emit = autograd_profiler.emit_nvtx
-    patches.replace(emit, "__enter__", lambda self: self)
-    patches.replace(emit, "__exit__", lambda self, *error: False)
+        patches.stand_in(_compat.KinetoProfile, name, function)
+    patches.stand_in(autograd_profiler.profile, "__init__", profiles.begin_older)
+    patches.replace(autograd_profiler.emit_nvtx, "__enter__", lambda self: self)
+    patches.replace(autograd_profiler.emit_nvtx, "__exit__", lambda self, *error: False)
     overrides.NAMESPACES["profiler"] = _annotate
-    known = torch.profiler.supported_activities
-    patches.replace(torch.profiler, "supported_activities", lambda: known() | {ProfilerActivity.CUDA})
+    patches.stand_in(torch.profiler, "supported_activities", lambda known: known() | {ProfilerActivity.CUDA})
+
+
+class Profiles:
+    """What the profiles of one session share: the clock whose kernels they record, and that they have warned."""
+
+    def __init__(self, machine: Machine):
+        self.clock, self.warned = machine.clock, False
+
+    def _warn(self) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(WARNING, stacklevel=5)
+
+    def begin(self, original, profile, *args, activities=None, **kwargs):
+        """Of CPU and CUDA, the CPU alone is asked of PyTorch."""
+        wanted = set(activities) if activities is not None else {ProfilerActivity.CPU}
+        if ProfilerActivity.CUDA in wanted:
+            self._warn()
+            wanted = (wanted - {ProfilerActivity.CUDA}) | {ProfilerActivity.CPU}
+        profile._virtual_spans = None
+        original(profile, *args, activities=wanted, **kwargs)
+
+    def start(self, original, profile):
+        """From now on the clock's spans are this profile's."""
+        profile._virtual_before, profile._virtual_start = self.clock.spans, self.clock.host
+        self.clock.spans = profile._virtual_spans = []
+        return original(profile)
+
+    def stop(self, original, profile):
+        """They belong to who recorded before, too."""
+        if profile._virtual_spans is not None:
+            self.clock.spans = before = profile._virtual_before
+            if before is not None:
+                before.extend(profile._virtual_spans)
+        return original(profile)
+
+    def begin_older(self, original, profile, enabled=True, *, use_cuda=False, use_device=None, **kwargs):
+        """torch.autograd.profiler.profile(use_device="cuda")."""
+        if use_cuda or use_device == "cuda":
+            self._warn()
+            use_device = None
+        original(profile, enabled, use_device=use_device, **kwargs)
+
+
+def export(original, profile, path: str):
+    """PyTorch's file, and the simulated kernels."""
+    out = original(profile, path)
+    if profile._virtual_spans:
+        _add(path, chrome_events(profile._virtual_spans, origin=profile._virtual_start))
+    return out
 
 
 def _annotate(dispatch, func, args, kwargs):
     """record_function begins or ends: what is launched in between has its name."""
     annotations = dispatch.clock.local.annotations
-    if func._overloadpacket.__name__.startswith("_record_function_enter"):
+    if _compat.packet(func).__name__.startswith("_record_function_enter"):
         annotations.append(args[0])
     elif annotations:
         annotations.pop()

@@ -1,9 +1,6 @@
 """The functions behind nn.LSTM, GRU and RNN: C++ asks where their tensors really are, and takes the CPU's way; here it is cuDNN's."""
 
-import functools
-
 import torch
-from torch import _VF
 from torch.backends import cudnn
 
 from virtualgpu import _compat
@@ -22,34 +19,26 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(cudnn, "is_acceptable", _is_acceptable)
     patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)
     for name, mode in MODES.items():
-        ours = _layers(machine, getattr(torch, name), mode)
-        patches.undo(_compat.register_as_builtin(ours, f"aten::{name}"))
-        for owner in (torch, _VF):
-            patches.replace(owner, name, ours)
+        patches.stand_in_builtin((torch, _compat.VF), name, _layers, machine, mode)
 
 
-def _layers(machine: Machine, original, mode: int):
+def _layers(machine: Machine, mode: int, original, *args):
     """As aten/src/ATen/native/cudnn/RNN.cpp hands them to `_cudnn_rnn`."""
-
-    @functools.wraps(original)
-    def layers(*args):
-        if machine.local.bypass or not _taken_by_cudnn(args):
-            return original(*args)
-        packed = isinstance(args[3], (list, tuple))
-        input, sizes, args = args[0], args[1].tolist() if packed else [], args[2:] if packed else args[1:]
-        states, weights, biases, count, dropout, train, bidirectional, *batch_first = args
-        hx, cx = states if mode == recurrent.LSTM else (states, None)
-        hidden = (hx if cx is None else cx).shape[2]
-        projected = 0 if hx.shape[2] == hidden else hx.shape[2]
-        stride = (4 if biases else 2) + bool(projected)
-        seed = None
-        if dropout and train and count > 1:
-            seed = torch.randint(1 << 62, (1,), device=input.device)
-        settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
-        made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, None, hx, cx, *settings)
-        return made[: 3 if cx is not None else 2]
-
-    return layers
+    if machine.local.bypass or not _taken_by_cudnn(args):
+        return original(*args)
+    packed = isinstance(args[3], (list, tuple))
+    input, sizes, args = args[0], args[1].tolist() if packed else [], args[2:] if packed else args[1:]
+    states, weights, biases, count, dropout, train, bidirectional, *batch_first = args
+    hx, cx = states if mode == recurrent.LSTM else (states, None)
+    hidden = (hx if cx is None else cx).shape[2]
+    projected = 0 if hx.shape[2] == hidden else hx.shape[2]
+    stride = (4 if biases else 2) + bool(projected)
+    seed = None
+    if dropout and train and count > 1:
+        seed = torch.randint(1 << 62, (1,), device=input.device)
+    settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
+    made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, None, hx, cx, *settings)
+    return made[: 3 if cx is not None else 2]
 
 
 def _taken_by_cudnn(args) -> bool:

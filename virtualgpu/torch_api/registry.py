@@ -1,8 +1,9 @@
 """Replace attributes of other modules, and put each one back."""
 
+import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MISSING = object()
@@ -11,13 +12,14 @@ MISSING = object()
 class Patches:
     """What was replaced, in order. An attribute that the owner only inherited is removed again, not copied into it.
 
-    `add` is for what a wheel without CUDA lacks; `replace` demands that there is something to replace.
+    `add` is for what a wheel without CUDA lacks (test_surface.py notices any other name that is not there); `replace` demands that there
+    is something to replace. What stands in for a function is made of it by `wrap`, or calls it (`stand_in`).
     """
 
     def __init__(self):
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         self.others: list[Callable[[], None]] = []
-        self.everywhere: list[tuple[str, Any, Any]] = []  # (name, original, ours)
+        self.everywhere: list[tuple[str, Any, Any]] = []  # (name, original, stand-in)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Raises AttributeError, naming PyTorch's version, where there is nothing of that name."""
@@ -27,6 +29,23 @@ class Patches:
             where = getattr(owner, "__name__", type(owner).__name__)
             raise AttributeError(f"PyTorch {torch.__version__} has no {where}.{name}, which virtual GPUs stand in for")
         self.add(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """As `replace`, by wrapper(what is there)."""
+        self.replace(owner, name, wrapper(getattr(owner, name, None)))
+
+    def stand_in(self, owner: Any, name: str, function: Callable, *bound: Any) -> None:
+        """As `replace`, by what calls function(*bound, original, ...) and passes for the original."""
+        self.wrap(owner, name, lambda original: standing_in(original, function, *bound))
+
+    def stand_in_builtin(self, owners: Sequence[Any], name: str, function: Callable, *bound: Any) -> None:
+        """As `stand_in`, by one function in all owners, for which TorchScript knows the builtin aten::name."""
+        from virtualgpu import _compat
+
+        value = standing_in(getattr(owners[0], name), function, *bound)
+        self.undo(_compat.register_as_builtin(value, f"aten::{name}"))
+        for owner in owners:
+            self.replace(owner, name, value)
 
     def replace_everywhere(self, owner: Any, name: str, value: Any) -> None:
         """Also, from `spread` on, in modules that have imported it by name: those of torch, and a notebook."""
@@ -62,9 +81,9 @@ class Patches:
                 raise
             self.others.pop()
         while self.replaced:
-            owner, name, original, ours = self.replaced[-1]
+            owner, name, original, value = self.replaced[-1]
             now = vars(owner).get(name, MISSING)
-            if now is ours:
+            if now is value:
                 if original is MISSING:
                     delattr(owner, name)
                 else:
@@ -73,9 +92,20 @@ class Patches:
                 where = getattr(owner, "__name__", type(owner).__name__)
                 warnings.warn(f"{where}.{name} was replaced while virtual GPUs were on, and is left so", stacklevel=2)
             self.replaced.pop()
-        # modules that have imported ours by name meanwhile, too
-        exchange([(name, ours, original) for name, original, ours in reversed(self.everywhere)])
+        # modules that have imported a stand-in by name meanwhile, too
+        exchange([(name, value, original) for name, original, value in reversed(self.everywhere)])
         self.everywhere.clear()
+
+
+def standing_in(original: Callable, function: Callable, *bound: Any) -> Callable:
+    """What calls function(*bound, original, ...), with the name, the signature and the documentation of the original."""
+
+    @functools.wraps(original)
+    def stand_in(*args, **kwargs):
+        __tracebackhide__ = True
+        return function(*bound, original, *args, **kwargs)
+
+    return stand_in
 
 
 def exchange(values: list[tuple[str, Any, Any]]) -> None:

@@ -1,7 +1,6 @@
 """torch.save and torch.load: tensors come back to the GPU that they were on, and a dry run destroys no file."""
 
 import contextlib
-import functools
 import os
 import shutil
 import tempfile
@@ -13,24 +12,38 @@ from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import is_forgotten
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 from virtualgpu.torch_api.storage import meta_storage
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch.save, and answer where a storage is and where it goes."""
-    _save(machine, patches)
+    patches.replace_everywhere(torch.serialization, "save", standing_in(torch.save, _save, machine))
+    files = Files(machine)
+    package = (0, files.tag, files.restore)  # before PyTorch's own, which have 10 and more
+    patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
+    torch.serialization.register_package(*package)
+    patches.stand_in(_compat.pickling, "_rebuild_tensor", files.rebuild_tensor)
 
-    def tag(storage) -> str | None:
-        if _made_dry(storage, machine):
+
+class Files:
+    """What PyTorch asks about a storage that it writes or has read."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def tag(self, storage) -> str | None:
+        """ "cuda:1"; None for the CPU. Raises NoValues for one of a dry run."""
+        if _made_dry(storage, self.machine):
             raise NoValues
         allocation = getattr(storage, ALLOCATION, None)
         return None if allocation is None or allocation.gpu is None else f"cuda:{allocation.gpu.index}"
 
-    def restore(storage, location: str):
+    def restore(self, storage, location: str):
+        """The storage on that GPU; None for other places. Raises PyTorch's RuntimeError where there is no such GPU."""
         if not location.startswith("cuda"):
             return None
-        index = torch.device(location).index or 0
+        machine, index = self.machine, torch.device(location).index or 0
         if index >= len(machine.gpus):
             raise RuntimeError(
                 f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
@@ -40,46 +53,29 @@ def install(machine: Machine, patches: Patches) -> None:
         machine.charge_copy(None, gpu, storage.nbytes(), wait=True)
         return machine.place_storage(meta_storage(storage) if machine.dry else storage, gpu)
 
-    rebuild = _compat.pickling._rebuild_tensor
-
-    @functools.wraps(rebuild)
-    def rebuild_tensor(storage, *geometry):
+    def rebuild_tensor(self, original, storage, *geometry):
         """A dry run keeps what comes from a file, or from a loader's worker, with its values, as it does NumPy's arrays."""
-        with_values = machine.dry and not _has_no_values(storage._untyped_storage)
-        with machine.untracked() if with_values else contextlib.nullcontext():
-            return rebuild(storage, *geometry)
-
-    package = (0, tag, restore)  # before PyTorch's own, which have 10 and more
-    patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
-    torch.serialization.register_package(*package)
-    patches.replace(_compat.pickling, "_rebuild_tensor", rebuild_tensor)
+        with_values = self.machine.dry and not _has_no_values(_compat.untyped(storage))
+        with self.machine.untracked() if with_values else contextlib.nullcontext():
+            return original(storage, *geometry)
 
 
-def _save(machine: Machine, patches: Patches) -> None:
+def _save(machine: Machine, original, obj, f, *args, **kwargs):
     """torch.save empties a file before it looks at what it is to write. Where tensors of a dry run may be among that, it writes to a
     temporary file first: once, since what is pickled may do something by that."""
-    original = torch.save
-
-    @functools.wraps(original)
-    def save(obj, f, *args, **kwargs):
-        if not machine.some_dry and machine.epoch == 1:
-            return original(obj, f, *args, **kwargs)
-        with tempfile.SpooledTemporaryFile(IN_MEMORY) as held:
-            try:
-                original(obj, held, *args, **kwargs)
-            except NoValues:
-                if machine.dry and isinstance(f, (str, os.PathLike)):
-                    what = f"a dry run has no values to save: {os.fspath(f)} is not written"
-                    return warnings.warn(what, stacklevel=2)
-                raise
-            held.seek(0)
-            if isinstance(f, (str, os.PathLike)):
-                with open(f, "wb") as file:
-                    shutil.copyfileobj(held, file)
-            else:
-                shutil.copyfileobj(held, f)
-
-    patches.replace_everywhere(torch.serialization, "save", save)
+    if not machine.some_dry and machine.epoch == 1:
+        return original(obj, f, *args, **kwargs)
+    with tempfile.SpooledTemporaryFile(IN_MEMORY) as held:
+        try:
+            original(obj, held, *args, **kwargs)
+        except NoValues:
+            if machine.dry and isinstance(f, (str, os.PathLike)):
+                message = f"a dry run has no values to save: {os.fspath(f)} is not written"
+                return warnings.warn(message, stacklevel=3)
+            raise
+        held.seek(0)
+        with open(f, "wb") if isinstance(f, (str, os.PathLike)) else contextlib.nullcontext(f) as file:
+            shutil.copyfileobj(held, file)
 
 
 IN_MEMORY = 64 << 20  # bytes; a larger file goes to the disk

@@ -1,102 +1,108 @@
 """Storages on virtual GPUs: where they say they are, how they are made, resized and moved."""
 
-import functools
-
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, Allocation
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 
 CPU = torch.device("cpu")
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace UntypedStorage's methods."""
-    Storage, local = torch.UntypedStorage, machine.local
-    real_device = Storage.device.__get__
-    resize_, clone, share, real_data_ptr = Storage.resize_, Storage.clone, Storage._share_cuda_, Storage.data_ptr
+    Storage, storages = torch.UntypedStorage, Storages(machine)
+    patches.replace(Storage, "device", property(storages.device))
+    patches.replace(Storage, "__new__", staticmethod(standing_in(Storage.__new__, storages.make)))
+    patches.replace(Storage, "to", lambda *args, **kwargs: storages.to(*args, **kwargs))
+    patches.replace(Storage, "cuda", lambda *args, **kwargs: storages.cuda(*args, **kwargs))
+    patches.replace(Storage, "cpu", lambda storage: storages.to(storage, device=CPU))
+    patches.replace(Storage, "is_pinned", lambda storage, device=None: getattr(storage, "_virtual_pinned", False))
+    patches.stand_in(Storage, "clone", storages.clone)
+    patches.stand_in(Storage, "resize_", resize_)
+    patches.stand_in(Storage, "_share_cuda_", share_cuda)
+    patches.stand_in(Storage, "data_ptr", storages.data_ptr)
 
-    def gpu_of(storage) -> GPU | None:
-        allocation = getattr(storage, ALLOCATION, None)
-        return None if allocation is None else allocation.gpu
 
-    def device(storage) -> torch.device:
-        gpu = None if local.bypass else gpu_of(storage)
+class Storages:
+    """The methods that need the machine."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.local = machine, machine.local
+        self.copy = torch.UntypedStorage.clone
+
+    def device(self, storage) -> torch.device:
+        """UntypedStorage.device."""
+        gpu = None if self.local.bypass else gpu_of(storage)
         if gpu is not None:
             return gpu.device
-        real = real_device(storage)
-        return CPU if real.type == "meta" and machine.dry and not local.bypass else real
+        real = _compat.real_storage_device(storage)
+        return CPU if real.type == "meta" and self.machine.dry and not self.local.bypass else real
 
-    def make(cls, *args, device=None, **kwargs):
+    def make(self, original, cls, *args, device=None, **kwargs):
         """UntypedStorage(4, device="cuda")."""
-        where = None if device is None or local.bypass else torch.device(device)
-        if where is None or where.type != "cuda":
-            return original_new(cls, *args, **({} if device is None else {"device": device}), **kwargs)
-        return machine.place_storage(original_new(cls, *args, device=machine.base, **kwargs), machine.gpu(where))
+        target = None if device is None or self.local.bypass else torch.device(device)
+        if target is None or target.type != "cuda":
+            return original(cls, *args, **({} if device is None else {"device": device}), **kwargs)
+        storage = original(cls, *args, device=self.machine.base, **kwargs)
+        return self.machine.place_storage(storage, self.machine.gpu(target))
 
-    def to(storage, *, device, non_blocking: bool = False):
-        target = machine.gpu(device)
-        if target is gpu_of(storage):
+    def to(self, storage, *, device, non_blocking: bool = False):
+        """A copy on `device`; the storage itself where it is there already."""
+        machine, source, target = self.machine, gpu_of(storage), self.machine.gpu(device)
+        if target is source:
             return storage
         with machine.untracked():
-            made = meta_storage(storage) if machine.dry and target else clone(storage)
+            made = meta_storage(storage) if machine.dry and target else self.copy(storage)
         machine.place_storage(made, target)
-        machine.charge_copy(gpu_of(storage), target, storage.nbytes(), wait=not non_blocking)
+        machine.charge_copy(source, target, storage.nbytes(), wait=not non_blocking)
         return made
 
-    def cuda(storage, device=None, non_blocking: bool = False):
-        return to(storage, device=machine.gpu("cuda" if device is None else device).device, non_blocking=non_blocking)
+    def cuda(self, storage, device=None, non_blocking: bool = False):
+        """UntypedStorage.cuda; without a device, on the current GPU."""
+        gpu = self.machine.gpu("cuda" if device is None else device)
+        return self.to(storage, device=gpu.device, non_blocking=non_blocking)
 
-    def cpu(storage):
-        return to(storage, device=CPU)
-
-    @functools.wraps(clone)
-    def clone_there(storage):
-        with machine.untracked():
-            copy = clone(storage)
+    def clone(self, original, storage):
+        """On the same GPU."""
+        with self.machine.untracked():
+            copy = original(storage)
         gpu = gpu_of(storage)
-        return copy if gpu is None else machine.place_storage(copy, gpu)
+        return copy if gpu is None else self.machine.place_storage(copy, gpu)
 
-    @functools.wraps(resize_)
-    def resize_and_count(storage, size: int):
-        """FSDP gives the memory of gathered parameters back in this way."""
+    def data_ptr(self, original, storage) -> int:
+        """On a GPU, the address of its block."""
         allocation = getattr(storage, ALLOCATION, None)
-        if allocation is None or allocation.gpu is None or size == allocation.nbytes:
-            return resize_(storage, size)
-        gpu = allocation.gpu
-        room = Allocation(gpu, size)  # PyTorch, too, has both for a moment: the bytes are copied over
-        out = resize_(storage, size)
-        storage._virtual_allocation = room
-        return out
-
-    def share_cuda(storage, *args, **kwargs):
-        if gpu_of(storage) is None:
-            return share(storage, *args, **kwargs)
-        raise NotImplementedError(
-            "GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()"
-        )
-
-    def data_ptr(storage) -> int:
-        allocation = getattr(storage, ALLOCATION, None)
-        if allocation is None or allocation.gpu is None or local.bypass:
-            return real_data_ptr(storage)
+        if allocation is None or allocation.gpu is None or self.local.bypass:
+            return original(storage)
         return 0 if allocation.block is None else allocation.block.address
 
-    original_new = Storage.__new__
-    patches.replace(Storage, "device", property(device))
-    patches.replace(Storage, "__new__", staticmethod(make))
-    for name, function in {
-        "to": to,
-        "cuda": cuda,
-        "cpu": cpu,
-        "clone": clone_there,
-        "resize_": resize_and_count,
-        "_share_cuda_": share_cuda,
-        "data_ptr": data_ptr,
-        "is_pinned": lambda storage, device=None: getattr(storage, "_virtual_pinned", False),
-    }.items():
-        patches.replace(Storage, name, function)
+
+def gpu_of(storage) -> GPU | None:
+    """Where a storage is; None: on the CPU."""
+    allocation = getattr(storage, ALLOCATION, None)
+    return None if allocation is None else allocation.gpu
+
+
+def resize_(original, storage, size: int):
+    """FSDP gives the memory of gathered parameters back in this way."""
+    allocation = getattr(storage, ALLOCATION, None)
+    if allocation is None or allocation.gpu is None or size == allocation.nbytes:
+        return original(storage, size)
+    room = Allocation(allocation.gpu, size)  # PyTorch, too, has both for a moment: the bytes are copied over
+    out = original(storage, size)
+    storage._virtual_allocation = room
+    return out
+
+
+def share_cuda(original, storage, *args, **kwargs):
+    """For another process. Raises NotImplementedError on a GPU."""
+    if gpu_of(storage) is None:
+        return original(storage, *args, **kwargs)
+    raise NotImplementedError(
+        "GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()"
+    )
 
 
 def meta_storage(storage):

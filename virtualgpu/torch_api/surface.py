@@ -215,7 +215,7 @@ def install(machine: Machine, patches: Patches) -> None:
         for name in names.split():
             _refuse(name, f"{subject} not modelled on virtual GPUs: {cure}", patches)
     for name in () if _compat.built_with_cuda else OF_CUDA_WHEELS.split():
-        if not hasattr(torch._C, name):
+        if not hasattr(_compat.C, name):
             sentence = f"this wheel of PyTorch has no torch._C.{name}: install one with CUDA, or leave the call out"
             _refuse(name, sentence, patches)
 
@@ -247,7 +247,7 @@ def _refuse(name: str, sentence: str, patches: Patches) -> None:
     owner, attribute = locate(name)
     if hasattr(owner, attribute):  # other modules may have imported it by name
         patches.replace_everywhere(owner, attribute, refusing(sentence, getattr(owner, attribute)))
-    elif owner is torch._C and not _compat.built_with_cuda and name not in lacking(version()):
+    elif owner is _compat.C and not _compat.built_with_cuda and name not in lacking(version()):
         patches.add(owner, attribute, refusing(sentence))
 
 

@@ -3,10 +3,10 @@
 As in PyTorch, what asks for waiting by its name stays without a word: torch.cuda.synchronize and Event.synchronize.
 """
 
-import torch
-
+from virtualgpu import _compat
 from virtualgpu.engine import warn
 from virtualgpu.engine.machine import Machine
+from virtualgpu.timing.clock import Clock, Queue
 from virtualgpu.torch_api.registry import Patches
 
 WARN, ERROR = 1, 2
@@ -15,25 +15,32 @@ PROTOTYPE = "Synchronization debug mode is a prototype feature and does not yet 
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Add the two C functions behind it; the clock's `wait_for` is another one only while a mode is on."""
-    clock, mode, told = machine.clock, 0, False
+    """Add the two C functions behind it."""
+    debug = SyncDebug(machine.clock)
+    patches.add(_compat.C, "_cuda_get_sync_debug_mode", lambda: debug.mode)
+    patches.add(_compat.C, "_cuda_set_sync_debug_mode", debug.set_mode)
 
-    def wait_for(queue) -> None:
-        if mode == ERROR:
+
+class SyncDebug:
+    """The mode; the clock's `wait_for` is another one only while it is on."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.mode, self.warned = clock, 0, False
+
+    def set_mode(self, mode: int) -> None:
+        """0: nothing; WARN or ERROR."""
+        if not self.warned:
+            self.warned = True
+            warn.at_the_program(PROTOTYPE)
+        self.mode = mode
+        if mode:
+            self.clock.wait_for = self.wait_for
+        else:
+            vars(self.clock).pop("wait_for", None)
+
+    def wait_for(self, queue: Queue) -> None:
+        """Clock.wait_for, with a word."""
+        if self.mode == ERROR:
             raise RuntimeError(MESSAGE)
         warn.at_the_program(MESSAGE)
-        type(clock).wait_for(clock, queue)
-
-    def set_mode(chosen: int) -> None:
-        nonlocal mode, told
-        if not told:
-            told = True
-            warn.at_the_program(PROTOTYPE)
-        mode = chosen
-        if mode:
-            clock.wait_for = wait_for
-        else:
-            vars(clock).pop("wait_for", None)
-
-    patches.add(torch._C, "_cuda_get_sync_debug_mode", lambda: mode)
-    patches.add(torch._C, "_cuda_set_sync_debug_mode", set_mode)
+        type(self.clock).wait_for(self.clock, queue)

@@ -22,20 +22,7 @@ from virtualgpu.torch_api.tensor_reads import Reads
 
 GRAD = _compat.TensorBase.grad
 MOVES = ("to", "cuda", "cpu")
-METHODS = [
-    "to",
-    "type_as",
-    "cuda",
-    "cpu",
-    "type",
-    "numpy",
-    "tolist",
-    "data_ptr",
-    "new",
-    "new_tensor",
-    "pin_memory",
-    "is_pinned",
-]
+METHODS = [*MOVES, "type_as", "type", "numpy", "tolist", "data_ptr", "new", "new_tensor", "pin_memory", "is_pinned"]
 METHODS += ["__array__", "__repr__", "__deepcopy__"]
 
 
@@ -139,8 +126,8 @@ class TensorPatches(Moves, Reads):
         return made.to(where).requires_grad_(requires_grad)
 
     def _wrap_method(self, name: str):
-        """A method of Tensor that calls ours, with PyTorch's as its first argument."""
-        original, ours = getattr(torch.Tensor, name), getattr(self, name)
+        """A method of Tensor that calls the one here, with PyTorch's as its first argument."""
+        original, function = getattr(torch.Tensor, name), getattr(self, name)
 
         @functools.wraps(original)
         def method(tensor, *args, **kwargs):
@@ -150,9 +137,9 @@ class TensorPatches(Moves, Reads):
             try:
                 if type(tensor) not in PLAIN and name in MOVES and isinstance(tensor, UninitializedTensorMixin):
                     with _compat.without_function_subclasses():  # a lazy module's: it lets through what it knows alone
-                        made = ours(original, tensor.as_subclass(torch.Tensor), *args, **kwargs)
+                        made = function(original, tensor.as_subclass(torch.Tensor), *args, **kwargs)
                         return made.as_subclass(type(tensor))
-                return ours(original, tensor, *args, **kwargs)
+                return function(original, tensor, *args, **kwargs)
             except RuntimeError as error:
                 frames = foreign(error.__traceback__)
                 raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above

@@ -1,8 +1,9 @@
 """Threads see the virtual GPUs too. A dispatch mode belongs to one thread, and so does simulated time.
 
 A thread that is started while they are on sees them from its first line, and its time goes on from who started it; in a dry run it is
-in that, too, and so is what a dry run submits to a pool. The main thread and the workers of a pool see them also where they are older. Any other thread that is older meets them as soon as it moves a
-tensor to a GPU, or calls torch.cuda; what it computes before, with tensors that others gave it, passes unseen.
+in that, too, and so is what a dry run submits to a pool. The main thread and the workers
+of a pool see them also where they are older. Any other thread that is older meets them as soon as it moves a tensor to a GPU, or calls
+torch.cuda; what it computes before, with tensors that others gave it, passes unseen.
 """
 
 import concurrent.futures.thread
@@ -16,53 +17,57 @@ from virtualgpu.torch_api.registry import Patches
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace Thread.start and Thread.join, and what a worker of concurrent.futures runs."""
-    Thread = threading.Thread
-    start, join = Thread.start, Thread.join
     work = concurrent.futures.thread._WorkItem
-    begin_item, run_item = work.__init__, work.run
+    patches.stand_in(threading.Thread, "start", start, machine)
+    patches.stand_in(threading.Thread, "join", join, machine)
+    patches.stand_in(work, "__init__", submit)
+    patches.stand_in(work, "run", run, machine)  # a pool's worker that was there before
 
-    def start_here(thread):
-        run, now, dry = thread.run, machine.clock.host, here.dry
 
-        def run_on_virtual_gpus():
-            if not machine.closed:
-                machine.clock.inherit(now)
-                machine.enter()
-            try:
-                with dry_here(dry):
-                    run()
-            finally:
-                thread._virtual_now = machine.clock.host
-                machine.leave()
-                del thread.run  # it refers to the thread
+def start(machine: Machine, original, thread) -> None:
+    """The thread sees the virtual GPUs from its first line on."""
+    begin, now, dry = thread.run, machine.clock.host, here.dry
 
-        thread.run = run_on_virtual_gpus
-        start(thread)
-
-    def join_here(thread, timeout=None):
-        join(thread, timeout)
-        if not thread.is_alive() and hasattr(thread, "_virtual_now"):
-            machine.clock.inherit(thread._virtual_now)
-
-    def submit_here(item, *args, **kwargs):
-        begin_item(item, *args, **kwargs)
-        item._virtual_dry = here.dry
-
-    def run_here(item, *args, **kwargs):
-        older = machine.local.seen is not machine and not machine.closed
-        if older:
+    def run_on_virtual_gpus():
+        if not machine.closed:
+            machine.clock.inherit(now)
             machine.enter()
         try:
-            with dry_here(getattr(item, "_virtual_dry", here.dry)):
-                return run_item(item, *args, **kwargs)
+            with dry_here(dry):
+                begin()
         finally:
-            if older:
-                machine.leave()
+            thread._virtual_now = machine.clock.host
+            machine.leave()
+            del thread.run  # it refers to the thread
 
-    patches.replace(Thread, "start", start_here)
-    patches.replace(Thread, "join", join_here)
-    patches.replace(work, "__init__", submit_here)
-    patches.replace(work, "run", run_here)  # a pool's worker that was there before
+    thread.run = run_on_virtual_gpus
+    original(thread)
+
+
+def join(machine: Machine, original, thread, timeout=None) -> None:
+    """Who joins a thread has waited for its simulated time."""
+    original(thread, timeout)
+    if not thread.is_alive() and hasattr(thread, "_virtual_now"):
+        machine.clock.inherit(thread._virtual_now)
+
+
+def submit(original, item, *args, **kwargs) -> None:
+    """What a dry run submits is in that dry run."""
+    original(item, *args, **kwargs)
+    item._virtual_dry = here.dry
+
+
+def run(machine: Machine, original, item):
+    """A worker that is older than the virtual GPUs sees them meanwhile."""
+    older = machine.local.seen is not machine and not machine.closed
+    if older:
+        machine.enter()
+    try:
+        with dry_here(getattr(item, "_virtual_dry", here.dry)):
+            return original(item)
+    finally:
+        if older:
+            machine.leave()
 
 
 def tell_main_thread(function) -> None:

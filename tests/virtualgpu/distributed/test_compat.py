@@ -12,7 +12,8 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
-from virtualgpu.distributed import _compat, groups
+from virtualgpu._compat import distributed as _compat
+from virtualgpu.distributed import groups
 from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")

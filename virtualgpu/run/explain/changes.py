@@ -25,7 +25,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.hardware import bridges
 from virtualgpu.hardware.datasheet import Link, Spec
 from virtualgpu.hardware.hosts import FREE, Host

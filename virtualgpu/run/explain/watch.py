@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from virtualgpu import environment
-from virtualgpu.distributed import _compat
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.run.explain import changes
 from virtualgpu.run.explain.loader import Loader
@@ -101,7 +101,7 @@ class Watch(steps.Watch):
             self.wrapped.append(module)
         if not self.half:
             self.half = torch.is_autocast_enabled("cuda") or any(
-                tensor is not None and tensor.dtype in HALF for tensor in module._parameters.values()
+                tensor.dtype in HALF for tensor in module.parameters(recurse=False)
             )
 
     def _seconds(self, kind: str, nbytes: int, ranks: int, real: Callable[[int], float]) -> float:

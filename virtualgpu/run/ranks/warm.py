@@ -9,12 +9,11 @@ import gc
 
 gc.disable()
 try:
-    import torch
-    import torch._dynamo  # DDP's constructor and optimizers import it
-    import torch.distributed  # noqa: F401
-
     import virtualgpu.run.ranks
     import virtualgpu.session  # noqa: F401
+    from virtualgpu import _compat
+
+    _compat.import_compiler()  # DDP's constructor and optimizers import it
 finally:
     gc.enable()
 gc.freeze()

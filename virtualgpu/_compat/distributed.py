@@ -3,18 +3,30 @@
 Versions 2.11 to 2.15, wheels with and without NCCL.
 """
 
+import importlib
+from operator import attrgetter
+
 import torch
+from torch import distributed as dist
 from torch._C import _distributed_c10d as _c
 from torch.distributed import distributed_c10d
 
-c10d = distributed_c10d
+c10d, cpp = distributed_c10d, _c
 ProcessGroup, ReduceOp, Gloo = _c.ProcessGroup, _c.ReduceOp, _c.ProcessGroupGloo
 RealNCCL = getattr(_c, "ProcessGroupNCCL", None)
 OF_PYTORCH = (_c.__name__, Gloo.__module__)  # where its own backends say that they are from
 AllgatherOptions = _c.AllgatherOptions
+start_coalescing_of, end_coalescing_of = ProcessGroup._start_coalescing, ProcessGroup._end_coalescing  # (group, device)
+allgather_flat = attrgetter("_allgather_base")  # (backend) -> its (output, input, options)
 Work = _c.Work  # a Python subclass is called by C++ for as long as its Python object lives
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # (f): at the end of this backward pass
+assign_buckets = dist._compute_bucket_assignment_by_size  # (tensors, sizes, ...) -> (buckets, their limits)
+broadcast_coalesced = dist._broadcast_coalesced  # (group, tensors, bytes, ...)
+verify_params = dist._verify_params_across_processes  # (group, parameters, ...)
+make_premul_sum = getattr(dist, "_make_nccl_premul_sum", None)
+default_group = c10d._get_default_group
+Plugin = c10d.Backend._BackendPlugin
 
 _premul: list[float] = []  # factors that were asked for; versions without ReduceOp.unbox do not say them again
 
@@ -22,6 +34,52 @@ _premul: list[float] = []  # factors that were asked for; versions without Reduc
 def rpc_internal():
     """The module in which RPC pickles, and runs what others call."""
     return torch.distributed.rpc.internal
+
+
+def rpc_reducers() -> dict:
+    """{class: how it is pickled}, of RPC."""
+    return rpc_internal()._internal_rpc_pickler._dispatch_table
+
+
+def rpc_worker(to):
+    """The WorkerInfo of a worker's name or number."""
+    return torch.distributed.rpc.api._to_worker_info(to)
+
+
+def backends() -> dict:
+    """{name in capitals: Plugin} of the backends that Python registered; others may register theirs meanwhile."""
+    return c10d.Backend._plugins
+
+
+def backend_of(group: ProcessGroup, device: str):
+    """A group's backend for "cuda" or "cpu". Raises RuntimeError where it has none."""
+    return group._get_backend(torch.device(device))
+
+
+def device_types(group: ProcessGroup) -> set[str]:
+    """The types of device for which it has a backend."""
+    return {device.type for device in group._device_types}
+
+
+def timeout_of(options):
+    """Of a backend's options, which may be None: a timedelta, or None."""
+    return getattr(options, "_timeout", None)
+
+
+def async_tensor() -> type:
+    """What a functional collective gives: AsyncCollectiveTensor(tensor)."""
+    return importlib.import_module("torch.distributed._functional_collectives").AsyncCollectiveTensor
+
+
+def know_fake_backend() -> None:
+    """Older versions know it from this module."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+
+
+def dtensor_random() -> tuple:
+    """Two modules of torch.distributed.tensor, that of its operations and that of its random numbers; and the base of trackers there."""
+    tensor = importlib.import_module("torch.distributed.tensor")
+    return tensor._dispatch, tensor._random, tensor._random._RNGStateTracker
 
 
 def group_of(boxed) -> ProcessGroup:

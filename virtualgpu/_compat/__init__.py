@@ -1,0 +1,12 @@
+"""The private names of PyTorch that the engine needs, each in one place; no other file of this package spells one.
+
+`tests/virtualgpu/test_compat.py` calls what is here, and guards that rule. Versions 2.11 to 2.15, wheels with CUDA and wheels for
+the CPU alone. `_compat.distributed` has the names of torch.distributed, and is imported by who needs them. What virtual GPUs put in
+the place of a private function is named where it is replaced, and listed in `torch_api/surface.py`.
+"""
+
+from virtualgpu._compat.cuda import *  # noqa: F403
+from virtualgpu._compat.dispatcher import *  # noqa: F403
+from virtualgpu._compat.operators import *  # noqa: F403
+from virtualgpu._compat.tensors import *  # noqa: F403
+from virtualgpu._compat.tools import *  # noqa: F403

@@ -1,0 +1,84 @@
+"""torch.cuda and the libraries below it: first use, cuBLAS, attention, traces of events."""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils import _python_dispatch
+
+C = torch._C
+NN, VF = C._nn, torch._VF  # functions of torch.nn.functional, and of layers of cells
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+built_with_cuda = C._has_cuda  # C++ of other wheels has no guard for CUDA's devices, also where no driver is needed
+parallel_functions = torch.nn.parallel._functions  # where DataParallel keeps its streams
+
+# What torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32 say, twenty times as fast
+convolutions_in_tf32, products_in_tf32 = C._get_cudnn_allow_tf32, C._get_cublas_allow_tf32
+
+# Which kernel attention takes: SDPBackend's numbers in the order in which they are asked, and as it is before anybody changes it
+attention_priority, ATTENTION_PRIORITY = C._get_sdp_priority_order, [1, 2, 0, 3, 4]
+# (query, key, value, mask, dropout_p, is_causal, *, scale, enable_gqa) -> SDPBackend's number
+fused_choice = torch._fused_sdp_choice
+
+preferred_blas = C._get_blas_preferred_backend  # () -> _BlasBackend: what preferred_blas_library said
+prefer_blas = C._set_blas_preferred_backend
+CUBLASLT = C._BlasBackend.Cublaslt
+
+# How PyTorch's C++ gives cuBLAS its workspaces (CublasHandlePool.cpp, and the wheels of 2.11 to 2.15, disassembled)
+LARGE_WORKSPACES = (9,) if VERSION < (2, 12) else (9, 10, 11, 12)  # major capabilities whose workspace has 32 MiB
+KEEPS_WORKSPACES = VERSION < (2, 15)  # for each handle and stream; later, each product gives its own back
+LT_HAS_ITS_OWN = VERSION < (2, 12)  # cuBLASLt's workspace beside cuBLAS's, whose handle it takes with that workspace
+SETS_WORKSPACES = VERSION >= (2, 13)  # torch.backends.cuda.cublas_workspace_size
+
+activate_gpu_trace = C._activate_gpu_trace  # from then on C++ reports to torch.cuda._gpu_trace
+
+
+def guard_without_driver() -> None:
+    """C++ that asks for a CUDA device meets a guard that does nothing, where there is no driver: no process ends by that."""
+    C._ensureCUDADeviceGuardSet()
+
+
+def first_use_has_begun() -> bool:
+    """Has torch.cuda been initialized, or is this thread about to do it?"""
+    return torch.cuda._initialized or hasattr(torch.cuda._tls, "is_initializing")
+
+
+@contextlib.contextmanager
+def first_use() -> Iterator[Callable[[], list]]:
+    """`with first_use() as waiting:` torch.cuda is initialized; waiting() takes the calls that were put off until then."""
+    torch.cuda._tls.is_initializing = True
+    try:
+        yield _take_waiting
+    finally:
+        del torch.cuda._tls.is_initializing
+    torch.cuda._initialized = True
+
+
+def _take_waiting() -> list:
+    tracker = torch.cuda._lazy_seed_tracker
+    waiting, tracker.call_order = tracker.call_order, []
+    return [call[0] for call in waiting if call]
+
+
+def memory_snapshot(pool: tuple) -> dict:
+    """All blocks of a pool: MemPool's two numbers, and whether the history is wanted."""
+    return C._cuda_memorySnapshot(pool)
+
+
+def gpu_trace():
+    """torch.cuda._gpu_trace, to whose registries (EventRecordCallbacks and others) CUDA's events are reported."""
+    return importlib.import_module("torch.cuda._gpu_trace")
+
+
+def gpu_trace_has_listeners() -> bool:
+    """Does somebody wait for reports, such as torch.cuda._sanitizer?"""
+    trace = sys.modules.get("torch.cuda._gpu_trace")
+    return trace is not None and bool(trace.EventRecordCallbacks.callback_list)
+
+
+def cuda_sanitizer_mode():
+    """The dispatch mode of torch.cuda._sanitizer, where it is on in this thread; or None."""
+    kind = getattr(sys.modules.get("torch.cuda._sanitizer"), "CUDASanitizerDispatchMode", ())
+    return next((mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if isinstance(mode, kind)), None)

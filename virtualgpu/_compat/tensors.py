@@ -1,0 +1,47 @@
+"""Tensors, storages and devices below what virtual GPUs put in their place, and the nodes of autograd."""
+
+from operator import attrgetter, methodcaller
+
+import torch
+from torch.utils import _pytree
+
+_C = torch._C
+Device = torch.device  # torch_api/devices.py may put another in its place
+TensorBase = _C.TensorBase  # where Tensor has its attributes from
+fake_tensor = torch._subclasses.fake_tensor
+tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
+
+real_device = TensorBase.device.__get__  # (tensor) -> where its bytes really are
+is_really_meta = TensorBase.is_meta.__get__
+real_storage_device = torch.UntypedStorage.device.__get__
+untyped = attrgetter("_untyped_storage")  # (TypedStorage) -> what it is made of
+address = attrgetter("_cdata")  # of the C++ object behind a tensor, a storage or a generator
+is_view = methodcaller("_is_view")  # (tensor)
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
+functorch_unwrap = _C._functorch.get_unwrapped
+
+empty = _C._VariableFunctions.empty
+empty_like = _C._VariableFunctions.empty_like
+empty_strided = _C._VariableFunctions.empty_strided
+parse_to = _C._nn._parse_to  # (*args, **kwargs) of Tensor.to -> (device, dtype, non_blocking, memory_format)
+suggest_memory_format = torch._prims_common.suggest_memory_format  # (tensor) -> the layout that its strides have
+
+graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
+current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
+next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that this thread's next node will have
+sequence_number = methodcaller("_sequence_nr")  # (node)
+
+
+def coo_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The indices and the values of a sparse tensor, coalesced or not."""
+    return [tensor._indices(), tensor._values()]
+
+
+def numbers_are_gpus() -> bool:
+    """Does C++ take torch.device(0) for cuda:0? Wheels without CUDA do not."""
+    try:
+        return Device(0).type == "cuda"
+    except RuntimeError:  # no accelerator at all
+        return False
