@@ -78,6 +78,8 @@ def init_process_group(original, machine: Machine, *args, **kwargs):
     rank = machine.single_rank
     if rank is None:
         return original(*args, **kwargs)
+    from virtualgpu._compat import distributed as _compat
+
     _compat.know_fake_backend()
 
     device = {"device_id": kwargs["device_id"]} if kwargs.get("device_id") is not None else {}
@@ -121,9 +123,9 @@ def split_group(
     **others,
 ):
     """Each rank in the group that it is in; a rank in none of them in none."""
-    from virtualgpu._compat.distributed import c10d
+    from virtualgpu._compat.distributed import c10d, default_group
 
-    parent = parent_pg or _compat.default_group()
+    parent = parent_pg or default_group()
     if c10d.get_backend(parent) != "nccl":
         return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
     if not split_ranks:
