@@ -20,7 +20,7 @@ for step in range(3):
 os.write(1, f"rank {rank} of {dist.get_world_size()}: {dist.get_backend_config()}\\n".encode())  # in one piece
 dist.destroy_process_group()
 """
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")
 
 
 def test_torchrun(run, tmp_path):
@@ -46,7 +46,7 @@ def test_torchrun(run, tmp_path):
 
 
 def test_one_rank_of_many(run, tmp_path):
-    from tests.virtualgpu.distributed.test_alone import PROGRAM as ALONE
+    from tests.virtualgpu.distributed.test_single_rank import PROGRAM as ALONE
 
     (tmp_path / "program.py").write_text(ALONE)
     found = run("--dry", "--like", "H100", "--world-size", 512, "--rank", 3, tmp_path / "program.py")
