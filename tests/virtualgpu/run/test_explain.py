@@ -105,7 +105,7 @@ def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys):
 
 
 def test_what_is_not_known_is_said():
-    change = explain_tries.Change("half precision", "In half precision", explain_tries.COMPUTING)
+    change = candidates.Change("half precision", "In half precision", candidates.COMPUTING)
     found = explain.Explanation(1.0, (), (explain.Tried(change, None, "out of memory: 1 GiB"),))
     assert explain_table.sentences(found)[-1].startswith(
         "Not known: half precision, for the run with it failed (out of memory"
