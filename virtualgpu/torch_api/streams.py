@@ -23,7 +23,7 @@ def install(machine: Machine, patches: Patches) -> None:
     stream = any_stream.virtual = type("Stream", (StreamMethods, any_stream), of_session | {"entered": Entered()})
     event = any_event.virtual = type("Event", (EventMethods, any_event), of_session)
     streams = Streams(machine, stream)
-    external = streams.external  # the same object in both modules, as PyTorch's is
+    external = streams.external  # one object in both modules
     for owner in (torch.cuda, torch.cuda.streams):
         patches.replace(owner, "Stream", stream)
         patches.replace(owner, "Event", event)
