@@ -39,6 +39,8 @@ def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
         nbformat.write(page, source / "notebooks" / path.name)
     for name, text in engine_pages():
         (source / "engine" / f"{name}.md").write_text(text, encoding="utf-8")
+    (source / "engine" / "options.md").write_text(options(), encoding="utf-8")
+    (source / "engine" / "cards.md").write_text(cards(), encoding="utf-8")
     (source / "lessons.md").write_text(contents(lessons, seconds or {}), encoding="utf-8")
     (source / "plays.html").write_text(plays(lessons), encoding="utf-8")
     sphinx("html", source, series.BUILD / "site", "-W", "--keep-going", "-j", "2")
@@ -83,6 +85,26 @@ def engine_pages() -> list[tuple[str, str]]:
     opening, *sections = re.split(r"^## ", (series.ROOT / ENGINE_README).read_text(encoding="utf-8"), flags=re.M)
     pages = [(ENGINE, opening)] + [(anchor(text.split("\n", 1)[0]), f"# {text}") for text in sections]
     return [(name, onward(text, ENGINE)) for name, text in pages]
+
+
+def options() -> str:
+    """Every option of the runner, in its own words."""
+    asked = ["", "fit"]
+    said = [
+        subprocess.run(
+            [sys.executable, "-m", ENGINE, *name.split(), "--help"], capture_output=True, text=True, check=True
+        )
+        for name in asked
+    ]
+    texts = [f"```text\n{one.stdout.strip()}\n```" for one in said]
+    return f"# Options\n\n## python -m virtualgpu\n\n{texts[0]}\n\n## python -m virtualgpu fit\n\n{texts[1]}\n"
+
+
+def cards() -> str:
+    """The cards, and the file that says where each figure is from."""
+    table = subprocess.run([sys.executable, "-m", ENGINE, "--cards"], capture_output=True, text=True, check=True).stdout
+    data = (series.ROOT / ENGINE / "hardware" / "data" / "cards.toml").read_text(encoding="utf-8")
+    return f"# Cards\n\n```text\n{table.strip()}\n```\n\n## With their sources\n\nThe file that is read:\n\n```toml\n{data.strip()}\n```\n"
 
 
 def anchor(heading: str) -> str:
@@ -138,10 +160,17 @@ def contents(lessons: list, seconds: dict[str, float]) -> str:
             f"## [{summary.title}]({path.name})\n\n"
             f":::::{{grid}} 1 1 2 2\n::::{{grid-item}}\n{bullets}\n::::\n::::{{grid-item}}\n"
             + (f'<img src="{picture}" alt="{html.escape(summary.picture_says)}">\n' if picture else "")
-            + f"::::\n:::::\n\n{{.lesson-facts}}\nRuns in {summary.runs or 'a minute'} on two cores{here}; plan {summary.plan or 'an hour'}.\n"
+            + f"::::\n:::::\n\n{{.lesson-facts}}\nRuns in {summary.runs or 'a minute'} on two cores{here}; plan {summary.plan or 'an hour'}. {needs(notebook)}\n"
         )
     text = "# The lessons\n\nIn the order of reading, which is that of their numbers.\n\n" + "\n".join(cards)
     return onward(text, series.NOTEBOOKS.name)
+
+
+def needs(notebook) -> str:
+    """What the opening says of the lessons before this one: "**Before this:** ...", "You need ...", or nothing."""
+    opening = " ".join(notebook.cells[0].source.split())
+    said = re.search(r"(\*\*Before this:\*\*|You need|Needs|It needs no) .+?\.(?= |$)(?!ipynb)", opening)
+    return said[0] if said else ""
 
 
 def plays(lessons: list) -> str:

@@ -86,6 +86,13 @@ def test_the_table_of_lessons(pages):
     assert len(headings) == len(series.notebooks()) and headings[0].startswith("01 · Save")
     facts = [paragraph.text for paragraph in page.select(".lesson-facts")]
     assert facts[0].startswith("Runs in a minute on two cores; here it ran in 41 s; plan an hour and a quarter.")
+    assert facts[2].endswith("Before this: notebook 02 (a model on two GPUs, what fits).")
+    assert sum("need" in fact.lower() or "Before this" in fact for fact in facts) >= 8
+
+
+def test_options_and_cards_are_those_of_the_runner(pages):
+    assert "--gpus-per-node" in pages["engine/options.html"].text and "--vary" in pages["engine/options.html"].text
+    assert "NVIDIA T4 data sheet (2019)" in pages["engine/cards.html"].text, "with sources"
 
 
 def test_sliders_are_on_the_pages(pages):
