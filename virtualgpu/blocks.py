@@ -10,8 +10,7 @@ import torch
 
 from virtualgpu import session
 from virtualgpu.distributed import rank_config, single_rank
-from virtualgpu.engine.in_thread import dry_here
-from virtualgpu.engine.machine import GPU
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.hardware import bridges, hosts, networks, specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import parse_size
@@ -71,7 +70,7 @@ def dry_run(
         )
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    with _gpus(cards if own else None, clock_settings), dry_here(True), _as_one_of_many(where, joined):
+    with _gpus(cards if own else None, clock_settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
         yield
 
 
@@ -105,7 +104,7 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
             "another thread has a dry run with world_size= or network=, which hold for the whole process: wait for its end"
         )
     machine = current()
-    before, machine.network = machine.network, network or machine.network
+    before = machine.connect(network or machine.network)
     environ = None
     try:
         environ = None if where is None else single_rank.enter(machine, where)
@@ -115,7 +114,7 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
         if environ is not None:
             single_rank.leave(machine, environ)
         if current() is not None:
-            current().network = before
+            current().connect(before)
 
 
 class _DryRuns:
@@ -134,11 +133,12 @@ def recording() -> Iterator[Recording]:
     if machine is None:
         raise RuntimeError("there are no virtual GPUs to record: call gpus() first")
     clock = machine.clock
-    before, clock.spans = clock.spans, Recording()
+    spans = Recording()
+    before = clock.record(spans)
     try:
-        yield clock.spans
+        yield spans
     finally:
-        clock.spans = before
+        clock.record(before)
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
     """
     leave, machine = parse_size(leave), session.machine()
     if machine is not None:
-        with _taken(machine.gpus[device], leave):
+        with machine.gpus[device].leaving(leave):
             yield
         return
     with subprocess.Popen(
@@ -177,20 +177,6 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
             yield
         finally:
             child.stdin.close()
-
-
-@contextlib.contextmanager
-def _taken(gpu: GPU, leave: int) -> Iterator[None]:
-    with gpu.lock:
-        memory = gpu.settled()
-        before = memory.others  # a number, or a function where a run's processes share the GPU
-        taken = max(0, memory.free_on_gpu - leave)
-        memory.others = lambda: taken + (before() if callable(before) else before)
-    try:
-        yield
-    finally:
-        with gpu.lock:
-            memory.others = before
 
 
 _HOLD = """

@@ -26,7 +26,7 @@ def install(machine: Machine, patches: Patches) -> None:
             params, bucket_indices = list(params), list(bucket_indices)
             self._gpus = list(_by_gpu(params))
             with (
-                machine.made_on(self._gpus[0] if self._gpus else None),
+                machine.local.made_on(self._gpus[0] if self._gpus else None),
                 _buckets(machine, self._gpus, params, bucket_indices),
             ):
                 super().__init__(params, bucket_indices, *args, **kwargs)
@@ -34,7 +34,7 @@ def install(machine: Machine, patches: Patches) -> None:
         def _rebuild_buckets(self):
             if len(self._gpus) > 1:
                 return False
-            with machine.made_on(self._gpus[0] if self._gpus else None):
+            with machine.local.made_on(self._gpus[0] if self._gpus else None):
                 return super()._rebuild_buckets()
 
     def compute_bucket_assignment_by_size(tensors, bucket_size, expect_sparse_gradient=(), *args, **kwargs):
@@ -99,7 +99,7 @@ class _InTurn(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
         if self.waiting and func is torch.ops.aten.empty.memory_format and list(size) == [self.waiting[0][0]]:
-            with self.machine.made_on(self.waiting.pop(0)[1]):
+            with self.machine.local.made_on(self.waiting.pop(0)[1]):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -1,5 +1,6 @@
 """DTensor and DeviceMesh on virtual GPUs: what they ask the device for, and what they compute on the side."""
 
+import contextlib
 import functools
 import threading
 
@@ -63,25 +64,25 @@ def _wrappers(machine: Machine, patches: Patches) -> None:
     patches.replace(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
 
 
-class _Before(threading.local):
-    """What `bypass` was in this thread before it entered each mode, the innermost last."""
+class _Entered(threading.local):
+    """The contexts that this thread entered with each mode, the innermost last."""
 
     def __init__(self):
-        self.bypass = []
+        self.stack = []
 
 
 def _fakes(machine: Machine, patches: Patches) -> None:
     """DTensor works out shardings with fake tensors, whose own bookkeeping takes a tensor of a dry run for what it really is."""
-    mode, local = _compat.fake_tensor.FakeTensorMode, _Before()
+    mode, local = _compat.fake_tensor.FakeTensorMode, _Entered()
     enter, leave = mode.__enter__, mode.__exit__
 
     def begin(self):
-        local.bypass.append(machine.local.bypass)
-        machine.local.bypass = machine.local.bypass or machine.dry
+        local.stack.append(machine.untracked() if machine.dry else contextlib.nullcontext())
+        local.stack[-1].__enter__()
         return enter(self)
 
     def end(self, *error):
-        machine.local.bypass = local.bypass.pop()
+        local.stack.pop().__exit__(None, None, None)
         return leave(self, *error)
 
     patches.replace(mode, "__enter__", begin)

@@ -76,7 +76,6 @@ class Communicators:
         self.backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
         self.statistics = Statistics(machine.clock)
         self.launched = None  # the store in which ranks of `launch` say that they have returned
-        machine.clock.collectives.settle = self.drain
 
     def keep(self, backend: ProcessGroupNCCL) -> None:
         """Until all groups are destroyed: PyTorch finds the Python object again only while somebody holds it."""

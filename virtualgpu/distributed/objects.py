@@ -9,8 +9,8 @@ import inspect
 
 from torch import distributed as dist
 
-from virtualgpu.engine.in_thread import dry_here
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.torch_api.registry import Patches
 
 OF_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")  # what `src` alone knows
@@ -32,7 +32,7 @@ def with_numbers(machine: Machine, original):
     def function(*args, **kwargs):
         if not machine.some_dry:
             return original(*args, **kwargs)
-        with dry_here(False):
+        with dry_runs.set_here(False):
             return original(*args, **kwargs)
 
     return function

@@ -16,7 +16,8 @@ def install(machine: Machine, patches: Patches) -> None:
         return
     from virtualgpu.distributed import _compat, ddp, dtensor, fsdp1, groups, objects, pipelines, rpc, single_rank
 
-    communicators = machine.communicators = groups.Communicators(machine)
+    communicators = groups.Communicators(machine)
+    machine.communicate_by(communicators)
     _operations()
     _backend(communicators, patches)
     _lifetime(communicators, patches)

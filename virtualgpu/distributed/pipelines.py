@@ -49,15 +49,14 @@ def _annotate(machine: Machine, patches: Patches, module) -> None:
         @functools.wraps(original)
         def method(stage, *args, **kwargs):
             way, number = action(*args, **kwargs)
-            local = machine.clock.local
-            before = local.kind
+            before = machine.clock.local.kind
             if way != "F":  # also what is done outside autograd: += of the weights' gradients
-                local.kind = "backward"
+                machine.clock.set_kind("backward")
             try:
                 with torch.profiler.record_function(f"PP:{stage.stage_index}{way}{number}"):
                     return original(stage, *args, **kwargs)
             finally:
-                machine.clock.local.kind = before
+                machine.clock.set_kind(before)
 
         patches.replace(base, name, method)
 

@@ -16,7 +16,7 @@ from virtualgpu.torch_api.registry import Patches
 
 def enter(machine, where: RankConfig) -> Mapping[str, str | None]:
     """From now on this process is that rank; returns what the environment said before."""
-    machine.single_rank = where
+    machine.play(where)
     before = {name: os.environ.get(name) for name in where.environ}
     os.environ.update(where.environ)
     return before
@@ -24,7 +24,7 @@ def enter(machine, where: RankConfig) -> Mapping[str, str | None]:
 
 def leave(machine, before: Mapping[str, str | None]) -> None:
     """This process plays no rank any more: its process groups are destroyed, the environment is as it was `before`."""
-    machine.single_rank = None
+    machine.play(None)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for name, value in before.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import crosscheck, values, warn
+from virtualgpu.engine import crosscheck, values
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -112,11 +112,8 @@ class DryRun:
 
     def placeholder_value(self, op: Operation, tensors, gpu: GPU | None):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
-        if gpu is not None and not self.machine.warned_about_nan:
-            self.machine.warned_about_nan = True
-            warn.at_the_program(
-                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)"
-            )
+        if gpu is not None:
+            self.machine.warn_of_nan()
         if op.name != "_local_scalar_dense":
             return False
         dtype = tensors[0].dtype

@@ -14,7 +14,8 @@ class Places:
     """Finds the place of an operation on one machine."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.local = machine, machine.local
+        self.machine = machine
+        self.last: GPU | None = None  # on which the latest operation ran
 
     def find(self, op: Operation, args, kwargs, tensors) -> GPU | None:
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
@@ -67,7 +68,7 @@ class Places:
             for tensor in unplaced:
                 if not op.indexes and allocation_of(tensor).gpu is not gpu:
                     self.machine.place(tensor, gpu)
-        self.local.last = gpu
+        self.last = gpu
         machine = self.machine
         return machine.own(gpu) if machine.forked or gpu.machine is not machine else gpu
 

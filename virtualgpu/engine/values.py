@@ -14,8 +14,8 @@ from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
-from virtualgpu.engine.in_thread import Anywhere
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
+from virtualgpu.engine.thread_context import dry_runs
 
 VALUES = "_virtual_values"
 FORGOTTEN = "_virtual_forgotten"  # of a storage of values: not all are known. True, or the epoch for which that holds
@@ -48,7 +48,7 @@ def _forgotten(values) -> bool:
 def is_forgotten(storage) -> bool:
     """Was something without values written to it, in a dry run that is still on?"""
     mark = getattr(storage, FORGOTTEN, False)
-    return mark is True or (mark is not False and mark == Anywhere.epoch)
+    return mark is True or (mark is not False and mark == dry_runs.epoch)
 
 
 def is_unknown(tensor: Tensor) -> bool:
@@ -97,7 +97,7 @@ def written(op, args, kwargs, tensors):
         forget(targets)
     else:
         _with(values, tensors, op.func, args, kwargs)
-        _pass_on(op, values, targets, Anywhere.epoch)
+        _pass_on(op, values, targets, dry_runs.epoch)
     return args[0] if op.returns else None
 
 
@@ -107,7 +107,7 @@ def forget(tensors) -> None:
     for tensor in tensors:
         if not _compat.is_really_meta(tensor):
             if gpu_of(tensor) is None:
-                _mark([tensor], Anywhere.epoch)
+                _mark([tensor], dry_runs.epoch)
         elif (values := getattr(tensor, VALUES, None)) is not None:
             values.fill_(float("nan") if values.is_floating_point() or values.is_complex() else 0)
             _mark([values], True)

@@ -97,12 +97,10 @@ class FreeList:
 
 class Pool:
     """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was
-    on."""
+    on. id: of a MemPool; (0, 0) for those of all."""
 
-    id = (0, 0)  # of a MemPool, its own
-
-    def __init__(self, small: bool, counts):
-        self.small, self.counts, self.searches = small, counts, 0
+    def __init__(self, small: bool, counts, id: tuple[int, int] = (0, 0)):
+        self.small, self.counts, self.id, self.searches = small, counts, id, 0
         self.lists: dict[int, FreeList] = {}  # by stream
 
     def free_blocks(self) -> list[Block]:

@@ -14,8 +14,9 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +35,15 @@ Context = tuple  # code objects and instructions in turn, innermost first; an op
 
 
 class _Metadata(threading.local):
+    """What torch.cuda.memory._set_memory_metadata said in this thread."""
+
     text = ""
 
+    def set(self, text: str) -> None:
+        self.text = text
 
-metadata = _Metadata()  # what torch.cuda.memory._set_memory_metadata said in this thread
+
+metadata = _Metadata()
 
 
 class Event(NamedTuple):
@@ -54,7 +60,7 @@ class Event(NamedTuple):
 
 class History:
     """One GPU's. `level`: which events keep their frames; `skip`: actions that are not kept; the last `max_entries`
-    are. operations: frames name the operation, too."""
+    are. operation_of: the operation that a frame of Python dispatches, or None; given where frames are to name it, too."""
 
     def __init__(
         self,
@@ -62,9 +68,9 @@ class History:
         level: int,
         max_entries: int = sys.maxsize,
         skip: Iterable[str] = (),
-        operations: bool = False,
+        operation_of: Callable[[FrameType], Any] | None = None,
     ):
-        self.timeline, self.level, self.skip, self.operations = timeline, level, frozenset(skip), operations
+        self.timeline, self.level, self.skip, self.operation_of = timeline, level, frozenset(skip), operation_of
         self.events: deque[Event] = deque(maxlen=max(1, min(max_entries, sys.maxsize)))
 
     def gather(self, freeing: bool = False) -> Context | None:
@@ -74,8 +80,8 @@ class History:
         frame, context = sys._getframe(1), []
         while frame is not None:
             context += (frame.f_code, frame.f_lasti)
-            if self.operations and frame.f_code.co_name == "__torch_dispatch__" and _is_ours(frame.f_code):
-                context += (_in_cpp(frame.f_locals["func"]), 0)
+            if self.operation_of is not None and (operation := self.operation_of(frame)) is not None:
+                context += (_in_cpp(operation), 0)
             frame = frame.f_back
         return tuple(context)
 

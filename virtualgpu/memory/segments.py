@@ -65,6 +65,7 @@ class Segments:
         self._context = None  # where the present call comes from, if that is recorded
         self._next_address = (device + 1) << DEVICE_BITS
         self._limit = int(self.config.memory_fraction * capacity)
+        self._occupied = 0  # see `occupy`
 
     # -- what there is
 
@@ -75,10 +76,17 @@ class Segments:
 
     @property
     def others_held(self) -> int:
-        """Bytes of the GPU that other processes hold: a number, or whatever the function returns that was put in its
-        place."""
+        """Bytes of the GPU that other processes hold."""
         others = self.others
-        return others() if callable(others) else others
+        return self._occupied + (others() if callable(others) else others)
+
+    def share(self, others: Callable[[], int], exclusive: Callable, on_reserved: Callable) -> None:
+        """Other processes use this GPU, too; for the arguments see the class."""
+        self.others, self.exclusive, self.on_reserved = others, exclusive, on_reserved
+
+    def occupy(self, nbytes: int) -> None:
+        """Another process, which is only played, takes so much more; less, for a negative number."""
+        self._occupied += nbytes
 
     @property
     def free_on_gpu(self) -> int:

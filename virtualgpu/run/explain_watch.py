@@ -52,7 +52,7 @@ class Watch(steps.Watch):
         self._note_hooks()
         register_module_forward_pre_hook(self._note_half)
         self.before_step = explain_changes.apply(change, machine, rank)
-        machine.clock.spans = Recording()
+        machine.clock.record(Recording())
         self.before_step(0)
 
     def _stepped(self, optimizer, *rest) -> None:
@@ -67,7 +67,7 @@ class Watch(steps.Watch):
         """What the first step did is nobody's to tell: it makes the optimizer's state."""
         self.rank = rank()
         if len(self.ends) == 1:
-            self.machine.clock.spans = Recording()
+            self.machine.clock.record(Recording())
         self.marks.append((len(self.loader.seconds), dict(self.collectives)))
         self.before_step(len(self.ends))
 
@@ -79,9 +79,7 @@ class Watch(steps.Watch):
         """For `collect`; and what `steps` leaves."""
         super().leave(folder)
         if self.machine.communicators is not None:
-            settle = self.machine.clock.collectives.settle
-            if settle is not None:
-                settle()
+            self.machine.clock.collectives.settle()
         spans = self.machine.clock.spans or []
         first = 1 if len(self.ends) > 2 else 0  # in the second step DDP makes its buckets anew
         windows = list(itertools.pairwise(self.ends[first:]))

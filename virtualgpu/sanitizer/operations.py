@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from virtualgpu.engine.allocation import PLAIN, gpu_of, storage_of
+from virtualgpu.engine.allocation import PLAIN, gpu_of, is_pinned
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import Machine
@@ -219,4 +219,4 @@ def _name(op: Operation) -> str:
 
 
 def _pinned(tensor: torch.Tensor) -> bool:
-    return getattr(storage_of(tensor), "_virtual_pinned", False)
+    return is_pinned(tensor)

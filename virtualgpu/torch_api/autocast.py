@@ -161,12 +161,9 @@ def _stepping(original, machine: Machine):
     def maybe_step(scaler, optimizer, state, *args, **kwargs):
         if not machine.dry:
             return original(scaler, optimizer, state, *args, **kwargs)
-        before, machine.warned_about_nan = machine.warned_about_nan, True  # the program itself reads no nan
-        try:
+        with machine.silent_about_nan():  # the program itself reads no nan
             for found in state["found_inf_per_device"].values():
                 found.item()  # the host waits for each GPU, as it would
-        finally:
-            machine.warned_about_nan = before
         return optimizer.step(*args, **kwargs)
 
     return maybe_step

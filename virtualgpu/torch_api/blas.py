@@ -37,7 +37,7 @@ def install(machine: Machine, patches: Patches) -> None:
 
     def prefer_library(library) -> None:
         prefer(library)
-        workspaces.prefers_lt = _compat.preferred_blas() == _compat.CUBLASLT
+        workspaces.prefer(_compat.preferred_blas())
 
     answers = {
         "_set_blas_preferred_backend": prefer_library,

@@ -178,7 +178,7 @@ def _broadcasting(machine: Machine, tensor: torch.Tensor, targets: list[torch.de
     if not (targets and apart and nccl.is_available([tensor]) and all(target.type == "cuda" for target in targets)):
         yield
         return
-    with machine.by_nccl():
+    with machine.local.by_nccl():
         yield
     _book(machine, "broadcast", tensor.nbytes, [tensor.device, *targets])
 

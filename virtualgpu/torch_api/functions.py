@@ -110,7 +110,7 @@ def _ctc_loss(machine: Machine, original):
     def ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
         if machine.dry or _on_gpu(machine, log_probs):
             input_lengths, target_lengths = map(_read, (input_lengths, target_lengths))
-        with machine.counted_by_cpp():
+        with machine.local.counted_by_cpp():
             return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
     return ctc_loss
@@ -152,7 +152,7 @@ def _pad_packed_sequence(machine: Machine, original):
 
     @functools.wraps(original)
     def pad_packed_sequence(*args):
-        with machine.counted_by_cpp():
+        with machine.local.counted_by_cpp():
             return original(*args)
 
     return pad_packed_sequence

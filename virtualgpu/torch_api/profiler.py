@@ -53,15 +53,16 @@ def install(machine: Machine, patches: Patches) -> None:
     @functools.wraps(start)
     def start_trace(self):
         clock = machine.clock
-        self._virtual_before = clock.spans
-        clock.spans = self._virtual_spans = []
+        self._virtual_spans = []
+        self._virtual_before = clock.record(self._virtual_spans)
         self._virtual_start = clock.host
         return start(self)
 
     @functools.wraps(stop)
     def stop_trace(self):
         if self._virtual_spans is not None:
-            before, machine.clock.spans = self._virtual_before, self._virtual_before
+            before = self._virtual_before
+            machine.clock.record(before)
             if before is not None:
                 before.extend(self._virtual_spans)
         return stop(self)

@@ -12,6 +12,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.values import is_forgotten
 from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.storage import meta_storage
@@ -62,7 +63,7 @@ def _save(machine: Machine, patches: Patches) -> None:
 
     @functools.wraps(original)
     def save(obj, f, *args, **kwargs):
-        if not machine.some_dry and machine.epoch == 1:
+        if not machine.some_dry and dry_runs.epoch == 1:
             return original(obj, f, *args, **kwargs)
         with tempfile.SpooledTemporaryFile(IN_MEMORY) as held:
             try:

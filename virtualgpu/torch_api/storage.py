@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from virtualgpu.engine.allocation import ALLOCATION, Allocation
+from virtualgpu.engine.allocation import ALLOCATION, PINNED, Allocation, set_allocation
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches
 
@@ -67,7 +67,7 @@ def install(machine: Machine, patches: Patches) -> None:
         gpu = allocation.gpu
         room = Allocation(gpu, size)  # PyTorch, too, has both for a moment: the bytes are copied over
         out = resize_(storage, size)
-        storage._virtual_allocation = room
+        set_allocation(storage, room)
         return out
 
     def share_cuda(storage, *args, **kwargs):
@@ -94,7 +94,7 @@ def install(machine: Machine, patches: Patches) -> None:
         "resize_": resize_and_count,
         "_share_cuda_": share_cuda,
         "data_ptr": data_ptr,
-        "is_pinned": lambda storage, device=None: getattr(storage, "_virtual_pinned", False),
+        "is_pinned": lambda storage, device=None: getattr(storage, PINNED, False),
     }.items():
         patches.replace(Storage, name, function)
 

@@ -44,11 +44,11 @@ def install(machine: Machine, patches: Patches) -> None:
         return queue.id, queue.gpu, CUDA
 
     def set_stream(stream_id: int, device_index: int, device_type: int = CUDA) -> None:
-        machine.local.current = machine.gpu(device_index).index
+        machine.local.use_device(machine.gpu(device_index).index)
         machine.clock.use(machine.clock.stream(device_index, stream_id))
 
     def use(chosen) -> None:
-        machine.local.current = machine.gpu(chosen.device_index).index
+        machine.local.use_device(machine.gpu(chosen.device_index).index)
         machine.clock.use(machine.clock.stream(chosen.device_index, chosen.stream_id))
 
     def current(device: int = -1) -> Queue:
@@ -159,12 +159,13 @@ def stream_class(machine: Machine, base: type) -> type:
         def __enter__(self) -> "Stream":
             gpu = self._queue.gpu
             before.of.setdefault(self, []).append((machine.local.current, clock.current(gpu)))
-            machine.local.current = gpu
+            machine.local.use_device(gpu)
             clock.use(self._queue)
             return self
 
         def __exit__(self, *error) -> None:
-            machine.local.current, queue = before.of[self].pop()
+            device, queue = before.of[self].pop()
+            machine.local.use_device(device)
             if not before.of[self]:
                 del before.of[self]
             clock.use(queue)
@@ -182,7 +183,7 @@ def stream_class(machine: Machine, base: type) -> type:
         def wait_stream(self, stream) -> None:
             """What is queued here from now on starts when that stream has come to here."""
             theirs = clock.stream(stream.device_index, stream.stream_id)
-            self._queue.ready = max(self._queue.ready, theirs.ready)
+            self._queue.wait_until(theirs.ready)
 
         def wait_event(self, event) -> None:
             event.wait(self)
@@ -253,8 +254,7 @@ def event_class(machine: Machine, base: type) -> type:
 
         def wait(self, stream=None) -> None:
             """Work queued from now on starts after this event."""
-            queue = _queue_of(stream)
-            queue.ready = max(queue.ready, self.time or 0.0)
+            _queue_of(stream).wait_until(self.time or 0.0)
 
         def query(self) -> bool:
             if self._gpu is not None:

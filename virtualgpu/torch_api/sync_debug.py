@@ -5,7 +5,7 @@ As in PyTorch, what asks for waiting by its name stays without a word: torch.cud
 
 import torch
 
-from virtualgpu.engine import warn
+from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
 
@@ -21,14 +21,14 @@ def install(machine: Machine, patches: Patches) -> None:
     def wait_for(queue) -> None:
         if mode == ERROR:
             raise RuntimeError(MESSAGE)
-        warn.at_the_program(MESSAGE)
+        warn_at_the_program(MESSAGE)
         type(clock).wait_for(clock, queue)
 
     def set_mode(chosen: int) -> None:
         nonlocal mode, told
         if not told:
             told = True
-            warn.at_the_program(PROTOTYPE)
+            warn_at_the_program(PROTOTYPE)
         mode = chosen
         if mode:
             clock.wait_for = wait_for

@@ -9,8 +9,8 @@ import concurrent.futures.thread
 import ctypes
 import threading
 
-from virtualgpu.engine.in_thread import dry_here, here
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.torch_api.registry import Patches
 
 
@@ -22,14 +22,14 @@ def install(machine: Machine, patches: Patches) -> None:
     begin_item, run_item = work.__init__, work.run
 
     def start_here(thread):
-        run, now, dry = thread.run, machine.clock.host, here.dry
+        run, now, dry = thread.run, machine.clock.host, dry_runs.here
 
         def run_on_virtual_gpus():
             if not machine.closed:
                 machine.clock.inherit(now)
                 machine.enter()
             try:
-                with dry_here(dry):
+                with dry_runs.set_here(dry):
                     run()
             finally:
                 thread._virtual_now = machine.clock.host
@@ -46,14 +46,14 @@ def install(machine: Machine, patches: Patches) -> None:
 
     def submit_here(item, *args, **kwargs):
         begin_item(item, *args, **kwargs)
-        item._virtual_dry = here.dry
+        item._virtual_dry = dry_runs.here
 
     def run_here(item, *args, **kwargs):
         older = machine.local.seen is not machine and not machine.closed
         if older:
             machine.enter()
         try:
-            with dry_here(getattr(item, "_virtual_dry", here.dry)):
+            with dry_runs.set_here(getattr(item, "_virtual_dry", dry_runs.here)):
                 return run_item(item, *args, **kwargs)
         finally:
             if older:
