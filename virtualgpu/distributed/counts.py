@@ -15,11 +15,11 @@ def counts(call: Call) -> Call | None:
     if (
         call.kind in CARRIED
         and sum(tensor.numel() for tensor in call.outputs) <= values.LIMIT
-        and all(map(values.may_stand_beside, call.tensors))
+        and all(map(values.may_have_shadow, call.tensors))
     ):
-        pairs = [tuple([values.beside(tensor) for tensor in side] for side in pair) for pair in call.pairs]
+        pairs = [tuple([values.shadow_of(tensor) for tensor in side] for side in pair) for pair in call.pairs]
         return Call(call.kind, pairs, call.nbytes, call.op, call.root)
-    values.forget(call.outputs)
+    values.invalidate(call.outputs)
     return None
 
 
@@ -29,8 +29,8 @@ def message_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if tensor.nbytes > LARGEST:
         return None
-    if values.may_stand_beside(tensor):
-        return values.beside(tensor)
+    if values.may_have_shadow(tensor):
+        return values.shadow_of(tensor)
     return torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
 
 

@@ -25,7 +25,7 @@ from virtualgpu.distributed.statistics import Statistics
 from virtualgpu.distributed.work import CoalescedWork, VirtualWork
 from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.values import forget
+from virtualgpu.engine.values import invalidate
 
 
 class Options:
@@ -118,7 +118,7 @@ class Communicators:
         call = read(values, group.size())
         gpu = self._gpu_of_barrier(group, values) if name == "barrier" else self._gpu(group, call.tensors)
         if gpu is None:
-            forget(filter(is_really_meta, call.tensors))
+            invalidate(filter(is_really_meta, call.tensors))
             if name == "barrier" and self.machine.dry:  # a shape as its first argument would keep nobody waiting
                 with self.machine.untracked():
                     return func(torch.empty(1), *args[1:], **kwargs)

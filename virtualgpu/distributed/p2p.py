@@ -20,7 +20,7 @@ from virtualgpu.distributed.arrivals import SingleRankArrivals
 from virtualgpu.distributed.counts import message_of
 from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog
 from virtualgpu.distributed.transport import flat
-from virtualgpu.engine.values import forget
+from virtualgpu.engine.values import invalidate
 from virtualgpu.timing.queues import Queue
 
 BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
@@ -71,7 +71,7 @@ class Messages:
             with of.machine.untracked():
                 self._carry(exchange)
         elif of.machine.dry:
-            forget(tensor for way, _, tensor in exchange.messages if way == RECV)
+            invalidate(tensor for way, _, tensor in exchange.messages if way == RECV)
         self.open.append(exchange)
 
     def _carry(self, exchange: "Exchange") -> None:

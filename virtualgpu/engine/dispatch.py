@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import attention, extensions, nondeterministic, overrides, values
+from virtualgpu.engine import extensions, flex_attention, nondeterministic, overrides, values
 from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import MASKS, Operation, tensors_of
-from virtualgpu.engine.outputs import place_output, place_outputs
-from virtualgpu.engine.place import Places
+from virtualgpu.engine.placement import Placement, place_output, place_outputs
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.timing import Timing
 
@@ -44,9 +43,9 @@ class Dispatch(TorchDispatchMode):
         super().__init__()
         self.machine, self.clock, self.local = machine, machine.clock, machine.local
         self.dry, self.eager, self.timing = DryRun(machine), Eager(machine), Timing(machine)
-        places = Places(machine)
-        self.place = places.find
-        self.factories = Factories(machine, self.dry, self.eager, self.timing, places)
+        placement = Placement(machine)
+        self.place = placement.find
+        self.factories = Factories(machine, self.dry, self.eager, self.timing, placement)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # IPython shows the reader's line, not ours
@@ -67,7 +66,10 @@ class Dispatch(TorchDispatchMode):
         op = _operations.get(func)
         if op is None:
             if isinstance(func, _compat.HigherOrderOperator):
-                if func in attention.KERNELS and (out := attention.run(self, func, args, kwargs)) is not NotImplemented:
+                if (
+                    func in flex_attention.KERNELS
+                    and (out := flex_attention.run(self, func, args, kwargs)) is not NotImplemented
+                ):
                     return out
                 with self:  # the operations that it is made of come by
                     return _compat.implementation(func)(*args, **kwargs)
@@ -84,7 +86,7 @@ class Dispatch(TorchDispatchMode):
         if op.is_view and (not isinstance(args[0], Tensor) or args[0].layout is STRIDED):
             out = func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
             if (dry_runs.some or self.machine.always_dry) and self.machine.dry:
-                values.follow_view(func, args, kwargs, out)
+                values.propagate_view(func, args, kwargs, out)
             return out
         if op.override is not None and (out := op.override(self, func, args, kwargs)) is not NotImplemented:
             return out
@@ -117,7 +119,7 @@ class Dispatch(TorchDispatchMode):
                 out = self.dry.run(op, args, kwargs, tensors, gpu)
                 if not op.returns_value_to_host:
                     on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
-                    (values.follow if on_host else values.follow_on_gpu)(op, args, kwargs, tensors, out)
+                    (values.propagate if on_host else values.propagate_on_gpu)(op, args, kwargs, tensors, out)
         elif gpu is None:
             out = op.on_cpu(*args, **kwargs)
         else:

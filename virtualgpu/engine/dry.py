@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import crosscheck, values
+from virtualgpu.engine import values
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -51,7 +51,7 @@ class DryRun:
         if made is not None:
             if self.crosscheck:
                 with self.machine.untracked():
-                    crosscheck.compare(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
+                    crosscheck(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
             return made(args)
         with self.machine.untracked():
             out = self._by_meta_kernel(op, args, kwargs, tensors)
@@ -223,3 +223,39 @@ def _on_meta(value):
     if isinstance(value, dict):
         return {name: _on_meta(item) for name, item in value.items()}
     return value
+
+
+def crosscheck(op, args, remembered, anew) -> None:
+    """VIRTUALGPU_CROSSCHECK=1: what counts as the same call is a key, and a key can lack something. Raises RuntimeError where what was
+    remembered differs from what the meta kernel gives now. Of both, what an operation in place returns may be the argument itself.
+    """
+    before, now = _parts(remembered), _parts(anew)
+    brief = [any(part is arg for arg in args) for part in before]
+    before, now = (list(map(_properties, parts, brief)) for parts in (before, now))
+    if before != now:
+        raise RuntimeError(
+            f"a dry run remembered {before} of {op.func} and finds {now}, for the arguments {tuple(map(_short, args))}: the key of "
+            "what a dry run remembers (engine/dry.py) lacks what tells these calls apart. Please report it"
+        )
+
+
+def _parts(out) -> list:
+    return [type(out), *out] if isinstance(out, (tuple, list)) else [out]
+
+
+def _properties(result, is_argument: bool):
+    """All of a result that others can see; bytes of its storage, not only of what it shows of it."""
+    if not isinstance(result, Tensor):
+        return result
+    shape = tuple(result.shape), result.stride(), result.dtype, result.layout
+    if is_argument:
+        return shape
+    storage = result.untyped_storage()
+    where = result.storage_offset(), storage.nbytes(), _compat.real_storage_device(storage).type
+    return (*shape, *where, result.is_conj(), result.is_neg())
+
+
+def _short(value):
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return tuple(map(_short, value)) if isinstance(value, (tuple, list)) else value

@@ -11,8 +11,7 @@ from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import EMPTY, Operation
-from virtualgpu.engine.outputs import place_output
-from virtualgpu.engine.place import Places
+from virtualgpu.engine.placement import Placement, place_output
 from virtualgpu.engine.timing import Timing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -21,8 +20,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Factories:
     """Makes tensors on the GPUs of one machine, or on the CPU."""
 
-    def __init__(self, machine: Machine, dry: DryRun, eager: Eager, timing: Timing, places: Places):
-        self.machine, self.dry, self.eager, self.timing, self.places = machine, dry, eager, timing, places
+    def __init__(self, machine: Machine, dry: DryRun, eager: Eager, timing: Timing, placement: Placement):
+        self.machine, self.dry, self.eager, self.timing, self.placement = machine, dry, eager, timing, placement
 
     def make(self, op: Operation, args, kwargs):
         """A tensor from no other: on the GPU or the CPU that `device` says."""
@@ -52,7 +51,7 @@ class Factories:
             out = self.dry.run(op, args, options, [], gpu)
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11
             if (gpu is None and (by_python or number)) or (by_python and out.dtype in values.WHOLE and not op.random):
-                values.follow_factory(op, args, {**options, "device": CPU}, out)
+                values.propagate_factory(op, args, {**options, "device": CPU}, out)
         elif gpu is None:
             out = op.on_cpu(*args, **options)
         else:
@@ -74,7 +73,7 @@ class Factories:
                 node, torch.autograd.function.BackwardCFunction
             )  # then it is of an output, not an input
             leaf = None if by_python else next((found for found in _leaves(node)), None)
-            gpu = self.places.last if leaf is None else gpu_of(leaf)
+            gpu = self.placement.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
                 if gpu.machine is self.machine:
                     label(out, Allocation(gpu, out.untyped_storage().nbytes(), inferred=True))
@@ -100,7 +99,7 @@ class Factories:
             del options["device"]
         if machine.dry:
             out = self.dry.run(op, args, options, tensors, target)
-            (values.follow if target is None else values.follow_on_gpu)(op, args, options, tensors, out)
+            (values.propagate if target is None else values.propagate_on_gpu)(op, args, options, tensors, out)
         elif target is None:
             out = op.on_cpu(*args, **options)
         else:

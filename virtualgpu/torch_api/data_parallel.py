@@ -13,7 +13,7 @@ from torch.cuda import nccl
 
 from virtualgpu import environment
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.values import forget
+from virtualgpu.engine.values import invalidate
 from virtualgpu.timing.nccl import Fabric, seconds, slowest
 from virtualgpu.torch_api.registry import Patches
 
@@ -59,7 +59,7 @@ def install(machine: Machine, patches: Patches) -> None:
             )
         with torch.no_grad(), machine.untracked():
             if machine.dry:
-                forget([output])
+                invalidate([output])
             else:
                 total = inputs[root].clone()
                 for other in (tensor for at, tensor in enumerate(inputs) if at != root):

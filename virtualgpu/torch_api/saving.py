@@ -13,7 +13,7 @@ from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
-from virtualgpu.engine.values import is_forgotten
+from virtualgpu.engine.values import is_stale
 from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.storage import meta_storage
 
@@ -98,7 +98,7 @@ class NoValues(RuntimeError):
 def _made_dry(storage, machine: Machine) -> bool:
     """Outside a dry run PyTorch's own meta tensors are saved as such, and a GPU's tensor without values was made in one."""
     allocation = getattr(storage, ALLOCATION, None)
-    if machine.dry and is_forgotten(storage):
+    if machine.dry and is_stale(storage):
         return True
     return _has_no_values(storage) and (machine.dry or (allocation is not None and allocation.gpu is not None))
 

@@ -50,7 +50,7 @@ class Moves:
             else:
                 copy = tensor.detach().clone()
             if machine.dry:
-                values.follow_copy(tensor, copy)
+                values.propagate_copy(tensor, copy)
         if storage_of(copy) is not None:
             for part in _parts(copy):
                 machine.place(part, target)

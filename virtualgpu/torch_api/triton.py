@@ -50,7 +50,7 @@ def _interpret(machine: Machine, patches: Patches, interpreter) -> None:
             told.append(True)
             warnings.warn(TOLD, stacklevel=2)
         if machine.dry:
-            values.forget(tensors)
+            values.invalidate(tensors)
         else:
             with machine.untracked():
                 call(executor, *args, **kwargs)

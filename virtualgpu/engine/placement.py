@@ -1,16 +1,16 @@
-"""On which GPU an operation runs: where its tensors are, and whether they may meet."""
+"""On which GPU an operation runs, by where its tensors are and whether they may meet; and what it returns gets its bytes there."""
 
 import torch
 
 from virtualgpu.engine import overrides
-from virtualgpu.engine.allocation import allocation_of, gpu_of, holders, label
+from virtualgpu.engine.allocation import Allocation, allocation_of, gpu_of, holders, label, sparse_parts
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation, mismatch
 
 UNSET = object()
 
 
-class Places:
+class Placement:
     """Finds the place of an operation on one machine."""
 
     def __init__(self, machine: Machine):
@@ -86,3 +86,33 @@ class Places:
             first = first or next(iter(homes), None)
         found = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
         return found and self.machine.own(found)
+
+
+def place_output(op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:
+    """A new tensor lives on `gpu`; one that changed its size gets a block of that size. Raises torch.OutOfMemoryError."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        for part in sparse_parts(tensor):
+            place_output(op, part, gpu)
+        return
+    allocation = storage._virtual_allocation
+    if allocation is None or allocation.gpu is None:
+        if gpu is not None and (op.new or allocation is not None):
+            storage._virtual_allocation = Allocation(gpu, storage.nbytes())
+    elif op.resizes and allocation.nbytes != storage.nbytes():
+        where = allocation.gpu
+        allocation = storage._virtual_allocation = None  # its block is free before the next is asked for
+        storage._virtual_allocation = Allocation(where, storage.nbytes())
+
+
+def place_outputs(op: Operation, args, out, gpu: GPU) -> None:
+    """As `place_output`, for an operation with several results."""
+    inputs = next((value for value in args if isinstance(value, (list, tuple)) and value), None) if op.foreach else None
+    for at, tensor in enumerate(out):
+        if isinstance(tensor, (list, tuple)):
+            place_outputs(op, args, tensor, gpu)
+        elif isinstance(tensor, torch.Tensor) and at != op.host_result:
+            if inputs:  # each result where its own input is
+                gpu = gpu_of(inputs[at])
+            place_output(op, tensor, gpu)
