@@ -83,9 +83,9 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
     if not text:
         return None
     try:
-        given = json.loads(text)
-        cards = tuple(card for group in given["gpus"] for card in [_card(group)] * group.get("count", 1))
-        return Settings(cards, **{name: given[name] for name in Settings._fields[1:] if name in given})
+        values = json.loads(text)
+        cards = tuple(card for group in values["gpus"] for card in [_card(group)] * group.get("count", 1))
+        return Settings(cards, **{name: values[name] for name in Settings._fields[1:] if name in values})
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{VARIABLE}={text!r} cannot be read ({error!r}): unset it, or see virtualgpu/environment.py"

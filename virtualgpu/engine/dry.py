@@ -33,8 +33,8 @@ class DryRun:
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.returns_value_to_host:
-            found = values.computed(op, args, kwargs, tensors)
-            return self.placeholder_value(op, tensors, gpu) if found is NotImplemented else found
+            value = values.computed(op, args, kwargs, tensors)
+            return self.placeholder_value(op, tensors, gpu) if value is NotImplemented else value
         if op.host_result is not None:
             return self.packed(op, args)
         key = [op, *[setting() for setting in SETTINGS]]
@@ -179,8 +179,8 @@ def _recipe(op: Operation, out, tensors):
     single = isinstance(out, torch.Tensor)
     known = {tensor.untyped_storage()._cdata for tensor in tensors}
     steps = []
-    for at, result in enumerate([out] if single else out):
-        same = op.returns[at] if at < len(op.returns) else None
+    for index, result in enumerate([out] if single else out):
+        same = op.returns[index] if index < len(op.returns) else None
         if same is not None:
             steps.append((same, None))
         elif result is None:

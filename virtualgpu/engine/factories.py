@@ -72,7 +72,7 @@ class Factories:
             by_python = isinstance(
                 node, torch.autograd.function.BackwardCFunction
             )  # then it is of an output, not an input
-            leaf = None if by_python else next((found for found in _leaves(node)), None)
+            leaf = None if by_python else next(_leaves(node), None)
             gpu = self.placement.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
                 if gpu.machine is self.machine:

@@ -33,7 +33,7 @@ def call_site() -> tuple:
 
 def callers_frame():
     """The frame of Python that called the operation: not of ours, and not of another mode or kernel in Python on the way."""
-    frame = found = sys._getframe(1)
+    frame = caller = sys._getframe(1)
     for _ in range(64):
         if frame is None:
             break
@@ -41,9 +41,9 @@ def callers_frame():
         if name.startswith(BEGIN):
             break
         if frame.f_code.co_name == "__torch_dispatch__" or name.startswith("virtualgpu.") or name in ON_THE_WAY:
-            found = frame.f_back
+            caller = frame.f_back
         frame = frame.f_back
-    return found
+    return caller
 
 
 def warn_at_the_program(message: str) -> None:

@@ -100,7 +100,7 @@ for name in ABSENT:
 
 def is_written(op, tensor: torch.Tensor, args, kwargs) -> bool:
     """Does the operation write to this very tensor?"""
-    return any((args[at] if at < len(args) else kwargs.get(name)) is tensor for at, name in op.writes)
+    return any((args[index] if index < len(args) else kwargs.get(name)) is tensor for index, name in op.writes)
 
 
 def place_of_mixed(op, args, kwargs, gpu):

@@ -74,18 +74,18 @@ class Placement:
 
     def _of_lists(self, op: Operation, args, kwargs, tensors) -> GPU | None:
         """Entries of one list may be anywhere; those at one place in all lists must be together."""
-        found = gpu_of(tensors[0]) if tensors else None
-        if found is not None and all([gpu_of(tensor) is found for tensor in tensors]):
-            return self.machine.own(found)
+        common = gpu_of(tensors[0]) if tensors else None
+        if common is not None and all([gpu_of(tensor) is common for tensor in tensors]):
+            return self.machine.own(common)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
         first = None
         for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
-            homes = {gpu_of(tensor) for tensor in column if tensor.dim()}
-            if len(homes) > 1:
+            places = {gpu_of(tensor) for tensor in column if tensor.dim()}
+            if len(places) > 1:
                 raise mismatch(op, column, {})
-            first = first or next(iter(homes), None)
-        found = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
-        return found and self.machine.own(found)
+            first = first or next(iter(places), None)
+        common = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
+        return common and self.machine.own(common)
 
 
 def place_output(op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:
@@ -109,10 +109,10 @@ def place_output(op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:
 def place_outputs(op: Operation, args, out, gpu: GPU) -> None:
     """As `place_output`, for an operation with several results."""
     inputs = next((value for value in args if isinstance(value, (list, tuple)) and value), None) if op.foreach else None
-    for at, tensor in enumerate(out):
+    for index, tensor in enumerate(out):
         if isinstance(tensor, (list, tuple)):
             place_outputs(op, args, tensor, gpu)
-        elif isinstance(tensor, torch.Tensor) and at != op.host_result:
+        elif isinstance(tensor, torch.Tensor) and index != op.host_result:
             if inputs:  # each result where its own input is
-                gpu = gpu_of(inputs[at])
+                gpu = gpu_of(inputs[index])
             place_output(op, tensor, gpu)

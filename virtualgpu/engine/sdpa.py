@@ -172,14 +172,14 @@ def _sums(call: Call, query, key, value, bias) -> torch.Tensor:
 
 def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bool) -> list[torch.Tensor]:
     """The gradients, as the CPU's own backward pass has them."""
-    (values, bias), grad_out, whole = _operands(call), halves.widened(grad_out), halves.widened(out)
+    (values, bias), grad_out, attended = _operands(call), halves.widened(grad_out), halves.widened(out)
     if not wants_bias and call.is_flash_on_cpu():
         sums = logsumexp.reshape(*logsumexp.shape[:2], -1)[..., : out.shape[2]].to(
-            _compat.computation_dtype(whole.dtype)
+            _compat.computation_dtype(attended.dtype)
         )
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         options = {"attn_mask": bias, "scale": call.scale}
-        return list(kernel(grad_out, *values, whole, sums, call.dropout, call.is_causal, **options))
+        return list(kernel(grad_out, *values, attended, sums, call.dropout, call.is_causal, **options))
     leaves = [tensor.requires_grad_() for tensor in (*values, *([bias] if wants_bias else []))]
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)

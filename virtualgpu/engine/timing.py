@@ -78,12 +78,12 @@ class Timing:
         # on a GPU autograd lets the stream of a backward operation wait for its gradient; who uses streams in the forward pass
         # waits for what they made by themselves
         backward = self.clock.local.backward is not None
-        homes = [
+        allocations = [
             allocation
             for tensor in tensors
             if (allocation := allocation_of(tensor)) is not None and allocation.gpu is gpu
         ]
-        after = max((allocation.done for allocation in homes), default=0.0) if backward else 0.0
+        after = max((allocation.done for allocation in allocations), default=0.0) if backward else 0.0
         end = self.clock.launch(gpu.index, seconds, op.name, after)
         for tensor in [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []:
             if (

@@ -123,17 +123,17 @@ def propagate(op, args, kwargs, tensors, out) -> None:
         if decided is not None:
             _mark_valid([shadow_of(results[0]).fill_(decided)])
     elif any(map(_compat.is_really_meta, results)):
-        found = tensors_of([_with(values, tensors, op.func, args, kwargs)], {})
-        _attach(results, found)
-        _pass_on(op, values, found)
+        shadows = tensors_of([_with(values, tensors, op.func, args, kwargs)], {})
+        _attach(results, shadows)
+        _pass_on(op, values, shadows)
 
 
-def _pass_on(op: Operation, values, found, mark: bool | int = True) -> None:
+def _pass_on(op: Operation, values, shadows, mark: bool | int = True) -> None:
     """What comes of stale values is stale, too; what is overwritten by known ones is known again."""
     if _any_stale(_read(op, values)):
-        _mark(found, mark)
+        _mark(shadows, mark)
     elif op.write_only or op.copies:
-        _mark_valid(found)
+        _mark_valid(shadows)
 
 
 def _read(op: Operation, values: list) -> list:
@@ -185,8 +185,8 @@ def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
 def propagate_factory(op: Operation, args, options, out) -> None:
     """options: with the CPU as device."""
     if out.numel() <= LIMIT:
-        found = op.func(*args, **options)
-        _attach([out], [found.zero_() if op.name in EMPTY else found])
+        shadow = op.func(*args, **options)
+        _attach([out], [shadow.zero_() if op.name in EMPTY else shadow])
 
 
 def computed(op, args, kwargs, tensors, look=values_of):
@@ -200,12 +200,14 @@ def computed(op, args, kwargs, tensors, look=values_of):
 def sized(op, args, kwargs, tensors):
     """A result whose shape depends on values, as a dry run has it; NotImplemented where those are not known. Of x[mask] only the mask
     has to be. Call it untracked."""
-    found = computed(op, args, kwargs, tensors, known_of)
+    result = computed(op, args, kwargs, tensors, known_of)
     if op.writes:  # out=...: computed into its shadow
         (out,) = _targets(op, args, kwargs)
-        return found if found is NotImplemented else out.resize_(found.shape).as_strided_(found.shape, found.stride())
-    if found is not NotImplemented:
-        return shaped(found)
+        return (
+            result if result is NotImplemented else out.resize_(result.shape).as_strided_(result.shape, result.stride())
+        )
+    if result is not NotImplemented:
+        return shaped(result)
     if op.name == "masked_select" and (mask := known_of(args[1])) is not None:
         count = mask.expand(torch.broadcast_shapes(args[0].shape, mask.shape)).sum()
         return _compat.empty_strided((int(count),), (1,), dtype=args[0].dtype, device="meta")
@@ -227,17 +229,17 @@ def _picked(x: Tensor, indices: list):
     return torch.ops.aten.index(x, places)
 
 
-def shaped(found):
+def shaped(result):
     """A result with values as a dry run has it: a shape with a shadow."""
-    if not isinstance(found, Tensor):
-        return type(found)(map(shaped, found))
-    out = _compat.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
-    _attach([out], [found])
+    if not isinstance(result, Tensor):
+        return type(result)(map(shaped, result))
+    out = _compat.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    _attach([out], [result])
     return out
 
 
-def _attach(results, found) -> None:
-    for result, value in zip(results, found, strict=True):
+def _attach(results, shadows) -> None:
+    for result, value in zip(results, shadows, strict=True):
         if _compat.is_really_meta(result):
             setattr(result, SHADOW, value)
 
@@ -246,12 +248,12 @@ def _with(values, tensors, func, args, kwargs):
     """func(*args, **kwargs) with `values` in the places of `tensors`."""
     instead = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
 
-    def replaced(given):
-        if isinstance(given, Tensor):
-            return instead[id(given)]
-        if isinstance(given, (list, tuple)):
-            return type(given)(map(replaced, given))
-        return given
+    def replaced(arg):
+        if isinstance(arg, Tensor):
+            return instead[id(arg)]
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(map(replaced, arg))
+        return arg
 
     kwargs = {name: replaced(value) for name, value in kwargs.items()}
     if isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "meta":
@@ -260,4 +262,4 @@ def _with(values, tensors, func, args, kwargs):
 
 
 def _targets(op, args, kwargs) -> list[Tensor]:
-    return tensors_of([args[at] if at < len(args) else kwargs.get(name) for at, name in op.writes], {})
+    return tensors_of([args[index] if index < len(args) else kwargs.get(name) for index, name in op.writes], {})

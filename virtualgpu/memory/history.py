@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +90,8 @@ class History:
         if action not in self.skip:
             time_us = int(self.timeline.now() * 1e6)
             context = context if self.level >= ALLOC else None
-            said = metadata.text if text is None else text
-            self.events.append(Event(action, address, size, stream, time_us, context, said))
+            text = metadata.text if text is None else text
+            self.events.append(Event(action, address, size, stream, time_us, context, text))
 
 
 def options(enabled: str | None, context: str | None, stacks: str, max_entries: int) -> tuple[int, int]:
@@ -119,9 +119,12 @@ def frames_of(context: Context | None) -> list[dict[str, Any]]:
             inner = number + 1
         elif not code.co_filename.startswith(_BETWEEN):
             break
-    python = [(code, at) for code, at in pairs[inner:] if not isinstance(code, str) and not _is_ours(code)]
+    python = [
+        (code, instruction) for code, instruction in pairs[inner:] if not isinstance(code, str) and not _is_ours(code)
+    ]
     return operations + [
-        {"name": code.co_name, "filename": code.co_filename, "line": _line(code, at)} for code, at in python
+        {"name": code.co_name, "filename": code.co_filename, "line": line_of(code, instruction)}
+        for code, instruction in python
     ]
 
 
@@ -136,9 +139,10 @@ def _in_cpp(operation) -> str:
     return f"at::_ops::{name}{'' if overload == 'default' else '_' + overload}::call"
 
 
-def _line(code, at: int) -> int:
+def line_of(code: CodeType, instruction: int) -> int:
+    """The line of the source that an instruction is of."""
     for start, end, line in code.co_lines():
-        if start <= at < end and line is not None:
+        if start <= instruction < end and line is not None:
             return line
     return code.co_firstlineno
 

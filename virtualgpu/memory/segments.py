@@ -244,12 +244,12 @@ class Segments:
         if self.config.max_split_size == UNLIMITED:
             return False
         wanted = max(size, int(self.config.max_split_size))
-        at = free.at_least(wanted)
-        if at < len(free.blocks) and free.blocks[at].segment is None:
-            self._release(free.blocks[at])
+        index = free.at_least(wanted)
+        if index < len(free.blocks) and free.blocks[index].segment is None:
+            self._release(free.blocks[index])
             return True
         released = 0
-        for block in reversed(free.blocks[:at]):
+        for block in reversed(free.blocks[:index]):
             if released >= wanted or block.size < self.config.max_split_size:
                 break
             if block.segment is None:
