@@ -70,27 +70,36 @@ def dry_run(
         )
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    with _gpus(cards if own else None, clock_settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
+    with _borrowed.use(cards if own else None, clock_settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
         yield
 
 
-@contextlib.contextmanager
-def _gpus(cards, clock_settings) -> Iterator[None]:
+class _Borrowed:
     """GPUs that are made for a dry run last as long as it does, and as those of other threads that use them, too."""
-    with _lock:
-        if cards is not None and current() is None:
-            turn_on(cards, clock=clock_settings)
-            _dry_runs.made = True
-        _dry_runs.count += 1
-        session.meet()
-    try:
-        yield
-    finally:
-        with _lock:
-            _dry_runs.count -= 1
-            if _dry_runs.made and not _dry_runs.count:
-                _dry_runs.made = False
-                reset()
+
+    def __init__(self):
+        self.blocks, self.made, self.lock = 0, False, threading.RLock()
+
+    @contextlib.contextmanager
+    def use(self, cards, clock_settings) -> Iterator[None]:
+        """In this block there are GPUs: those that are on, or of these cards where none are."""
+        with self.lock:
+            if cards is not None and current() is None:
+                turn_on(cards, clock=clock_settings)
+                self.made = True
+            self.blocks += 1
+            session.meet()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.blocks -= 1
+                if self.made and not self.blocks:
+                    self.made = False
+                    reset()
+
+
+_borrowed, _many = _Borrowed(), threading.RLock()
 
 
 @contextlib.contextmanager
@@ -115,15 +124,6 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
             single_rank.leave(machine, environ)
         if current() is not None:
             current().connect(before)
-
-
-class _DryRuns:
-    """count: how many blocks are being run. made: the GPUs that are on were made for them."""
-
-    count, made = 0, False
-
-
-_dry_runs, _lock, _many = _DryRuns(), threading.RLock(), threading.RLock()
 
 
 @contextlib.contextmanager

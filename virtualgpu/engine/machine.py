@@ -114,7 +114,7 @@ class Machine:
         some thread does."""
         if not (self.always_dry or dry_runs.some):
             return False
-        here = dry_runs.here
+        here = dry_runs.thread.dry
         if here is not None:
             return here
         return self.always_dry or self.local.seen is None

@@ -66,7 +66,7 @@ class ThreadContext(threading.local):
 
 
 class _Dry(threading.local):
-    dry: bool | None = None
+    dry: bool | None = None  # None: as all of the machine's threads
 
 
 class DryRuns:
@@ -74,17 +74,17 @@ class DryRuns:
 
     def __init__(self):
         self.some, self.epoch = False, 1
-        self._count, self._lock, self._thread = 0, threading.Lock(), _Dry()
+        self._count, self._lock, self.thread = 0, threading.Lock(), _Dry()
 
     @property
     def here(self) -> bool | None:
         """Does this thread work on shapes alone? None: as all of the machine's threads."""
-        return self._thread.dry
+        return self.thread.dry
 
     @contextlib.contextmanager
     def set_here(self, dry: bool | None) -> Iterator[None]:
         """In this block this thread works on shapes alone (True), with numbers (False), or as all of the machine's threads (None)."""
-        thread = self._thread
+        thread = self.thread
         before, thread.dry = thread.dry, dry
         self._add(bool(dry))
         try:
@@ -101,7 +101,7 @@ class DryRuns:
 
     def begin_anew(self) -> None:
         """In a process that was just forked: its one thread computes with numbers."""
-        self._count, self._lock, self._thread = 0, threading.Lock(), _Dry()
+        self._count, self._lock, self.thread = 0, threading.Lock(), _Dry()
         self.some, self.epoch = False, self.epoch + 1
 
 

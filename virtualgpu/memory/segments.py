@@ -37,6 +37,8 @@ class Segments:
     it and `on_reserved`. history, listeners: see `tell`.
     """
 
+    _occupied = 0  # see `occupy`; of the class, since Python looks up no more than 30 attributes of an object fast
+
     def __init__(
         self,
         capacity: int,
@@ -65,7 +67,6 @@ class Segments:
         self._context = None  # where the present call comes from, if that is recorded
         self._next_address = (device + 1) << DEVICE_BITS
         self._limit = int(self.config.memory_fraction * capacity)
-        self._occupied = 0  # see `occupy`
 
     # -- what there is
 
