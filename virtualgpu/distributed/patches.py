@@ -31,7 +31,7 @@ def install(machine: Machine, patches: Patches) -> None:
     from virtualgpu._compat import distributed as _compat
     from virtualgpu.distributed import ddp, dtensor, groups, libraries, objects, operations, rpc
 
-    machine.communicators = groups.Communicators(machine)
+    machine.communicate_by(groups.Communicators(machine))
     overrides.NAMESPACES.update(c10d=operations.of_c10d, _c10d_functional=operations.of_functional)
     _backend(machine, patches)
     c10d, group = _compat.c10d, _compat.ProcessGroup
