@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import virtualgpu
-from tests.virtualgpu.test_memory import MODELS, steps
+from tests.virtualgpu.memory.test_events import MODELS, steps
 from virtualgpu.hardware.specs import SPECS, Spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a real GPU")

@@ -6,8 +6,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import zipfile
 
 import pytest
@@ -34,29 +32,40 @@ def test_what_was_saved_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("after", [0, 100_000, 2_000_000])
-def test_a_writer_killed_anywhere_loses_nothing(tmp_path, after):
+def test_a_writer_killed_anywhere_loses_nothing(tmp_path, monkeypatch, after):
     """SIGKILL once `after` bytes of the new file have been written; a later save also clears what the dead one left."""
     path = tmp_path / "a.pt"
     checkpoint.save(STATE, path)
-    script = f"""
-import builtins, os, signal, torch
-from helpers import checkpoint
-class Doomed:
-    def __init__(self, *args):
-        self.file = builtins.open(*args, buffering=0)
-    def __enter__(self): return self
-    def __exit__(self, *error): pass
-    def fileno(self): return self.file.fileno()
-    def flush(self): pass
-    def write(self, chunk):
-        self.file.write(chunk)
-        if self.file.tell() >= {after}:
-            os.kill(os.getpid(), signal.SIGKILL)
-checkpoint.open = Doomed
-checkpoint.save({{"epoch": 2, "model": {{"weight": torch.ones(1_000_000)}}}}, {str(path)!r})
-"""
-    killed = subprocess.run([sys.executable, "-c", script])
-    assert killed.returncode == -signal.SIGKILL
+    later = {"epoch": 2, "model": {"weight": torch.ones(1_000_000)}}
+
+    class Doomed:
+        def __init__(self, *args):
+            self.file = builtins.open(*args, buffering=0)  # noqa: SIM115
+            self.fileno = self.file.fileno
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def flush(self):
+            pass
+
+        def write(self, chunk):
+            self.file.write(chunk)
+            if self.file.tell() >= after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(checkpoint, "open", Doomed, raising=False)
+    writer = os.fork()
+    if writer == 0:
+        try:
+            checkpoint.save(later, path)
+        finally:
+            os._exit(1)
+    monkeypatch.undo()
+    assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == -signal.SIGKILL
     assert same(checkpoint.load(path), STATE)
     assert len(os.listdir(tmp_path)) == 2, "the dead writer's unfinished file"
     for left in tmp_path.glob("*.part"):

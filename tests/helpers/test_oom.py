@@ -1,5 +1,6 @@
 """An error that notebook 06 forgets, and what it kept alive."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -15,22 +16,6 @@ MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
-def in_a_shell(*cells):
-    """Run cells in an IPython shell of another process; what the last one prints."""
-    code = f"""
-    import contextlib, io
-    from IPython.core.interactiveshell import InteractiveShell
-    shell = InteractiveShell.instance()
-    for cell in {[textwrap.dedent(cell) for cell in cells]!r}:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            shell.run_cell(cell, store_history=True)
-    print(said.getvalue(), end="")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 FAILS = """
 import helpers, torch
 helpers.gpus(1, memory="64 MB")
@@ -44,26 +29,49 @@ grow(torch.zeros(1 << 20, device="cuda"))
 """
 
 
-def test_an_uncaught_error_keeps_its_tensors_until_it_is_forgotten():
-    before, after, sys_last = in_a_shell(
-        FAILS,
-        "import gc; gc.collect(); torch.cuda.empty_cache(); before = torch.cuda.memory_allocated()",
-        "helpers.forget_error(); import sys; print(before, torch.cuda.memory_allocated(), hasattr(sys, 'last_value'))",
-    )
-    assert int(before) > 40 * MIB and int(after) == 0 and sys_last == "False"
+CAUGHT = FAILS.replace("\ngrow(", "\ntry:\n    grow(").rstrip() + (
+    "\nexcept torch.OutOfMemoryError:\n    get_ipython().showtraceback()\n"
+    "helpers.forget_error()\nprint(torch.cuda.memory_allocated())"
+)
+CELLS = {
+    "fails": FAILS,
+    "collects": "import gc; gc.collect(); torch.cuda.empty_cache(); print(torch.cuda.memory_allocated())",
+    "forgets": "helpers.forget_error(); import sys; print(torch.cuda.memory_allocated(), hasattr(sys, 'last_value'))",
+    "fails again": FAILS,
+    "forgets at once": "helpers.forget_error(); print(torch.cuda.memory_allocated())",
+    "fails and forgets": CAUGHT,
+}
 
 
-def test_an_uncaught_error_is_forgotten_in_the_very_next_cell():
+@pytest.fixture(scope="module")
+def printed():
+    """{cell: the last words that it printed}, run one after the other in an IPython shell of another process."""
+    code = f"""
+    import contextlib, io, json
+    from IPython.core.interactiveshell import InteractiveShell
+    shell, printed = InteractiveShell.instance(), {{}}
+    for name, cell in {CELLS!r}.items():
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            shell.run_cell(cell, store_history=True)
+        printed[name] = said.getvalue().rstrip().rpartition("\\n")[2]
+    print(json.dumps(printed))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_uncaught_error_keeps_its_tensors_until_it_is_forgotten(printed):
+    assert int(printed["collects"]) > 40 * MIB and printed["forgets"] == "0 False"
+
+
+def test_an_uncaught_error_is_forgotten_in_the_very_next_cell(printed):
     """IPython keeps it in the result of the last cell, too, until another cell has ended."""
-    assert in_a_shell(FAILS, "helpers.forget_error(); print(torch.cuda.memory_allocated())") == ["0"]
+    assert printed["forgets at once"] == "0"
 
 
-def test_forgetting_in_the_cell_that_failed_works_too():
-    caught = FAILS.replace("\ngrow(", "\ntry:\n    grow(").rstrip() + (
-        "\nexcept torch.OutOfMemoryError:\n    get_ipython().showtraceback()\n"
-        "helpers.forget_error()\nprint(torch.cuda.memory_allocated())"
-    )
-    assert in_a_shell(caught)[-1] == "0"
+def test_forgetting_in_the_cell_that_failed_works_too(printed):
+    assert printed["fails and forgets"] == "0"
 
 
 def test_an_error_raised_from_another_gives_both_back(gpu):

@@ -1,10 +1,29 @@
-"""What several of these folders share."""
+"""What these folders share."""
 
 import pytest
+
+import virtualgpu
+
+
+@pytest.fixture(autouse=True)
+def off_afterwards(monkeypatch):
+    """Virtual GPUs off after each test, whatever it left."""
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    virtualgpu.reset()
+
+
+@pytest.fixture
+def gpus():
+    """Two T4s."""
+    virtualgpu.gpus(2)
+    return virtualgpu.machine()
 
 
 @pytest.fixture
 def without_workspaces(monkeypatch):
-    """cuBLAS works without memory of its own: for figures that are about something else. causes/test_workspaces.py has it."""
+    """cuBLAS works without memory of its own: for figures that are about something else. engine/test_workspaces.py has it."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")

@@ -38,13 +38,6 @@ class Listener(TorchDispatchMode):
         return [func._schema.name.removeprefix("aten::") for func, *_ in self.heard]
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(2)
-    virtualgpu.reset()
-
-
 # -- what a dispatch mode is told
 
 

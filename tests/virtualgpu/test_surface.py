@@ -67,13 +67,6 @@ def complaints(names: set[str], there: set[str], version: tuple[int, int], with_
     return sorted(wrong)
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(2)
-    virtualgpu.reset()
-
-
 def test_each_name_has_a_row_and_each_row_a_name():
     names = names_of_pytorch()
     there = {name for name in EVERY if is_there(name)}

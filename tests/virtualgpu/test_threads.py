@@ -16,13 +16,6 @@ import virtualgpu
 from virtualgpu.distributed.objects import with_numbers
 
 
-@pytest.fixture(autouse=True)
-def off_afterwards(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield
-    virtualgpu.reset()
-
-
 def known() -> bool:
     """Does this thread compute with numbers?"""
     return torch.full((4,), 2.0, device="cuda").sum().item() == 8

@@ -1,4 +1,4 @@
-"""What each GPU, rank or stage did when. What a block of virtual GPUs records: test_clock."""
+"""What each GPU, rank or stage did when. What a block of virtual GPUs records: timing/test_clock."""
 
 from dataclasses import replace
 

@@ -4,13 +4,6 @@ import virtualgpu
 from virtualgpu.run.ranks import launch
 
 
-@pytest.fixture(autouse=True)
-def virtual(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield
-    virtualgpu.reset()
-
-
 @pytest.fixture
 def on_gpus(capfd):
     """on_gpus(function, *args, n=2): what each rank returns, on virtual GPUs."""

@@ -46,7 +46,7 @@ class Listener(TorchDispatchMode):
 
 
 @pytest.fixture
-def alone(virtual):
+def alone():
     """A group of gloo with this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
@@ -54,7 +54,7 @@ def alone(virtual):
 
 
 @pytest.fixture
-def on_gpu(virtual):
+def on_gpu():
     """A group of nccl with this process alone, on a virtual GPU."""
     virtualgpu.gpus(1)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -111,7 +111,7 @@ def test_the_backend_that_stands_in_for_nccl(on_gpu):
     assert backend.options is options
 
 
-def test_nccl_is_gone_afterwards(virtual):
+def test_nccl_is_gone_afterwards():
     before = hasattr(dist, "ProcessGroupNCCL"), dist.is_nccl_available(), dict(dist.Backend._plugins)
     assert before[0] is (_compat.RealNCCL is not None)
     virtualgpu.gpus(1)

@@ -12,10 +12,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(2)
-    virtualgpu.reset()
+def gpus():
+    return virtualgpu.gpus(2)
 
 
 def block(mib: int = 1):

@@ -9,12 +9,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+def gpus():
     virtualgpu.gpus(1, memory="2 GB")
     torch.cuda.init()  # before that, PyTorch does not pass the setting on
-    yield
-    virtualgpu.reset()
 
 
 def free() -> int:

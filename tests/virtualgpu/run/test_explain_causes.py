@@ -5,7 +5,9 @@ import socket
 import pytest
 
 from virtualgpu import environment
+from virtualgpu.hardware import specs
 from virtualgpu.run import cards
+from virtualgpu.run.explain import changes as explain_changes
 from virtualgpu.run.explain import runs as explain
 from virtualgpu.run.explain import table as explain_table
 
@@ -41,7 +43,7 @@ for step in range(1000):
             gradient.copy_(part.view_as(gradient))
     optimizer.step()
 """
-# Ranks of a program's own, which know who they are from their group alone; its port is taken where two of its runs are there at a time
+# Ranks of a program's own, which know who they are from their group alone; its port is taken where two of its runs are there at a time.
 SPAWN = """
 import sys, torch
 from torch import nn
@@ -63,24 +65,25 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(main, args=(port, width, rows), nprocs=2)
 """
 ALONE = """
-import sys, time, torch
+import contextlib, sys, time, torch
 from torch import nn
 class Images(torch.utils.data.Dataset):
     def __len__(self):
         return 10**6
-    def __getitem__(self, at):
-        time.sleep(float(sys.argv[1]))
+    def __getitem__(self, index):
+        time.sleep(0.02)
         return torch.zeros(64)
 if __name__ == "__main__":
-    layers, width, rows = map(int, sys.argv[2:5])
+    half, layers, width, rows, *workers = map(int, sys.argv[1:])
     loader = [torch.ones(1)] * 100
-    if sys.argv[5:]:
-        loader = torch.utils.data.DataLoader(Images(), batch_size=4, num_workers=int(sys.argv[5]))
+    if workers:
+        loader = torch.utils.data.DataLoader(Images(), batch_size=4, num_workers=workers[0])
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in loader:
         x = torch.randn(rows, width, device="cuda")
-        loss = model(x).square().mean() + batch.cuda(non_blocking=True).sum()
+        with torch.autocast("cuda", torch.float16) if half else contextlib.nullcontext():
+            loss = model(x).square().mean() + batch.cuda(non_blocking=True).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -136,22 +139,22 @@ def first(found):
     return change.name, step
 
 
-def test_no_nvlink(told):
-    found = told("TITAN RTX", 2, DDP, "{}", 4, 2048, 512)
-    name, step = first(found)
+def test_gradients_that_take_long_on_their_way(told):
+    """Without NVLink, in tiny buckets, in full precision: each change alone is what the program mended so takes."""
+    slow = "dict(bucket_cap_mb=0.01)"
+    found = told("T4", 1, DDP, slow, 4, 2048, 512, of=2)
+    name, _ = first(found)
     assert name == "NVLink"
-    assert step == pytest.approx(step_of(told("TITAN RTX NVLink", 2, DDP, "{}", 4, 2048, 512, only=True)), rel=1e-6)
-    half = next(one for one in found.tried if one.change.name == "half gradients")
-    mended = told("TITAN RTX", 2, DDP, "half {}", 4, 2048, 512, only=True)
-    assert half.step == pytest.approx(step_of(mended), rel=1e-6)
+    steps = {one.change.name: one.step for one in found.tried}
+    for change, how in (("larger buckets", "{}"), ("half gradients", f"half {slow}")):
+        mended = told("T4", 1, DDP, how, 4, 2048, 512, of=2, only=True)
+        assert steps[change] == pytest.approx(step_of(mended), rel=1e-6)
     assert not any(one.compressible for one in mended), "the program has a hook of its own by now"
 
 
-def test_tiny_buckets(told):
-    found = told("H100", 1, DDP, "dict(bucket_cap_mb=0.01)", 48, 256, 512, **OF_64)
-    name, step = first(found)
-    assert name == "larger buckets"
-    assert step == pytest.approx(step_of(told("H100", 1, DDP, "{}", 48, 256, 512, only=True, **OF_64)), rel=1e-6)
+def test_a_bridge_is_the_card_with_the_bridge():
+    bridged = explain_changes.cards({"link": "nvlink"}, [specs.find("TITAN RTX")] * 2)
+    assert [card.peer for card in bridged] == [specs.find("TITAN RTX NVLink").peer] * 2
 
 
 def test_a_collective_for_each_parameter(told):
@@ -164,34 +167,28 @@ def test_a_collective_for_each_parameter(told):
 def test_unequal_ranks(told):
     port = free_port()
     # one program at a time, as unless asked otherwise: ranks of two at one port meet each other
-    found = told("A100", 2, SPAWN, port, 2048, 4096, 8192, jobs=None)
-    assert all(one.step is not None for one in found.tried), found.tried
-    name, step = first(found)
-    assert name == "equal ranks"
-    assert step == pytest.approx(step_of(told("A100", 2, SPAWN, port, 2048, 6144, only=True)), rel=0.03)
+    found = told("A100", 2, SPAWN, port, 2048, 65536, 131072, jobs=None)
+    ((change, step, _),) = found.tried
+    assert change.name == first(found)[0] == "equal ranks"
+    assert step == pytest.approx(step_of(told("A100", 2, SPAWN, port, 2048, 98304, only=True)), rel=0.03)
 
 
-def test_bound_by_launches(told):
-    found = told("A100", 1, ALONE, 0, 100, 64, 8)
-    name, step = first(found)
-    (row,) = found.rows
-    assert name == "no launches"
-    assert step == pytest.approx(sum(row.parts.computing.values()) + row.parts.idle["copies"], rel=0.02)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_slow_loader(told, workers):
-    found = told("T4", 1, ALONE, 0.02, 4, 1024, 512, workers)
+@pytest.mark.parametrize("workers, layers, width, rows", [(0, 100, 64, 8), (2, 4, 1024, 512)])
+def test_a_slow_loader(told, workers, layers, width, rows):
+    """And, of many small layers, launches."""
+    found = told("T4", 1, ALONE, 1, layers, width, rows, workers)
     name, step = first(found)
     assert name == "no loader" and found.has_loader
     (row,) = found.rows
     waited = row.parts.idle["loader"]
     assert waited > 0.06 / max(1, workers) and step == pytest.approx(found.step - waited, rel=0.05)
+    if not workers:
+        (launched,) = (one.step for one in found.tried if one.change.name == "no launches")
+        assert launched == pytest.approx(found.step - row.parts.idle["launches"], rel=0.02)
 
 
 def test_half_precision(told):
     found = told("V100", 1, ALONE, 0, 4, 2048, 8192)
     name, step = first(found)
     assert name == "half precision"
-    mended = ALONE.replace("        loss =", "        with torch.autocast('cuda', torch.float16):\n            loss =")
-    assert step == pytest.approx(step_of(told("V100", 1, mended, 0, 4, 2048, 8192, only=True)), rel=0.03)
+    assert step == pytest.approx(step_of(told("V100", 1, ALONE, 1, 4, 2048, 8192, only=True)), rel=0.03)

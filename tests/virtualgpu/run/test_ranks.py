@@ -20,7 +20,7 @@ for step in range(3):
 os.write(1, f"rank {rank} of {dist.get_world_size()}: {dist.get_backend_config()}\\n".encode())  # in one piece
 dist.destroy_process_group()
 """
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")
 
 
 def test_torchrun(run, tmp_path):

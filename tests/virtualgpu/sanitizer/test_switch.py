@@ -91,9 +91,6 @@ def runner(environ, *arguments):
 
 def test_the_runner(clean_environ):
     assert runner(clean_environ, "-c", RACE).returncode == 0
-    done = runner(clean_environ, "--sanitize", "-c", RACE)
-    assert done.returncode == 1
-    assert "virtualgpu.sanitizer.UnsynchronizedAccessError: a race: aten::add_.Tensor on stream 3" in done.stderr
     dry = runner(clean_environ, "--sanitize", "--dry", "-c", RACE)
     assert dry.returncode == 1 and "a race: aten::add_.Tensor on stream 3" in dry.stderr
 
@@ -103,7 +100,8 @@ def test_what_the_runners_program_starts_has_it(clean_environ, tmp_path):
     child.write_text(RACE)
     starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(child)!r}]))"
     done = runner(clean_environ, "--sanitize", "-c", starts)
-    assert done.returncode == 1 and "a race: " in done.stderr
+    assert done.returncode == 1
+    assert "virtualgpu.sanitizer.UnsynchronizedAccessError: a race: aten::add_.Tensor on stream 3" in done.stderr
 
 
 TESTS = """

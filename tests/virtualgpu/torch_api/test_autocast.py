@@ -153,7 +153,7 @@ def test_numbers_equal_casts_by_hand():
         target = operation(lists.FP32_APPEND_DTYPE.get(name, name))
         with RoundedProducts():
             theirs = target(*by_hand, **options)
-        if name == "scaled_dot_product_attention":  # which rounds in other places; bit for bit in causes/test_attention
+        if name == "scaled_dot_product_attention":  # which rounds in other places; bit for bit in engine/test_attention
             assert torch.allclose(ours.cpu().float(), theirs.float(), atol=1e-3)
         elif not equal(ours, theirs):
             different.append((name, dtype))

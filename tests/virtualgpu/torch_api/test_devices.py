@@ -17,10 +17,8 @@ ZERO, ONE = torch.device("cuda:0"), torch.device("cuda:1")
 
 
 @pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(2)
-    virtualgpu.reset()
+def gpus():
+    return virtualgpu.gpus(2)
 
 
 VALUES = {

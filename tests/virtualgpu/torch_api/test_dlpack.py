@@ -10,10 +10,8 @@ np = pytest.importorskip("numpy")
 
 
 @pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(2)
-    virtualgpu.reset()
+def gpus():
+    return virtualgpu.gpus(2)
 
 
 WAYS = {

@@ -10,10 +10,8 @@ SIZE = 1 << 20
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(1)
-    virtualgpu.reset()
+def gpus():
+    return virtualgpu.gpus(1)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5])

@@ -9,10 +9,8 @@ import virtualgpu
 
 
 @pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(1, like="A100")
-    virtualgpu.reset()
+def gpus():
+    return virtualgpu.gpus(1, like="A100")
 
 
 def work():

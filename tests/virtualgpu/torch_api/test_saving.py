@@ -21,13 +21,6 @@ WHERE = {
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(2)
-    virtualgpu.reset()
-
-
-@pytest.fixture
 def checkpoint(tmp_path):
     path = tmp_path / "checkpoint.pt"
     torch.save({"weight": torch.arange(6.0).view(2, 3), "bias": nn.Parameter(torch.ones(2))}, path)

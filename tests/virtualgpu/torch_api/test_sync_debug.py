@@ -11,10 +11,8 @@ MESSAGE = "called a synchronizing CUDA operation"
 
 
 @pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    yield virtualgpu.gpus(1)
-    virtualgpu.reset()
+def gpus():
+    return virtualgpu.gpus(1)
 
 
 @pytest.fixture

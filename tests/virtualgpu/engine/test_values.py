@@ -10,11 +10,9 @@ import virtualgpu
 
 
 @pytest.fixture(autouse=True)
-def dry(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+def dry():
     with virtualgpu.dry_run(1):
         yield
-    virtualgpu.reset()
 
 
 def on_gpu(*shape):

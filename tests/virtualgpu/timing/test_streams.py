@@ -18,9 +18,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus():
     """A host that only launches: what is looked at is who waits for whom."""
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
     with virtualgpu.gpus(2, host="launch"):
         yield virtualgpu.machine()
 

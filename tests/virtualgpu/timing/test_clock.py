@@ -8,8 +8,8 @@ from torch import nn
 
 import virtualgpu
 from tests import tutorial
+from tests.virtualgpu.memory.test_events import MODELS, steps
 from tests.virtualgpu.programs import SplitResNet, train
-from tests.virtualgpu.test_memory import MODELS, steps
 from virtualgpu.hardware.hosts import DEFAULT, HOSTS
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing.clock import Clock
@@ -17,13 +17,6 @@ from virtualgpu.timing.clock import Clock
 helpers = pytest.importorskip("helpers")
 T4 = SPECS["T4"]
 FORWARD = HOSTS[DEFAULT].forward
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    with virtualgpu.gpus(2):
-        yield virtualgpu.machine()
 
 
 # -- rules

@@ -76,48 +76,48 @@ watched = [torch, torch.Tensor, torch.cuda, torch._C, torch.nn.functional, torch
 def look():
     return [dict(vars(owner)) for owner in watched]
 before, lines, tried, left = look(), 0, 0, []
+calls = {"gpus(2)": lambda: virtualgpu.gpus(2), "reset()": virtualgpu.reset}
 def count(frame, event, arg):
     global lines
     lines += "virtual" in frame.f_code.co_filename
     if at is not None and lines == at:
         raise KeyboardInterrupt
     return count
-def once(moment):
+def once(call, moment):
     global at, lines
     at, lines = moment, 0
-    if "CALL" == "reset()":
+    if call == "reset()":
         virtualgpu.gpus(2)
     sys.settrace(count)
     try:
-        virtualgpu.CALL
+        calls[call]()
     finally:
         sys.settrace(None)
-once(None)
-total = lines
-virtualgpu.reset()
-for moment in range(1, total, max(1, total // 40)):
-    try:
-        once(moment)
-    except KeyboardInterrupt:
-        tried += 1
+for call in calls:
+    once(call, None)
+    total = lines
     virtualgpu.reset()
-    changed = [name for one, two in zip(before, look()) for name in {**one, **two} if one.get(name) is not two.get(name)]
-    changed = [name for name in changed if not name.startswith("__")]
-    if changed or _get_current_dispatch_mode_stack() or virtualgpu.machine():
-        left.append((moment, changed[:5]))
+    for moment in range(1, total, max(1, total // 40)):
+        try:
+            once(call, moment)
+        except KeyboardInterrupt:
+            tried += 1
+        virtualgpu.reset()
+        changed = [name for one, two in zip(before, look()) for name in {**one, **two} if one.get(name) is not two.get(name)]
+        changed = [name for name in changed if not name.startswith("__")]
+        if changed or _get_current_dispatch_mode_stack() or virtualgpu.machine():
+            left.append((call, moment, changed[:5]))
 virtualgpu.gpus(2)
 print(tried, left, (torch.ones(2, device="cuda:1") + 1).device)
 """
 
 
-@pytest.mark.parametrize("call", ["gpus(2)", "reset()"])
-def test_ctrl_c_while_turning_on_or_off_leaves_nothing(call):
+def test_ctrl_c_while_turning_on_or_off_leaves_nothing():
     """At forty places of either; a reset() afterwards finishes the work."""
-    code = INTERRUPTED.replace("CALL", call)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
     last = done.stdout.splitlines()[-1:]
     assert last and last[0].endswith("[] cuda:1"), done.stdout + done.stderr[-2000:]
-    assert int(last[0].split()[0]) >= 30
+    assert int(last[0].split()[0]) >= 60
 
 
 # -- threads

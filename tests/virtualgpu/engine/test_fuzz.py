@@ -4,7 +4,7 @@ Each runs twice, on two virtual GPUs and on the CPU alone. Numbers must be the C
 list of our own says; bytes must be those of an independent count, over the storages of the CPU's program. What one of them
 refuses, both must.
 
-    HYPOTHESIS_PROFILE=deep pytest tests/virtualgpu/test_fuzz.py        25 times as many programs
+    HYPOTHESIS_PROFILE=deep pytest tests/virtualgpu/engine/test_fuzz.py        25 times as many programs
 """
 
 import contextlib

@@ -1,9 +1,6 @@
 """Out of memory is decided before the host allocates; every figure, and what tools ask, by PyTorch's own names."""
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -265,6 +262,32 @@ def test_a_snapshot_names_the_readers_line(gpus):
     del kept
 
 
+def allocations(stacks):
+    """The frames of what a product and its backward pass allocate."""
+    x = torch.rand(64, 32, device="cuda", requires_grad=True)
+    w = torch.rand(32, 16, device="cuda")
+    torch.cuda.memory._record_memory_history(stacks=stacks)
+    try:
+        (x @ w).sum().backward()
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    return [event["frames"] for event in events if event["action"] == "alloc" and event["size"] == 64 * 32 * 4]
+
+
+def test_a_recorded_allocation_names_its_operation_first(gpus):
+    (frames,) = allocations("all")
+    assert frames[0] == {"name": "at::_ops::mm::call", "filename": "??", "line": 0}
+    assert any(frame["name"] == "backward" for frame in frames)
+    assert frames[-1]["line"] > 0
+
+
+def test_recorded_with_pythons_frames_alone(gpus):
+    (frames,) = allocations("python")
+    assert not any("::" in frame["name"] for frame in frames)
+    assert any(frame["name"] == "backward" for frame in frames)
+
+
 def test_the_observer_hears_of_running_out(gpus):
     heard = []
     torch._C._cuda_attach_out_of_memory_observer(lambda *figures: heard.append(figures))
@@ -273,26 +296,32 @@ def test_the_observer_hears_of_running_out(gpus):
     assert len(heard) == 1 and heard[0][0] == 1 and heard[0][1] == 4 << 40
 
 
-TWO = "x = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in ({}, {})]"
-CUT = "x = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'); del x; x = torch.empty(33 << 20, dtype=torch.uint8, device='cuda')"
+def mib(*sizes):
+    return [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in sizes]
+
+
+def cut():
+    mib(64)
+    return mib(33)
 
 
 @pytest.mark.parametrize(
-    ("options", "codes", "found"),
+    ("options", "reserved"),
     [
-        ("expandable_segments:True", [TWO.format(12, 14), TWO.format(3, 4)], ["40", "20"]),
-        ("", [TWO.format(3, 4), CUT], ["20", "64"]),
-        ("max_split_size_mb:32", [CUT], ["98"]),
+        ("expandable_segments:True", [(lambda: mib(12, 14), 40), (lambda: mib(3, 4), 20)]),
+        ("", [(lambda: mib(3, 4), 20), (cut, 64)]),
+        ("max_split_size_mb:32", [(cut, 98)]),
     ],
 )
-def test_settings_of_the_environment(options, codes, found):
+def test_settings_of_the_environment(monkeypatch, options, reserved):
     """By hand: a page of a large expandable segment has 20 MiB; blocks above max_split_size are not cut up for smaller ones."""
-    program = "import torch, virtualgpu\nvirtualgpu.gpus(1)\n"
-    for code in codes:
-        program += f"{code}\nprint(torch.cuda.memory_reserved() >> 20)\ndel x\ntorch.cuda.empty_cache()\n"
-    environ = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": options}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=100)
-    assert done.stdout.splitlines()[1:] == found, done.stdout + done.stderr[-1500:]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
+    virtualgpu.gpus(1)
+    for make, expected in reserved:
+        kept = make()
+        assert torch.cuda.memory_reserved() >> 20 == expected
+        del kept
+        torch.cuda.empty_cache()
 
 
 # -- two threads

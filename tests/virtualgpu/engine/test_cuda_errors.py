@@ -12,14 +12,6 @@ import virtualgpu
 CUDA0 = "cuda:0"
 
 
-@pytest.fixture(autouse=True)
-def off_afterwards(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
-    yield
-    virtualgpu.reset()
-
-
 def on_gpu(*values):
     return [value.to(CUDA0) for value in values]
 
