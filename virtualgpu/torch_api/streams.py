@@ -23,10 +23,11 @@ def install(machine: Machine, patches: Patches) -> None:
     stream = any_stream.virtual = type("Stream", (StreamMethods, any_stream), of_session | {"entered": Entered()})
     event = any_event.virtual = type("Event", (EventMethods, any_event), of_session)
     streams = Streams(machine, stream)
+    external = streams.external  # the same object in both modules, as PyTorch's is
     for owner in (torch.cuda, torch.cuda.streams):
         patches.replace(owner, "Stream", stream)
         patches.replace(owner, "Event", event)
-        patches.replace(owner, "ExternalStream", streams.external)
+        patches.replace(owner, "ExternalStream", external)
     patches.replace(torch, "Stream", any_stream)
     patches.replace(torch, "Event", any_event)
     for name, answer in {
