@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import TorchDispatchMode
-from virtualgpu.distributed.patches import stand_in
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches

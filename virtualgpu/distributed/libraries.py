@@ -17,7 +17,7 @@ from torch import nn
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed.objects import with_numbers
-from virtualgpu.distributed.patches import stand_in
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches

@@ -9,7 +9,7 @@ import inspect
 from torch import distributed as dist
 
 from virtualgpu._compat.distributed import c10d
-from virtualgpu.distributed.patches import stand_in
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.torch_api.registry import Patches

@@ -4,24 +4,13 @@ A stand-in is a function that is given PyTorch's own first, and the machine: sta
 """
 
 import atexit
-import functools
-from collections.abc import Callable
 
 import torch
 
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
-
-
-def stand_in(function: Callable, original: Callable, *state) -> Callable:
-    """function(original, *state, ...), in the original's place and by its name."""
-
-    @functools.wraps(original, updated=())
-    def replacement(*args, **kwargs):
-        return function(original, *state, *args, **kwargs)
-
-    return replacement
 
 
 def install(machine: Machine, patches: Patches) -> None:
