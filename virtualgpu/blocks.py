@@ -10,8 +10,7 @@ import torch
 
 from virtualgpu import session
 from virtualgpu.distributed import rank_config
-from virtualgpu.engine.in_thread import dry_here
-from virtualgpu.engine.machine import GPU
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.hardware import bridges, hosts, networks, specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import parse_size
@@ -71,27 +70,36 @@ def dry_run(
         )
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    with _gpus(cards if own else None, clock_settings), dry_here(True), _as_one_of_many(where, joined):
+    with _borrowed.use(cards if own else None, clock_settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
         yield
 
 
-@contextlib.contextmanager
-def _gpus(cards, clock_settings) -> Iterator[None]:
+class _Borrowed:
     """GPUs that are made for a dry run last as long as it does, and as those of other threads that use them, too."""
-    with _lock:
-        if cards is not None and current() is None:
-            turn_on(cards, clock=clock_settings)
-            _dry_runs.made = True
-        _dry_runs.count += 1
-        session.meet()
-    try:
-        yield
-    finally:
-        with _lock:
-            _dry_runs.count -= 1
-            if _dry_runs.made and not _dry_runs.count:
-                _dry_runs.made = False
-                reset()
+
+    def __init__(self):
+        self.blocks, self.made, self.lock = 0, False, threading.RLock()
+
+    @contextlib.contextmanager
+    def use(self, cards, clock_settings) -> Iterator[None]:
+        """In this block there are GPUs: those that are on, or of these cards where none are."""
+        with self.lock:
+            if cards is not None and current() is None:
+                turn_on(cards, clock=clock_settings)
+                self.made = True
+            self.blocks += 1
+            session.meet()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.blocks -= 1
+                if self.made and not self.blocks:
+                    self.made = False
+                    reset()
+
+
+_borrowed, _many = _Borrowed(), threading.RLock()
 
 
 @contextlib.contextmanager
@@ -105,7 +113,7 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
             "another thread has a dry run with world_size= or network=, which hold for the whole process: wait for its end"
         )
     machine = current()
-    before, machine.network = machine.network, network or machine.network
+    before = machine.connect(network or machine.network)
     environ = None
     try:
         environ = None if where is None else rank_config.enter(machine, where)
@@ -115,16 +123,7 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
         if environ is not None:
             rank_config.leave(machine, environ)
         if current() is not None:
-            current().network = before
-
-
-class _DryRuns:
-    """count: how many blocks are being run. made: the GPUs that are on were made for them."""
-
-    count, made = 0, False
-
-
-_dry_runs, _lock, _many = _DryRuns(), threading.RLock(), threading.RLock()
+            current().connect(before)
 
 
 @contextlib.contextmanager
@@ -134,11 +133,12 @@ def recording() -> Iterator[Recording]:
     if machine is None:
         raise RuntimeError("there are no virtual GPUs to record: call gpus() first")
     clock = machine.clock
-    before, clock.spans = clock.spans, Recording()
+    spans = Recording()
+    before = clock.record(spans)
     try:
-        yield clock.spans
+        yield spans
     finally:
-        clock.spans = before
+        clock.record(before)
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
     """
     leave, machine = parse_size(leave), session.machine()
     if machine is not None:
-        with _taken(machine.gpus[device], leave):
+        with machine.gpus[device].leaving(leave):
             yield
         return
     with subprocess.Popen(
@@ -177,20 +177,6 @@ def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
             yield
         finally:
             child.stdin.close()
-
-
-@contextlib.contextmanager
-def _taken(gpu: GPU, leave: int) -> Iterator[None]:
-    with gpu.lock:
-        memory = gpu.settled()
-        before = memory.others  # a number, or a function where a run's processes share the GPU
-        taken = max(0, memory.free_on_gpu - leave)
-        memory.others = lambda: taken + (before() if callable(before) else before)
-    try:
-        yield
-    finally:
-        with gpu.lock:
-            memory.others = before
 
 
 _HOLD = """

@@ -17,7 +17,7 @@ CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
 GROUP_RANK and others what torchrun says of nodes: `node`, `has_several_nodes`, `local_world_size`.
-VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and compares (engine/crosscheck.py): `crosscheck`.
+VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and compares (engine/dry.py): `crosscheck`.
 NCCL_P2P_DISABLE      1, or NCCL_P2P_LEVEL=LOC: no GPU reaches another one's memory: `peer_to_peer`.
 CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE   how much memory cuBLAS works in: `cublas_workspace`, `cublaslt_workspace`.
 TORCH_CUBLAS_WORKSPACE_CACHE, TORCH_CUBLASLT_UNIFIED_WORKSPACE   does PyTorch keep it, and do both libraries share it? `flag`.
@@ -83,9 +83,9 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
     if not text:
         return None
     try:
-        given = json.loads(text)
-        cards = tuple(card for group in given["gpus"] for card in [_card(group)] * group.get("count", 1))
-        return Settings(cards, **{name: given[name] for name in Settings._fields[1:] if name in given})
+        values = json.loads(text)
+        cards = tuple(card for group in values["gpus"] for card in [_card(group)] * group.get("count", 1))
+        return Settings(cards, **{name: values[name] for name in Settings._fields[1:] if name in values})
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{VARIABLE}={text!r} cannot be read ({error!r}): unset it, or see virtualgpu/environment.py"

@@ -55,8 +55,8 @@ def sweep(where: str) -> None:
     """Remove what this user's killed processes left there."""
     if fcntl is None:
         return
-    with contextlib.suppress(OSError), os.scandir(where) as found:
-        for entry in found:
+    with contextlib.suppress(OSError), os.scandir(where) as entries:
+        for entry in entries:
             if entry.name.startswith(PREFIX):
                 with contextlib.suppress(OSError):  # another sweeps, too
                     _remove_if_left(entry)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from virtualgpu.distributed.nodes import ONE_NODE, Nodes
-from virtualgpu.engine.in_thread import Anywhere
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.environment import MAX_GPUS, visible_gpus
 from virtualgpu.hardware import hosts, specs
 from virtualgpu.hardware.hosts import ClockSettings
@@ -22,7 +22,9 @@ from virtualgpu.installed import Session
 class Devices(list):
     """The devices, as a list; used in a with statement, virtual GPUs that this call made go when it ends."""
 
-    made_here = False
+    def __init__(self, gpus, made_here: bool = False):
+        super().__init__(gpus)
+        self.made_here = made_here
 
     def __enter__(self) -> "Devices":
         return self
@@ -71,10 +73,9 @@ def _in_forked_child() -> None:
     """A GPU that was used before a fork cannot be used after it, as where GPUs are real. Work on the CPU has numbers."""
     global _lock
     _lock = threading.RLock()
-    Anywhere.begin_anew()
+    dry_runs.begin_anew()
     if _session is not None:
-        _session.machine.be_dry(False)
-        _session.machine.forked = _session.machine.initialized
+        _session.machine.after_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
@@ -197,7 +198,7 @@ def activate(
     nodes = Nodes.of(len(cards), gpus_per_node, network)
     machine = turn_on(cards, choose(), impersonates_real=True, nodes=nodes, clock=hosts.settings(clock, host)).machine
     machine.be_dry(dry)
-    machine.choose = choose
+    machine.choose_by(choose)
     return machine
 
 
@@ -209,7 +210,7 @@ def restart() -> None:
     old = _close()
     new = turn_on(old.cards, old.machine.visible, old.impersonates_real, old.nodes, old.clock).machine
     new.be_dry(old.machine.always_dry)
-    new.choose = old.machine.choose
+    new.choose_by(old.machine.choose)
     if old.machine.ledger is not None:
         new.share(old.machine.ledger)
 
@@ -257,9 +258,7 @@ def _announce(session: Session, new: bool) -> Devices:
         what = "s: " + ", ".join(f"a {card.name} with {size(card)}" for card in cards)
     worth = "a lower bound" if session.clock.rates == hosts.DATASHEET else "most steps within 30 %"
     print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated ({worth}).")
-    devices = Devices(gpu.device for gpu in session.machine.gpus)
-    devices.made_here = new
-    return devices
+    return Devices((gpu.device for gpu in session.machine.gpus), made_here=new)
 
 
 @_one_at_a_time
@@ -300,5 +299,6 @@ def _reopen(session: Session | None) -> None:
     """On again, with what lies on its GPUs."""
     global _session
     if session is not None:
-        session.machine.closed, _session = False, session
+        session.machine.reopen()
+        _session = session
         session.open()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import virtualgpu
 from virtualgpu import session
-from virtualgpu.engine.in_thread import dry_here
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.hardware.specs import find_all
 
 ONE = torch.device("cuda:1")
@@ -340,7 +340,7 @@ def test_dry_run_heeds_settings_that_change(setting):
         setting(True)
         try:
             dry = results()
-            with dry_here(False):
+            with dry_runs.set_here(False):
                 with_numbers = results()
         finally:
             setting(False)

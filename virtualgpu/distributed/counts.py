@@ -13,10 +13,10 @@ def counts(call: Call) -> Call | None:
     if (
         call.collective.alike is not None  # all ranks' outputs are alike: all of them carry, or none
         and sum(tensor.numel() for tensor in call.outputs) <= values.LIMIT
-        and all(map(values.may_stand_beside, call.tensors))
+        and all(map(values.may_have_shadow, call.tensors))
     ):
-        return call.with_values(values.beside)
-    values.forget(call.outputs)
+        return call.with_values(values.shadow_of)
+    values.invalidate(call.outputs)
     return None
 
 
@@ -26,6 +26,6 @@ def message_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if tensor.nbytes > LARGEST:
         return None
-    if values.may_stand_beside(tensor):
-        return values.beside(tensor)
+    if values.may_have_shadow(tensor):
+        return values.shadow_of(tensor)
     return torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")

@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import TorchDispatchMode
-from virtualgpu.distributed.patches import stand_in
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches
@@ -45,7 +45,7 @@ class Reducer(dist.Reducer):
             return super()._rebuild_buckets()
 
     def _on_first_gpu(self):
-        return self.machine.made_on(self._gpus[0] if self._gpus else None)
+        return self.machine.local.made_on(self._gpus[0] if self._gpus else None)
 
 
 class _InTurn(TorchDispatchMode):
@@ -58,7 +58,7 @@ class _InTurn(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
         if self.waiting and func is torch.ops.aten.empty.memory_format and list(size) == [self.waiting[0][0]]:
-            with self.machine.made_on(self.waiting.pop(0)[1]):
+            with self.machine.local.made_on(self.waiting.pop(0)[1]):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -8,7 +8,7 @@ from torch.distributed import device_mesh
 
 from virtualgpu import _compat
 from virtualgpu.distributed.objects import with_numbers
-from virtualgpu.distributed.patches import stand_in
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
 

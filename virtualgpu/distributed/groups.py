@@ -80,7 +80,6 @@ class Communicators:
         ] = {}  # groups inside of a coalescing manager, and which collects
         self._backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
         self._launched = None  # the store in which ranks of `launch` say that they have returned
-        machine.clock.collectives.settle = self.drain
 
     def keep(self, backend: ProcessGroupNCCL) -> None:
         """Until all groups are destroyed: PyTorch finds the Python object again only while somebody holds it."""

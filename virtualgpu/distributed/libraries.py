@@ -17,7 +17,7 @@ from torch import nn
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed.objects import with_numbers
-from virtualgpu.distributed.patches import stand_in
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches
@@ -56,15 +56,14 @@ LABELS = {  # of a stage's methods, by their arguments
 
 
 def _annotated(original, machine: Machine, label, stage, *args, **kwargs):
-    text, local = label(*args, **kwargs), machine.clock.local
-    before = local.kind
+    text, before = label(*args, **kwargs), machine.clock.local.kind
     if not text.startswith("F"):  # also what is done outside autograd: += of the weights' gradients
-        local.kind = "backward"
+        machine.clock.set_kind("backward")
     try:
         with torch.profiler.record_function(f"PP:{stage.stage_index}{text}"):
             return original(stage, *args, **kwargs)
     finally:
-        machine.clock.local.kind = before
+        machine.clock.set_kind(before)
 
 
 def _vote(original, machine: Machine, module, schedule, stages, has_backward, *args, **kwargs) -> None:

@@ -9,9 +9,9 @@ import inspect
 from torch import distributed as dist
 
 from virtualgpu._compat.distributed import c10d
-from virtualgpu.distributed.patches import stand_in
-from virtualgpu.engine.in_thread import dry_here
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.torch_api.registry import Patches
 
 OF_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")  # what `src` alone knows
@@ -28,7 +28,7 @@ def with_numbers(original, machine: Machine, *args, **kwargs):
     """original(...), for this thread with numbers also in a dry run."""
     if not machine.some_dry:
         return original(*args, **kwargs)
-    with dry_here(False):
+    with dry_runs.set_here(False):
         return original(*args, **kwargs)
 
 

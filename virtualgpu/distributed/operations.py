@@ -11,7 +11,7 @@ from virtualgpu._compat import is_really_meta, packet, schema
 from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
 from virtualgpu.distributed.message_log import RECV, SEND
 from virtualgpu.engine.allocation import gpu_of, storage_of
-from virtualgpu.engine.values import forget
+from virtualgpu.engine.values import invalidate
 
 WORK = "_virtual_work"  # on the storage of a functional collective's result: the collective that fills it
 MESSAGES = {"send": (SEND, "send to"), "recv_": (RECV, "recv from"), "recv_any_source_": (RECV, "recv from")}
@@ -43,7 +43,7 @@ def of_c10d(dispatch, func, args, kwargs):
     else:
         gpu = communicators.place(group, call.tensors)
     if gpu is None:
-        forget(filter(is_really_meta, call.tensors))
+        invalidate(filter(is_really_meta, call.tensors))
         if name == "barrier" and machine.dry:  # a shape as its first argument would keep nobody waiting
             with machine.untracked():
                 return func(torch.empty(1), *args[1:], **kwargs)

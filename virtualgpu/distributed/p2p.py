@@ -21,7 +21,7 @@ from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog
 from virtualgpu.distributed.transport import flat
 from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.machine import GPU
-from virtualgpu.engine.values import forget
+from virtualgpu.engine.values import invalidate
 from virtualgpu.timing.queues import Queue
 
 BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
@@ -171,7 +171,7 @@ class Exchange(SimulatedWork):
                         self._held.append(carried)
                         self._carry(direction, peer, flat(carried).view(torch.uint8)[: _extent(tensor)], message)
         elif comm.machine.dry:
-            forget(tensor for direction, _, tensor in self.messages if direction == RECV)
+            invalidate(tensor for direction, _, tensor in self.messages if direction == RECV)
 
     def _carry(self, direction: int, peer: int, memory: torch.Tensor, message: Message) -> None:
         gloo = self.communicator.gloo

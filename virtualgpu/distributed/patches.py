@@ -4,24 +4,13 @@ A stand-in is a function that is given PyTorch's own first, and the machine: sta
 """
 
 import atexit
-import functools
-from collections.abc import Callable
 
 import torch
 
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
-
-
-def stand_in(function: Callable, original: Callable, *state) -> Callable:
-    """function(original, *state, ...), in the original's place and by its name."""
-
-    @functools.wraps(original, updated=())
-    def replacement(*args, **kwargs):
-        return function(original, *state, *args, **kwargs)
-
-    return replacement
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -31,7 +20,7 @@ def install(machine: Machine, patches: Patches) -> None:
     from virtualgpu._compat import distributed as _compat
     from virtualgpu.distributed import ddp, dtensor, groups, libraries, objects, operations, rpc
 
-    machine.communicators = groups.Communicators(machine)
+    machine.communicate_by(groups.Communicators(machine))
     overrides.NAMESPACES.update(c10d=operations.of_c10d, _c10d_functional=operations.of_functional)
     _backend(machine, patches)
     c10d, group = _compat.c10d, _compat.ProcessGroup

@@ -63,7 +63,7 @@ def _check(name: str, value, least: int) -> None:
 
 def enter(machine, rank: RankConfig) -> Mapping[str, str | None]:
     """From now on this process is that rank; returns what the environment said before."""
-    machine.single_rank = rank
+    machine.play(rank)
     before = {name: os.environ.get(name) for name in rank.environ}
     os.environ.update(rank.environ)
     return before
@@ -73,7 +73,7 @@ def leave(machine, before: Mapping[str, str | None]) -> None:
     """This process plays no rank any more: its process groups are destroyed, the environment is as it was `before`."""
     from torch import distributed as dist
 
-    machine.single_rank = None
+    machine.play(None)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     for name, value in before.items():

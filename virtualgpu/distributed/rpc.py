@@ -12,7 +12,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu._compat.distributed import rpc_internal, rpc_reducers, rpc_worker
-from virtualgpu.distributed.patches import stand_in
+from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported

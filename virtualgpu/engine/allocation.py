@@ -1,6 +1,6 @@
 """Where a tensor lives: a label on its storage.
 
-A storage on a GPU carries a `Home` as its Python attribute; it dies with the storage, wherever that was kept (a variable, the
+A storage on a GPU carries an `Allocation` as its Python attribute; it dies with the storage, wherever that was kept (a variable, the
 autograd graph, an optimizer), and gives its block back. A storage without one is the CPU's.
 
 Why a label, and not a subclass of Tensor, or a device of one's own: the tensors stay PyTorch's plain CPU tensors, so that its C++
@@ -13,15 +13,16 @@ import sys
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine.frames import below_another_mode, call_site
 from virtualgpu.timing.costs import parts as sparse_parts
 
-ALLOCATION = "_virtual_allocation"  # the attribute of a storage
+ALLOCATION, PINNED = "_virtual_allocation", "_virtual_pinned"  # attributes of a storage
 
 
 class Allocation:
     """Lives on `gpu`, with so many bytes. Gives its memory back when it goes.
 
-    done: when the last operation that wrote here ends; kept where several streams are used. guessed: C++ made it in a backward
+    done: when the last operation that wrote here ends; kept where several streams are used. inferred: C++ made it in a backward
     pass without saying where; it moves to whatever it meets. used_on: the stream of a leaf's first use, on which autograd adds up
     its gradient.
     """
@@ -33,6 +34,14 @@ class Allocation:
         self.used_on = None
         self.block = None  # so that a failing malloc leaves nothing to free
         self.block = gpu.malloc(nbytes)
+
+    def used_in_forward(self, stream) -> None:
+        """A leaf was used on this stream; the first use counts."""
+        self.used_on = self.used_on or stream
+
+    def written_until(self, end: float) -> None:
+        """An operation that wrote here ends then."""
+        self.done = end
 
     def __del__(self):
         if self.block is not None:
@@ -54,12 +63,12 @@ class MadeByCpp:
     inferred = False
 
     def __init__(self):
-        self.call_site = _call_site()
+        self.call_site = call_site()
 
     @property
     def in_creating_call(self) -> bool:
         """Are we still where it was made?"""
-        return self.call_site == _call_site()
+        return self.call_site == call_site()
 
     @property
     def in_backward(self) -> bool:
@@ -96,55 +105,15 @@ class Holders:
         if count <= self.of_cpp:
             return False
         more = sum(other is tensor for other in tensors) - 1  # in the arguments, and in `tensors`
-        return count - 2 * more > self.of_cpp and not _below_another_mode()
+        return count - 2 * more > self.of_cpp and not below_another_mode()
 
 
 holders = Holders()
 
 
-def _below_another_mode() -> bool:
-    """Did the operation come through another dispatch mode, or a kernel that is written in Python?"""
-    frame = sys._getframe(1)
-    for _ in range(64):
-        if frame is None:
-            break
-        name = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "__torch_dispatch__" and not name.startswith("virtualgpu."):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _call_site() -> tuple:
-    """The call that Python is in: its frame and instruction, or the backward pass."""
-    task = _compat.graph_task()
-    if task != -1:
-        return ("backward", task)
-    frame = callers_frame()
-    return (id(frame), frame.f_lasti) if frame is not None else ()
-
-
-def callers_frame():
-    """The frame of Python that called the operation: not of ours, and not of another mode or kernel in Python on the way."""
-    frame = found = sys._getframe(1)
-    for _ in range(64):
-        if frame is None:
-            break
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith(BEGIN):
-            break
-        if frame.f_code.co_name == "__torch_dispatch__" or name.startswith("virtualgpu.") or name in _compat.BETWEEN:
-            found = frame.f_back
-        frame = frame.f_back
-    return found
-
-
-BEGIN = ("virtualgpu.run.", "virtualgpu.torch_api.threads")  # what calls the program, or a thread of it
-
-
-torch.UntypedStorage._virtual_allocation = (
-    None  # the CPU's, unless it says otherwise; stays, so that no thread ever misses it
-)
+# The CPU's, unless it says otherwise; stays, so that no thread ever misses it
+torch.UntypedStorage._virtual_allocation = None
+torch.UntypedStorage._virtual_pinned = False
 
 
 def storage_of(tensor: torch.Tensor):
@@ -192,6 +161,11 @@ def allocation_of(tensor: torch.Tensor):
         return allocation_of(parts[-1]) if parts else None
 
 
+def set_allocation(storage, allocation) -> None:
+    """Put a label on a storage; None: the CPU's."""
+    storage._virtual_allocation = allocation
+
+
 def label(tensor: torch.Tensor, allocation) -> None:
     """Put a label on a tensor's storage, or those of a sparse one's parts, without asking for memory."""
     try:
@@ -205,3 +179,18 @@ def made_by_cpp(tensor: torch.Tensor) -> bool:
     """Did C++ make it for the call that Python is in? See MadeByCpp."""
     allocation = allocation_of(tensor)
     return allocation is not None and allocation.gpu is None and allocation.in_creating_call
+
+
+def stream_of_leaf(tensor: torch.Tensor):
+    """The stream of a leaf's first use; None where it was not noted."""
+    return getattr(tensor.untyped_storage()._virtual_allocation, "used_on", None)
+
+
+def pin(tensor: torch.Tensor) -> None:
+    """Mark a tensor's storage as pinned memory of the host."""
+    setattr(storage_of(tensor), PINNED, True)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Is its storage marked so?"""
+    return getattr(storage_of(tensor), PINNED, False)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import attention, extensions, nondeterministic, overrides, values
-from virtualgpu.engine.allocation import MadeByCpp, gpu_of, label, made_by_cpp
+from virtualgpu.engine import extensions, flex_attention, nondeterministic, overrides, values
+from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import MASKS, Operation, tensors_of
-from virtualgpu.engine.outputs import place_output, place_outputs
-from virtualgpu.engine.place import Places
+from virtualgpu.engine.placement import Placement, place_output, place_outputs
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.timing import Timing
 
 PLAIN, STRIDED = (Tensor,), torch.strided
@@ -42,8 +42,9 @@ class Dispatch(_compat.TorchDispatchMode):
         super().__init__()
         self.machine, self.clock, self.local = machine, machine.clock, machine.local
         self.dry, self.eager, self.timing = DryRun(machine), Eager(machine), Timing(machine)
-        self.factories = Factories(machine, self.dry, self.eager, self.timing)
-        self.place = Places(machine).find
+        placement = Placement(machine)
+        self.place = placement.find
+        self.factories = Factories(machine, self.dry, self.eager, self.timing, placement)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # IPython shows the reader's line, not ours
@@ -54,7 +55,7 @@ class Dispatch(_compat.TorchDispatchMode):
         try:
             return self._run(func, args, kwargs or {})
         except (RuntimeError, IndexError) as error:
-            self.clock.local.kind = "forward"  # an optimizer's step ends here, too
+            self.clock.set_kind("forward")  # an optimizer's step ends here, too
             frames = errors.foreign(error.__traceback__)
             raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
 
@@ -64,7 +65,10 @@ class Dispatch(_compat.TorchDispatchMode):
         op = _operations.get(func)
         if op is None:
             if isinstance(func, _compat.HigherOrderOperator):
-                if func in attention.KERNELS and (out := attention.run(self, func, args, kwargs)) is not NotImplemented:
+                if (
+                    func in flex_attention.KERNELS
+                    and (out := flex_attention.run(self, func, args, kwargs)) is not NotImplemented
+                ):
                     return out
                 with self:  # the operations that it is made of come by
                     return _compat.implementation(func)(*args, **kwargs)
@@ -80,8 +84,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 return _compat.decompose(func, args, kwargs)
         if op.is_view and (not isinstance(args[0], Tensor) or args[0].layout is STRIDED):
             out = func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
-            if self.machine.some_dry and self.machine.dry:
-                values.follow_view(func, args, kwargs, out)
+            if (dry_runs.some or self.machine.always_dry) and self.machine.dry:
+                values.propagate_view(func, args, kwargs, out)
             return out
         if op.override is not None and (out := op.override(self, func, args, kwargs)) is not NotImplemented:
             return out
@@ -105,7 +109,7 @@ class Dispatch(_compat.TorchDispatchMode):
         waits = op.shape_from_values and kwargs.get("output_size") is None
         waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
         asserts = False
-        if machine.some_dry and machine.dry:
+        if (dry_runs.some or machine.always_dry) and machine.dry:
             if waits:
                 out = self.dry.sized(op, args, kwargs, tensors)
             elif gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
@@ -114,7 +118,7 @@ class Dispatch(_compat.TorchDispatchMode):
                 out = self.dry.run(op, args, kwargs, tensors, gpu)
                 if not op.returns_value_to_host:
                     on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
-                    (values.follow if on_host else values.follow_on_gpu)(op, args, kwargs, tensors, out)
+                    (values.propagate if on_host else values.propagate_on_gpu)(op, args, kwargs, tensors, out)
         elif gpu is None:
             out = op.on_cpu(*args, **kwargs)
         else:
@@ -163,7 +167,12 @@ class Dispatch(_compat.TorchDispatchMode):
         if gpu_of(target) is not None and gpu_of(source) is not None:
             return True
         host = source if gpu_of(source) is None else target
-        return getattr(host.untyped_storage(), "_virtual_pinned", False)
+        return is_pinned(host)
+
+
+def operation_of(frame):
+    """The operation that a frame of Python dispatches; None for any other frame."""
+    return frame.f_locals["func"] if frame.f_code is Dispatch.__torch_dispatch__.__code__ else None
 
 
 _wrappers: dict = {}

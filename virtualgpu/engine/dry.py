@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import crosscheck, values, warn
+from virtualgpu.engine import values
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -33,8 +33,8 @@ class DryRun:
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.returns_value_to_host:
-            found = values.computed(op, args, kwargs, tensors)
-            return self.placeholder_value(op, tensors, gpu) if found is NotImplemented else found
+            value = values.computed(op, args, kwargs, tensors)
+            return self.placeholder_value(op, tensors, gpu) if value is NotImplemented else value
         if op.host_result is not None:
             return self.packed(op, args)
         key = [op, *[setting() for setting in SETTINGS]]
@@ -51,7 +51,7 @@ class DryRun:
         if made is not None:
             if self.crosscheck:
                 with self.machine.untracked():
-                    crosscheck.compare(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
+                    crosscheck(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
             return made(args)
         with self.machine.untracked():
             out = self._by_meta_kernel(op, args, kwargs, tensors)
@@ -112,11 +112,8 @@ class DryRun:
 
     def placeholder_value(self, op: Operation, tensors, gpu: GPU | None):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
-        if gpu is not None and not self.machine.warned_about_nan:
-            self.machine.warned_about_nan = True
-            warn.at_the_program(
-                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)"
-            )
+        if gpu is not None:
+            self.machine.warn_of_nan()
         if op.name != "_local_scalar_dense":
             return False
         dtype = tensors[0].dtype
@@ -182,8 +179,8 @@ def _recipe(op: Operation, out, tensors):
     single = isinstance(out, torch.Tensor)
     known = {_compat.address(tensor.untyped_storage()) for tensor in tensors}
     steps = []
-    for at, result in enumerate([out] if single else out):
-        same = op.returns[at] if at < len(op.returns) else None
+    for index, result in enumerate([out] if single else out):
+        same = op.returns[index] if index < len(op.returns) else None
         if same is not None:
             steps.append((same, None))
         elif result is None:
@@ -226,3 +223,39 @@ def _on_meta(value):
     if isinstance(value, dict):
         return {name: _on_meta(item) for name, item in value.items()}
     return value
+
+
+def crosscheck(op, args, remembered, anew) -> None:
+    """VIRTUALGPU_CROSSCHECK=1: what counts as the same call is a key, and a key can lack something. Raises RuntimeError where what was
+    remembered differs from what the meta kernel gives now. Of both, what an operation in place returns may be the argument itself.
+    """
+    before, now = _parts(remembered), _parts(anew)
+    brief = [any(part is arg for arg in args) for part in before]
+    before, now = (list(map(_properties, parts, brief)) for parts in (before, now))
+    if before != now:
+        raise RuntimeError(
+            f"a dry run remembered {before} of {op.func} and finds {now}, for the arguments {tuple(map(_short, args))}: the key of "
+            "what a dry run remembers (engine/dry.py) lacks what tells these calls apart. Please report it"
+        )
+
+
+def _parts(out) -> list:
+    return [type(out), *out] if isinstance(out, (tuple, list)) else [out]
+
+
+def _properties(result, is_argument: bool):
+    """All of a result that others can see; bytes of its storage, not only of what it shows of it."""
+    if not isinstance(result, Tensor):
+        return result
+    shape = tuple(result.shape), result.stride(), result.dtype, result.layout
+    if is_argument:
+        return shape
+    storage = result.untyped_storage()
+    where = result.storage_offset(), storage.nbytes(), _compat.real_storage_device(storage).type
+    return (*shape, *where, result.is_conj(), result.is_neg())
+
+
+def _short(value):
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return tuple(map(_short, value)) if isinstance(value, (tuple, list)) else value

@@ -45,14 +45,15 @@ class Eager:
 
     def check_generator(self, args, kwargs, gpu: GPU | None) -> None:
         """Raises RuntimeError for a generator of the CPU on a GPU, and the other way round."""
-        given = kwargs.get("generator")
-        if given is None:
-            given = next((value for value in args if isinstance(value, torch.Generator)), None)
-        if given is None:
+        generator = kwargs.get("generator")
+        if generator is None:
+            generator = next((value for value in args if isinstance(value, torch.Generator)), None)
+        if generator is None:
             return
-        wanted, found = "cpu" if gpu is None else "cuda", "cuda" if _compat.address(given) in GENERATORS else "cpu"
-        if found != wanted:
-            raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
+        expected = "cpu" if gpu is None else "cuda"
+        actual = "cuda" if _compat.address(generator) in GENERATORS else "cpu"
+        if actual != expected:
+            raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{actual}'")
 
     def _draw(self, op: Operation, args, kwargs, gpu: GPU):
         """From the generator that was given, or the GPU's own; that one stands in for the CPU's where none can be given."""
@@ -126,12 +127,12 @@ def require_room(sizes: list[int], gpu: GPU) -> None:
 
 def _numbers(args) -> int:
     """The product of the whole numbers among the arguments (how often to repeat, how far to pad); 1 for none."""
-    found = 1
+    product = 1
     for value in args:
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if type(number) is int and number > 1:
-                found *= number
-    return found
+                product *= number
+    return product
 
 
 def host_free() -> int:

@@ -19,7 +19,7 @@ def run(dispatch, func, args, kwargs):
     if EVERY in by_key:
         kernel = by_key[EVERY]
     elif CPU in by_key:
-        dry = dispatch.machine.some_dry and dispatch.machine.dry
+        dry = dispatch.machine.dry
         kernel = None if (dry and _has_meta(func)) or (on_gpu and not dry) else by_key[CPU]
     else:
         kernel = by_key.get(CUDA) if on_gpu else None

@@ -6,12 +6,12 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
-from virtualgpu.engine.allocation import Allocation, MadeByCpp, gpu_of, label, made_by_cpp
+from virtualgpu.engine.allocation import Allocation, MadeByCpp, gpu_of, label, made_by_cpp, pin
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import EMPTY, Operation
-from virtualgpu.engine.outputs import place_output
+from virtualgpu.engine.placement import Placement, place_output
 from virtualgpu.engine.timing import Timing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -20,8 +20,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Factories:
     """Makes tensors on the GPUs of one machine, or on the CPU."""
 
-    def __init__(self, machine: Machine, dry: DryRun, eager: Eager, timing: Timing):
-        self.machine, self.local, self.dry, self.eager, self.timing = machine, machine.local, dry, eager, timing
+    def __init__(self, machine: Machine, dry: DryRun, eager: Eager, timing: Timing, placement: Placement):
+        self.machine, self.dry, self.eager, self.timing, self.placement = machine, dry, eager, timing, placement
 
     def make(self, op: Operation, args, kwargs):
         """A tensor from no other: on the GPU or the CPU that `device` says."""
@@ -30,10 +30,10 @@ class Factories:
         if (device is not None and self._is_elsewhere(device, by_python)) or _compat.fake_mode_is_on():
             return op.func(*args, **kwargs)
         gpu = machine.gpu(device) if device is not None and device.type == "cuda" else None
-        if gpu is None and not by_python and machine.local.made_on is not None:
+        if gpu is None and not by_python and machine.local.target is not None:
             if device is None:
                 return op.func(*args, **kwargs)  # C++ computes with it on the host, in a dry run, too
-            gpu = machine.local.made_on
+            gpu = machine.local.target
         if machine.dry and machine.local.counts and not by_python and op.name in EMPTY:
             out = op.func(*args, **kwargs)
             label(out, MadeByCpp())
@@ -51,7 +51,7 @@ class Factories:
             out = self.dry.run(op, args, options, [], gpu)
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11
             if (gpu is None and (by_python or number)) or (by_python and out.dtype in values.WHOLE and not op.random):
-                values.follow_factory(op, args, {**options, "device": CPU}, out)
+                values.propagate_factory(op, args, {**options, "device": CPU}, out)
         elif gpu is None:
             out = op.on_cpu(*args, **options)
         else:
@@ -60,7 +60,7 @@ class Factories:
             place_output(op, out, gpu)
             self.timing.write(op, out, gpu)
         elif pinned:
-            out.untyped_storage()._virtual_pinned = True
+            pin(out)
         elif not by_python:
             self._label_made_by_cpp(op, out)
         return out
@@ -72,13 +72,11 @@ class Factories:
             by_python = isinstance(
                 node, torch.autograd.function.BackwardCFunction
             )  # then it is of an output, not an input
-            leaf = None if by_python else next((found for found in _leaves(node)), None)
-            gpu = self.local.last if leaf is None else gpu_of(leaf)
+            leaf = None if by_python else next(_leaves(node), None)
+            gpu = self.placement.last if leaf is None else gpu_of(leaf)
             if gpu is not None:
                 if gpu.machine is self.machine:
-                    out.untyped_storage()._virtual_allocation = Allocation(
-                        gpu, out.untyped_storage().nbytes(), inferred=True
-                    )
+                    label(out, Allocation(gpu, out.untyped_storage().nbytes(), inferred=True))
                 return
         label(out, MadeByCpp())
 
@@ -101,7 +99,7 @@ class Factories:
             del options["device"]
         if machine.dry:
             out = self.dry.run(op, args, options, tensors, target)
-            (values.follow if target is None else values.follow_on_gpu)(op, args, options, tensors, out)
+            (values.propagate if target is None else values.propagate_on_gpu)(op, args, options, tensors, out)
         elif target is None:
             out = op.on_cpu(*args, **options)
         else:
@@ -117,7 +115,7 @@ class Factories:
         elif target is not None:
             self.timing.write(op, out, target)
         if kwargs.get("pin_memory") and target is None:
-            out.untyped_storage()._virtual_pinned = True
+            pin(out)
         return out
 
     def _is_elsewhere(self, device: torch.device, by_python: bool) -> bool:

@@ -1,7 +1,10 @@
 """One virtual GPU: its memory, which every thread may ask for, and its place in the clock."""
 
+import contextlib
+import functools
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 from uuid import UUID
 
@@ -12,6 +15,7 @@ from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized
 from virtualgpu.hardware.hosts import DATASHEET, ClockSettings
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.memory.ledger import Ledger
 from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.kernels import Kernels
 
@@ -46,6 +50,29 @@ class GPU:
         self.workspaces: dict = {}  # of cuBLAS, that handles keep
         self.makes_workspace = False  # is what asks for memory now cuBLAS?
         self._freed: deque = deque()
+
+    def share(self, ledger: Ledger) -> None:
+        """From now on its memory is shared with the other processes that keep this ledger."""
+        with self.lock:  # another thread's malloc asks both, or none
+            note = functools.partial(self.note, ledger)
+            self.memory.share(functools.partial(ledger.others, self.physical), ledger.lock, note)
+
+    def note(self, ledger: Ledger, memory: CachingAllocator) -> None:
+        """Write down what this process holds of it."""
+        held = memory.reserved + memory.context
+        ledger.note(self.physical, held, memory.peak_allocated, memory.peak_reserved)
+
+    @contextlib.contextmanager
+    def leaving(self, nbytes: int) -> Iterator[None]:
+        """In this block another process holds all that is free now but so many bytes."""
+        with self.lock:
+            taken = max(0, self.settled().free_on_gpu - nbytes)
+            self.memory.occupy(taken)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.memory.occupy(-taken)
 
     def malloc(self, nbytes: int):
         """A block of memory on the current stream. Raises torch.OutOfMemoryError as PyTorch would."""

@@ -37,8 +37,8 @@ def run(op, args, kwargs, tensors):
     out = op.func(*wide_args, **wide_kwargs)
     if not op.writes:
         return tuple(map(rounded, out)) if isinstance(out, tuple) else rounded(out)
-    at, name = op.writes[0]
-    target = kwargs[name] if name in kwargs else args[at]
+    index, name = op.writes[0]
+    target = kwargs[name] if name in kwargs else args[index]
     if target.shape != out.shape:
         aten.resize_.default(target, out.shape)
     return aten.copy_.default(target, out)

@@ -89,13 +89,13 @@ def _gather_stats_with_counts(input, mean, invstd, running_mean, running_var, mo
     mean, invstd = _exact(mean), _exact(invstd)
     counts = counts.to(mean.dtype).view(-1, 1)
     total = counts.sum()
-    whole = (mean * counts).sum(0) / total
-    squares = ((invstd.square().reciprocal() - eps + (mean - whole).square()) * counts).sum(0)
+    overall = (mean * counts).sum(0) / total
+    squares = ((invstd.square().reciprocal() - eps + (mean - overall).square()) * counts).sum(0)
     if running_mean is not None:
-        running_mean.copy_((1 - momentum) * running_mean + momentum * whole)
+        running_mean.copy_((1 - momentum) * running_mean + momentum * overall)
     if running_var is not None:
         running_var.copy_((1 - momentum) * running_var + momentum * (squares / (total - 1)))
-    return whole, (squares / total + eps).rsqrt()
+    return overall, (squares / total + eps).rsqrt()
 
 
 def _backward_reduce(gradient, input, mean, invstd, weight, input_g, weight_g, bias_g):

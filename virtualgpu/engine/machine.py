@@ -1,15 +1,14 @@
 """All the virtual GPUs: the clock they share, which one is current, and what each thread is doing with them."""
 
 import contextlib
-import functools
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from virtualgpu.engine.allocation import ALLOCATION, Allocation, gpu_of, storage_of
+from virtualgpu.engine.allocation import ALLOCATION, Allocation, gpu_of, set_allocation, storage_of, stream_of_leaf
+from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.gpu import CONTEXT, GPU
-from virtualgpu.engine.in_thread import Anywhere, here
+from virtualgpu.engine.thread_context import ThreadContext, dry_runs
 from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking
 from virtualgpu.errors import forked, invalid_ordinal, no_gpus
@@ -22,13 +21,13 @@ from virtualgpu.timing.clock import Clock
 __all__ = ["ALLOCATION", "CONTEXT", "GPU", "Allocation", "Machine", "gpu_of", "storage_of"]
 
 
-class Machine(Anywhere):
+class Machine:
     """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device.
 
-    some_dry, always_dry: is a thread, are all threads in a dry run? See `dry`. initialized: somebody has used a GPU (torch.cuda.is_initialized). forked: this process
-    was forked from one that had. on_first_use: called once, before the first use of a GPU. choose: says which of the cards
-    CUDA_VISIBLE_DEVICES leaves, until a GPU is used. ledger: shared with the other processes of a run. gpus_per_node: how the cards are
-    divided into nodes; None: they are one. network: what joins nodes; None: what PyTorch's model has for the card.
+    local: what the thread that asks is doing. always_dry: are all threads in a dry run? initialized: somebody has used a GPU
+    (torch.cuda.is_initialized). forked: this process was forked from one that had. ledger: shared with the other processes of a run.
+    gpus_per_node: how the cards are divided into nodes; None: they are one. network: what joins nodes; None: what PyTorch's model has for
+    the card. single_rank: the rank that this process plays alone (distributed.rank_config.RankConfig). communicators: of process groups.
     """
 
     def __init__(
@@ -37,34 +36,36 @@ class Machine(Anywhere):
         visible: list[int] | None = None,
         clock_settings: ClockSettings = ClockSettings(),  # noqa: B008
     ):
-        self.specs, self.choose, self.clock_settings = specs, None, clock_settings
+        self.specs, self.clock_settings = specs, clock_settings
+        self.visible = list(range(len(specs))) if visible is None else visible
+        costs = HOSTS[clock_settings.host]
+        self.clock = Clock(len(self.visible), costs=costs, on_wait=self._note_time, stream_of_leaf=stream_of_leaf)
+        self.gpus = self._make_gpus()
         self.ledger: Ledger | None = None
-        self.single_rank = None  # the rank that this process plays alone: distributed.rank_config.RankConfig
+        self.single_rank = self.communicators = None
         self.gpus_per_node: int | None = None
         self.network: Network | None = None
-        self.communicators = None  # of process groups: virtualgpu.distributed puts them here
-        self._equip(list(range(len(specs))) if visible is None else visible)
         self.always_dry = False
         self.initialized = self.forked = self.closed = False
         self.enter = self.leave = None  # the thread that calls it sees the GPUs, or no longer
-        self.on_first_use = None
-        self.warned_about_nan = False
+        self.choose = self._on_first_use = None
+        self._warns_of_nan = True
         self.workspaces = Workspaces()
-        self.local = _PerThread()
+        self.local = ThreadContext()
 
-    def _equip(self, which: list[int]) -> None:
-        self.visible = which
-        clock = getattr(self, "clock", None)
-        if clock is None:
-            self.clock = Clock(len(which), costs=HOSTS[self.clock_settings.host])
-        else:  # others have it already
-            clock.__init__(len(which), clock.blocking, clock.costs)
-        self.gpus = [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(which)]
+    def _make_gpus(self) -> list[GPU]:
+        return [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(self.visible)]
+
+    def choose_by(self, choose: Callable[[], list[int]]) -> None:
+        """Until a GPU is used, `choose` says which of the cards there are (CUDA_VISIBLE_DEVICES)."""
+        self.choose = choose
 
     def look(self) -> list[GPU]:
         """The GPUs, as CUDA_VISIBLE_DEVICES says now; after the first use, as it said then."""
-        if self.choose is not None and not self.initialized and (which := self.choose()) != self.visible:
-            self._equip(which)
+        if self.choose is not None and not self.initialized and (visible := self.choose()) != self.visible:
+            self.visible = visible
+            self.clock.reset(len(visible))
+            self.gpus = self._make_gpus()
             if self.ledger is not None:
                 self.share(self.ledger)
         return self.gpus
@@ -73,64 +74,70 @@ class Machine(Anywhere):
         """Keep account together with other processes on the same GPUs: what each holds, and how busy it was."""
         self.ledger = ledger
         for gpu in self.gpus:
-            with gpu.lock:  # another thread's malloc asks both, or none
-                gpu.memory.exclusive = ledger.lock
-                gpu.memory.others = functools.partial(ledger.others, gpu.physical)
-                gpu.memory.on_reserved = functools.partial(self._note_reserved, gpu)
-        self.clock.on_wait = self._note_time
-
-    def _note_reserved(self, gpu: GPU, memory) -> None:
-        held = memory.reserved + memory.context
-        self.ledger.note(gpu.physical, held, memory.peak_allocated, memory.peak_reserved)
+            gpu.share(ledger)
 
     def _note_time(self) -> None:
+        if self.ledger is None:
+            return
         now, busy, computing = self.clock.latest(), self.clock.busy, self.clock.computing
         for gpu in self.gpus:
             if busy[gpu.index]:
                 self.ledger.time(gpu.physical, busy[gpu.index], now, computing[gpu.index])
 
-    @contextlib.contextmanager
-    def _in_this_thread(self, name: str, value) -> Iterator[None]:
-        before = getattr(self.local, name)
-        setattr(self.local, name, value)
-        try:
-            yield
-        finally:
-            setattr(self.local, name, before)
+    def connect(self, network: Network | None) -> Network | None:
+        """Join the nodes by another network. Returns the one before."""
+        before, self.network = self.network, network
+        return before
+
+    def play(self, rank) -> None:
+        """Play this rank of many alone, or no rank any more (None)."""
+        self.single_rank = rank
+
+    def communicate_by(self, communicators) -> None:
+        """Process groups on these GPUs are kept there; who waits for a GPU waits for their collectives, too."""
+        self.communicators = communicators
+        self.clock.collectives.settle_by(communicators.drain)
 
     def untracked(self) -> contextlib.AbstractContextManager[None]:
-        """Operations in here are the bookkeeper's own: no place, no memory, no time, and devices are what they really are."""
-        return self._in_this_thread("bypass", True)
+        """Operations in here are the bookkeeper's own: see `ThreadContext`."""
+        return self.local.untracked()
 
-    def by_nccl(self) -> contextlib.AbstractContextManager[None]:
-        """Copies in here are NCCL's: whoever asked for them books their time."""
-        return self._in_this_thread("by_nccl", True)
-
-    def made_on(self, gpu: GPU | None) -> contextlib.AbstractContextManager[None]:
-        """What C++ makes in here "on the CPU" is this GPU's: its options came from that GPU's tensors."""
-        return self._in_this_thread("made_on", gpu)
-
-    def counted_by_cpp(self) -> contextlib.AbstractContextManager[None]:
-        """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
-        return self._in_this_thread("counts", True)
+    @property
+    def some_dry(self) -> bool:
+        """Is a thread in a dry run?"""
+        return self.always_dry or dry_runs.some
 
     @property
     def dry(self) -> bool:
         """Does this thread work on shapes alone? A thread of C++ that autograd started (it has our mode, and never entered) does where
         some thread does."""
-        if not self.some_dry:
+        if not (self.always_dry or dry_runs.some):
             return False
-        if here.dry is not None:
-            return here.dry
+        here = dry_runs.thread.dry
+        if here is not None:
+            return here
         return self.always_dry or self.local.seen is None
 
     def be_dry(self, always: bool) -> None:
         """All threads work on shapes alone, but where they say otherwise: the runner's --dry."""
         self.always_dry = always
-        if always:
-            self.some_dry = True
-        else:
-            vars(self).pop("some_dry", None)
+
+    def warn_of_nan(self) -> None:
+        """A value was read in a dry run, which has none: a warning, once."""
+        if self._warns_of_nan:
+            self._warns_of_nan = False
+            warn_at_the_program(
+                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)"
+            )
+
+    @contextlib.contextmanager
+    def silent_about_nan(self) -> Iterator[None]:
+        """What is read in here is not the program's to be warned of."""
+        before, self._warns_of_nan = self._warns_of_nan, False
+        try:
+            yield
+        finally:
+            self._warns_of_nan = before
 
     @property
     def base(self) -> str:
@@ -169,13 +176,26 @@ class Machine(Anywhere):
             self.enter()
         if not self.initialized:
             self.initialize()
-            if self.on_first_use is not None:
-                self.on_first_use()
+            if self._on_first_use is not None:
+                self._on_first_use()
+
+    def call_on_first_use(self, function: Callable[[], None]) -> None:
+        """`function` is called once, before the first use of a GPU."""
+        self._on_first_use = function
 
     def initialize(self) -> None:
         """CUDA begins: what it reads once is read."""
         self.initialized = True
-        self.clock.blocking = launch_blocking()
+        self.clock.block(launch_blocking())
+
+    def after_fork(self) -> None:
+        """In the forked child: GPUs that its parent used cannot be used; work on the CPU has numbers."""
+        self.always_dry = False
+        self.forked = self.initialized
+
+    def reopen(self) -> None:
+        """It was closed (virtual GPUs off), and is used again."""
+        self.closed = False
 
     def own(self, gpu: GPU) -> GPU:
         """That GPU, if it is still one of these. Raises RuntimeError for one that a later call of gpus() replaced."""
@@ -189,7 +209,7 @@ class Machine(Anywhere):
 
     def charge_copy(self, source: GPU | None, target: GPU | None, nbytes: int, wait: bool) -> None:
         """The time of a copy between two places. Only a copy from or to pinned memory leaves the host free."""
-        if self.local.by_nccl:
+        if self.local.nccl:
             return
         if source is not None and target is not None:
             self.clock.between(source.index, target.index, source.spec.peer.seconds(nbytes))
@@ -207,15 +227,5 @@ class Machine(Anywhere):
 
     def place_storage(self, storage, gpu: GPU | None):
         """As `place`; returns the storage. None for `gpu`: the CPU; the bytes that it had on a GPU are given back."""
-        setattr(storage, ALLOCATION, None if gpu is None else Allocation(gpu, storage.nbytes()))
+        set_allocation(storage, None if gpu is None else Allocation(gpu, storage.nbytes()))
         return storage
-
-
-class _PerThread(threading.local):
-    current = 0  # torch.cuda.current_device()
-    bypass = False  # see untracked()
-    by_nccl = False  # see by_nccl()
-    made_on: GPU | None = None  # see made_on()
-    counts = False  # see counted_by_cpp()
-    last: GPU | None = None  # on which the latest operation ran
-    seen = None  # the machine whose dispatch mode this thread has

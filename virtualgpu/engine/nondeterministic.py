@@ -37,11 +37,13 @@ def check(op, args, kwargs) -> None:
     name, needed = op.alert
     if needed is not None and not needed(args, kwargs):
         return
-    said = f"{name} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
+    message = (
+        f"{name} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
+    )
     if torch.is_deterministic_algorithms_warn_only_enabled():
-        warnings.warn(f"{said}, warn_only=True)'.", stacklevel=5)
+        warnings.warn(f"{message}, warn_only=True)'.", stacklevel=5)
         return
     raise RuntimeError(
-        f"{said})'. You can turn off determinism just for this operation, or you can use the 'warn_only=True' option, if that's acceptable "
+        f"{message})'. You can turn off determinism just for this operation, or you can use the 'warn_only=True' option, if that's acceptable "
         "for your application."
     )

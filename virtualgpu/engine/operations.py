@@ -32,17 +32,9 @@ VIEWS |= {aten.crow_indices, aten.col_indices, aten.ccol_indices, aten.row_indic
 EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 # Results that may be larger than all that goes in: room is asked for before the CPU allocates them
 GROWING = {aten.repeat, aten.repeat_interleave, aten.cat, aten.stack, aten.pad, aten.constant_pad_nd, aten.clone}
-GROWING |= {aten.matmul, aten.convolution, aten.embedding, aten.index}
-GROWING |= {
-    aten.index_select,
-    aten.gather,
-    aten.cdist,
-    aten._cdist_forward,
-    aten.upsample_nearest2d,
-    aten.addr,
-    aten.outer,
-}
-GROWING |= {aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter, aten.contiguous}
+GROWING |= {aten.matmul, aten.convolution, aten.embedding, aten.index, aten.contiguous}
+GROWING |= {aten.index_select, aten.gather, aten.cdist, aten._cdist_forward, aten.upsample_nearest2d, aten.addr}
+GROWING |= {aten.outer, aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter}
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # which argument is the left factor
 SAME_DEVICE = "Expected all tensors to be on the same device"
 LEGACY_TYPE_NAMES = {
@@ -62,7 +54,7 @@ LEGACY_TYPE_NAMES = {
 class Operation:
     """What the schema tells about one operation, once.
 
-    alert: see alerts.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
+    alert: see nondeterministic.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
     halves.OPERATIONS. cacheable: a dry run may remember its result's shape. composite: made of other
     operations, for all devices alike.
     converts: `_to_copy`. copies: `copy_`. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
@@ -78,49 +70,15 @@ class Operation:
     name of each argument that it writes to.
     """
 
+    # fmt: off
     __slots__ = (
-        "alert",
-        "apart",
-        "cacheable",
-        "composite",
-        "converts",
-        "convolves",
-        "copies",
-        "drawn_with",
-        "extension",
-        "factory",
-        "foreach",
-        "formula",
-        "func",
-        "generator",
-        "grows",
-        "host_result",
-        "indexes",
-        "is_view",
-        "kernel",
-        "kind",
-        "may_be_large",
-        "mixed",
-        "name",
-        "new",
-        "on_cpu",
-        "on_gpu",
-        "override",
-        "packs",
-        "plain",
-        "pointwise",
-        "product",
-        "random",
-        "resizes",
-        "returns",
-        "returns_value_to_host",
-        "shape_from_values",
-        "strict",
-        "takes_device",
-        "workspace",
-        "write_only",
-        "writes",
+        "alert", "apart", "cacheable", "composite", "converts", "convolves", "copies", "drawn_with", "extension",
+        "factory", "foreach", "formula", "func", "generator", "grows", "host_result", "indexes", "is_view", "kernel",
+        "kind", "may_be_large", "mixed", "name", "new", "on_cpu", "on_gpu", "override", "packs", "plain", "pointwise",
+        "product", "random", "resizes", "returns", "returns_value_to_host", "shape_from_values", "strict",
+        "takes_device", "workspace", "write_only", "writes",
     )
+    # fmt: on
 
     def __init__(self, func, override=None):
         schema = _compat.schema(func)
@@ -149,7 +107,7 @@ class Operation:
         names = [_alias(argument.alias_info) for argument in arguments]
         self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
         written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
-        self.writes = [(at, argument.name) for at, argument in enumerate(arguments) if written[at]]
+        self.writes = [(index, argument.name) for index, argument in enumerate(arguments) if written[index]]
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
         self.write_only = func in WRITE_ONLY
@@ -170,21 +128,10 @@ class Operation:
         self.grows = packet in GROWING
         self.product = PRODUCTS.get(packet)
         self.may_be_large = self.new and (self.grows or self.pointwise or self.formula is not None)
-        self.plain = not (
-            self.composite
-            or self.is_view
-            or self.override
-            or self.extension
-            or self.factory
-            or self.generator
-            or self.takes_device
-        )
-        self.cacheable = not (
-            self.resizes
-            or self.returns_value_to_host
-            or torch.Tag.inplace_view in func.tags
-            or self.name.startswith("rand")
-        )
+        special = self.composite, self.is_view, self.override, self.extension, self.factory
+        self.plain = not any((*special, self.generator, self.takes_device))
+        in_place = torch.Tag.inplace_view in func.tags
+        self.cacheable = not (self.resizes or self.returns_value_to_host or in_place or self.name.startswith("rand"))
 
 
 def _alias(info) -> str | None:
@@ -194,13 +141,13 @@ def _alias(info) -> str | None:
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:
     """Every tensor among the arguments, those in lists included, in order."""
-    found = []
+    tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
+            tensors.extend(item for item in value if isinstance(item, torch.Tensor))
+    return tensors
 
 
 def mismatch(op: Operation, args, kwargs) -> RuntimeError:
@@ -230,8 +177,3 @@ def type_name(tensor: torch.Tensor) -> str:
     sparse = "sparse." if tensor.layout is torch.sparse_coo else ""
     where = "cuda." if gpu_of(tensor) else ""
     return f"torch.{where}{sparse}{LEGACY_TYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}"
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, those of its parts for a sparse one."""
-    return tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0

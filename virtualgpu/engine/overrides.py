@@ -8,7 +8,8 @@ import opcode
 import torch
 
 from virtualgpu.engine import kernels, mixed_batch_norm, recurrent, sdpa
-from virtualgpu.engine.allocation import allocation_of, callers_frame, gpu_of, storage_of
+from virtualgpu.engine.allocation import allocation_of, gpu_of, is_pinned, pin
+from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
 aten = torch.ops.aten
@@ -22,9 +23,9 @@ def record_stream(dispatch, func, args, kwargs):
     kernels.record_stream(*args[:2])
 
 
-def is_pinned(dispatch, func, args, kwargs):
+def answer_is_pinned(dispatch, func, args, kwargs):
     """Tensor.is_pinned: is its storage marked so? Whether C++ pinned it is not asked."""
-    return getattr(storage_of(args[0]), "_virtual_pinned", False)
+    return is_pinned(args[0])
 
 
 def pin_memory(dispatch, func, args, kwargs):
@@ -34,7 +35,7 @@ def pin_memory(dispatch, func, args, kwargs):
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
     with dispatch.machine.untracked():
         copy = aten.clone.default(tensor)
-    storage_of(copy)._virtual_pinned = True
+    pin(copy)
     return copy
 
 
@@ -87,7 +88,7 @@ OPERATIONS = {
     aten.fill_.Tensor: fill,
     aten.fill.Tensor: fill,
     aten.record_stream.default: record_stream,
-    aten.is_pinned.default: is_pinned,
+    aten.is_pinned.default: answer_is_pinned,
     aten._pin_memory.default: pin_memory,
     aten._nested_tensor_from_tensor_list.default: move_to_nested,
 }
@@ -99,7 +100,7 @@ for name in ABSENT:
 
 def is_written(op, tensor: torch.Tensor, args, kwargs) -> bool:
     """Does the operation write to this very tensor?"""
-    return any((args[at] if at < len(args) else kwargs.get(name)) is tensor for at, name in op.writes)
+    return any((args[index] if index < len(args) else kwargs.get(name)) is tensor for index, name in op.writes)
 
 
 def place_of_mixed(op, args, kwargs, gpu):

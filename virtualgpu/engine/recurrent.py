@@ -137,8 +137,8 @@ def backward(dispatch, func, args, kwargs):
             made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
     dispatch.timing.book(KERNELS[func], args, tensors_of((*args[:10], args[20]), {}), made, gpu)
     made = iter(made)
-    dx, dhx, dcx, dweights = ([next(made) for _ in of[at]] if wanted[at] else [] for at in range(4))
-    return *(found[0] if found else None for found in (dx, dhx, dcx)), dweights
+    dx, dhx, dcx, dweights = ([next(made) for _ in of[index]] if wanted[index] else [] for index in range(4))
+    return *(grads_of[0] if grads_of else None for grads_of in (dx, dhx, dcx)), dweights
 
 
 def _differentiate(layers: Layers, input, weights, stride, hx, cx, grads, leaves) -> list[torch.Tensor]:
@@ -152,11 +152,11 @@ def _differentiate(layers: Layers, input, weights, stride, hx, cx, grads, leaves
         }
         args = own[id(input)], [own[id(weight)] for weight in weights], stride, own[id(hx)], own.get(id(cx))
         pairs = [pair for pair in zip(layers.run(*args), grads, strict=True) if pair[1] is not None]
-        outs, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outs, [own[id(leaf)] for leaf in leaves], given, allow_unused=True)
+        outs, grad_outs = zip(*pairs, strict=True)
+        result = torch.autograd.grad(outs, [own[id(leaf)] for leaf in leaves], grad_outs, allow_unused=True)
     return [
         leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous()
-        for leaf, grad in zip(leaves, found, strict=True)
+        for leaf, grad in zip(leaves, result, strict=True)
     ]
 
 

@@ -8,14 +8,10 @@ Shapes: query, out [batch, heads, L, E or Ev], key [batch, groups, S, E], value 
 of which the memory-efficient kernel rounds L up to 32, and cuDNN's has one more dimension of size 1.
 """
 
-import itertools
-from collections import OrderedDict
-
 import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine import draws, halves
-from virtualgpu.engine import sdpa_layouts as layouts
 from virtualgpu.engine.allocation import Allocation, gpu_of
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.operations import SAME_DEVICE
@@ -25,11 +21,6 @@ from virtualgpu.timing.attention import fused, fused_backward
 
 aten = torch.ops.aten
 FLASH_ON_CPU = 1  # what _fused_sdp_choice says of it
-# How the random numbers of a forward pass are found again in its backward pass: the states of generators, by the number that stands in
-# the seed that the kernel returns. A seed survives where saved tensors are moved about; the oldest states are dropped.
-STATES: OrderedDict[int, torch.Tensor] = OrderedDict()
-MAX_STATES = 4096  # 5 KB each
-_numbers = itertools.count(1)
 
 
 class Call:
@@ -74,12 +65,12 @@ def forward(dispatch, func, args, kwargs):
     if not efficient and call.query.dtype not in HALVES:
         raise RuntimeError(f"{'FlashAttention' if flash else 'cuDNN attention'} only support fp16 and bf16 data type")
     with machine.untracked():
-        out, logsumexp = layouts.results(call, efficient, call.values.get("compute_log_sumexp", True))
+        out, logsumexp = _results(call, efficient, call.values.get("compute_log_sumexp", True))
         number = 0
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
             if call.dropout:
-                number = _keep_state(torch.cuda.default_generators[gpu.index])
+                number = draws.keep_state(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
         made = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
@@ -110,14 +101,14 @@ def backward(dispatch, func, args, kwargs):
     grad_out = call.values["grad_out_" if efficient else "grad_out"]
     wants_bias = efficient and call.bias is not None and call.values["grad_input_mask"][3]
     with machine.untracked():
-        made = layouts.gradients(call, efficient)
+        made = _gradients(call, efficient)
         if wants_bias:
-            made.append(layouts.gradient_of_bias(call.bias))
+            made.append(_gradient_of_bias(call.bias))
         if not machine.dry:
             require_room([grad.nbytes for grad in made], gpu)
             grads = _differentiate(call, machine, grad_out, out, logsumexp, wants_bias)
-            made = [layouts.laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
-    scratch = [Allocation(gpu, nbytes) for nbytes in layouts.scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
+            made = [_laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
+    scratch = [Allocation(gpu, nbytes) for nbytes in _scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
     read = [grad_out, *call.inputs, out, logsumexp]
     dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), read, made, gpu)
     del scratch
@@ -160,7 +151,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
         rows[..., : sums.shape[-1]] = sums
     else:
         rows = torch.empty(logsumexp.shape)
-    return [layouts.laid_out(out, attended), rows]
+    return [_laid_out(out, attended), rows]
 
 
 def _operands(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -181,19 +172,19 @@ def _sums(call: Call, query, key, value, bias) -> torch.Tensor:
 
 def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bool) -> list[torch.Tensor]:
     """The gradients, as the CPU's own backward pass has them."""
-    (values, bias), grad_out, whole = _operands(call), halves.widened(grad_out), halves.widened(out)
+    (values, bias), grad_out, attended = _operands(call), halves.widened(grad_out), halves.widened(out)
     if not wants_bias and call.is_flash_on_cpu():
         sums = logsumexp.reshape(*logsumexp.shape[:2], -1)[..., : out.shape[2]].to(
-            _compat.computation_dtype(whole.dtype)
+            _compat.computation_dtype(attended.dtype)
         )
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         options = {"attn_mask": bias, "scale": call.scale}
-        return list(kernel(grad_out, *values, whole, sums, call.dropout, call.is_causal, **options))
+        return list(kernel(grad_out, *values, attended, sums, call.dropout, call.is_causal, **options))
     leaves = [tensor.requires_grad_() for tensor in (*values, *([bias] if wants_bias else []))]
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = draws.as_default(machine, _state_of(call), call.on_cpu, args, {})
+            again = draws.as_default(machine, draws.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,
@@ -206,25 +197,78 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
         return list(torch.autograd.grad(again, leaves, grad_out))
 
 
-def _keep_state(generator: torch.Generator) -> int:
-    """Keep where a generator stands; returns the number of it."""
-    number = next(_numbers)
-    STATES[number] = generator.get_state()
-    while len(STATES) > MAX_STATES:
-        STATES.popitem(last=False)
-    return number
+# -- layouts, as shapes without numbers, and what the backward kernels hold while they run
 
 
-def _state_of(call: Call) -> torch.Generator:
-    """A generator that stands where the one of the forward pass did. Raises RuntimeError where that was too long ago."""
-    number = int(call.values["philox_seed"].flatten()[0])
-    if number not in STATES:
-        raise RuntimeError(
-            f"the random numbers of this attention's forward pass are no longer known: more than {MAX_STATES} with dropout came after it"
-        )
-    generator = torch.Generator()
-    generator.set_state(STATES[number])
-    return generator
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _meta(tensor: torch.Tensor, shape, dtype=None, order=None) -> torch.Tensor:
+    """A shape, dense, its dimensions in memory in this order, the last one innermost."""
+    order = order or tuple(range(len(shape)))
+    return torch.empty_permuted(tuple(shape), order, dtype=dtype or tensor.dtype, device="meta")
+
+
+BY_TOKENS = (0, 2, 1, 3)  # [batch, length, heads, size] in memory
+
+
+def _like(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """As at::empty_like lays out, with another last dimension: the order of the tensor's own dimensions."""
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim)) if tensor.numel() else None
+    return _meta(tensor, (*tensor.shape[:-1], width), order=order and tuple(order))
+
+
+def _results(call, efficient: bool, summed: bool) -> list[torch.Tensor]:
+    """[out, logsumexp] without numbers. The flash kernels' out has the query's layout, the memory-efficient one's its own."""
+    q, width = call.query, call.value.shape[-1]
+    batch, heads, length, _ = q.shape
+    if not efficient:
+        return [_like(q, width), _meta(q, (batch, heads, length), torch.float32)]
+    padded = _rounded(length, 32) if summed else 0
+    return [_meta(q, (batch, heads, length, width), order=BY_TOKENS), _meta(q, (batch, heads, padded), torch.float32)]
+
+
+def _gradients(call, efficient: bool) -> list[torch.Tensor]:
+    """Those of query, key and value, without numbers."""
+    if efficient:
+        return [_meta(tensor, tensor.shape, order=BY_TOKENS) for tensor in call.inputs[:3]]
+    return [_like(tensor, tensor.shape[-1]) for tensor in call.inputs[:3]]
+
+
+def _gradient_of_bias(bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias: its rows are rounded up to 16 numbers."""
+    rows, width = bias.shape[:-1], bias.shape[-1]
+    return _meta(bias, (*rows, _rounded(width, 16)))[..., :width]
+
+
+def _laid_out(shape: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """These values in the layout of this shape."""
+    if values.stride() == shape.stride() and values.dtype is shape.dtype:
+        return values
+    storage = torch.empty(shape.untyped_storage().nbytes() // shape.element_size(), dtype=shape.dtype)
+    return storage.as_strided(shape.shape, shape.stride()).copy_(values)
+
+
+def _scratch(call, flash: bool, efficient: bool, spec) -> list[int]:
+    """Bytes of each block that a backward kernel takes and gives back."""
+    q, k, v = call.inputs[:3]
+    batch, heads, length, size = q.shape
+    if flash:
+        rows, width = _rounded(length, 128), _rounded(size, 32 if size <= 128 else 64)
+        splits = 1
+        if torch.are_deterministic_algorithms_enabled():  # blocks of keys add up apart
+            splits = -(-spec.processors // (batch * heads))
+        blocks = [batch * heads * rows * 4, splits * batch * rows * heads * width * 4]  # softmax_d, dq_accum
+        if heads != k.shape[1]:  # gradients of key and value for each head of the query, before they are added up
+            blocks += [batch * k.shape[2] * heads * tensor.shape[-1] * k.element_size() for tensor in (k, v)]
+        return blocks
+    if efficient:
+        delta = batch * heads * length * 4
+        if q.dtype in HALVES:  # the query's gradient is added up in single precision
+            return [delta, batch * heads * _rounded(length, 32) * _rounded(size, 32) * 4]
+        return [batch * heads * length * v.shape[-1] * 4, delta]  # gradient times out, summed over the head
+    return []
 
 
 FLASH = aten._scaled_dot_product_flash_attention.default

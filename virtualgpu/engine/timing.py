@@ -47,7 +47,7 @@ class Timing:
                     and (allocation := allocation_of(tensor)) is not None
                     and allocation.gpu is not None
                 ):
-                    allocation.used_on = allocation.used_on or self.clock.current(allocation.gpu.index)
+                    allocation.used_in_forward(self.clock.current(allocation.gpu.index))
 
     def book(self, kernel: Kernel, args, read, made, gpu: GPU, share: float = 1.0) -> None:
         """One kernel that reads the tensors `read`, and whose results `made` are on that GPU from now on. share: of its FLOPs, where
@@ -78,12 +78,12 @@ class Timing:
         # on a GPU autograd lets the stream of a backward operation wait for its gradient; who uses streams in the forward pass
         # waits for what they made by themselves
         backward = self.clock.local.backward is not None
-        homes = [
+        allocations = [
             allocation
             for tensor in tensors
             if (allocation := allocation_of(tensor)) is not None and allocation.gpu is gpu
         ]
-        after = max((allocation.done for allocation in homes), default=0.0) if backward else 0.0
+        after = max((allocation.done for allocation in allocations), default=0.0) if backward else 0.0
         end = self.clock.launch(gpu.index, seconds, op.name, after)
         for tensor in [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []:
             if (
@@ -91,7 +91,7 @@ class Timing:
                 and (allocation := allocation_of(tensor)) is not None
                 and allocation.gpu is gpu
             ):
-                allocation.done = end
+                allocation.written_until(end)
 
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""

@@ -1,12 +1,13 @@
-"""Small tensors on the CPU keep their values in a dry run, so that what a program draws or counts on the host (where to crop an
-image, in which order, which step this is) is a number and not nan. On a GPU, whole numbers do: counts and sizes, which a program
+"""Shadow values: small tensors on the CPU keep their numbers in a dry run, so that what a program draws or counts on the host (where to
+crop an image, in which order, which step this is) is a number and not nan. On a GPU, whole numbers do: counts and sizes, which a program
 reads back, or which ranks tell each other.
 
-The tensor itself stays a shape, as all that is made in a dry run. Its values stand beside it, in an attribute; they are nan, or 0,
-from when something without values is written to it. Who reads them gets that; no shape depends on them any more.
+The tensor itself stays a shape, as all that is made in a dry run. Its shadow, a tensor with the numbers, is an attribute of it. Where
+something without values is written to the tensor, the shadow becomes stale: nan, or 0. Who reads it gets that; no shape depends on it any
+more.
 
 What came with its numbers (from before the dry run, from NumPy, from a file) keeps them in memory, which is its owner's: where something
-without values is written to it, it is marked as not known until the dry run ends, and who reads it there gets nan.
+without values is written to it, its storage is marked as stale until the dry run ends, and who reads it there gets nan.
 """
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
-from virtualgpu.engine.in_thread import Anywhere
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
+from virtualgpu.engine.thread_context import dry_runs
 
-VALUES = "_virtual_values"
-FORGOTTEN = "_virtual_forgotten"  # of a storage of values: not all are known. True, or the epoch for which that holds
+SHADOW = "_virtual_shadow"
+STALE = "_virtual_stale"  # of a storage: not all of its numbers are known. True, or the epoch for which that holds
 # Each of these is known to be that as soon as one of its tensors is that everywhere
 DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
@@ -26,35 +27,35 @@ WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.in
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """A small tensor on the CPU with the numbers of this one: those beside it, or itself where it came with them (from NumPy, from a
+    """A small tensor on the CPU with the numbers of this one: its shadow, or itself where it came with them (from NumPy, from a
     file). None: they are not known."""
     if _compat.is_really_meta(tensor):
-        return getattr(tensor, VALUES, None)
+        return getattr(tensor, SHADOW, None)
     if tensor.numel() > LIMIT or gpu_of(tensor) is not None:
         return None
     return _nothing(tensor) if is_unknown(tensor) else tensor
 
 
 def known_of(tensor: Tensor) -> Tensor | None:
-    """The same, and None also where one of them was forgotten, or comes of one that was."""
+    """The same, and None also where one of them is stale."""
     values = values_of(tensor)
-    return None if values is None or _forgotten([values]) else values
+    return None if values is None or _any_stale([values]) else values
 
 
-def _forgotten(values) -> bool:
-    return any(is_forgotten(value.untyped_storage()) for value in values)
+def _any_stale(values) -> bool:
+    return any(is_stale(value.untyped_storage()) for value in values)
 
 
-def is_forgotten(storage) -> bool:
+def is_stale(storage) -> bool:
     """Was something without values written to it, in a dry run that is still on?"""
-    mark = getattr(storage, FORGOTTEN, False)
-    return mark is True or (mark is not False and mark == Anywhere.epoch)
+    mark = getattr(storage, STALE, False)
+    return mark is True or (mark is not False and mark == dry_runs.epoch)
 
 
 def is_unknown(tensor: Tensor) -> bool:
     """Are the numbers in its memory not those that it would have? Whole numbers that are really there stay to be read (DDP's C++ reads
     its buckets from such a tensor, which came back from a broadcast)."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and _forgotten([tensor])
+    return (tensor.is_floating_point() or tensor.is_complex()) and _any_stale([tensor])
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -64,19 +65,18 @@ def _nothing(tensor: Tensor) -> Tensor:
     return values
 
 
-def _mark(values, forgotten: bool | int) -> None:
+def _mark(values, stale: bool | int) -> None:
     for value in values:
-        setattr(value.untyped_storage(), FORGOTTEN, forgotten)
+        setattr(value.untyped_storage(), STALE, stale)
 
 
-def may_stand_beside(tensor: Tensor) -> bool:
+def may_have_shadow(tensor: Tensor) -> bool:
     """Is it a shape of whole numbers?"""
     return tensor.dtype in WHOLE and _compat.is_really_meta(tensor)
 
 
-def beside(tensor: Tensor) -> Tensor:
-    """The values beside a shape, for others to write (another rank); zeros, where they are not known. They count as forgotten. Call it
-    untracked."""
+def shadow_of(tensor: Tensor) -> Tensor:
+    """The shadow of a shape, for others to write (another rank); zeros, where it has none. It counts as stale. Call it untracked."""
     values = values_of(tensor)
     if values is None:
         values = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
@@ -87,53 +87,53 @@ def beside(tensor: Tensor) -> Tensor:
 
 def written(op, args, kwargs, tensors):
     """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in is known. Otherwise they stay
-    as they are, and count as forgotten; whole numbers are carried out all the same. NotImplemented for what is a shape."""
-    targets = _written(op, args, kwargs)
+    as they are, and count as stale; whole numbers are carried out all the same. NotImplemented for what is a shape."""
+    targets = _targets(op, args, kwargs)
     if op.returns not in ([], [0]) or any(map(_compat.is_really_meta, targets)):
         return NotImplemented
     values = [values_of(tensor) if _compat.is_really_meta(tensor) else tensor for tensor in tensors]
     real = any(target.is_floating_point() or target.is_complex() for target in targets)
-    if any(value is None for value in values) or (real and _forgotten(_read(op, values))):
-        forget(targets)
+    if any(value is None for value in values) or (real and _any_stale(_read(op, values))):
+        invalidate(targets)
     else:
         _with(values, tensors, op.func, args, kwargs)
-        _pass_on(op, values, targets, Anywhere.epoch)
+        _pass_on(op, values, targets, dry_runs.epoch)
     return args[0] if op.returns else None
 
 
-def forget(tensors) -> None:
-    """Something without values was written to them: nan, or 0, is what is beside them from now on, which their views see as well. What
+def invalidate(tensors) -> None:
+    """Something without values was written to them: their shadows are nan, or 0, from now on, which their views see as well. What
     came with its numbers keeps them, and is marked; what a GPU held before the dry run stays as it is."""
     for tensor in tensors:
         if not _compat.is_really_meta(tensor):
             if gpu_of(tensor) is None:
-                _mark([tensor], Anywhere.epoch)
-        elif (values := getattr(tensor, VALUES, None)) is not None:
+                _mark([tensor], dry_runs.epoch)
+        elif (values := getattr(tensor, SHADOW, None)) is not None:
             values.fill_(float("nan") if values.is_floating_point() or values.is_complex() else 0)
             _mark([values], True)
 
 
-def follow(op, args, kwargs, tensors, out) -> None:
+def propagate(op, args, kwargs, tensors, out) -> None:
     """After an operation on the CPU has given shapes: the same with values, where all have some and are small."""
     results = tensors_of([out], {})
     values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
     if values is None or any(value is None for value in values):
         decided = None if values is None else _decided(op, tensors, results)
-        forget(_written(op, args, kwargs))
+        invalidate(_targets(op, args, kwargs))
         if decided is not None:
-            _written_anew([beside(results[0]).fill_(decided)])
+            _mark_valid([shadow_of(results[0]).fill_(decided)])
     elif any(map(_compat.is_really_meta, results)):
-        found = tensors_of([_with(values, tensors, op.func, args, kwargs)], {})
-        _attach(results, found)
-        _pass_on(op, values, found)
+        shadows = tensors_of([_with(values, tensors, op.func, args, kwargs)], {})
+        _attach(results, shadows)
+        _pass_on(op, values, shadows)
 
 
-def _pass_on(op: Operation, values, found, mark: bool | int = True) -> None:
-    """What comes of forgotten values counts as forgotten, too; what is overwritten by known ones is known again."""
-    if _forgotten(_read(op, values)):
-        _mark(found, mark)
+def _pass_on(op: Operation, values, shadows, mark: bool | int = True) -> None:
+    """What comes of stale values is stale, too; what is overwritten by known ones is known again."""
+    if _any_stale(_read(op, values)):
+        _mark(shadows, mark)
     elif op.write_only or op.copies:
-        _written_anew(found)
+        _mark_valid(shadows)
 
 
 def _read(op: Operation, values: list) -> list:
@@ -141,7 +141,7 @@ def _read(op: Operation, values: list) -> list:
     return values[1:] if op.write_only or op.copies else values
 
 
-def _written_anew(values) -> None:
+def _mark_valid(values) -> None:
     """Known again, unless only a part of them was written."""
     _mark([value for value in values if value.nbytes == value.untyped_storage().nbytes()], False)
 
@@ -156,37 +156,37 @@ def _decided(op: Operation, tensors, results) -> bool | None:
     return end if any(bool((values.bool() == end).all()) for values in known) else None
 
 
-def follow_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
+def propagate_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
     """The same on a GPU, where all results are whole numbers, and not drawn."""
     if type(out) is Tensor and out.dtype not in WHOLE and not op.writes:
         return  # most operations: at no cost
     results = tensors_of([out], {})
     if results and not op.random and all(result.dtype in WHOLE for result in results):
-        follow(op, args, kwargs, tensors, out)
+        propagate(op, args, kwargs, tensors, out)
     else:
-        forget(_written(op, args, kwargs))
+        invalidate(_targets(op, args, kwargs))
 
 
-def follow_view(func, args, kwargs, out) -> None:
-    """A view of what has values beside it has a view of these."""
-    values = getattr(args[0], VALUES, None) if args else None
+def propagate_view(func, args, kwargs, out) -> None:
+    """A view of what has a shadow has a view of that."""
+    values = getattr(args[0], SHADOW, None) if args else None
     if values is not None:
         _attach(tensors_of([out], {}), tensors_of([func(values, *args[1:], **kwargs)], {}))
 
 
-def follow_copy(tensor: Tensor, copy: Tensor) -> None:
+def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
     """A copy to or from a GPU, of whole numbers. Call it untracked."""
     if copy.dtype in WHOLE and (known := values_of(tensor)) is not None:
         values = known.clone()
-        _mark([values], _forgotten([known]))
+        _mark([values], _any_stale([known]))
         _attach([copy], [values])
 
 
-def follow_factory(op: Operation, args, options, out) -> None:
+def propagate_factory(op: Operation, args, options, out) -> None:
     """options: with the CPU as device."""
     if out.numel() <= LIMIT:
-        found = op.func(*args, **options)
-        _attach([out], [found.zero_() if op.name in EMPTY else found])
+        shadow = op.func(*args, **options)
+        _attach([out], [shadow.zero_() if op.name in EMPTY else shadow])
 
 
 def computed(op, args, kwargs, tensors, look=values_of):
@@ -200,12 +200,14 @@ def computed(op, args, kwargs, tensors, look=values_of):
 def sized(op, args, kwargs, tensors):
     """A result whose shape depends on values, as a dry run has it; NotImplemented where those are not known. Of x[mask] only the mask
     has to be. Call it untracked."""
-    found = computed(op, args, kwargs, tensors, known_of)
-    if op.writes:  # out=...: computed into what stands beside it
-        (out,) = _written(op, args, kwargs)
-        return found if found is NotImplemented else out.resize_(found.shape).as_strided_(found.shape, found.stride())
-    if found is not NotImplemented:
-        return shaped(found)
+    result = computed(op, args, kwargs, tensors, known_of)
+    if op.writes:  # out=...: computed into its shadow
+        (out,) = _targets(op, args, kwargs)
+        return (
+            result if result is NotImplemented else out.resize_(result.shape).as_strided_(result.shape, result.stride())
+        )
+    if result is not NotImplemented:
+        return shaped(result)
     if op.name == "masked_select" and (mask := known_of(args[1])) is not None:
         count = mask.expand(torch.broadcast_shapes(args[0].shape, mask.shape)).sum()
         return _compat.empty_strided((int(count),), (1,), dtype=args[0].dtype, device="meta")
@@ -227,31 +229,31 @@ def _picked(x: Tensor, indices: list):
     return torch.ops.aten.index(x, places)
 
 
-def shaped(found):
-    """A result with values as a dry run has it: a shape, and its values beside it."""
-    if not isinstance(found, Tensor):
-        return type(found)(map(shaped, found))
-    out = _compat.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
-    _attach([out], [found])
+def shaped(result):
+    """A result with values as a dry run has it: a shape with a shadow."""
+    if not isinstance(result, Tensor):
+        return type(result)(map(shaped, result))
+    out = _compat.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    _attach([out], [result])
     return out
 
 
-def _attach(results, found) -> None:
-    for result, value in zip(results, found, strict=True):
+def _attach(results, shadows) -> None:
+    for result, value in zip(results, shadows, strict=True):
         if _compat.is_really_meta(result):
-            setattr(result, VALUES, value)
+            setattr(result, SHADOW, value)
 
 
 def _with(values, tensors, func, args, kwargs):
     """func(*args, **kwargs) with `values` in the places of `tensors`."""
     instead = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
 
-    def replaced(given):
-        if isinstance(given, Tensor):
-            return instead[id(given)]
-        if isinstance(given, (list, tuple)):
-            return type(given)(map(replaced, given))
-        return given
+    def replaced(arg):
+        if isinstance(arg, Tensor):
+            return instead[id(arg)]
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(map(replaced, arg))
+        return arg
 
     kwargs = {name: replaced(value) for name, value in kwargs.items()}
     if isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "meta":
@@ -259,5 +261,5 @@ def _with(values, tensors, func, args, kwargs):
     return func(*map(replaced, args), **kwargs)
 
 
-def _written(op, args, kwargs) -> list[Tensor]:
-    return tensors_of([args[at] if at < len(args) else kwargs.get(name) for at, name in op.writes], {})
+def _targets(op, args, kwargs) -> list[Tensor]:
+    return tensors_of([args[index] if index < len(args) else kwargs.get(name) for index, name in op.writes], {})

@@ -46,7 +46,11 @@ class Workspaces:
         self._idle: dict[int, list[int]] = defaultdict(list)  # handles of threads that have ended, by GPU
         self._new = itertools.count()
         self._warned = False
-        self.prefers_lt = _compat.preferred_blas() == _compat.CUBLASLT  # torch.backends.cuda.preferred_blas_library
+        self.prefer(_compat.preferred_blas())
+
+    def prefer(self, library) -> None:
+        """torch.backends.cuda.preferred_blas_library: one of _BlasBackend."""
+        self.prefers_lt = library == _compat.CUBLASLT
 
     # -- settings: variables are read where they are first needed
 

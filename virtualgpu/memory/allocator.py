@@ -92,28 +92,28 @@ class CachingAllocator(GeneralAllocator):
         except KeyError:
             free = self._free_list(size, stream)
         keys = free.keys
-        at = bisect_left(keys, size << ADDRESS_BITS)
-        if at < len(keys):
-            del keys[at]
-            block = free.blocks.pop(at)
+        index = bisect_left(keys, size << ADDRESS_BITS)
+        if index < len(keys):
+            del keys[index]
+            block = free.blocks.pop(index)
         else:
             block = self._grow(free, size)
         # 0, 1, 2: blocks, their bytes, those asked for; 3, 4: free pieces of segments, their bytes (see statistics.py)
-        up, bar = free.up, free.bar
+        total, next_peak = free.total, free.next_peak
         rest = block.size - size
         after = block.after
-        if rest > free.unsplit:
+        if rest > free.min_remainder:
             if after is None and block.before is None:
-                up[3] += 1
-                up[4] += rest
-                if up[3] > bar[3] or up[4] > bar[4]:
+                total[3] += 1
+                total[4] += rest
+                if total[3] > next_peak[3] or total[4] > next_peak[4]:
                     self.statistics.note_peaks(SPLITS)
             else:
-                bar[4] += size
+                next_peak[4] += size
             block.size = size
             address = block.address + size
-            if free.spare:
-                piece = free.spare.pop()
+            if free.free_objects:
+                piece = free.free_objects.pop()
                 piece.address = address
                 piece.size = rest
                 piece.before = block
@@ -124,19 +124,19 @@ class CachingAllocator(GeneralAllocator):
             if after is not None:
                 after.before = piece
             key = rest << ADDRESS_BITS | address
-            at = bisect_left(keys, key)
-            keys.insert(at, key)
-            free.blocks.insert(at, piece)
+            index = bisect_left(keys, key)
+            keys.insert(index, key)
+            free.blocks.insert(index, piece)
         else:
             size = block.size
             if after is not None or block.before is not None:
-                bar[3] += 1
-                bar[4] += size
+                next_peak[3] += 1
+                next_peak[4] += size
         block.used, block.requested = True, nbytes
-        up[0] += 1
-        up[1] += size
-        up[2] += nbytes
-        if up[0] > bar[0] or up[1] > bar[1] or up[2] > bar[2]:
+        total[0] += 1
+        total[1] += size
+        total[2] += nbytes
+        if total[0] > next_peak[0] or total[1] > next_peak[1] or total[2] > next_peak[2]:
             self.statistics.note_peaks(BLOCKS)
         return block
 
@@ -158,43 +158,43 @@ class CachingAllocator(GeneralAllocator):
         free = block.free_list
         size = block.size
         before, after = block.before, block.after
-        keys, blocks, bar = free.keys, free.blocks, free.bar
-        bar[0] += 1
-        bar[1] += size
-        bar[2] += block.requested
-        whole, joined = size, 0
+        keys, blocks, next_peak = free.keys, free.blocks, free.next_peak
+        next_peak[0] += 1
+        next_peak[1] += size
+        next_peak[2] += block.requested
+        joined_size, joined = size, 0
         if before is not None and not before.used:
-            at = bisect_left(keys, before.size << ADDRESS_BITS | before.address)
-            del keys[at], blocks[at]
-            before.size = whole = size + before.size
+            index = bisect_left(keys, before.size << ADDRESS_BITS | before.address)
+            del keys[index], blocks[index]
+            before.size = joined_size = size + before.size
             before.after = after
             if after is not None:
                 after.before = before
             block, before, joined = before, before.before, 1
         if after is not None and not after.used:
-            at = bisect_left(keys, after.size << ADDRESS_BITS | after.address)
-            del keys[at], blocks[at]
-            block.size = whole = whole + after.size
-            free.spare.append(after)
+            index = bisect_left(keys, after.size << ADDRESS_BITS | after.address)
+            del keys[index], blocks[index]
+            block.size = joined_size = joined_size + after.size
+            free.free_objects.append(after)
             block.after = after = after.after
             if after is not None:
                 after.before = block
             joined += 1
-        key = whole << ADDRESS_BITS | block.address
-        at = bisect_left(keys, key)
-        keys.insert(at, key)
-        blocks.insert(at, block)
+        key = joined_size << ADDRESS_BITS | block.address
+        index = bisect_left(keys, key)
+        keys.insert(index, key)
+        blocks.insert(index, block)
         if before is None and after is None:
-            bar[3] += joined
-            bar[4] += whole - size
+            next_peak[3] += joined
+            next_peak[4] += joined_size - size
         else:
-            up = free.up
-            up[4] += size
+            total = free.total
+            total[4] += size
             if not joined:
-                up[3] += 1
+                total[3] += 1
             elif joined == 2:
-                bar[3] += 1
-            if up[3] > bar[3] or up[4] > bar[4]:
+                next_peak[3] += 1
+            if total[3] > next_peak[3] or total[4] > next_peak[4]:
                 self.statistics.note_peaks(SPLITS)
         return None
 
@@ -206,31 +206,31 @@ class CachingAllocator(GeneralAllocator):
         size = (nbytes + 511) & -512
         free = None if self.special else (self._small if size <= SMALL else self._large).get(stream)
         if free is not None and nbytes:
-            at = bisect_left(free.keys, size << ADDRESS_BITS)
-            if at < len(free.keys):
-                up, bar, block = free.up, free.bar, free.blocks[at]
+            index = bisect_left(free.keys, size << ADDRESS_BITS)
+            if index < len(free.keys):
+                total, next_peak, block = free.total, free.next_peak, free.blocks[index]
                 rest = block.size - size
-                if rest <= free.unsplit:
+                if rest <= free.min_remainder:
                     size, rest = block.size, 0
                 # a whole segment leaves a piece where it is split; of a piece, there is one less or a smaller one
-                whole = block.before is None and block.after is None
-                pieces, left = (rest > 0, rest) if whole else (not rest, size)
+                is_segment = block.before is None and block.after is None
+                pieces, left = (rest > 0, rest) if is_segment else (not rest, size)
                 if (
-                    up[0] < bar[0]
-                    and up[1] + size <= bar[1]
-                    and up[2] + nbytes <= bar[2]
-                    and (not whole or (up[3] + pieces <= bar[3] and up[4] + rest <= bar[4]))
-                ) or not self.statistics.is_peak(free.pool.counts, size, nbytes, whole and pieces, rest):
-                    up[0] += 1
-                    bar[0] += 1
-                    up[1] += size
-                    bar[1] += size
-                    up[2] += nbytes
-                    bar[2] += nbytes
-                    up[3] += pieces
-                    bar[3] += pieces
-                    up[4] += left
-                    bar[4] += left
+                    total[0] < next_peak[0]
+                    and total[1] + size <= next_peak[1]
+                    and total[2] + nbytes <= next_peak[2]
+                    and (not is_segment or (total[3] + pieces <= next_peak[3] and total[4] + rest <= next_peak[4]))
+                ) or not self.statistics.is_peak(free.pool.counts, size, nbytes, is_segment and pieces, rest):
+                    total[0] += 1
+                    next_peak[0] += 1
+                    total[1] += size
+                    next_peak[1] += size
+                    total[2] += nbytes
+                    next_peak[2] += nbytes
+                    total[3] += pieces
+                    next_peak[3] += pieces
+                    total[4] += left
+                    next_peak[4] += left
                     return
         self.free(self.malloc(nbytes, stream))
 
@@ -278,10 +278,15 @@ class CachingAllocator(GeneralAllocator):
             raise
         else:
             for block in reversed(blocks):
-                up, bar, size, requested = block.free_list.up, block.free_list.bar, block.size, block.requested
+                total, next_peak, size, requested = (
+                    block.free_list.total,
+                    block.free_list.next_peak,
+                    block.size,
+                    block.requested,
+                )
                 self.free(block)
                 for i, amount in enumerate((1, size, requested)):
-                    up[i] -= amount
-                    bar[i] -= amount
+                    total[i] -= amount
+                    next_peak[i] -= amount
         finally:
             self.silent = before

@@ -57,20 +57,20 @@ class Block:
 class FreeList:
     """The free blocks of one stream in one pool, the smallest first; of equal size, the one with the lowest address.
 
-    `keys` and `blocks` run in parallel: a list of plain numbers is found through faster. up, bar: the pool's counters
-    (see statistics), at hand for malloc. unsplit: as much is left with a block rather than split off. spare: Block
-    objects that were joined into another one, to be used again.
+    `keys` and `blocks` run in parallel: a list of plain numbers is found through faster. total, next_peak: the pool's
+    counters (see statistics), at hand for malloc. min_remainder: as much is left with a block rather than split off.
+    free_objects: Block objects that were joined into another one, to be used again.
     """
 
-    __slots__ = ("bar", "blocks", "keys", "pool", "spare", "stream", "unmapped", "unsplit", "up")
+    __slots__ = ("blocks", "free_objects", "keys", "min_remainder", "next_peak", "pool", "stream", "total", "unmapped")
 
     def __init__(self, pool: "Pool", stream: int):
         self.pool, self.stream = pool, stream
-        self.up, self.bar = pool.counts.up, pool.counts.bar
-        self.unsplit = 0 if pool.small else SMALL
+        self.total, self.next_peak = pool.counts.total, pool.counts.next_peak
+        self.min_remainder = 0 if pool.small else SMALL
         self.keys: list[int] = []
         self.blocks: list[Block] = []
-        self.spare: list[Block] = []
+        self.free_objects: list[Block] = []
         self.unmapped: list[Block] = []  # of expandable segments, by address
 
     def at_least(self, size: int) -> int:
@@ -80,29 +80,27 @@ class FreeList:
     def insert(self, block: Block) -> None:
         """Sorted in, and marked with the pool's count of searches, by which garbage collection knows its age."""
         key = block.size << ADDRESS_BITS | block.address
-        at = bisect_left(self.keys, key)
-        self.keys.insert(at, key)
-        self.blocks.insert(at, block)
+        index = bisect_left(self.keys, key)
+        self.keys.insert(index, key)
+        self.blocks.insert(index, block)
         block.mark = self.pool.searches
 
     def remove(self, block: Block) -> None:
         """Take out a block that is in the list; it is found by its size and address."""
         self.pop(bisect_left(self.keys, block.size << ADDRESS_BITS | block.address))
 
-    def pop(self, at: int) -> Block:
+    def pop(self, index: int) -> Block:
         """Take out the block at that place (see `at_least`), and return it."""
-        del self.keys[at]
-        return self.blocks.pop(at)
+        del self.keys[index]
+        return self.blocks.pop(index)
 
 
 class Pool:
     """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was
-    on."""
+    on. id: of a MemPool; (0, 0) for those of all."""
 
-    id = (0, 0)  # of a MemPool, its own
-
-    def __init__(self, small: bool, counts):
-        self.small, self.counts, self.searches = small, counts, 0
+    def __init__(self, small: bool, counts, id: tuple[int, int] = (0, 0)):
+        self.small, self.counts, self.id, self.searches = small, counts, id, 0
         self.lists: dict[int, FreeList] = {}  # by stream
 
     def free_blocks(self) -> list[Block]:

@@ -21,21 +21,6 @@ MIB = 1 << 20
 INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB to 64 GiB
 UNLIMITED = math.inf  # the default of max_split_size_mb
 
-IGNORED = (  # they change no figure of a GPU's memory, nor the simulated time
-    "expandable_segments_reserve",
-    "expandable_segments_reserve_by_class",
-    "graph_capture_record_stream_reuse",
-    "pinned_free_catch_all",
-    "pinned_max_cached_size_mb",
-    "pinned_max_round_threshold_mb",
-    "pinned_num_register_threads",
-    "pinned_reserve_segment_size_mb",
-    "pinned_use_background_threads",
-    "pinned_use_cuda_host_register",
-    "pinned_use_hip_host_register",
-    "release_lock_on_cudamalloc",
-    "release_lock_on_hipmalloc",
-)
 BOOLEAN = (
     "graph_capture_record_stream_reuse",
     "pinned_free_catch_all",
@@ -44,6 +29,15 @@ BOOLEAN = (
     "pinned_use_hip_host_register",
     "release_lock_on_cudamalloc",
     "release_lock_on_hipmalloc",
+)
+IGNORED = (  # they change no figure of a GPU's memory, nor the simulated time
+    *BOOLEAN,
+    "expandable_segments_reserve",
+    "expandable_segments_reserve_by_class",
+    "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
 )
 _warned: set[str] = set()
 
@@ -103,14 +97,14 @@ def parse(text: str, before: Config | None = None) -> Config:
         large_segment=kept.large_segment,
         memory_fraction=kept.memory_fraction,
     )
-    for key, value, at in _pairs(text):
-        config = _set(config, key, value, at)
+    for key, value, index in _pairs(text):
+        config = _set(config, key, value, index)
     return config
 
 
-def _set(config: Config, key: str, value: str | list[str], at: int) -> Config:
+def _set(config: Config, key: str, value: str | list[str], index: int) -> Config:
     if key == "expandable_segments":
-        return replace(config, expandable_segments=_bool(value, at))
+        return replace(config, expandable_segments=_bool(value, index))
     if key == "large_segment_size_mb":
         size = _size(value) * MIB
         if size <= MIN_LARGE:
@@ -135,11 +129,11 @@ def _set(config: Config, key: str, value: str | list[str], at: int) -> Config:
         if not 0 <= fraction <= 1:
             raise ValueError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
         return replace(config, memory_fraction=fraction)
-    _refuse(key, value, at)
+    _refuse(key, value, index)
     return config
 
 
-def _refuse(key: str, value: str | list[str], at: int) -> None:
+def _refuse(key: str, value: str | list[str], index: int) -> None:
     """What is not modelled: an error where it would change figures, otherwise one warning."""
     if key == "backend":
         if value not in ("native", "cudaMallocAsync"):
@@ -149,13 +143,13 @@ def _refuse(key: str, value: str | list[str], at: int) -> None:
                 "backend:cudaMallocAsync is not modelled: virtual GPUs have PyTorch's native allocator. Use backend:native"
             )
     elif key == "throw_on_cudamalloc_oom":
-        if _bool(value, at):
+        if _bool(value, index):
             raise NotImplementedError("throw_on_cudamalloc_oom is not modelled on virtual GPUs. Leave it out")
     elif key not in IGNORED:
         raise ValueError(f"Unrecognized key '{key}' in Accelerator allocator config.")
     else:
         if key in BOOLEAN:
-            _bool(value, at)
+            _bool(value, index)
         if key not in _warned:
             _warned.add(key)
             warnings.warn(f"allocator setting {key} does nothing on virtual GPUs", stacklevel=2)
@@ -164,30 +158,30 @@ def _refuse(key: str, value: str | list[str], at: int) -> None:
 def _pairs(text: str) -> Iterator[tuple[str, str | list[str], int]]:
     """Keys with their values, and where among the tokens the value is. A value in brackets is a list of tokens."""
     tokens = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", text))
-    at = 0
-    while at < len(tokens):
-        key, at = tokens[at], at + 2
+    index = 0
+    while index < len(tokens):
+        key, index = tokens[index], index + 2
         if key in ":,[]":
             raise ValueError(f"Unrecognized key '{key}' in Accelerator allocator config.")
-        if at >= len(tokens) or tokens[at - 1] != ":":
+        if index >= len(tokens) or tokens[index - 1] != ":":
             raise ValueError(f"allocator setting {key!r} has no value: write {key}:value")
-        value: str | list[str] = tokens[at]
-        start = at
+        value: str | list[str] = tokens[index]
+        start = index
         if value == "[":
-            if "]" not in tokens[at:]:
+            if "]" not in tokens[index:]:
                 raise ValueError(f"the list of allocator setting {key!r} has no closing bracket")
-            at = tokens.index("]", at)
-            value = tokens[start + 1 : at]
+            index = tokens.index("]", index)
+            value = tokens[start + 1 : index]
         yield key, value, start
-        at += 1
-        if at < len(tokens) and tokens[at] != ",":
-            raise ValueError(f"expected a comma after allocator setting {key!r}, not {tokens[at]!r}")
-        at += 1
+        index += 1
+        if index < len(tokens) and tokens[index] != ",":
+            raise ValueError(f"expected a comma after allocator setting {key!r}, not {tokens[index]!r}")
+        index += 1
 
 
-def _bool(value: str | list[str], at: int) -> bool:
+def _bool(value: str | list[str], index: int) -> bool:
     if value not in ("True", "False"):
-        raise ValueError(f"Expected 'True' or 'False' at index {at} in ConfigTokenizer but got '{value}'")
+        raise ValueError(f"Expected 'True' or 'False' at index {index} in ConfigTokenizer but got '{value}'")
     return value == "True"
 
 

@@ -181,23 +181,23 @@ def absorb(allocator, block: Block, other: Block) -> None:
 
 def choose(free: FreeList, size: int, config) -> Block | None:
     """The free block that PyTorch would take for a request where segments may be expandable or too large to split."""
-    blocks, at = free.blocks, free.at_least(size)
-    if at == len(blocks):
+    blocks, index = free.blocks, free.at_least(size)
+    if index == len(blocks):
         return None
-    if blocks[at].segment is not None:
+    if blocks[index].segment is not None:
         if config.expandable_segments:  # what can grow counts as large as it can become, so that it is taken last
-            while blocks[at].segment is not None and _reach(blocks[at]) > _reach(*blocks[at + 1 : at + 2]):
-                at += 1
+            while blocks[index].segment is not None and _reach(blocks[index]) > _reach(*blocks[index + 1 : index + 2]):
+                index += 1
         else:  # they have been turned off since
-            at = next((i for i in range(at, len(blocks)) if blocks[i].segment is None), len(blocks))
-            if at == len(blocks):
+            index = next((i for i in range(index, len(blocks)) if blocks[i].segment is None), len(blocks))
+            if index == len(blocks):
                 return None
     most = config.max_split_size
-    if size < most <= blocks[at].size:
+    if size < most <= blocks[index].size:
         return None
-    if size >= most and blocks[at].size >= size + config.max_non_split_rounding:
+    if size >= most and blocks[index].size >= size + config.max_non_split_rounding:
         return None
-    return free.pop(at)
+    return free.pop(index)
 
 
 def _reach(block: Block | None = None) -> float:

@@ -57,11 +57,11 @@ class GeneralAllocator(Segments):
         if self.history is not None:
             self._context = context if context is not None else self.history.gather(freeing=True)
         counts = block.free_list.pool.counts
-        counts.bar[0] += 1
-        counts.bar[1] += block.size
+        counts.next_peak[0] += 1
+        counts.next_peak[1] += block.size
         if self.history is not None or self.listeners:
-            at = self._context or block.context
-            self.tell("free_requested", block.address, block.requested, block.stream, at, block)
+            origin = self._context or block.context
+            self.tell("free_requested", block.address, block.requested, block.stream, origin, block)
         if block.size >= self.config.max_split_size:
             self.statistics.oversize_allocations.decrease(1)
         if block.streams:
@@ -188,7 +188,7 @@ class GeneralAllocator(Segments):
     def _use(self, block: Block, size: int, nbytes: int) -> None:
         """A free block, in no list, is allocated: so much of it as is needed."""
         free, config, statistics = block.free_list, self.config, self.statistics
-        up, bar, was_whole = free.up, free.bar, block.whole
+        total, next_peak, was_whole = free.total, free.next_peak, block.whole
         rest = block.size - size
         private = self.private.known.get(free.pool.id)
         if private is not None and private.no_split:
@@ -196,7 +196,7 @@ class GeneralAllocator(Segments):
         elif free.pool.small or config.expandable_segments:
             split = rest > 0
         else:
-            split = size < config.max_split_size and rest > free.unsplit
+            split = size < config.max_split_size and rest > free.min_remainder
         if split:
             piece = Block(block.address + size, rest, free, block, block.after)
             piece.segment, block.after, block.size = block.segment, piece, size
@@ -205,16 +205,22 @@ class GeneralAllocator(Segments):
             free.insert(piece)
         if block.segment is None:  # PyTorch leaves expandable ones out of these two figures
             if split and was_whole:
-                up[3] += 1
-                up[4] += rest
+                total[3] += 1
+                total[4] += rest
             elif not was_whole:
-                bar[3] += not split
-                bar[4] += block.size
+                next_peak[3] += not split
+                next_peak[4] += block.size
         block.used, block.requested, block.context = True, nbytes, self._context
-        up[0] += 1
-        up[1] += block.size
-        up[2] += nbytes
-        if up[0] > bar[0] or up[1] > bar[1] or up[2] > bar[2] or up[3] > bar[3] or up[4] > bar[4]:
+        total[0] += 1
+        total[1] += block.size
+        total[2] += nbytes
+        if (
+            total[0] > next_peak[0]
+            or total[1] > next_peak[1]
+            or total[2] > next_peak[2]
+            or total[3] > next_peak[3]
+            or total[4] > next_peak[4]
+        ):
             statistics.note_peaks()
         if self._waiting:
             statistics.note_active()
@@ -226,11 +232,11 @@ class GeneralAllocator(Segments):
     def _complete(self, block: Block) -> None:
         """Nobody uses the block any more: into the cache with it."""
         free, size = block.free_list, block.size
-        up, bar = free.up, free.bar
+        total, next_peak = free.total, free.next_peak
         if self.history is not None or self.listeners:
-            at = self._context or block.context
-            self.tell("free_completed", block.address, block.requested, free.stream, at, block)
-        bar[2] += block.requested
+            context = self._context or block.context
+            self.tell("free_completed", block.address, block.requested, free.stream, context, block)
+        next_peak[2] += block.requested
         block.used, block.context = False, None
         joined = 0
         for other in (block.before, block.after):
@@ -241,13 +247,13 @@ class GeneralAllocator(Segments):
         free.insert(block)
         if block.segment is None:
             if block.whole:
-                bar[3] += joined
-                bar[4] += block.size - size
+                next_peak[3] += joined
+                next_peak[4] += block.size - size
             else:
-                up[4] += size
-                up[3] += not joined
-                bar[3] += joined == 2
-                if up[3] > bar[3] or up[4] > bar[4]:
+                total[4] += size
+                total[3] += not joined
+                next_peak[3] += joined == 2
+                if total[3] > next_peak[3] or total[4] > next_peak[4]:
                     self.statistics.note_peaks(SPLITS)
 
     def _finish(self, now: float) -> None:

@@ -14,9 +14,9 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,15 @@ Context = tuple  # code objects and instructions in turn, innermost first; an op
 
 
 class _Metadata(threading.local):
+    """What torch.cuda.memory._set_memory_metadata said in this thread."""
+
     text = ""
 
+    def set(self, text: str) -> None:
+        self.text = text
 
-metadata = _Metadata()  # what torch.cuda.memory._set_memory_metadata said in this thread
+
+metadata = _Metadata()
 
 
 class Event(NamedTuple):
@@ -56,7 +61,7 @@ class Event(NamedTuple):
 
 class History:
     """One GPU's. `level`: which events keep their frames; `skip`: actions that are not kept; the last `max_entries`
-    are. operations: frames name the operation, too."""
+    are. operation_of: the operation that a frame of Python dispatches, or None; given where frames are to name it, too."""
 
     def __init__(
         self,
@@ -64,9 +69,9 @@ class History:
         level: int,
         max_entries: int = sys.maxsize,
         skip: Iterable[str] = (),
-        operations: bool = False,
+        operation_of: Callable[[FrameType], Any] | None = None,
     ):
-        self.timeline, self.level, self.skip, self.operations = timeline, level, frozenset(skip), operations
+        self.timeline, self.level, self.skip, self.operation_of = timeline, level, frozenset(skip), operation_of
         self.events: deque[Event] = deque(maxlen=max(1, min(max_entries, sys.maxsize)))
 
     def gather(self, freeing: bool = False) -> Context | None:
@@ -77,8 +82,8 @@ class History:
         context: list = []
         while frame is not None:
             context += (frame.f_code, frame.f_lasti)
-            if self.operations and frame.f_code.co_name == "__torch_dispatch__" and _is_ours(frame.f_code):
-                context += (_in_cpp(frame.f_locals["func"]), 0)
+            if self.operation_of is not None and (operation := self.operation_of(frame)) is not None:
+                context += (_in_cpp(operation), 0)
             frame = frame.f_back
         return tuple(context)
 
@@ -87,8 +92,8 @@ class History:
         if action not in self.skip:
             time_us = int(self.timeline.now() * 1e6)
             context = context if self.level >= ALLOC else None
-            said = metadata.text if text is None else text
-            self.events.append(Event(action, address, size, stream, time_us, context, said))
+            text = metadata.text if text is None else text
+            self.events.append(Event(action, address, size, stream, time_us, context, text))
 
 
 def options(enabled: str | None, context: str | None, stacks: str, max_entries: int) -> tuple[int, int]:
@@ -116,9 +121,12 @@ def frames_of(context: Context | None) -> list[dict[str, Any]]:
             inner = number + 1
         elif not code.co_filename.startswith(_BETWEEN):
             break
-    python = [(code, at) for code, at in pairs[inner:] if not isinstance(code, str) and not _is_ours(code)]
+    python = [
+        (code, instruction) for code, instruction in pairs[inner:] if not isinstance(code, str) and not _is_ours(code)
+    ]
     return operations + [
-        {"name": code.co_name, "filename": code.co_filename, "line": _line(code, at)} for code, at in python
+        {"name": code.co_name, "filename": code.co_filename, "line": line_of(code, instruction)}
+        for code, instruction in python
     ]
 
 
@@ -133,9 +141,10 @@ def _in_cpp(operation) -> str:
     return f"at::_ops::{name}{'' if overload == 'default' else '_' + overload}::call"
 
 
-def _line(code, at: int) -> int:
+def line_of(code: CodeType, instruction: int) -> int:
+    """The line of the source that an instruction is of."""
     for start, end, line in code.co_lines():
-        if start <= at < end and line is not None:
+        if start <= instruction < end and line is not None:
             return line
     return code.co_firstlineno
 

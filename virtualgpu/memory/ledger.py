@@ -85,40 +85,40 @@ class Ledger:
 
     def __init__(self, folder: str, gpus: int):
         self.folder, self.gpus = folder, gpus
-        self._whole: Any = None
-        self._real: Any = None
+        self._words: Any = None
+        self._floats: Any = None
         _ledgers.add(self)
 
     def note(self, gpu: int, used: int, allocated: int = 0, reserved: int = 0) -> None:
         """This process now holds `used` bytes of the GPU; of peaks, the largest noted counts."""
-        words = self._whole or self._open()
-        at = HEAD + EACH * gpu
-        words[at] = used
-        if allocated > words[at + ALLOCATED]:
-            words[at + ALLOCATED] = allocated
-        if reserved > words[at + RESERVED]:
-            words[at + RESERVED] = reserved
+        words = self._words or self._open()
+        index = HEAD + EACH * gpu
+        words[index] = used
+        if allocated > words[index + ALLOCATED]:
+            words[index + ALLOCATED] = allocated
+        if reserved > words[index + RESERVED]:
+            words[index + RESERVED] = reserved
         words[LAST] = time.time_ns()
 
     def time(self, gpu: int, busy: float, now: float, computing: float | None = None) -> None:
         """The GPU's kernels have run for `busy` of `now` simulated seconds, those that are not NCCL's for `computing` (None: all)."""
-        if self._whole is None:
+        if self._words is None:
             self._open()
-        at = HEAD + EACH * gpu
-        self._real[at + BUSY], self._real[at + NOW] = busy, now
-        self._real[at + COMPUTING] = busy if computing is None else computing
-        self._whole[LAST] = time.time_ns()
+        index = HEAD + EACH * gpu
+        self._floats[index + BUSY], self._floats[index + NOW] = busy, now
+        self._floats[index + COMPUTING] = busy if computing is None else computing
+        self._words[LAST] = time.time_ns()
 
     def communicate(self, what: Communication) -> None:
         """What this process's collectives have come to so far."""
-        words = self._whole or self._open()
+        words = self._words or self._open()
         words[COUNT], words[BYTES] = what.count, what.nbytes
-        self._real[LASTED], self._real[HIDDEN], self._real[WAITED] = what[2:]
+        self._floats[LASTED], self._floats[HIDDEN], self._floats[WAITED] = what[2:]
         words[LAST] = time.time_ns()
 
     def rank(self, rank: int) -> None:
         """The name of this process in tables and traces."""
-        (self._whole or self._open())[RANK] = rank
+        (self._words or self._open())[RANK] = rank
 
     def others(self, gpu: int) -> int:
         """What other living processes hold of a GPU."""
@@ -148,15 +148,15 @@ class Ledger:
 
     def end(self) -> None:
         """This process gives everything back. Its peaks and times stay for the table."""
-        if self._whole is not None:
+        if self._words is not None:
             for gpu in range(self.gpus):
-                self._whole[HEAD + EACH * gpu + USED] = 0
-            self._whole[ENDED] = 1
+                self._words[HEAD + EACH * gpu + USED] = 0
+            self._words[ENDED] = 1
 
     @property
     def begun(self) -> bool:
         """Has this process noted anything?"""
-        return self._whole is not None
+        return self._words is not None
 
     def _open(self):
         nbytes = 8 * (HEAD + EACH * self.gpus)
@@ -174,10 +174,10 @@ class Ledger:
                     stacklevel=2,
                 )
             memory = memoryview(bytearray(nbytes))
-        self._real, words = memory.cast("d"), memory.cast("q")
+        self._floats, words = memory.cast("d"), memory.cast("q")
         words[STARTED], words[RANK], words[BORN] = started(os.getpid()), environment.rank(), time.time_ns()
         words[PID] = os.getpid()  # last: a file without one is not read yet
-        self._whole = words
+        self._words = words
         return words
 
 
@@ -197,8 +197,8 @@ class Board:
         return sum(usage.busy for usage in living), max((usage.now for usage in living), default=0.0)
 
     def _living(self, gpu: int) -> list[tuple[Entry, Usage]]:
-        found = entries(self.folder) if self.folder else []
-        return [(entry, entry.gpus[gpu]) for entry in found if gpu < len(entry.gpus) and entry.alive()]
+        known = entries(self.folder) if self.folder else []
+        return [(entry, entry.gpus[gpu]) for entry in known if gpu < len(entry.gpus) and entry.alive()]
 
 
 def share(busy: tuple[float, float], before: tuple[float, float]) -> float:
@@ -209,20 +209,20 @@ def share(busy: tuple[float, float], before: tuple[float, float]) -> float:
 
 def entries(folder: str) -> list[Entry]:
     """Every process that noted something, the ended ones too, in the order in which they began."""
-    found = []
+    result = []
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):
             if name.endswith(SUFFIX):
                 with open(os.path.join(folder, name), "rb") as file:
                     entry = _read(file.read())
                 if entry is not None:
-                    found.append(entry)
-    return sorted(found, key=lambda entry: (entry.born, entry.pid))
+                    result.append(entry)
+    return sorted(result, key=lambda entry: (entry.born, entry.pid))
 
 
-def by_rank(found: list[Entry]) -> list[tuple[int, Entry]]:
+def by_rank(processes: list[Entry]) -> list[tuple[int, Entry]]:
     """Entries with their numbers, ranks in their order before those that are none."""
-    return sorted(enumerate(found), key=lambda pair: (pair[1].rank < 0, pair[1].rank))
+    return sorted(enumerate(processes), key=lambda pair: (pair[1].rank < 0, pair[1].rank))
 
 
 def _read(content: bytes) -> Entry | None:
@@ -231,14 +231,14 @@ def _read(content: bytes) -> Entry | None:
     words, real = memoryview(content).cast("q"), memoryview(content).cast("d")
     gpus = [
         Usage(
-            words[at],
-            words[at + ALLOCATED],
-            words[at + RESERVED],
-            real[at + BUSY],
-            real[at + NOW],
-            real[at + COMPUTING],
+            words[index],
+            words[index + ALLOCATED],
+            words[index + RESERVED],
+            real[index + BUSY],
+            real[index + NOW],
+            real[index + COMPUTING],
         )
-        for at in range(HEAD, len(words), EACH)
+        for index in range(HEAD, len(words), EACH)
     ]
     if not words[PID]:
         return None
@@ -269,7 +269,7 @@ def started(pid: int) -> int:
 def _in_forked_child() -> None:
     """A forked process holds none of its parent's memory, and must not write on its parent's page."""
     for ledger in _ledgers:
-        ledger._whole = ledger._real = None
+        ledger._words = ledger._floats = None
 
 
 if hasattr(os, "register_at_fork"):

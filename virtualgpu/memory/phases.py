@@ -13,22 +13,22 @@ def kinds(trace: Sequence[Mapping], phases: Sequence[tuple[int, str]]) -> dict[s
     phase that made it, if it outlives that phase: what backward leaves behind are gradients. What does not is temporary.
     """
     ends = [start for start, _ in phases[1:]] + [len(trace)]
-    found = {kind: [0.0] * len(trace) for kind in (*KEPT.values(), "temporary")}
+    held = {kind: [0.0] * len(trace) for kind in (*KEPT.values(), "temporary")}
     for size, start, end in _lives(trace):
         name, over = next((name, over) for (_, name), over in zip(phases, ends, strict=True) if start < over)
-        row = found[KEPT[name] if end >= over else "temporary"]
-        for at in range(start, end):
-            row[at] += size / 2**20
-    return found
+        row = held[KEPT[name] if end >= over else "temporary"]
+        for index in range(start, end):
+            row[index] += size / 2**20
+    return held
 
 
 def _lives(trace: Sequence[Mapping]) -> Iterator[tuple[int, int, int]]:
     """Of each block: bytes, the event that made it, and the one that freed it (len(trace) where none did)."""
     open_: dict[int, tuple[int, int]] = {}
-    for at, event in enumerate(trace):
+    for index, event in enumerate(trace):
         if event["action"] == "alloc":
-            open_[event["addr"]] = event["size"], at
+            open_[event["addr"]] = event["size"], index
         elif event["action"] == "free_completed" and event["addr"] in open_:
-            yield *open_.pop(event["addr"]), at
+            yield *open_.pop(event["addr"]), index
     for size, start in open_.values():
         yield size, start, len(trace)

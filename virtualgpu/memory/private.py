@@ -17,10 +17,8 @@ class PrivatePool:
     """One GPU's part of a pool. uses: who holds it. no_split: each of its segments is one block."""
 
     def __init__(self, id: Id, statistics):
-        self.pools = Pool(True, statistics.small), Pool(False, statistics.large)
+        self.pools = Pool(True, statistics.small, id), Pool(False, statistics.large, id)
         self.uses, self.no_split = 0, False
-        for pool in self.pools:
-            pool.id = id
 
 
 class _Thread(threading.local):

@@ -37,6 +37,8 @@ class Segments:
     it and `on_reserved`. history, listeners: see `tell`.
     """
 
+    _occupied = 0  # see `occupy`; of the class, since Python looks up no more than 30 attributes of an object fast
+
     def __init__(
         self,
         capacity: int,
@@ -75,10 +77,17 @@ class Segments:
 
     @property
     def others_held(self) -> int:
-        """Bytes of the GPU that other processes hold: a number, or whatever the function returns that was put in its
-        place."""
+        """Bytes of the GPU that other processes hold."""
         others = self.others
-        return others() if callable(others) else others
+        return self._occupied + (others() if callable(others) else others)
+
+    def share(self, others: Callable[[], int], exclusive: Callable, on_reserved: Callable) -> None:
+        """Other processes use this GPU, too; for the arguments see the class."""
+        self.others, self.exclusive, self.on_reserved = others, exclusive, on_reserved
+
+    def occupy(self, nbytes: int) -> None:
+        """Another process, which is only played, takes so much more; less, for a negative number."""
+        self._occupied += nbytes
 
     @property
     def free_on_gpu(self) -> int:
@@ -236,12 +245,12 @@ class Segments:
         if self.config.max_split_size == UNLIMITED:
             return False
         wanted = max(size, int(self.config.max_split_size))
-        at = free.at_least(wanted)
-        if at < len(free.blocks) and free.blocks[at].segment is None:
-            self._release(free.blocks[at])
+        index = free.at_least(wanted)
+        if index < len(free.blocks) and free.blocks[index].segment is None:
+            self._release(free.blocks[index])
             return True
         released = 0
-        for block in reversed(free.blocks[:at]):
+        for block in reversed(free.blocks[:index]):
             if released >= wanted or block.size < self.config.max_split_size:
                 break
             if block.segment is None:

@@ -3,12 +3,13 @@
 Nine figures, each for the small pool, the large pool and both, are kept at every malloc and free, so keeping them has
 to cost little. Five of them change there. A pool counts them as two numbers that only grow:
 
-    up[i]    what came, in all
-    bar[i]   what `up` may become before some peak could be a new one; it moves up with all that goes
+    total[i]      what came, in all
+    next_peak[i]  what `total` may become before some peak could be a new one; it moves along with all that is freed
 
-so one addition serves each change, and one comparison says whether a peak has to be looked at (`note_peaks`, rare). The
-bar's level above what went is `quiet[i]`; hence went = bar - quiet, and now = up - went. The levels of the two pools
-are chosen so that while neither passes its own, neither the pools' peaks nor that of both together is passed.
+so one addition serves each change, and one comparison says whether a peak has to be looked at (`note_peaks`, rare).
+`slack[i]` is how far next_peak is above what was freed; hence freed = next_peak - slack, and now = total - freed. The
+slacks of the two pools are chosen so that while neither passes its own, neither the pools' peaks nor that of both
+together is passed.
 
 The others follow: a block is active while it is allocated or waits for streams; segments change rarely and are counted
 plainly.
@@ -18,7 +19,7 @@ Source: c10/core/CachingDeviceAllocator.h (DeviceStats) and the places where CUD
 
 from typing import Any
 
-# The five, by their place in `up`, `bar`, `quiet` and the peaks. malloc and free (allocator.py) write the numbers out.
+# The five, by their place in `total`, `next_peak`, `slack` and the peaks. malloc and free (allocator.py) write the numbers out.
 ALLOCATION, ALLOCATED_BYTES, REQUESTED_BYTES, INACTIVE_SPLIT, INACTIVE_SPLIT_BYTES = FIVE = range(5)
 NAMES = ("allocation", "allocated_bytes", "requested_bytes", "inactive_split", "inactive_split_bytes")
 BLOCKS, SPLITS = range(3), range(3, 5)
@@ -61,20 +62,20 @@ class Counts:
     """Those of one pool. waiting: blocks and bytes that are freed, and that streams still work on."""
 
     def __init__(self):
-        self.up, self.bar, self.quiet, self.peak = ([0] * 5 for _ in range(4))
-        self.came, self.went = [0] * 5, [0] * 5  # at the last reset_accumulated
-        self.active_went = [0, 0]
+        self.total, self.next_peak, self.slack, self.peak = ([0] * 5 for _ in range(4))
+        self.total_at_reset, self.freed_at_reset = [0] * 5, [0] * 5  # at the last reset_accumulated
+        self.active_freed_at_reset = [0, 0]
         self.waiting = [0, 0]
         self.active_peak = [0, 0]  # seen while something waited; otherwise active is allocated
         self.segment, self.reserved_bytes = Stat(), Stat()
 
     def now(self, i: int) -> int:
         """The present value of figure `i` of the FIVE."""
-        return self.up[i] - self.bar[i] + self.quiet[i]
+        return self.total[i] - self.next_peak[i] + self.slack[i]
 
-    def gone(self, i: int) -> int:
+    def freed(self, i: int) -> int:
         """All that ever went of figure `i` of the FIVE; `reset_accumulated` changes nothing about it."""
-        return self.bar[i] - self.quiet[i]
+        return self.next_peak[i] - self.slack[i]
 
 
 class Statistics:
@@ -96,11 +97,11 @@ class Statistics:
     def note_peaks(self, which=FIVE) -> None:
         """Bring the peaks up to date, and set the levels that may be reached before this is needed again."""
         small, large = self.pools
-        came, bars, quiets, peaks = small.up, small.bar, small.quiet, small.peak
-        came2, bars2, quiets2, peaks2 = large.up, large.bar, large.quiet, large.peak
+        totals, next_peaks, slacks, peaks = small.total, small.next_peak, small.slack, small.peak
+        totals2, next_peaks2, slacks2, peaks2 = large.total, large.next_peak, large.slack, large.peak
         both = self.peak
         for i in which:
-            now, now2 = came[i] - bars[i] + quiets[i], came2[i] - bars2[i] + quiets2[i]
+            now, now2 = totals[i] - next_peaks[i] + slacks[i], totals2[i] - next_peaks2[i] + slacks2[i]
             if now > peaks[i]:
                 peaks[i] = now
             if now2 > peaks2[i]:
@@ -115,18 +116,18 @@ class Statistics:
             if level2 > peaks2[i]:
                 level2 = peaks2[i]
                 level = min(both[i] - level2, peaks[i])  # what the other cannot use
-            bars[i] += level - quiets[i]
-            bars2[i] += level2 - quiets2[i]
-            quiets[i], quiets2[i] = level, level2
+            next_peaks[i] += level - slacks[i]
+            next_peaks2[i] += level2 - slacks2[i]
+            slacks[i], slacks2[i] = level, level2
 
     def is_peak(self, counts: Counts, size: int, requested: int, piece: bool, rest: int) -> bool:
         """Would one more block in this pool, and a piece of `rest` bytes where there is one, be more than ever before?"""
         other = self.large if counts is self.small else self.small
-        up, bar, quiet, peak = counts.up, counts.bar, counts.quiet, counts.peak
-        up2, bar2, quiet2, both = other.up, other.bar, other.quiet, self.peak
+        total, next_peak, slack, peak = counts.total, counts.next_peak, counts.slack, counts.peak
+        total2, next_peak2, slack2, both = other.total, other.next_peak, other.slack, self.peak
         for i, more in enumerate((1, size, requested, 1, rest) if piece else (1, size, requested)):
-            now = up[i] - bar[i] + quiet[i] + more
-            if now > peak[i] or now + up2[i] - bar2[i] + quiet2[i] > both[i]:
+            now = total[i] - next_peak[i] + slack[i] + more
+            if now > peak[i] or now + total2[i] - next_peak2[i] + slack2[i] > both[i]:
                 return True
         return False
 
@@ -173,9 +174,9 @@ class Statistics:
     def reset_accumulated(self) -> None:
         """What came and went, and the plain counters, start at 0 (torch.cuda.reset_accumulated_memory_stats)."""
         for counts in self.pools:
-            counts.came = list(counts.up)
-            counts.went = [counts.gone(i) for i in FIVE]
-            counts.active_went = [counts.gone(i) - counts.waiting[i] for i in (ALLOCATION, ALLOCATED_BYTES)]
+            counts.total_at_reset = list(counts.total)
+            counts.freed_at_reset = [counts.freed(i) for i in FIVE]
+            counts.active_freed_at_reset = [counts.freed(i) - counts.waiting[i] for i in (ALLOCATION, ALLOCATED_BYTES)]
         for stat in self._stats():
             stat.reset_accumulated()
         self.retries = self.ooms = self.syncs = self.device_allocs = self.device_frees = 0
@@ -212,8 +213,8 @@ class Statistics:
             {
                 "current": counts.now(i),
                 "peak": counts.peak[i],
-                "allocated": counts.up[i] - counts.came[i],
-                "freed": counts.gone(i) - counts.went[i],
+                "allocated": counts.total[i] - counts.total_at_reset[i],
+                "freed": counts.freed(i) - counts.freed_at_reset[i],
             }
             for counts in self.pools
         ]
@@ -229,7 +230,7 @@ class Statistics:
                 "current": counts.now(i) + counts.waiting[i],
                 "peak": max(figure[pool]["peak"], counts.active_peak[i]),
                 "allocated": figure[pool]["allocated"],
-                "freed": counts.gone(i) - counts.waiting[i] - counts.active_went[i],
+                "freed": counts.freed(i) - counts.waiting[i] - counts.active_freed_at_reset[i],
             }
             for key in ("current", "allocated", "freed"):
                 both[key] += result[pool][key]

@@ -79,12 +79,12 @@ def import_state(offered: bytes | None) -> None:
         machine.share(Ledger(folder, len(specs)))
     machine.be_dry(dry)
     if recording:
-        machine.clock.spans = []
+        machine.clock.record([])
 
 
 def choose(rank: int) -> None:
     """In a rank: its GPU is the current one. That does not count as a use of it: CUDA's variables may still be set."""
-    _machine().local.current = rank
+    _machine().local.use_device(rank)
 
 
 def meet(store) -> None:
@@ -140,7 +140,7 @@ def _open_ledger(machine) -> None:
         for gpu in machine.gpus:
             memory = gpu.settled()
             if memory.peak_reserved:  # of a GPU that it never used a process has no context
-                machine._note_reserved(gpu, memory)
+                gpu.note(machine.ledger, memory)
 
 
 def _of_nccl() -> dict[str, str]:

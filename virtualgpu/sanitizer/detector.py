@@ -62,18 +62,18 @@ class Detector:
         storage = _storage(tensor)
         allocation = storage._virtual_allocation
         if allocation is None or allocation.gpu is None:
-            found = getattr(storage, ON_HOST, None)
-            if found is None or found.of is not self:
-                found = Accesses(self)
-                setattr(storage, ON_HOST, found)
-            return found, "of the host's pinned memory"
+            accesses = getattr(storage, ON_HOST, None)
+            if accesses is None or accesses.of is not self:
+                accesses = Accesses(self)
+                setattr(storage, ON_HOST, accesses)
+            return accesses, "of the host's pinned memory"
         block = allocation.block
         if block is None:
             return None, ""
-        found = block.accesses
-        if found is None or found.of is not self:  # allocated before the detector was on
-            found = block.accesses = Accesses(self, stream=block.stream)
-        return found, f"on {allocation.gpu.device}, at {block.address:#x}"
+        accesses = block.accesses
+        if accesses is None or accesses.of is not self:  # allocated before the detector was on
+            accesses = block.accesses = Accesses(self, stream=block.stream)
+        return accesses, f"on {allocation.gpu.device}, at {block.address:#x}"
 
     # -- memory
 
@@ -81,24 +81,24 @@ class Detector:
         """A block was handed out."""
         with self.lock:
             self._note_freed()
-            found = block.accesses = Accesses(self, frames.here(), block.stream)
+            accesses = block.accesses = Accesses(self, frames.here(), block.stream)
             memory = self._memory.get(gpu.index)
             if memory is not None:
-                found.entries = memory.take(block.address, block.address + block.size)
+                accesses.entries = memory.take(block.address, block.address + block.size)
 
     def freed(self, gpu: GPU, block) -> None:
         """A tensor goes. Streams by which it was recorded are waited for by the allocator."""
-        found = block.accesses
-        if found is not None and found.of is self and found.entries:
+        accesses = block.accesses
+        if accesses is not None and accesses.of is self and accesses.entries:
             recorded = frozenset(block.streams or ())
-            self._freed.append((gpu.index, block.address, block.size, found, recorded, frames.here()))
+            self._freed.append((gpu.index, block.address, block.size, accesses, recorded, frames.here()))
 
     def _note_freed(self) -> None:
         while self._freed:
-            gpu, address, size, found, recorded, where = self._freed.popleft()
+            gpu, address, size, accesses, recorded, where = self._freed.popleft()
             left = []
-            for access in found.entries:
-                own = access.queue.id == found.stream
+            for access in accesses.entries:
+                own = access.queue.id == accesses.stream
                 if (access.recorded or access.queue.id in recorded) and not own:
                     continue
                 if not self.order.known_to_host(access.queue, access.number):

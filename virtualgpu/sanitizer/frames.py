@@ -10,6 +10,8 @@ from types import CodeType
 
 import torch
 
+from virtualgpu.memory.history import line_of
+
 Frames = tuple[tuple[CodeType, int], ...]  # code and instruction, innermost first
 
 SHOWN = 2
@@ -22,24 +24,24 @@ _kinds: dict[str, int] = {}  # by file: 0 the user's, 1 an installed package's, 
 
 def here() -> Frames:
     """Where the program is now."""
-    found: list[tuple[CodeType, int]] = []
+    frames: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
-    while frame is not None and len(found) < DEEPEST:
+    while frame is not None and len(frames) < DEEPEST:
         if _kind(frame.f_code.co_filename) < 2:
-            found.append((frame.f_code, frame.f_lasti))
+            frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def lines(frames: Frames) -> list[str]:
     """`train.py:12, in step: y = x * 2` of each, the innermost first. Packages that are installed only where nothing else is."""
     own = [frame for frame in frames if _kind(frame[0].co_filename) == 0] or list(frames)
-    found = []
+    result = []
     for code, instruction in own[:SHOWN]:
-        line = _line(code, instruction)
+        line = line_of(code, instruction)
         text = linecache.getline(code.co_filename, line).strip()
-        found.append(f"{_short(code.co_filename)}:{line}, in {code.co_name}{f': {text}' if text else ''}")
-    return found
+        result.append(f"{_short(code.co_filename)}:{line}, in {code.co_name}{f': {text}' if text else ''}")
+    return result
 
 
 def _kind(file: str) -> int:
@@ -53,13 +55,6 @@ def _kind(file: str) -> int:
             kind = 2 if file.startswith(_PYTHON) else 0
         _kinds[file] = kind
     return kind
-
-
-def _line(code: CodeType, instruction: int) -> int:
-    for start, end, line in code.co_lines():
-        if start <= instruction < end and line is not None:
-            return line
-    return code.co_firstlineno
 
 
 def _short(file: str) -> str:

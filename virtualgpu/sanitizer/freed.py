@@ -18,10 +18,10 @@ class FreedMemory:
     def put(self, start: int, end: int, accesses: list[Access], order: Order) -> None:
         """A tensor at those addresses was freed; its accesses count bytes from there."""
         self.take(start, end)
-        at = bisect_left(self._starts, start)
+        index = bisect_left(self._starts, start)
         moved = [access.inside(0, end - start, start) for access in accesses]
-        self._starts.insert(at, start)
-        self._pieces.insert(at, (start, end, moved))
+        self._starts.insert(index, start)
+        self._pieces.insert(index, (start, end, moved))
         if len(self._pieces) > KEPT:
             self._pieces = [
                 piece

@@ -5,7 +5,7 @@ import re
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import PLAIN, gpu_of, storage_of
+from virtualgpu.engine.allocation import PLAIN, gpu_of, is_pinned
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import Machine
@@ -172,8 +172,8 @@ def _in_background(detector: Detector, begun: Work, source: torch.Tensor, out: t
 def _made(detector: Detector, begun: Work, op: Operation, out) -> None:
     """New tensors among the results are written."""
     results = [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []
-    for at, result in enumerate(results):
-        if at < len(op.returns) and op.returns[at] is not None:
+    for index, result in enumerate(results):
+        if index < len(op.returns) and op.returns[index] is not None:
             continue
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(tensor, torch.Tensor):
@@ -197,13 +197,13 @@ def _touched(op: Operation, args, kwargs):
 def _uses_of(op: Operation) -> list[tuple[str, bool]]:
     untouched = op.name in EMPTY or op.name in RESIZING
     reads = not (op.write_only or LIKE.match(op.name))
-    found = []
+    uses = []
     for argument in _compat.schema(op.func).arguments:
         alias = argument.alias_info
         writes = alias is not None and alias.is_write
         touched = not untouched and (writes or (reads and alias is None))
-        found.append((argument.name if touched else "", writes))
-    return found
+        uses.append((argument.name if touched else "", writes))
+    return uses
 
 
 def _tensors(value, name: str, writes: bool):
@@ -220,4 +220,4 @@ def _name(op: Operation) -> str:
 
 
 def _pinned(tensor: torch.Tensor) -> bool:
-    return getattr(storage_of(tensor), "_virtual_pinned", False)
+    return is_pinned(tensor)

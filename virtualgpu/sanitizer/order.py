@@ -44,9 +44,9 @@ class Order:
         """Is this work of that stream done, as far as the host can know?"""
         return number <= self._host.get(queue, 0)
 
-    def is_done(self, queue: Queue, number: int, at: Queue) -> bool:
-        """Is this work of stream `queue` done before the next work of stream `at`?"""
-        return queue is at or number <= self._host.get(queue, 0) or number <= self._seen.get(at, {}).get(queue, 0)
+    def is_done(self, queue: Queue, number: int, here: Queue) -> bool:
+        """Is this work of stream `queue` done before the next work of stream `here`?"""
+        return queue is here or number <= self._host.get(queue, 0) or number <= self._seen.get(here, {}).get(queue, 0)
 
 
 def _merge(into: State, state: State) -> None:

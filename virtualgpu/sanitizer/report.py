@@ -37,9 +37,9 @@ def race(new: Access, old: Access, memory: Accesses, where: str) -> Unsynchroniz
 
 
 def _part(name: str, text: str, where: frames.Frames | None) -> list[str]:
-    told = [text] if text else []
-    told += [("  " if text else "") + line for line in frames.lines(where or ())]
-    return [f"  {name if not at else '':8}{line}" for at, line in enumerate(told)]
+    rows = [text] if text else []
+    rows += [("  " if text else "") + line for line in frames.lines(where or ())]
+    return [f"  {name if not index else '':8}{line}" for index, line in enumerate(rows)]
 
 
 def _by(access: Access) -> str:
@@ -74,9 +74,9 @@ def _cure(new: Access, old: Access, memory: Accesses) -> str:
             f"call tensor.record_stream(stream) for {stream(old.queue)} on the tensor that is freed, or free it when the stream that it "
             "was made on has waited for that one"
         )
-    at = "the current stream" if new.queue.id >= COMMUNICATION else stream(new.queue)
+    waiting = "the current stream" if new.queue.id >= COMMUNICATION else stream(new.queue)
     return (
-        f"let {at} wait for {stream(old.queue)} before this line: stream.wait_stream(other), or wait_event() of an event recorded behind "
+        f"let {waiting} wait for {stream(old.queue)} before this line: stream.wait_stream(other), or wait_event() of an event recorded behind "
         "that work"
     )
 

@@ -13,6 +13,8 @@ All times are in seconds since the GPUs were made.
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from virtualgpu.errors import device_assert
 from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
 from virtualgpu.hardware.hosts import HOSTS, Host
@@ -29,19 +31,55 @@ class Clock(Streams):
     """`computing[g]`: for how long the kernels of GPU g ran, added up. `busy[g]`: the same with NCCL's kernels, also while these
     wait for other ranks; what runs at the same time counts once.
 
-    blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. After `stop`, calls raise as CUDA's do.
+    blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. on_wait: called when the
+    host has waited for a GPU. spans: recorded while it is a list. watched: are kernels' times kept, to see what of the communication they
+    hide? After `stop`, calls raise as CUDA's do.
     """
 
-    def __init__(self, gpus: int, blocking: bool = False, costs: Host = HOSTS[DEFAULT_HOST]):
-        super().__init__(gpus)
-        self.blocking, self.costs = blocking, costs
+    def __init__(
+        self,
+        gpus: int,
+        costs: Host = HOSTS[DEFAULT_HOST],
+        on_wait: Callable[[], None] | None = None,
+        stream_of_leaf: Callable[[Tensor], Queue | None] | None = None,
+    ):
+        super().__init__(stream_of_leaf)
+        self.costs, self.on_wait = costs, on_wait
+        self.blocking = self.watched = False
+        self.spans: list[Span] | None = None
+        self.collectives = Collectives(self)
+        self.reset(gpus)
+
+    def reset(self, gpus: int) -> None:
+        """As new, at time zero, with so many GPUs. Settings and who records stay."""
+        super().reset(gpus)
+        self.watched = False
         self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
         self.copies = {(gpu, way): Engine() for gpu in range(gpus) for way in ("in", "out", "peer")}
-        self.collectives = Collectives(self, gpus)
-        self.watched = False  # are kernels' times kept, to see what of the communication they hide?
         self.computing = [0.0] * gpus
-        self.spans: list[Span] | None = None  # recorded while it is a list
-        self.on_wait: Callable[[], None] | None = None  # told when the host has waited for a GPU
+        self.collectives.reset(gpus)
+
+    def block(self, on: bool) -> None:
+        """Does the host wait for each kernel from now on?"""
+        self.blocking = on
+
+    def watch(self) -> None:
+        """From now on kernels' times are kept."""
+        self.watched = True
+
+    def record(self, spans: list[Span] | None) -> list[Span] | None:
+        """From now on, what the GPUs do goes to this list. Returns where it went before."""
+        before, self.spans = self.spans, spans
+        return before
+
+    def set_kind(self, kind: str) -> None:
+        """What this thread launches from now on is for (forward, backward, optimizer), outside a backward pass."""
+        self.local.set_kind(kind)
+
+    def delay(self, gpu: int, seconds: float) -> None:
+        """Kernels of the current stream took so much longer."""
+        self.current(gpu).ready += seconds
+        self.computing[gpu] += seconds
 
     # -- time
 
@@ -202,8 +240,7 @@ class Clock(Streams):
 
     def wait(self, gpu: int | None = None) -> None:
         """The host waits until this GPU's streams, or those of all, are empty."""
-        if self.collectives.settle is not None:
-            self.collectives.settle()
+        self.collectives.settle()
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
         for index in gpus:
             self.collectives.charge(index)

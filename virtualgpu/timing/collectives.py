@@ -12,17 +12,24 @@ COMMUNICATION = 1 << 16  # ids from here on are streams of communicators, of whi
 
 
 class Collectives:
-    """settle: makes the ends of all collectives known, for a host that waits for everything."""
+    """Those of one clock, whose GPUs have a stream for each communicator beside their own."""
 
-    def __init__(self, clock, gpus: int):
-        self.clock = clock
+    def __init__(self, clock):
+        self.clock, self.settle = clock, _nothing
+        self.reset(0)
+
+    def reset(self, gpus: int) -> None:
+        """As new, with so many GPUs."""
         self.streams: list[list[Queue]] = [[] for _ in range(gpus)]
-        self.beside = [Beside(clock.compute[gpu]) for gpu in range(gpus)]
-        self.settle: Callable[[], None] | None = None
+        self.beside = [Beside(self.clock.compute[gpu]) for gpu in range(gpus)]
+
+    def settle_by(self, settle: Callable[[], None]) -> None:
+        """`settle` makes the ends of all collectives known, for a host that waits for everything."""
+        self.settle = settle
 
     def come_to(self, gpu: int) -> tuple[float, Queue]:
         """The host launches a collective: the moment at which its stream has come to it, and that stream."""
-        self.clock.watched = True
+        self.clock.watch()
         self.charge(gpu)
         now, queue = self.clock.launched(gpu), self.clock.current(gpu)
         return max(now, queue.ready), queue
@@ -37,7 +44,7 @@ class Collectives:
         """A collective runs then, on that stream. came: this rank, which waits for the others until `start`. share: of the GPU's
         processors, which kernels beside it do without.
         """
-        queue.ready = max(queue.ready, end)
+        queue.wait_until(end)
         self.beside[queue.gpu].add(came, end, share)
         if self.clock.spans is not None:
             if start > came:
@@ -47,7 +54,7 @@ class Collectives:
     def together(self, gpus: Sequence[int], seconds: float, name: str, share: float) -> None:
         """One of a single process, which launches a kernel on the current stream of each of these GPUs: these begin when all have come."""
         clock, local, came = self.clock, self.clock.local, []
-        clock.watched = True
+        clock.watch()
         now = max(clock.launched(gpu) for gpu in gpus)
         for gpu in gpus:
             self.charge(gpu)
@@ -62,16 +69,18 @@ class Collectives:
         """The current stream is as much later as kernels have lost beside collectives whose end is known."""
         delay = self.beside[gpu].charge()
         if delay:
-            self.clock.current(gpu).ready += delay
-            self.clock.computing[gpu] += delay
+            self.clock.delay(gpu, delay)
 
     def wait(self, gpu: int, end: float) -> None:
         """The current stream waits for a moment; the host goes on."""
         self.charge(gpu)
-        queue = self.clock.current(gpu)
-        queue.ready = max(queue.ready, end)
+        self.clock.current(gpu).wait_until(end)
 
     def over(self, end: float) -> bool:
         """Has the host's time passed that moment? Asking takes a moment of it."""
         self.clock.pass_time()
         return end <= self.clock.host
+
+
+def _nothing() -> None:
+    """There are no collectives."""

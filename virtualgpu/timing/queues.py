@@ -29,6 +29,10 @@ class Queue:
     def __init__(self, gpu: int, id: int, priority: int = 0):
         self.gpu, self.id, self.priority, self.ready = gpu, id, priority, 0.0
 
+    def wait_until(self, moment: float) -> None:
+        """Work that is put into it from now on starts no earlier."""
+        self.ready = max(self.ready, moment)
+
 
 class Engine:
     """Something of a GPU that serves one stream at a time. Work that is ready early takes a gap that is long enough."""

@@ -6,8 +6,10 @@ stream of its forward operation.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import Tensor
 
 from virtualgpu import _compat
 from virtualgpu.timing.priorities import Priorities
@@ -31,11 +33,20 @@ class HostThread(threading.local):
         self.node = None  # of the backward pass, that `streams` was set for
         self.outside: dict[int, Queue] = {}  # `streams` as it was before the backward pass
 
+    def set_kind(self, kind: str) -> None:
+        """See `kind`."""
+        self.kind = kind
+
 
 class Streams:
     """The streams of each GPU, what of it their kernels share, and which of them are current."""
 
-    def __init__(self, gpus: int):
+    def __init__(self, stream_of_leaf: Callable[[Tensor], Queue | None] | None = None):
+        """stream_of_leaf: that of a leaf's first use in the forward pass, on which autograd adds up its gradient; None: not known."""
+        self.stream_of_leaf = stream_of_leaf or (lambda leaf: None)
+
+    def reset(self, gpus: int) -> None:
+        """As new, with so many GPUs."""
         self.queues: list[dict[int, Queue]] = [{DEFAULT: Queue(gpu, DEFAULT)} for gpu in range(gpus)]
         self.default = [queues[DEFAULT] for queues in self.queues]
         self.compute = [Engine() for _ in range(gpus)]
@@ -124,7 +135,7 @@ class Streams:
             local.streams = local.outside
             return
         if leaf is not None:
-            queue = getattr(leaf.untyped_storage()._virtual_allocation, "used_on", None)
+            queue = self.stream_of_leaf(leaf)
             local.streams = {} if queue is None else {queue.gpu: queue}
             return
         pairs = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))

@@ -153,10 +153,7 @@ def _maybe_step(machine: Machine, original, scaler, optimizer, state, *args, **k
     """GradScaler asks whether a gradient was infinite. A dry run has no values: none was, and the step is taken."""
     if not machine.dry:
         return original(scaler, optimizer, state, *args, **kwargs)
-    before, machine.warned_about_nan = machine.warned_about_nan, True  # the program itself reads no nan
-    try:
+    with machine.silent_about_nan():  # the program itself reads no nan
         for found_inf in state["found_inf_per_device"].values():
             found_inf.item()  # the host waits for each GPU, as it would
-    finally:
-        machine.warned_about_nan = before
     return optimizer.step(*args, **kwargs)

@@ -45,7 +45,7 @@ class Blas:
     def prefer(self, library) -> None:
         """torch.backends.cuda.preferred_blas_library: cuBLAS or cuBLASLt."""
         _compat.prefer_blas(library)
-        self.workspaces.prefers_lt = _compat.preferred_blas() == _compat.CUBLASLT
+        self.workspaces.prefer(_compat.preferred_blas())
 
 
 def checked(library: str, nbytes: int) -> int:

@@ -53,7 +53,7 @@ def install(machine: Machine, patches: Patches) -> None:
     if hasattr(cuda.green_contexts, "_get_driver_version"):  # no card has domains before CUDA 13.4
         patches.replace(cuda.green_contexts, "_get_driver_version", lambda: nvml.CUDA)
     patches.set(_compat.parallel_functions, "_streams", None)  # it keeps its streams; those of earlier GPUs have gone
-    machine.on_first_use = driver.lazy_init
+    machine.call_on_first_use(driver.lazy_init)
 
 
 def _of_a_wheel_with_cuda(patches: Patches) -> None:
@@ -132,7 +132,7 @@ class Driver:
 
     def set_device(self, device: int) -> None:
         """torch.cuda.set_device: the current GPU of this thread."""
-        self.local.current = self.gpu(int(device)).index
+        self.local.use_device(self.gpu(int(device)).index)
 
     def exchange_device(self, device: int) -> int:
         """Make it current; returns the index of the one before. A negative one changes nothing, and returns -1."""

@@ -13,7 +13,7 @@ from torch.cuda import nccl
 
 from virtualgpu import _compat, environment
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.values import forget
+from virtualgpu.engine.values import invalidate
 from virtualgpu.timing.nccl import Fabric, seconds, slowest
 from virtualgpu.torch_api.registry import Patches
 
@@ -69,7 +69,7 @@ class Comm:
             )
         with torch.no_grad(), self.machine.untracked():
             if self.machine.dry:
-                forget([output])
+                invalidate([output])
             else:
                 total = inputs[root].clone()
                 for index, other in enumerate(inputs):
@@ -194,7 +194,7 @@ def _broadcasting(machine: Machine, tensor: torch.Tensor, targets: list[torch.de
     if not (targets and apart and nccl.is_available([tensor]) and all(target.type == "cuda" for target in targets)):
         yield
         return
-    with machine.by_nccl():
+    with machine.local.by_nccl():
         yield
     _book(machine, "broadcast", tensor.nbytes, [tensor.device, *targets])
 

@@ -89,7 +89,7 @@ def _ctc_loss(machine: Machine, original, log_probs, targets, input_lengths, tar
     """Lengths in tensors: PyTorch reads them on the host, but not where a mode is on; then it would divide by them."""
     if machine.dry or _on_gpu(machine, log_probs):
         input_lengths, target_lengths = map(_read, (input_lengths, target_lengths))
-    with machine.counted_by_cpp():
+    with machine.local.counted_by_cpp():
         return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
 
@@ -121,7 +121,7 @@ def _one_hot(machine: Machine, original, tensor, num_classes=-1):
 
 def _pad_packed_sequence(machine: Machine, original, *args):
     """It tells the lengths, too, which C++ counts."""
-    with machine.counted_by_cpp():
+    with machine.local.counted_by_cpp():
         return original(*args)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION
+from virtualgpu.engine.dispatch import operation_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.memory import config, history
 from virtualgpu.memory.allocator import Block
@@ -123,7 +124,12 @@ class Memory:
         record_cuda: bool = True,
     ) -> None:
         level, entries = history.options(enabled, context, stacks, max_entries)
-        kept = dict(level=level, max_entries=entries, skip=skip_actions or (), operations=stacks == "all")
+        kept = dict(
+            level=level,
+            max_entries=entries,
+            skip=skip_actions or (),
+            operation_of=operation_of if stacks == "all" else None,
+        )
         self._record(enabled is not None, kept, clear_history, record_pinned_host_memory, record_cuda)
 
     def _cuda_record_memory_history_legacy(
@@ -142,7 +148,9 @@ class Memory:
     ) -> None:
         level = history.ALLOC if trace_alloc_record_context else history.STATE if record_context else history.NEVER
         entries, operations = trace_alloc_max_entries, record_cpp_context
-        kept = dict(level=level, max_entries=entries, skip=skip_actions or (), operations=operations)
+        kept = dict(
+            level=level, max_entries=entries, skip=skip_actions or (), operation_of=operation_of if operations else None
+        )
         self._record(enabled, kept, clear_history, record_pinned_host_memory, record_cuda)
 
     def _record(self, on: bool, kept: dict[str, Any], clear: bool, pinned: bool, cuda: bool) -> None:
@@ -177,7 +185,7 @@ class Memory:
         return True
 
     def _cuda_setMemoryMetadata(self, metadata: str) -> None:
-        history.metadata.text = metadata
+        history.metadata.set(metadata)
 
     def _cuda_getMemoryMetadata(self) -> str:
         return history.metadata.text

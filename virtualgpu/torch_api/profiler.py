@@ -63,14 +63,16 @@ class Profiles:
 
     def start(self, original, profile):
         """From now on the clock's spans are this profile's."""
-        profile._virtual_before, profile._virtual_start = self.clock.spans, self.clock.host
-        self.clock.spans = profile._virtual_spans = []
+        profile._virtual_spans = []
+        profile._virtual_before = self.clock.record(profile._virtual_spans)
+        profile._virtual_start = self.clock.host
         return original(profile)
 
     def stop(self, original, profile):
         """They belong to who recorded before, too."""
         if profile._virtual_spans is not None:
-            self.clock.spans = before = profile._virtual_before
+            before = profile._virtual_before
+            self.clock.record(before)
             if before is not None:
                 before.extend(profile._virtual_spans)
         return original(profile)

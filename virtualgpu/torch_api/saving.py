@@ -11,7 +11,8 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.values import is_forgotten
+from virtualgpu.engine.thread_context import dry_runs
+from virtualgpu.engine.values import is_stale
 from virtualgpu.torch_api.registry import Patches, standing_in
 from virtualgpu.torch_api.storage import meta_storage
 
@@ -63,7 +64,7 @@ class Files:
 def _save(machine: Machine, original, obj, f, *args, **kwargs):
     """torch.save empties a file before it looks at what it is to write. Where tensors of a dry run may be among that, it writes to a
     temporary file first: once, since what is pickled may do something by that."""
-    if not machine.some_dry and machine.epoch == 1:
+    if not machine.some_dry and dry_runs.epoch == 1:
         return original(obj, f, *args, **kwargs)
     with tempfile.SpooledTemporaryFile(IN_MEMORY) as held:
         try:
@@ -93,7 +94,7 @@ class NoValues(RuntimeError):
 def _made_dry(storage, machine: Machine) -> bool:
     """Outside a dry run PyTorch's own meta tensors are saved as such, and a GPU's tensor without values was made in one."""
     allocation = getattr(storage, ALLOCATION, None)
-    if machine.dry and is_forgotten(storage):
+    if machine.dry and is_stale(storage):
         return True
     return _has_no_values(storage) and (machine.dry or (allocation is not None and allocation.gpu is not None))
 

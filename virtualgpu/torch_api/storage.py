@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import ALLOCATION, Allocation
+from virtualgpu.engine.allocation import ALLOCATION, PINNED, Allocation, set_allocation
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches, standing_in
 
@@ -18,7 +18,7 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(Storage, "to", lambda *args, **kwargs: storages.to(*args, **kwargs))
     patches.replace(Storage, "cuda", lambda *args, **kwargs: storages.cuda(*args, **kwargs))
     patches.replace(Storage, "cpu", lambda storage: storages.to(storage, device=CPU))
-    patches.replace(Storage, "is_pinned", lambda storage, device=None: getattr(storage, "_virtual_pinned", False))
+    patches.replace(Storage, "is_pinned", lambda storage, device=None: getattr(storage, PINNED, False))
     patches.stand_in(Storage, "clone", storages.clone)
     patches.stand_in(Storage, "resize_", resize_)
     patches.stand_in(Storage, "_share_cuda_", share_cuda)
@@ -92,7 +92,7 @@ def resize_(original, storage, size: int):
         return original(storage, size)
     room = Allocation(allocation.gpu, size)  # PyTorch, too, has both for a moment: the bytes are copied over
     out = original(storage, size)
-    storage._virtual_allocation = room
+    set_allocation(storage, room)
     return out
 
 

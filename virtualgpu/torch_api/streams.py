@@ -65,7 +65,7 @@ class Streams:
 
     def use(self, stream_id: int, device_index: int, device_type: int = CUDA) -> None:
         """The stream, and its GPU, are current from now on."""
-        self.machine.local.current = self.machine.gpu(device_index).index
+        self.machine.local.use_device(self.machine.gpu(device_index).index)
         self.clock.use(self.clock.stream(device_index, stream_id))
 
     def external(self, pointer: int, device=None):
@@ -175,12 +175,13 @@ class StreamMethods:
     def __enter__(self) -> "StreamMethods":
         gpu = self._queue.gpu
         self.entered.of.setdefault(self, []).append((self.machine.local.current, self.machine.clock.current(gpu)))
-        self.machine.local.current = gpu
+        self.machine.local.use_device(gpu)
         self.machine.clock.use(self._queue)
         return self
 
     def __exit__(self, *error) -> None:
-        self.machine.local.current, queue = self.entered.of[self].pop()
+        device, queue = self.entered.of[self].pop()
+        self.machine.local.use_device(device)
         if not self.entered.of[self]:
             del self.entered.of[self]
         self.machine.clock.use(queue)
@@ -198,7 +199,7 @@ class StreamMethods:
     def wait_stream(self, stream) -> None:
         """What is queued here from now on starts when that stream has come to here."""
         other = self.machine.clock.stream(stream.device_index, stream.stream_id)
-        self._queue.ready = max(self._queue.ready, other.ready)
+        self._queue.wait_until(other.ready)
 
     def wait_event(self, event) -> None:
         event.wait(self)
@@ -264,8 +265,7 @@ class EventMethods:
 
     def wait(self, stream=None) -> None:
         """Work queued from now on starts after this event."""
-        queue = _queue_of(self.machine, stream)
-        queue.ready = max(queue.ready, self.time or 0.0)
+        _queue_of(self.machine, stream).wait_until(self.time or 0.0)
 
     def query(self) -> bool:
         if self._gpu is not None:

@@ -4,7 +4,7 @@ As in PyTorch, what asks for waiting by its name stays without a word: torch.cud
 """
 
 from virtualgpu import _compat
-from virtualgpu.engine import warn
+from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.clock import Clock, Queue
 from virtualgpu.torch_api.registry import Patches
@@ -31,7 +31,7 @@ class SyncDebug:
         """0: nothing; WARN or ERROR."""
         if not self.warned:
             self.warned = True
-            warn.at_the_program(PROTOTYPE)
+            warn_at_the_program(PROTOTYPE)
         self.mode = mode
         if mode:
             self.clock.wait_for = self.wait_for
@@ -42,5 +42,5 @@ class SyncDebug:
         """Clock.wait_for, with a word."""
         if self.mode == ERROR:
             raise RuntimeError(MESSAGE)
-        warn.at_the_program(MESSAGE)
+        warn_at_the_program(MESSAGE)
         type(self.clock).wait_for(self.clock, queue)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import PLAIN, allocation_of, gpu_of, made_by_cpp, storage_of
+from virtualgpu.engine.allocation import PLAIN, allocation_of, gpu_of, is_pinned, made_by_cpp, pin, storage_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.errors import foreign
 from virtualgpu.torch_api import fused
@@ -95,12 +95,12 @@ class TensorPatches(Moves, Reads):
         if self.is_pinned(None, tensor):
             return tensor
         copy = tensor.clone()
-        storage_of(copy)._virtual_pinned = True
+        pin(copy)
         return copy
 
     def is_pinned(self, original, tensor, device=None):
         """Tensor.is_pinned: is its storage marked so? Whether C++ pinned it is not asked."""
-        return getattr(storage_of(tensor), "_virtual_pinned", False)
+        return is_pinned(tensor)
 
     # -- making new ones, where C++ asks the real device
 

@@ -4,7 +4,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
-from virtualgpu.engine.allocation import gpu_of, sparse_parts, storage_of
+from virtualgpu.engine.allocation import gpu_of, is_pinned, pin, sparse_parts, storage_of
 from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.machine import GPU, Machine
@@ -50,13 +50,13 @@ class Moves:
             else:
                 copy = tensor.detach().clone()
             if machine.dry:
-                values.follow_copy(tensor, copy)
+                values.propagate_copy(tensor, copy)
         if storage_of(copy) is not None:
             for part in _parts(copy):
                 machine.place(part, target)
         if target is None and source is not None and not wait:
-            storage_of(copy)._virtual_pinned = True  # PyTorch pins what it copies to in the background
-        pinned = any(getattr(storage_of(t), "_virtual_pinned", False) for t in (tensor, copy))
+            pin(copy)  # PyTorch pins what it copies to in the background
+        pinned = is_pinned(tensor) or is_pinned(copy)
         machine.charge_copy(source, target, nbytes, wait or not (pinned or (source and target)))
         return copy
 

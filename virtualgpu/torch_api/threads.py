@@ -10,8 +10,8 @@ import concurrent.futures.thread
 import ctypes
 import threading
 
-from virtualgpu.engine.in_thread import dry_here, here
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.torch_api.registry import Patches
 
 
@@ -26,14 +26,14 @@ def install(machine: Machine, patches: Patches) -> None:
 
 def start(machine: Machine, original, thread) -> None:
     """The thread sees the virtual GPUs from its first line on."""
-    begin, now, dry = thread.run, machine.clock.host, here.dry
+    begin, now, dry = thread.run, machine.clock.host, dry_runs.here
 
     def run_on_virtual_gpus():
         if not machine.closed:
             machine.clock.inherit(now)
             machine.enter()
         try:
-            with dry_here(dry):
+            with dry_runs.set_here(dry):
                 begin()
         finally:
             thread._virtual_now = machine.clock.host
@@ -54,7 +54,7 @@ def join(machine: Machine, original, thread, timeout=None) -> None:
 def submit(original, item, *args, **kwargs) -> None:
     """What a dry run submits is in that dry run."""
     original(item, *args, **kwargs)
-    item._virtual_dry = here.dry
+    item._virtual_dry = dry_runs.here
 
 
 def run(machine: Machine, original, item):
@@ -63,7 +63,7 @@ def run(machine: Machine, original, item):
     if older:
         machine.enter()
     try:
-        with dry_here(getattr(item, "_virtual_dry", here.dry)):
+        with dry_runs.set_here(getattr(item, "_virtual_dry", dry_runs.here)):
             return original(item)
     finally:
         if older:

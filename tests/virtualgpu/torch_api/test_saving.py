@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import virtualgpu
-from virtualgpu.engine.in_thread import Anywhere
+from virtualgpu.engine.thread_context import dry_runs
 
 WHERE = {
     "name": "cuda:1",
@@ -103,7 +103,7 @@ class Counted:
 @pytest.mark.parametrize("when", ["never", "before", "inside"])
 def test_what_is_saved_is_pickled_once(gpus, tmp_path, monkeypatch, when, kind):
     """Whether or not there is, or was, a dry run, whose tensors may be in it."""
-    monkeypatch.setattr(Anywhere, "epoch", 1)
+    monkeypatch.setattr(dry_runs, "epoch", 1)
     if when == "before":
         with virtualgpu.dry_run():
             pass

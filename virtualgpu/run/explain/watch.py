@@ -53,7 +53,7 @@ class Watch(steps.Watch):
         self.change, Layout.duration = change, self._seconds
         register_module_forward_pre_hook(self._note_module)
         self.before_step = changes.apply(change, machine, rank)
-        machine.clock.spans = Recording()
+        machine.clock.record(Recording())
         self.before_step(0)
 
     def made(self) -> None:
@@ -61,7 +61,7 @@ class Watch(steps.Watch):
         super().made()
         self.rank = rank()
         if self.count == 1:
-            self.machine.clock.spans = Recording()
+            self.machine.clock.record(Recording())
         self.marks.append((len(self.loader.seconds), dict(self.collectives)))
         self.before_step(self.count)
 
@@ -73,8 +73,7 @@ class Watch(steps.Watch):
         """For `collect`; and what `steps` leaves."""
         super().leave(folder)
         clock = self.machine.clock
-        if self.machine.communicators is not None and clock.collectives.settle is not None:
-            clock.collectives.settle()
+        clock.collectives.settle()
         first = 1 if self.count > 2 else 0  # in the second step DDP makes its buckets anew
         windows = list(itertools.pairwise(self.ends[first:]))
         gpus = {}

@@ -1,20 +1,21 @@
-"""On which GPU an operation runs: where its tensors are, and whether they may meet."""
+"""On which GPU an operation runs, by where its tensors are and whether they may meet; and what it returns gets its bytes there."""
 
 import torch
 
 from virtualgpu.engine import overrides
-from virtualgpu.engine.allocation import allocation_of, gpu_of, holders, label
+from virtualgpu.engine.allocation import Allocation, allocation_of, gpu_of, holders, label, sparse_parts
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation, mismatch
 
 UNSET = object()
 
 
-class Places:
+class Placement:
     """Finds the place of an operation on one machine."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.local = machine, machine.local
+        self.machine = machine
+        self.last: GPU | None = None  # on which the latest operation ran
 
     def find(self, op: Operation, args, kwargs, tensors) -> GPU | None:
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
@@ -67,21 +68,51 @@ class Places:
             for tensor in unplaced:
                 if not op.indexes and allocation_of(tensor).gpu is not gpu:
                     self.machine.place(tensor, gpu)
-        self.local.last = gpu
+        self.last = gpu
         machine = self.machine
         return machine.own(gpu) if machine.forked or gpu.machine is not machine else gpu
 
     def _of_lists(self, op: Operation, args, kwargs, tensors) -> GPU | None:
         """Entries of one list may be anywhere; those at one place in all lists must be together."""
-        found = gpu_of(tensors[0]) if tensors else None
-        if found is not None and all([gpu_of(tensor) is found for tensor in tensors]):
-            return self.machine.own(found)
+        common = gpu_of(tensors[0]) if tensors else None
+        if common is not None and all([gpu_of(tensor) is common for tensor in tensors]):
+            return self.machine.own(common)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
         first = None
         for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
-            homes = {gpu_of(tensor) for tensor in column if tensor.dim()}
-            if len(homes) > 1:
+            places = {gpu_of(tensor) for tensor in column if tensor.dim()}
+            if len(places) > 1:
                 raise mismatch(op, column, {})
-            first = first or next(iter(homes), None)
-        found = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
-        return found and self.machine.own(found)
+            first = first or next(iter(places), None)
+        common = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
+        return common and self.machine.own(common)
+
+
+def place_output(op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:
+    """A new tensor lives on `gpu`; one that changed its size gets a block of that size. Raises torch.OutOfMemoryError."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        for part in sparse_parts(tensor):
+            place_output(op, part, gpu)
+        return
+    allocation = storage._virtual_allocation
+    if allocation is None or allocation.gpu is None:
+        if gpu is not None and (op.new or allocation is not None):
+            storage._virtual_allocation = Allocation(gpu, storage.nbytes())
+    elif op.resizes and allocation.nbytes != storage.nbytes():
+        where = allocation.gpu
+        allocation = storage._virtual_allocation = None  # its block is free before the next is asked for
+        storage._virtual_allocation = Allocation(where, storage.nbytes())
+
+
+def place_outputs(op: Operation, args, out, gpu: GPU) -> None:
+    """As `place_output`, for an operation with several results."""
+    inputs = next((value for value in args if isinstance(value, (list, tuple)) and value), None) if op.foreach else None
+    for index, tensor in enumerate(out):
+        if isinstance(tensor, (list, tuple)):
+            place_outputs(op, args, tensor, gpu)
+        elif isinstance(tensor, torch.Tensor) and index != op.host_result:
+            if inputs:  # each result where its own input is
+                gpu = gpu_of(inputs[index])
+            place_output(op, tensor, gpu)
