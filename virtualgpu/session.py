@@ -252,9 +252,8 @@ def _announce(session: Session, new: bool) -> Devices:
         return f"{card.memory / 2**30:.4g} GiB" if card.memory >= 2**30 else f"{card.memory / 2**20:.4g} MiB"
 
     cards, n = session.cards, len(session.cards)
-    if all(card == cards[0] for card in cards):
-        what = f"{'s, each' if n > 1 else ','} like a {cards[0].name} with {size(cards[0])}"
-    else:
+    what = f"{'s, each' if n > 1 else ','} like a {cards[0].name} with {size(cards[0])}"
+    if any(card != cards[0] for card in cards):
         what = "s: " + ", ".join(f"a {card.name} with {size(card)}" for card in cards)
     worth = "a lower bound" if session.clock.rates == hosts.DATASHEET else "most steps within 30 %"
     print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated ({worth}).")
@@ -263,10 +262,8 @@ def _announce(session: Session, new: bool) -> Devices:
 
 @_one_at_a_time
 def reset() -> None:
-    """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors.
-
-    Under the runner, after gpus() made others than those that the runner plays, these are there again. Those that pass for real ones
-    (HELPERS_GPUS=real) stay, as real ones would.
+    """Virtual GPUs off: each function of PyTorch back in its place. Tensors stay, as ordinary CPU tensors. Under the runner, after
+    gpus() made others than those that it plays, these are there again; those that pass for real ones (HELPERS_GPUS=real) stay.
     """
     if _session is None or machine() is not None:
         _off()
@@ -288,8 +285,7 @@ def _off() -> None:
 def _close() -> Session | None:
     """What was on, and is off."""
     global _session
-    closed = _session
-    if closed is not None:
+    if (closed := _session) is not None:
         closed.close()
         _session = None
     return closed

@@ -10,8 +10,7 @@ from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.clock import DEFAULT, Queue
 from virtualgpu.torch_api.registry import Patches
 
-_Stream = torch.Stream
-_Event = torch.Event
+_Stream, _Event = torch.Stream, torch.Event
 CUDA = 1  # c10::DeviceType::CUDA
 HANDLES = 0x7F00_0000_0000  # a stream's handle is a number that says which it is; 0 is the default one, as in CUDA
 
