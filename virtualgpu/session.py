@@ -266,16 +266,12 @@ def reset() -> None:
     gpus() made others than those that it plays, these are there again; those that pass for real ones (HELPERS_GPUS=real) stay.
     """
     if _session is None or machine() is not None:
-        _off()
+        deactivate()
 
 
 @_one_at_a_time
 def deactivate() -> None:
-    """Those that `activate` turned on are off, also where they pass for real ones."""
-    _off()
-
-
-def _off() -> None:
+    """As `reset`, also of those that pass for real ones: what `activate` turned on."""
     global _played
     _close()
     played, _played = _played, None

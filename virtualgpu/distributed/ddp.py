@@ -8,7 +8,6 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import TorchDispatchMode
-from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.torch_api.registry import Patches
@@ -21,8 +20,7 @@ def install(machine: Machine, patches: Patches) -> None:
         (_broadcast_coalesced,),
         (_verify_params_across_processes, machine),
     ):
-        name = function.__name__
-        patches.replace_everywhere(dist, name, stand_in(function, getattr(dist, name), *state))
+        patches.stand_in_everywhere(dist, function.__name__, function, *state)
     patches.replace(dist, "Reducer", type("Reducer", (Reducer,), {"machine": machine}))
 
 
@@ -90,7 +88,7 @@ def _broadcast_coalesced(original, group, tensors, *args, **kwargs) -> None:
         original(group, [tensors[i] for i in numbers], *args, **kwargs)
 
 
-def _verify_params_across_processes(original, machine: Machine, group, params, *args, **kwargs) -> None:
+def _verify_params_across_processes(machine: Machine, original, group, params, *args, **kwargs) -> None:
     """What C++ sends is of the parameters' GPU, not of the current one, which may be another rank's.
 
     In a dry run there are no values to compare (how many parameters each rank has, their sizes and strides): what it sends

@@ -8,9 +8,8 @@ from torch.distributed import device_mesh
 
 from virtualgpu import _compat
 from virtualgpu.distributed.objects import with_numbers
-from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 
 AS_IT_IS = ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__")  # of a mesh: no tensors in these
 
@@ -24,30 +23,30 @@ def install(machine: Machine, patches: Patches) -> None:
         if name in AS_IT_IS or isinstance(value, (type, classmethod)):
             continue
         if isinstance(value, property):
-            patches.replace(mesh, name, property(stand_in(with_numbers, value.fget, machine), value.fset))
+            patches.replace(mesh, name, property(standing_in(value.fget, with_numbers, machine), value.fset))
         elif isinstance(value, staticmethod):
-            patches.replace(mesh, name, staticmethod(stand_in(with_numbers, value.__func__, machine)))
+            patches.replace(mesh, name, staticmethod(standing_in(value.__func__, with_numbers, machine)))
         elif callable(value):
-            patches.replace(mesh, name, stand_in(with_numbers, value, machine))
-    patches.replace(mesh, "__init__", stand_in(_prepared, mesh.__init__, patches))
-    init = stand_in(with_numbers, device_mesh.init_device_mesh, machine)
-    patches.replace_everywhere(device_mesh, "init_device_mesh", stand_in(_prepared, init, patches))
-    wrap = stand_in(_make_wrapper_subclass, tensor._make_wrapper_subclass, machine)
+            patches.stand_in(mesh, name, with_numbers, machine)
+    patches.stand_in(mesh, "__init__", _prepared, patches)
+    init = standing_in(device_mesh.init_device_mesh, with_numbers, machine)
+    patches.replace_everywhere(device_mesh, "init_device_mesh", standing_in(init, _prepared, patches))
+    wrap = standing_in(tensor._make_wrapper_subclass, _make_wrapper_subclass, machine)
     patches.replace(tensor, "_make_wrapper_subclass", staticmethod(wrap))
     entered = _Entered()
-    patches.replace(fake, "__enter__", stand_in(_enter_fakes, fake.__enter__, machine, entered))
-    patches.replace(fake, "__exit__", stand_in(_exit_fakes, fake.__exit__, machine, entered))
+    patches.stand_in(fake, "__enter__", _enter_fakes, machine, entered)
+    patches.stand_in(fake, "__exit__", _exit_fakes, machine, entered)
     # The tracer works out a number that is made on a GPU, unless it knows that there is no driver to ask for one
     patches.replace(fake, "avoid_device_init", property(lambda self: True))
     if not _compat.built_with_cuda:
         # There C++ has no guard for its devices, which PyTorch's way to draw a fake tensor's numbers asks for
         table, operator = _compat.decompositions(), torch.ops.aten.uniform_.default
         original = table[operator]
-        table[operator] = stand_in(_uniform, original)
+        table[operator] = standing_in(original, _uniform)
         patches.undo(lambda: table.update({operator: original}))
 
 
-def _prepared(original, patches: Patches, *args, **kwargs):
+def _prepared(patches: Patches, original, *args, **kwargs):
     """Not before somebody makes a mesh: importing DTensor takes a second."""
     from virtualgpu.distributed import dtensor_random
 
@@ -55,7 +54,7 @@ def _prepared(original, patches: Patches, *args, **kwargs):
     return original(*args, **kwargs)
 
 
-def _make_wrapper_subclass(original, machine: Machine, cls, *args, device=None, **kwargs):
+def _make_wrapper_subclass(machine: Machine, original, cls, *args, device=None, **kwargs):
     """A wrapper of tensors says where it is by what it wraps; for C++ it is on the CPU, as those really are."""
     if device is None:
         return original(cls, *args, **kwargs)
@@ -71,7 +70,7 @@ class _Entered(threading.local):
         self.contexts: list[contextlib.AbstractContextManager] = []
 
 
-def _enter_fakes(original, machine: Machine, entered: _Entered, mode):
+def _enter_fakes(machine: Machine, entered: _Entered, original, mode):
     """DTensor works out shardings with fake tensors, whose own bookkeeping takes a tensor of a dry run for what it really is."""
     context = machine.untracked() if machine.dry else contextlib.nullcontext()
     context.__enter__()
@@ -79,7 +78,7 @@ def _enter_fakes(original, machine: Machine, entered: _Entered, mode):
     return original(mode)
 
 
-def _exit_fakes(original, machine: Machine, entered: _Entered, mode, *error):
+def _exit_fakes(machine: Machine, entered: _Entered, original, mode, *error):
     entered.contexts.pop().__exit__(None, None, None)
     return original(mode, *error)
 

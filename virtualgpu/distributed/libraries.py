@@ -17,7 +17,6 @@ from torch import nn
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed.objects import with_numbers
-from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches
@@ -32,15 +31,15 @@ def install(machine: Machine, patches: Patches) -> None:
 def _install_pipelines(machine: Machine, patches: Patches, module) -> None:
     stage = _compat.pipeline_stage(module)
     for name, label in LABELS.items():
-        patches.replace(stage, name, stand_in(_annotated, getattr(stage, name), machine, label))
+        patches.stand_in(stage, name, _annotated, machine, label)
     votes = _compat.pipeline_votes(module)
     if votes is not None:
-        patches.replace(*votes, stand_in(_vote, getattr(*votes), machine, module))
+        patches.stand_in(*votes, _vote, machine, module)
 
 
 def _install_fsdp1(machine: Machine, patches: Patches, module) -> None:
     name = _compat.MOVES_STATES
-    patches.replace(module, name, stand_in(_move_states, getattr(module, name), machine))
+    patches.stand_in(module, name, _move_states, machine)
 
 
 def _backward_label(bwd_chunk_id, loss=None, full_backward=True, *args, **kwargs) -> str:
@@ -55,7 +54,7 @@ LABELS = {  # of a stage's methods, by their arguments
 }
 
 
-def _annotated(original, machine: Machine, label, stage, *args, **kwargs):
+def _annotated(machine: Machine, label, original, stage, *args, **kwargs):
     text, before = label(*args, **kwargs), machine.clock.local.kind
     if not text.startswith("F"):  # also what is done outside autograd: += of the weights' gradients
         machine.clock.set_kind("backward")
@@ -66,13 +65,13 @@ def _annotated(original, machine: Machine, label, stage, *args, **kwargs):
         machine.clock.set_kind(before)
 
 
-def _vote(original, machine: Machine, module, schedule, stages, has_backward, *args, **kwargs) -> None:
+def _vote(machine: Machine, module, original, schedule, stages, has_backward, *args, **kwargs) -> None:
     is_passed_along = machine.single_rank is not None and original.__name__ == _compat.PASSED_ALONG
     if not (is_passed_along and _compat.vote_for_all(module, stages, has_backward)):  # else nobody would send it
-        with_numbers(original, machine, schedule, stages, has_backward, *args, **kwargs)
+        with_numbers(machine, original, schedule, stages, has_backward, *args, **kwargs)
 
 
-def _move_states(original, machine: Machine, params, buffers, device) -> None:
+def _move_states(machine: Machine, original, params, buffers, device) -> None:
     if machine.dry and device is not None:
         for state in (*params, *buffers):
             _swap(state, device)

@@ -9,7 +9,6 @@ import inspect
 from torch import distributed as dist
 
 from virtualgpu._compat.distributed import c10d
-from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.torch_api.registry import Patches
@@ -21,10 +20,10 @@ NAMES = (*OF_ONE_RANK, "send_object_list", "all_gather_object", "gather_object")
 def install(machine: Machine, patches: Patches) -> None:
     """Replace c10d's functions that send Python objects (NAMES), also where they were imported by name."""
     for name in NAMES:
-        patches.replace_everywhere(c10d, name, stand_in(_of_objects, getattr(c10d, name), machine))
+        patches.stand_in_everywhere(c10d, name, _of_objects, machine)
 
 
-def with_numbers(original, machine: Machine, *args, **kwargs):
+def with_numbers(machine: Machine, original, *args, **kwargs):
     """original(...), for this thread with numbers also in a dry run."""
     if not machine.some_dry:
         return original(*args, **kwargs)
@@ -32,9 +31,9 @@ def with_numbers(original, machine: Machine, *args, **kwargs):
         return original(*args, **kwargs)
 
 
-def _of_objects(original, machine: Machine, *args, **kwargs):
+def _of_objects(machine: Machine, original, *args, **kwargs):
     if machine.single_rank is None:
-        return with_numbers(original, machine, *args, **kwargs)
+        return with_numbers(machine, original, *args, **kwargs)
     name, arguments = original.__name__, inspect.signature(original).bind(*args, **kwargs).arguments
     group = arguments.get("group") or dist.group.WORLD
     if name == "all_gather_object":

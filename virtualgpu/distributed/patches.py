@@ -1,13 +1,12 @@
 """torch.distributed with virtual GPUs on: nccl is there, and operations of c10d on GPU tensors are ours.
 
-A stand-in is a function that is given PyTorch's own first, and the machine: stand_in(destroy_process_group, original, machine).
+A stand-in is a function that is given the machine, and PyTorch's own: `Patches.stand_in`.
 """
 
 import atexit
 
 import torch
 
-from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
@@ -25,13 +24,11 @@ def install(machine: Machine, patches: Patches) -> None:
     _backend(machine, patches)
     c10d, group = _compat.c10d, _compat.ProcessGroup
     for function in (destroy_process_group, split_group, init_process_group, new_group, get_backend):
-        name = function.__name__
-        patches.replace_everywhere(c10d, name, stand_in(function, getattr(c10d, name), machine))
+        patches.stand_in_everywhere(c10d, function.__name__, function, machine)
     for function in (_start_coalescing, _end_coalescing):
-        name = function.__name__
-        patches.replace(group, name, stand_in(function, getattr(group, name), machine))
+        patches.stand_in(group, function.__name__, function, machine)
     if (make := _compat.make_premul_sum) is not None:
-        patches.replace_everywhere(torch.distributed, make.__name__, stand_in(_compat.premul_sum, make))
+        patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.forget)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.forget))
     for module in (ddp, dtensor, objects, libraries, rpc):
@@ -62,7 +59,7 @@ def _backend(machine: Machine, patches: Patches) -> None:
 # -- the life of a group
 
 
-def init_process_group(original, machine: Machine, *args, **kwargs):
+def init_process_group(machine: Machine, original, *args, **kwargs):
     """While a rank is played alone, groups are of PyTorch's fake backend, whatever is named."""
     rank = machine.single_rank
     if rank is None:
@@ -76,18 +73,18 @@ def init_process_group(original, machine: Machine, *args, **kwargs):
     return original("fake", rank=rank.rank, world_size=rank.world_size, store=store, **device)
 
 
-def new_group(original, machine: Machine, ranks=None, timeout=None, backend=None, *args, **kwargs):
+def new_group(machine: Machine, original, ranks=None, timeout=None, backend=None, *args, **kwargs):
     """The same of a part of the ranks."""
     return original(ranks, timeout, backend if machine.single_rank is None else "fake", *args, **kwargs)
 
 
-def get_backend(original, machine: Machine, group=None) -> str:
+def get_backend(machine: Machine, original, group=None) -> str:
     """The fake backend says nccl."""
     name = original(group)
     return "nccl" if machine.single_rank is not None and name == "fake" else name
 
 
-def destroy_process_group(original, machine: Machine, group=None):
+def destroy_process_group(machine: Machine, original, group=None):
     """Its communicators go, too."""
     from virtualgpu._compat.distributed import c10d
 
@@ -102,8 +99,8 @@ def destroy_process_group(original, machine: Machine, group=None):
 
 
 def split_group(
-    original,
     machine: Machine,
+    original,
     parent_pg=None,
     split_ranks=None,
     timeout=None,
@@ -136,13 +133,13 @@ def split_group(
 # -- a coalescing manager: collectives in between are waited for as one
 
 
-def _start_coalescing(original, machine: Machine, group, device):
+def _start_coalescing(machine: Machine, original, group, device):
     if not _on_gpus(group, device):
         return original(group, device)
     return machine.communicators.start_coalescing(group)
 
 
-def _end_coalescing(original, machine: Machine, group, device):
+def _end_coalescing(machine: Machine, original, group, device):
     if not _on_gpus(group, device):
         return original(group, device)
     return machine.communicators.end_coalescing(group)

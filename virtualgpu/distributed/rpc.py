@@ -12,7 +12,6 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu._compat.distributed import rpc_internal, rpc_reducers, rpc_worker
-from virtualgpu.distributed.stand_in import stand_in
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
@@ -59,8 +58,8 @@ class Rpc:
             (api, "_init_rpc_states", self.init_rpc_states),
             (api, "_invoke_rpc", self.invoke),
         ):
-            patches.replace(owner, name, stand_in(function, getattr(owner, name)))
-        patches.replace_everywhere(api, "remote", stand_in(self.invoke, api.remote))
+            patches.stand_in(owner, name, function)
+        patches.stand_in_everywhere(api, "remote", self.invoke)
         Rpc.current = self
 
     # -- the agent and its threads

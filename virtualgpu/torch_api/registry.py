@@ -38,6 +38,10 @@ class Patches:
         """As `replace`, by what calls function(*bound, original, ...) and passes for the original."""
         self.wrap(owner, name, lambda original: standing_in(original, function, *bound))
 
+    def stand_in_everywhere(self, owner: Any, name: str, function: Callable, *bound: Any) -> None:
+        """As `stand_in`, in the way of `replace_everywhere`."""
+        self.replace_everywhere(owner, name, standing_in(getattr(owner, name), function, *bound))
+
     def stand_in_builtin(self, owners: Sequence[Any], name: str, function: Callable, *bound: Any) -> None:
         """As `stand_in`, by one function in all owners, for which TorchScript knows the builtin aten::name."""
         from virtualgpu import _compat
