@@ -17,6 +17,9 @@ import nbformat
 import series
 import stamp
 
+from virtualgpu.run import cards, cli
+from virtualgpu.run.fit import cli as fit_cli
+
 ENGINE = "virtualgpu"
 ENGINE_README = f"{ENGINE}/README.md"
 LINK = re.compile(r"\]\((?!https?:|data:|mailto:)([^)\s]+)\)")
@@ -40,7 +43,7 @@ def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
     for name, text in engine_pages():
         (source / "engine" / f"{name}.md").write_text(text, encoding="utf-8")
     (source / "engine" / "options.md").write_text(options(), encoding="utf-8")
-    (source / "engine" / "cards.md").write_text(cards(), encoding="utf-8")
+    (source / "engine" / "cards.md").write_text(card_table(), encoding="utf-8")
     (source / "lessons.md").write_text(contents(lessons, seconds or {}), encoding="utf-8")
     (source / "plays.html").write_text(plays(lessons), encoding="utf-8")
     sphinx("html", source, series.BUILD / "site", "-W", "--keep-going", "-j", "2")
@@ -89,22 +92,18 @@ def engine_pages() -> list[tuple[str, str]]:
 
 def options() -> str:
     """Every option of the runner, in its own words."""
-    asked = ["", "fit"]
-    said = [
-        subprocess.run(
-            [sys.executable, "-m", ENGINE, *name.split(), "--help"], capture_output=True, text=True, check=True
-        )
-        for name in asked
-    ]
-    texts = [f"```text\n{one.stdout.strip()}\n```" for one in said]
-    return f"# Options\n\n## python -m virtualgpu\n\n{texts[0]}\n\n## python -m virtualgpu fit\n\n{texts[1]}\n"
+    texts = {"python -m virtualgpu": cli.USAGE, "python -m virtualgpu fit": fit_cli.USAGE}
+    sections = (f"## {command}\n\n```text\n{usage.strip()}\n```\n" for command, usage in texts.items())
+    return "# Options\n\n" + "\n".join(sections)
 
 
-def cards() -> str:
+def card_table() -> str:
     """The cards, and the file that says where each figure is from."""
-    table = subprocess.run([sys.executable, "-m", ENGINE, "--cards"], capture_output=True, text=True, check=True).stdout
     data = (series.ROOT / ENGINE / "hardware" / "data" / "cards.toml").read_text(encoding="utf-8")
-    return f"# Cards\n\n```text\n{table.strip()}\n```\n\n## With their sources\n\nThe file that is read:\n\n```toml\n{data.strip()}\n```\n"
+    return (
+        f"# Cards\n\n```text\n{cards.table().strip()}\n```\n\n"
+        f"## With their sources\n\nThe file that is read:\n\n```toml\n{data.strip()}\n```\n"
+    )
 
 
 def anchor(heading: str) -> str:

@@ -11,6 +11,8 @@ import website
 from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+import virtualgpu
+
 ELSEWHERE = re.compile(r"^(https?:|data:|mailto:|#$|javascript:)")
 
 
@@ -165,8 +167,6 @@ def test_what_a_page_lacks_is_put_into_words(tmp_path):
 def test_the_examples_of_the_names_run():
     """docs/api.md has one for each public name, or says where it is shown."""
     text = (series.ROOT / "docs" / "api.md").read_text("utf-8")
-    import virtualgpu
-
     assert [name for name in virtualgpu.__all__ if f"virtualgpu.{name}" not in text] == []
     test = doctest.DocTestParser().get_doctest(re.sub(r"^```.*$", "", text, flags=re.M), {}, "api.md", "docs/api.md", 0)
     assert len(test.examples) > 20

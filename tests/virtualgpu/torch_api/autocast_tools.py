@@ -1,5 +1,6 @@
 """For the tests of autocast: on with this autocast, PyTorch's own for CUDA on fake tensors to compare with, and models."""
 
+import contextlib
 import re
 
 import torch
@@ -32,6 +33,17 @@ def turn_on(like: str = "A100"):
         virtualgpu.reset()
 
     return off
+
+
+@contextlib.contextmanager
+def autocast_gpus(monkeypatch):
+    """For a fixture: `turn_on`, and off again at the end, with autocast as it was; gives how to turn them off before."""
+    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+    torch.manual_seed(0)
+    off = turn_on()
+    yield off
+    off()
+    assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is F16
 
 
 def as_pytorch_does(program, dtype=F16):

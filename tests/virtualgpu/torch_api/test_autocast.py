@@ -18,6 +18,7 @@ from tests.virtualgpu.torch_api.autocast_tools import (
     F64,
     arguments,
     as_pytorch_does,
+    autocast_gpus,
     cases,
     cast,
     casts_in,
@@ -25,7 +26,6 @@ from tests.virtualgpu.torch_api.autocast_tools import (
     fake,
     kinds,
     on,
-    turn_on,
 )
 from virtualgpu.torch_api import autocast_lists as lists
 from virtualgpu.torch_api.autocast_rules import operation, registered, rules
@@ -33,12 +33,8 @@ from virtualgpu.torch_api.autocast_rules import operation, registered, rules
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, pytorchs):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    torch.manual_seed(0)
-    off = turn_on()
-    yield off
-    off()
-    assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is F16
+    with autocast_gpus(monkeypatch) as off:
+        yield off
 
 
 @pytest.fixture(scope="module")

@@ -16,24 +16,20 @@ from tests.virtualgpu.torch_api.autocast_tools import (
     F32,
     MODELS,
     as_pytorch_does,
+    autocast_gpus,
     cells,
     convolutions,
     dtypes_in,
     equal,
     kinds,
     on_cuda,
-    turn_on,
 )
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, pytorchs):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    torch.manual_seed(0)
-    off = turn_on()
-    yield off
-    off()
-    assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is F16
+    with autocast_gpus(monkeypatch) as off:
+        yield off
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import virtualgpu
-from tests.virtualgpu.torch_api.autocast_tools import BF16, F16, F32, Seen, equal, kinds, turn_on
+from tests.virtualgpu.torch_api.autocast_tools import BF16, F16, F32, Seen, autocast_gpus, equal, kinds, turn_on
 from virtualgpu.torch_api import autocast as face
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    torch.manual_seed(0)
-    off = turn_on()
-    yield off
-    off()
-    assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is F16
+    with autocast_gpus(monkeypatch) as off:
+        yield off
 
 
 def product(device="cuda"):
