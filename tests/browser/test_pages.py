@@ -29,6 +29,7 @@ def test_a_page_is_whole(browser, pages, width, scheme):
         page.evaluate("document.querySelectorAll('img').forEach(image => image.loading = 'eager')")
         page.wait_for_function("[...document.images].every(image => image.complete)")
         assert page.evaluate("[...document.images].every(i => i.alt && i.naturalWidth)"), path.name
+        assert page.evaluate(DIM) == [], f"{path.name}: text that is hard to read"
         shots = series.BUILD / "browser" / "pages"
         shots.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=shots / f"{path.stem}-{width}-{scheme}.png")
@@ -74,3 +75,22 @@ def test_the_slider_moves_by_keyboard(browser, pages):
     page.keyboard.press("ArrowRight")
     assert page.locator("figure output").first.inner_text() != before
     page.close()
+
+
+# Text whose contrast with its background is under 3 to 1. A traceback's colours are IPython's.
+DIM = """() => {
+    const rgba = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+    const light = color => rgba(color).slice(0, 3).map(v => v / 255).map(v => v <= 0.04 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = e => { for (; e; e = e.parentElement) { const c = rgba(getComputedStyle(e).backgroundColor);
+        if (c.length < 4 || c[3] > 0.5) return getComputedStyle(e).backgroundColor; }
+        return matchMedia('(prefers-color-scheme: dark)').matches ? 'rgb(18, 18, 18)' : 'rgb(255, 255, 255)'; };
+    const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    for (let n; (n = words.nextNode());) {
+        const e = n.parentElement;
+        if (!n.data.trim() || e.closest('style, script, .headerlink, [class*=ansi-]') || !e.getClientRects().length) continue;
+        const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
+        if ((Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 3) found.push(n.data.trim().slice(0, 60) + ' ' + getComputedStyle(e).color + ' on ' + behind(e));
+    }
+    return found.slice(0, 8);
+}"""
