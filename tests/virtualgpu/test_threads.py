@@ -143,7 +143,7 @@ def test_what_has_numbers_in_a_dry_run_has_them_for_its_thread(monkeypatch):
 
     def begun(turn):
         with virtualgpu.dry_run():
-            inside = with_numbers(lambda: (turn(), torch.ones(3).sum().item())[1], virtualgpu.machine())
+            inside = with_numbers(virtualgpu.machine(), lambda: (turn(), torch.ones(3).sum().item())[1])
             turn()
             return inside, virtualgpu.machine().dry
 
