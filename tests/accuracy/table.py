@@ -10,8 +10,8 @@ from tests.accuracy.row import Row
 BEGIN, END = "<!-- accuracy: written by make accuracy -->", "<!-- accuracy ends -->"
 KINDS = {"memory": "memory", "one": "time, one GPU", "several": "time, several GPUs", "ratio": "ratios"}
 BANDS = (5, 10, 15, 30)  # percent
+BANDS_IN_WORDS = {"memory": (5,), "time, one GPU": (15, 30), "time, several GPUs": (15, 30), "ratios": (10, 30)}
 FAR = BANDS[-1]  # a row beyond is told with its reason
-WORDS = {"memory": 5, "one": 15, "several": 15, "ratio": 10}  # the band that counts for each kind
 STATISTICS = ("rows", *(f"within {band} %" for band in BANDS), "median of measured / simulated", "worst")
 TITLES = {  # of the table by source, by program or group
     "timm": "torchvision's models, RTX 3090, 4090 and 5090, AMP (timm, 2022 to 2026)",
@@ -147,36 +147,32 @@ def lines(header: tuple[str, ...], rows: list[list[str]]) -> str:
 
 
 def in_words(rows: list[Row]) -> str:
-    """What the figures say, for one who reads no table."""
-    told = []
-    for key, name in KINDS.items():
+    """What the figures say, in a sentence for each kind: what the first page has."""
+    sentences = []
+    for name, bands in BANDS_IN_WORDS.items():
         if group := [row for row in rows if kind(row) == name]:
-            inside = sum(row.within(WORDS[key]) for row in group)
-            low, *_, high = sorted(row.factor for row in group) * 2
-            told.append(
-                f"{name}: {inside} of {len(group)} within {WORDS[key]} %, measured {low:.2f} to {high:.2f} of simulated"
-            )
-    fits = [row for row in rows if row.kind == "fits"]
-    if fits:
-        told.append(f"whether a batch fits: {sum(row.met for row in fits)} of {len(fits)} told rightly")
-    text = "; ".join(told)
-    return text[:1].upper() + text[1:] + "."
+            shares = [
+                f"{100 * sum(row.within(band) for row in group) / len(group):.0f} % within {band} %" for band in bands
+            ]
+            sentences.append(f"**{name[0].upper()}{name[1:]}**: {', '.join(shares)} (of {len(group)} figures).")
+    if fits := [row for row in rows if row.kind == "fits"]:
+        sentences.append(f"**Does this batch fit?** {sum(row.met for row in fits)} of {len(fits)} told rightly.")
+    return " ".join(sentences)
 
 
 def verdict(rows: list[Row]) -> str:
     judged = [row for row in rows if row.met is not None and row.kind not in ("cost", "fits")]
     return (
-        f"{sum(row.met for row in judged)} of the {len(judged)} rows that have a target are within it (memory 1 % for Llama 3, 3 % for the "
-        "recipe, 10 % for older PyTorch; ratios 10 points). Measured over simulated is of times, for speeds too: above 1, the real "
-        "program took longer."
+        f"{sum(row.met for row in judged)} of the {len(judged)} figures that have a target are within it (memory 1 % for Llama 3, 3 % for the "
+        "recipe, 10 % for older PyTorch; ratios 10 points). *Measured / simulated* is of times, also where a speed was published: above 1, "
+        "the real program took longer."
     )
 
 
 def write(rows: list[Row], root: Path) -> None:
-    """Between the two marks of each README: in words in the first, with the tables in the engine's. Raises ValueError where they are missing."""
-    words = f"{in_words(rows)} {verdict(rows)}"
-    tables = [by_kind(rows), by_source(rows), confusion(rows)]
-    for name, parts in (("README.md", [words]), ("virtualgpu/README.md", [*tables, words])):
+    """Between the two marks of each README: in words in the first, all tables in the engine's. Raises ValueError where a mark is missing."""
+    tables = [by_kind(rows), by_source(rows), confusion(rows), verdict(rows)]
+    for name, parts in (("README.md", [in_words(rows)]), ("virtualgpu/README.md", tables)):
         path = root / name
         text = path.read_text(encoding="utf-8")
         if text.count(BEGIN) != 1 or text.count(END) != 1:

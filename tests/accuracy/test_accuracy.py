@@ -136,7 +136,7 @@ def test_by_kind():
         "| measured: fits | 1 | 0 |",
         "| measured: out of memory | 1 | 0 |",
     ]
-    assert "whether a batch fits: 1 of 2" in table.in_words(rows)
+    assert "**Does this batch fit?** 1 of 2" in table.in_words(rows)
     assert table.confusion(rows[:5]) == ""
 
 
@@ -180,7 +180,7 @@ def test_tables_are_written_between_their_marks(tmp_path):
     )
     assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
     front = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "Memory: 1 of 1 within 5 %" in front and "|" not in front, "in words"
+    assert "**Memory**: 100 % within 5 % (of 1 figures)." in front and "|" not in front, "in words"
     (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match=r"README.md has no place"):
         table.write(rows, tmp_path)
