@@ -19,6 +19,7 @@ from virtualgpu.timing.kernels import Kernels
 
 TABLE = Path(__file__).parent / "kernels.csv"
 BYTES = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+COLUMN_MAJOR = "baidu-research/DeepBench"
 ROW = 16  # bytes that rows of a matrix should be a multiple of
 
 
@@ -46,8 +47,11 @@ def products() -> list[Product]:
             kernels = cards.setdefault(row["card"], Kernels(SPECS[row["card"]]))
             count, rows, columns, length = (int(row[name]) for name in ("count", "rows", "columns", "length"))
             size = BYTES[row["dtype"]]
-            aligned = columns * size % ROW == 0 and length * size % ROW == 0
-            seconds = kernels.product(count, rows, columns, length, row["dtype"], size, aligned)
+            # numbers of a row of the result: cuBLAS and DeepBench have columns one after the other, PyTorch has rows
+            wide = rows if row["source"] == COLUMN_MAJOR else columns
+            shared = math.gcd(ROW, wide * size, length * size)
+            together = 0 if shared == ROW else shared // size
+            seconds = kernels.product(count, rows, columns, length, row["dtype"], size, together)
             found.append(Product(row["card"], row["dtype"], row["source"], float(row["us"]), 1e6 * seconds))
     return found
 

@@ -3,6 +3,7 @@
 `seconds` is asked with the operation's own arguments; what it finds in them is a few sizes, which `kernels` turns into time.
 """
 
+import math
 from collections.abc import Callable
 
 from virtualgpu.hardware.datasheet import FLOAT32, TF32
@@ -37,10 +38,10 @@ def _matrices(first: int) -> Callable:
         rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
         if left.is_complex():
             count *= 4
-        aligned = columns * left.itemsize % ROW == 0 and all(
-            max(matrix.stride()[-2:]) * matrix.itemsize % ROW == 0 for matrix in (left, right)
-        )
-        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, aligned)
+        widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
+        shared = math.gcd(ROW, *(width * left.itemsize for width in widths))
+        together = 0 if shared == ROW else shared // left.itemsize
+        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, together)
 
     return rule
 

@@ -27,8 +27,15 @@ SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum that several multiprocessors s
 # and torch_benchmark's products (Hopper: 2048 x 2048 x 2048). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
 # ISA, target architectures): its products of 2048 say 64, too
 FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 512
-# Matrices whose rows are no multiple of 16 bytes: NVIDIA's guide above, alignment
-UNALIGNED = 0.6
+# Rows that are no multiple of 16 bytes are read in narrower loads, beside the multiplications: cycles of a multiprocessor for each
+# number of a tile's edges. Of an odd length one number at a time: 1.67 ms for 16 x 248077 x 2560 in bfloat16 on an A100, 128 x 64 tiles
+# (pegainfer, docs/models/qwen35/decode-kernel-attribution.md, 2026). Else: 130.56 us for 9477 x 1152 x 588 on an H100 at 1200 MHz
+# (kestrel, pull request 143, 2026). Where the tensor cores take longer, nothing is lost: DeepBench's on V100 and T4 (lengths of 1530),
+# pytorch#181718's on an RTX 4090 (2055)
+ODD_LOAD, NARROW_LOAD = 0.26, 0.16
+# Such rows cannot go to wgmma or tcgen05; what mma.sync reaches of a Hopper's peak: Luo et al., "Benchmarking and Dissecting the Nvidia
+# Hopper GPU Architecture via Microbenchmarking", 2024
+MMA_SYNC = 0.63
 WINOGRAD = 0.62  # the time of a 3x3 convolution in float32 over that of its product: DeepBench, V100, T4, P100 and 1080 Ti, medians
 # The same of other kernel sizes, forward, gradient of the image and of the weight
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
@@ -82,10 +89,10 @@ class Kernels:
             peak *= self.achieved.product(key)
         return spec.kernel + max(flops / peak, moved / self.bandwidth["memory"])
 
-    def product(self, count: int, rows: int, columns: int, length: int, key, size: int, aligned: bool = True) -> float:
-        """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates."""
+    def product(self, count: int, rows: int, columns: int, length: int, key, size: int, together: int = 0) -> float:
+        """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates. together: as below."""
         moved = count * size * (rows * length + length * columns + rows * columns)
-        return self.spec.kernel + self.multiplying(count, rows, columns, length, key, moved, aligned)
+        return self.spec.kernel + self.multiplying(count, rows, columns, length, key, moved, together)
 
     def multiplying(
         self,
@@ -95,12 +102,13 @@ class Kernels:
         length: int,
         key,
         moved: float,
-        aligned: bool = True,
+        together: int = 0,
         share: float = 1.0,
         fill: int | None = None,
     ) -> float:
-        """The same, for a kernel that moves so many bytes; without its launch. share: of what products reach of the peak. fill: as
-        above, for a kernel that is not of the card's generation."""
+        """The same, for a kernel that moves so many bytes; without its launch. together: the numbers that one load takes, where rows are
+        no multiple of 16 bytes (else 0). share: of what products reach of the peak. fill: as above, for a kernel that is not of the
+        card's generation."""
         spec = self.spec
         peak = spec.rates.get(key, spec.rates[FLOAT32])
         flops = 2.0 * count * rows * columns * length
@@ -108,11 +116,16 @@ class Kernels:
             return max(flops / peak, moved / spec.bandwidth)
         tensor_cores = peak > spec.rates[FLOAT32] or (key == TF32 and key in spec.rates)
         tiles = TENSOR_TILES if tensor_cores else TILES
+        narrow = tensor_cores and bool(together)
+        warp_groups = tensor_cores and spec.capability[0] in (9, 10)
         if fill is None:
-            fill = FILL if not tensor_cores else HOPPER_FILL if spec.capability[0] in (9, 10) else TENSOR_FILL
+            fill = FILL if not tensor_cores else HOPPER_FILL if warp_groups and not narrow else TENSOR_FILL
         each = peak * share * self.achieved.product(key) / spec.processors
-        if tensor_cores and not aligned:
-            each *= UNALIGNED
+        load = 0.0  # seconds a number
+        if narrow:
+            load = (ODD_LOAD if together == 1 else NARROW_LOAD) / (spec.clock_rate * 1e3)
+            if warp_groups:
+                each = min(each, peak * MMA_SYNC / spec.processors)
         best = math.inf
         for tall, wide, reached in tiles:
             for height, width in {(tall, wide), (wide, tall)}:
@@ -122,7 +135,8 @@ class Kernels:
                         break
                     rounds = blocks * parts / spec.processors
                     rounds = math.ceil(rounds) if rounds < WAVE else rounds + 0.5
-                    seconds = rounds * 2 * height * width * (-(-length // parts) + fill) / (each * reached)
+                    step = max(2 * height * width / (each * reached), load * (height + width))
+                    seconds = rounds * step * (-(-length // parts) + fill)
                     if parts > 1:  # partial sums are written, read and added up
                         seconds += 4 * count * rows * columns * (parts + 1) / spec.bandwidth + spec.kernel
                     best = min(best, seconds)
