@@ -8,10 +8,7 @@ import virtualgpu
 OWNERS = {"machine", "clock", "memory", "gpu", "collectives", "communicators", "workspaces", "dry_runs"}
 # Files where somebody still does, and how often: the numbers may only fall
 LEFT = {
-    "installed.py": 9,  # a session, at its beginning and end
     "run/explain/changes.py": 5,  # functions and costs of the clock that a change replaces
-    "torch_api/memory.py": 1,  # a property: the limit of what may be reserved
-    "torch_api/sync_debug.py": 1,  # a function of the clock, while a debug mode is on
 }
 
 

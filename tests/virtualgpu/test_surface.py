@@ -184,6 +184,25 @@ def test_objects_are_of_the_classes_of_c(gpus):
     assert isinstance(torch.cuda.get_device_properties(0), torch.cuda._CudaDeviceProperties)
 
 
+def test_what_is_refused_in_part(gpus):
+    """A pool has an id, the cache may be left on, and DLPack is there for the CPU's tensors."""
+    assert torch.cuda.graph_pool_handle() != torch.cuda.MemPool().id != torch.cuda.MemPool().id
+    torch.cuda.caching_allocator_enable(True)
+    assert torch._C._cuda_cudaCachingAllocator_is_enabled()
+    here, there = torch.zeros(3), torch.zeros(3, device="cuda")
+    torch.from_dlpack(here).add_(1)
+    assert here.tolist() == [1, 1, 1]
+    for refused in (
+        lambda: torch.cuda.caching_allocator_enable(False),
+        lambda: torch.cuda.use_mem_pool(torch.cuda.MemPool()),
+        lambda: torch.from_dlpack(there),
+        lambda: torch.utils.dlpack.to_dlpack(there),
+        lambda: torch.from_dlpack(here, device="cuda"),
+    ):
+        with pytest.raises(NotImplementedError, match="not modelled on virtual GPUs: "):
+            refused()
+
+
 def test_hooks_of_accelerators_are_about_the_gpus(gpus):
     C = torch._C
     assert C._accelerator_hooks_device_count() == 2 and C._accelerator_hooks_get_current_device() == 0

@@ -24,6 +24,10 @@ class ThreadContext(threading.local):
     target = None  # a GPU
     counts: bool = False
 
+    def saw(self, machine) -> None:
+        """See `seen`."""
+        self.seen = machine
+
     def use_device(self, index: int) -> None:
         """torch.cuda.set_device, unchecked."""
         self.current = index
