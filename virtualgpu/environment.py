@@ -92,6 +92,15 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
         ) from None
 
 
+def restore(before: Mapping[str, str | None]) -> None:
+    """This process's variables are again as they were `before`; None: not there."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def _card(group: dict) -> Card:
     if not {"name", "memory", "capability"} <= group.keys():  # written by hand
         from virtualgpu.hardware import specs

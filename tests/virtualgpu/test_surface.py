@@ -70,7 +70,7 @@ def complaints(names: set[str], there: set[str], version: tuple[int, int], with_
 def test_each_name_has_a_row_and_each_row_a_name():
     names = names_of_pytorch()
     there = {name for name in EVERY if is_there(name)}
-    assert complaints(names, there, surface.version(), _compat.built_with_cuda) == []
+    assert complaints(names, there, _compat.VERSION, _compat.built_with_cuda) == []
     assert len(names) > 100
 
 
@@ -109,7 +109,7 @@ def test_what_is_answered_is_put_in_place_by_the_face_of_its_row(gpus):
     of_face = {name: f"virtualgpu.{face}" for face, names in surface.ANSWERED.items() for name in names.split()}
     missing = of_face.keys() - ours.keys()
     # memory answers torch.accelerator's functions only where PyTorch has them, and blas the sizes of workspaces
-    may_be_missing = surface.lacking(surface.version())
+    may_be_missing = surface.lacking(_compat.VERSION)
     assert {name for name in missing if is_there(name) or not name.startswith("_accelerator_")} <= may_be_missing
     for name, face in of_face.items() - {(name, of_face[name]) for name in missing}:
         value = ours[name]
@@ -129,7 +129,7 @@ def test_nothing_is_added_that_pytorch_does_not_have(gpus):
     added = [(owner, name) for owner, name, original, _ in session._session.patches.replaced if original is MISSING]
     virtualgpu.reset()
     nowhere = {name for owner, name in added if not hasattr(owner, name)}
-    assert nowhere - surface.lacking(surface.version()) <= {
+    assert nowhere - surface.lacking(_compat.VERSION) <= {
         "_get_device_properties"
     }  # C++ adds it at the first use of a GPU
 
@@ -145,7 +145,7 @@ def test_what_is_refused_says_so_in_a_sentence(gpus):
 
 @pytest.mark.skipif(_compat.built_with_cuda, reason="of a wheel without CUDA")
 def test_a_wheel_without_cuda_has_the_functions_of_one_with_it(gpus):
-    missing = {name for name in EVERY if not is_there(name)} - surface.lacking(surface.version()) - set(HARMLESS)
+    missing = {name for name in EVERY if not is_there(name)} - surface.lacking(_compat.VERSION) - set(HARMLESS)
     assert not [name for name in missing if not name.startswith((C10D, "torch."))]
 
 

@@ -132,8 +132,8 @@ class Communicators:
         here, backend = Where.of(self.machine, gpu), self._backend(group)
         timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
         if _compat.is_fake(group):
-            alone = self.machine.single_rank
-            places = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
+            single = self.machine.single_rank
+            places = [here if single is None else here._replace(node=single.node(member)) for member in ranks]
             arrivals, backend = SingleRankArrivals(rank, size), None
         else:
             try:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from virtualgpu import environment
 from virtualgpu.hardware.settings import check_number
 
 
@@ -62,8 +63,4 @@ def leave(machine, before: Mapping[str, str | None]) -> None:
     machine.play(None)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    environment.restore(before)

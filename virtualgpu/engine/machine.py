@@ -195,14 +195,10 @@ class Machine:
         self.always_dry = False
         self.forked = self.initialized
 
-    def see(self, on: bool) -> None:
-        """This thread has our dispatch mode, or no longer."""
-        self.local.saw(self if on else None)
-
     def close(self) -> None:
         """Virtual GPUs go off."""
         self.closed = True
-        self.see(False)
+        self.local.saw(None)
 
     def reopen(self) -> None:
         """It was closed, and is used again."""

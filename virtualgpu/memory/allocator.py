@@ -126,36 +126,29 @@ class CachingAllocator(SpecialCases):
             self._note_used(block)
         return block
 
-    def free(self, block: Block | None, ends: dict[int, float] | None = None, context=None) -> None:
+    def free(
+        self, block: Block | None, ends: dict[int, float] | None = None, context=None, waited: bool = False
+    ) -> None:
         """Give a block back to the cache: it joins its free neighbours, and stays reserved.
 
         A block that other streams use (`record_stream`) waits for them first: `ends` says when each is done with it, as
         it was at the moment of the free; by default that is now. context: where the free was asked for
-        (`history.gather`); by default here.
+        (`history.gather`); by default here. waited: it has waited for them, and is free now.
         """
         if block is None:
             return
         assert block.used, "freed twice"
-        next_peak = block.free_list.next_peak
-        next_peak[0] += 1
-        next_peak[1] += block.size
-        if not self.special:
-            self._join(block)
-            return
-        if not self._waits(block, ends, context):
-            self._join(block)
-        self._context = None
-
-    def _join(self, block: Block) -> None:
-        """Nobody uses the block any more: into the cache with it."""
-        special = self.special
-        if special:
-            self._note_free(block)
-        block.used = False
-        free = block.free_list
-        size = block.size
+        free, size, special = block.free_list, block.size, self.special
         before, after = block.before, block.after
         keys, blocks, next_peak = free.keys, free.blocks, free.next_peak
+        if not waited:
+            next_peak[0] += 1
+            next_peak[1] += size
+        if special:
+            if not waited and self._waits(block, ends, context):
+                return
+            self._note_free(block, waited)
+        block.used = False
         next_peak[2] += block.requested
         joined_size, joined = size, 0
         if before is not None and not before.used and before.mapped:

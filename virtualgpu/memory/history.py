@@ -40,9 +40,6 @@ class _Metadata(threading.local):
 
     text = ""
 
-    def set(self, text: str) -> None:
-        self.text = text
-
 
 metadata = _Metadata()
 

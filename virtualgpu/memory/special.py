@@ -75,15 +75,19 @@ class SpecialCases(Segments):
         waiting[1] += block.size
         self._waited += 1
         insort(self._waiting, (max(ends.values()), self._waited, block))
+        self._context = None
         return True
 
-    def _note_free(self, block: Block) -> None:
+    def _note_free(self, block: Block, waited: bool) -> None:
         if self.history is not None or self.listeners:
             context = self._context or block.context
             self.tell("free_completed", block.address, block.requested, block.stream, context, block)
         block.context = None
+        if not waited:  # otherwise who waits goes on, and has called from elsewhere
+            self._context = None
 
-    def _join(self, block: Block) -> None:
+    def free(self, block: Block | None, *, waited: bool) -> None:
+        """`CachingAllocator.free`."""
         raise NotImplementedError
 
     # -- what is on
@@ -151,7 +155,7 @@ class SpecialCases(Segments):
             counts.waiting[0] -= 1
             counts.waiting[1] -= block.size
             block.waiting = False
-            self._join(block)
+            self.free(block, waited=True)
 
     def _wait_for_streams(self) -> None:
         if self._waiting:

@@ -1,11 +1,11 @@
 """What stands in for PyTorch's GPUs while virtual ones are on: every module's patches, put in place and taken out again as a whole."""
 
+import importlib
 from collections.abc import Sequence
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from virtualgpu import _compat
-from virtualgpu.distributed import patches as distributed
 from virtualgpu.engine import kernels
 from virtualgpu.engine.allocation import holders
 from virtualgpu.engine.dispatch import Dispatch
@@ -13,56 +13,16 @@ from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.sanitizer import gpu_trace, switch
-from virtualgpu.torch_api import (
-    autocast,
-    blas,
-    compiler,
-    cuda,
-    data_parallel,
-    devices,
-    functions,
-    legacy,
-    memory,
-    monitor,
-    nvml,
-    profiler,
-    random,
-    recurrent,
-    saving,
-    storage,
-    streams,
-    surface,
-    tensor,
-    threads,
-    triton,
-)
+from virtualgpu.torch_api import threads
 from virtualgpu.torch_api.registry import Patches
 
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
-PATCH_MODULES = (
-    memory,
-    random,
-    streams,
-    blas,
-    cuda,
-    tensor,
-    functions,
-    recurrent,
-    devices,
-    storage,
-    saving,
-    legacy,
-    data_parallel,
-    distributed,
-    autocast,
-    compiler,
-    profiler,
-    triton,
-    threads,
-    monitor,
-    nvml,
-    surface,
-)
+PATCH_MODULES = """
+    torch_api.memory torch_api.random torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.functions
+    torch_api.recurrent torch_api.devices torch_api.storage torch_api.saving torch_api.legacy torch_api.data_parallel
+    distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler torch_api.triton torch_api.threads
+    torch_api.monitor torch_api.nvml torch_api.surface"""
+MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
 
 
 class Session:
@@ -87,7 +47,7 @@ class Session:
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
         kernels.install()
-        for module in PATCH_MODULES:
+        for module in MODULES:
             module.install(self.machine, self.patches)
         gpu_trace.install(self.machine, self.patches)
         self.patches.spread()
@@ -112,12 +72,12 @@ class Session:
     def enter(self) -> None:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
         _leave()
-        self.machine.see(True)
+        self.machine.local.saw(self.machine)
         _compat.enter_below(Dispatch(self.machine))
 
     def leave(self) -> None:
         """Called by a thread that ends. C++ would let go of the mode only after that, and where Python is ending too, it aborts the process."""
-        self.machine.see(False)
+        self.machine.local.saw(None)
         _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine is self.machine)
 
     def meet(self) -> None:

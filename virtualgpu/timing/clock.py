@@ -65,6 +65,15 @@ class Clock(Streams):
         """Does the host wait for each kernel from now on?"""
         self.blocking = on
 
+    def set_costs(self, costs: Host) -> None:
+        """What an operation costs the host from now on."""
+        self.costs = costs
+
+    def become(self, kind: "type[Clock]", **settings) -> None:
+        """A clock of another kind, with its settings, on which the same has happened: what `--explain` changes."""
+        self.__class__ = kind
+        vars(self).update(settings)
+
     def call_before_wait(self, function: Callable[[], None] | None) -> None:
         """See `before_wait`."""
         self.before_wait = function

@@ -31,7 +31,7 @@ def install(machine: Machine, patches: Patches) -> None:
             patches.replace(_compat.C, name, getattr(functions, name))
     if hasattr(torch.cuda.memory, "_annotate_tensor"):
         patches.replace(torch.cuda.memory, "_annotate_tensor", functions.annotate_tensor)
-    patches.replace_everywhere(torch.cuda.memory, "MemPool", MemPool)
+    patches.replace_everywhere(torch.cuda.memory, "MemPool", PoolId)
     patches.replace_everywhere(torch.cuda.graphs, "graph_pool_handle", new_pool)
 
 
@@ -43,7 +43,7 @@ def new_pool() -> tuple[int, int]:
     return 0, next(_pools)
 
 
-class MemPool:
+class PoolId:  # by another name than MemPool: Patches.restore exchanges that one in every module
     """torch.cuda.MemPool, which can be made and has an id. To allocate in one (use_mem_pool) is refused by `surface`."""
 
     def __init__(self, *args, **options):
@@ -124,9 +124,7 @@ class Memory:
     def _cuda_cudaCachingAllocator_is_enabled(self) -> bool:
         return True
 
-    @staticmethod
-    def _graph_pool_handle() -> tuple[int, int]:
-        return new_pool()
+    _graph_pool_handle = staticmethod(new_pool)
 
     # -- history
 
@@ -189,7 +187,7 @@ class Memory:
         return True
 
     def _cuda_setMemoryMetadata(self, metadata: str) -> None:
-        history.metadata.set(metadata)
+        history.metadata.text = metadata
 
     def _cuda_getMemoryMetadata(self) -> str:
         return history.metadata.text

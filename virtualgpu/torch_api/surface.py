@@ -230,12 +230,6 @@ def lacking(version: tuple[int, int]) -> set[str]:
     }
 
 
-def version() -> tuple[int, int]:
-    """Of the PyTorch that is installed: (2, 15)."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 def locate(name: str) -> tuple[object, str]:
     """(owner, attribute) of a row's name; the owner is None where this PyTorch has no such module or class."""
     path = name.split(".") if name.startswith("torch.") else ["torch", "_C", *name.split(".")]
@@ -249,7 +243,7 @@ def _refuse(name: str, sentence: str, patches: Patches) -> None:
     owner, attribute = locate(name)
     if hasattr(owner, attribute):  # other modules may have imported it by name
         patches.replace_everywhere(owner, attribute, refusing(sentence, getattr(owner, attribute)))
-    elif owner is _compat.C and not _compat.built_with_cuda and name not in lacking(version()):
+    elif owner is _compat.C and not _compat.built_with_cuda and name not in lacking(_compat.VERSION):
         patches.add(owner, attribute, refusing(sentence))
 
 
