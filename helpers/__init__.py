@@ -11,7 +11,7 @@ _FROM = {
     "gpus": "virtualgpu",
     "kinds": "virtualgpu.memory.phases",
     "launch": "virtualgpu.run.ranks",
-    "other_process": "virtualgpu.blocks",
+    "other_process": "virtualgpu.session.blocks",
     "progress": "helpers.cells",
     "record": "virtualgpu.run.ranks.recorded",
     "reveal": "helpers.cells",

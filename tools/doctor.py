@@ -14,7 +14,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from helpers import data
-from virtualgpu import sources
+from virtualgpu import monitor
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED_AS = {"nvidia-ml-py": "pynvml", "ray": None, "jupyterlab": None}  # None: slow to import, its version is enough
@@ -74,8 +74,8 @@ def gpus() -> Iterator[Line]:
 
     on_path = shutil.which("nvidia-smi") is not None
     seen = {"NVML": 0, "nvidia-smi": len(listed()) if on_path else 0}
-    with contextlib.suppress(sources.NoSource):
-        reader = sources.NVMLSource()
+    with contextlib.suppress(monitor.NoSource):
+        reader = monitor.NVMLSource()
         seen["NVML"] = len(reader.devices)
         reader.close()
     counts = ", ".join(f"{name} {count}" for name, count in {**seen, "torch": torch.cuda.device_count()}.items())

@@ -17,13 +17,13 @@ _FROM = {
     "SPECS": "hardware.specs",
     "Spec": "hardware.specs",
     "Timeline": "timeline",
-    "dry_run": "blocks",
+    "dry_run": "session.blocks",
     "fit": "run.fit.call",
     "gpus": "session",
     "machine": "session",
-    "recording": "blocks",
+    "recording": "session.blocks",
     "reset": "session",
-    "sanitize": "blocks",
+    "sanitize": "session.blocks",
 }
 
 __all__ = [

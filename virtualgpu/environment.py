@@ -9,7 +9,7 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       leave their figures. trace, report: what each process writes there when it ends. single_rank: world_size,
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
-                      sanitize: races raise an error. clock, host: how time is taken, as hardware.hosts.settings reads them.
+                      sanitize: races raise an error. clock, host: how time is taken, as hardware.settings.find reads them.
                       steps: end after so many steps of the optimizer (run/trials/steps.py). explain: what a run of --explain
                       changes (run/explain/changes.py), {} for nothing.
 VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain/real.py): `PROFILED`.
@@ -90,6 +90,15 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
         raise ValueError(
             f"{VARIABLE}={text!r} cannot be read ({error!r}): unset it, or see virtualgpu/environment.py"
         ) from None
+
+
+def restore(before: Mapping[str, str | None]) -> None:
+    """This process's variables are again as they were `before`; None: not there."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _card(group: dict) -> Card:

@@ -38,11 +38,6 @@ def device_assert() -> RuntimeError:
     return _cuda_error("device-side assert triggered")
 
 
-def gpu_full() -> RuntimeError:
-    """The error of CUDA's own allocation, below PyTorch's allocator."""
-    return _cuda_error("out of memory")
-
-
 def cudnn_not_initialized() -> RuntimeError:
     """The error of PyTorch where cuDNN finds no room for its handle (CUDNN_HANDLE)."""
     return RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")

@@ -130,11 +130,7 @@ class _State:
             session.deactivate()
             session.look_for_races(self.sanitize)
             self.on = None
-            for name, value in self._environ.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            environment.restore(self._environ)
             self._environ.clear()
 
     def close(self) -> None:

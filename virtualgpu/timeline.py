@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
-from virtualgpu.blocks import recording
+from virtualgpu.session.blocks import recording
 from virtualgpu.timing.clock import Span
 from virtualgpu.timing.trace import row
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import virtualgpu
 from tests.bench.row import Row
-from virtualgpu.monitor import Monitor
-from virtualgpu.sources import CPUSource, NVMLSource
+from virtualgpu.monitor import CPUSource, Monitor, NVMLSource
 
 LINE = "{0}, GPU-{0}, 10, 15360, 1000, 14360, 550.54, Tesla T4, 0, Disabled, Disabled, 40"  # what GPUtil asks for
 STEP = 0.010  # seconds: the training step that design section 7 speaks of

@@ -12,8 +12,8 @@ import helpers
 from helpers import Monitor, data, plots
 from helpers.plots import devices
 from helpers.plots import figures as drawing
+from virtualgpu.monitor import Reading, Source
 from virtualgpu.run.fit.search import Trial
-from virtualgpu.sources import Reading, Source
 from virtualgpu.timeline import Timeline
 from virtualgpu.timing.clock import Span
 from virtualgpu.timing.trace import row

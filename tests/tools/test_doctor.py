@@ -5,7 +5,7 @@ import importlib.metadata
 import doctor
 import pytest
 
-from virtualgpu import sources
+from virtualgpu import monitor
 
 
 def test_all_is_well_here(capsys):
@@ -64,9 +64,9 @@ def test_gpus_that_only_some_can_see(nvidia_smi, monkeypatch, tmp_path, commands
     import torch
 
     def no_driver():
-        raise sources.NoSource("no driver")
+        raise monitor.NoSource("no driver")
 
-    monkeypatch.setattr(sources, "NVMLSource", no_driver)
+    monkeypatch.setattr(monitor, "NVMLSource", no_driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if commands is None:

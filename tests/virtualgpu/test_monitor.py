@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from virtualgpu import Monitor
-from virtualgpu.sources import CPUSource, Reading, Source
+from virtualgpu.monitor import CPUSource, Reading, Source
 
 
 class Scripted(Source):

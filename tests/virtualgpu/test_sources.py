@@ -8,8 +8,8 @@ import pynvml
 import pytest
 
 import virtualgpu
-from virtualgpu import sources
-from virtualgpu.sources import CPUSource, NVMLSource, Reading, VirtualSource, best_source
+from virtualgpu import monitor
+from virtualgpu.monitor import CPUSource, NVMLSource, Reading, VirtualSource, best_source
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_fault_of_ours_is_not_taken_for_a_missing_source(monkeypatch):
     def broken():
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(sources, "NVMLSource", broken)
+    monkeypatch.setattr(monitor, "NVMLSource", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         best_source()
 

@@ -70,7 +70,7 @@ def complaints(names: set[str], there: set[str], version: tuple[int, int], with_
 def test_each_name_has_a_row_and_each_row_a_name():
     names = names_of_pytorch()
     there = {name for name in EVERY if is_there(name)}
-    assert complaints(names, there, surface.version(), _compat.built_with_cuda) == []
+    assert complaints(names, there, _compat.VERSION, _compat.built_with_cuda) == []
     assert len(names) > 100
 
 
@@ -109,7 +109,7 @@ def test_what_is_answered_is_put_in_place_by_the_face_of_its_row(gpus):
     of_face = {name: f"virtualgpu.{face}" for face, names in surface.ANSWERED.items() for name in names.split()}
     missing = of_face.keys() - ours.keys()
     # memory answers torch.accelerator's functions only where PyTorch has them, and blas the sizes of workspaces
-    may_be_missing = surface.lacking(surface.version())
+    may_be_missing = surface.lacking(_compat.VERSION)
     assert {name for name in missing if is_there(name) or not name.startswith("_accelerator_")} <= may_be_missing
     for name, face in of_face.items() - {(name, of_face[name]) for name in missing}:
         value = ours[name]
@@ -129,7 +129,7 @@ def test_nothing_is_added_that_pytorch_does_not_have(gpus):
     added = [(owner, name) for owner, name, original, _ in session._session.patches.replaced if original is MISSING]
     virtualgpu.reset()
     nowhere = {name for owner, name in added if not hasattr(owner, name)}
-    assert nowhere - surface.lacking(surface.version()) <= {
+    assert nowhere - surface.lacking(_compat.VERSION) <= {
         "_get_device_properties"
     }  # C++ adds it at the first use of a GPU
 
@@ -145,7 +145,7 @@ def test_what_is_refused_says_so_in_a_sentence(gpus):
 
 @pytest.mark.skipif(_compat.built_with_cuda, reason="of a wheel without CUDA")
 def test_a_wheel_without_cuda_has_the_functions_of_one_with_it(gpus):
-    missing = {name for name in EVERY if not is_there(name)} - surface.lacking(surface.version()) - set(HARMLESS)
+    missing = {name for name in EVERY if not is_there(name)} - surface.lacking(_compat.VERSION) - set(HARMLESS)
     assert not [name for name in missing if not name.startswith((C10D, "torch."))]
 
 
@@ -182,6 +182,25 @@ def test_objects_are_of_the_classes_of_c(gpus):
     assert isinstance(torch.cuda.Stream(), torch._C._CudaStreamBase)
     assert isinstance(torch.cuda.Event(), torch._C._CudaEventBase)
     assert isinstance(torch.cuda.get_device_properties(0), torch.cuda._CudaDeviceProperties)
+
+
+def test_what_is_refused_in_part(gpus):
+    """A pool has an id, the cache may be left on, and DLPack is there for the CPU's tensors."""
+    assert torch.cuda.graph_pool_handle() != torch.cuda.MemPool().id != torch.cuda.MemPool().id
+    torch.cuda.caching_allocator_enable(True)
+    assert torch._C._cuda_cudaCachingAllocator_is_enabled()
+    here, there = torch.zeros(3), torch.zeros(3, device="cuda")
+    torch.from_dlpack(here).add_(1)
+    assert here.tolist() == [1, 1, 1]
+    for refused in (
+        lambda: torch.cuda.caching_allocator_enable(False),
+        lambda: torch.cuda.use_mem_pool(torch.cuda.MemPool()),
+        lambda: torch.from_dlpack(there),
+        lambda: torch.utils.dlpack.to_dlpack(there),
+        lambda: torch.from_dlpack(here, device="cuda"),
+    ):
+        with pytest.raises(NotImplementedError, match="not modelled on virtual GPUs: "):
+            refused()
 
 
 def test_hooks_of_accelerators_are_about_the_gpus(gpus):

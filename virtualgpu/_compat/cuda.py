@@ -62,11 +62,6 @@ def _take_waiting() -> list:
     return [call[0] for call in waiting if call]
 
 
-def memory_snapshot(pool: tuple) -> dict:
-    """All blocks of a pool: MemPool's two numbers, and whether the history is wanted."""
-    return C._cuda_memorySnapshot(pool)
-
-
 def gpu_trace():
     """torch.cuda._gpu_trace, to whose registries (EventRecordCallbacks and others) CUDA's events are reported."""
     return importlib.import_module("torch.cuda._gpu_trace")

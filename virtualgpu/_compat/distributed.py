@@ -4,7 +4,6 @@ Versions 2.11 to 2.15, wheels with and without NCCL.
 """
 
 import importlib
-from operator import attrgetter
 
 import torch
 from torch import distributed as dist
@@ -16,14 +15,9 @@ ProcessGroup, ReduceOp, Gloo = _c.ProcessGroup, _c.ReduceOp, _c.ProcessGroupGloo
 RealNCCL = getattr(_c, "ProcessGroupNCCL", None)
 OF_PYTORCH = (_c.__name__, Gloo.__module__)  # where its own backends say that they are from
 AllgatherOptions = _c.AllgatherOptions
-start_coalescing_of, end_coalescing_of = ProcessGroup._start_coalescing, ProcessGroup._end_coalescing  # (group, device)
-allgather_flat = attrgetter("_allgather_base")  # (backend) -> its (output, input, options)
 Work = _c.Work  # a Python subclass is called by C++ for as long as its Python object lives
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # (f): at the end of this backward pass
-assign_buckets = dist._compute_bucket_assignment_by_size  # (tensors, sizes, ...) -> (buckets, their limits)
-broadcast_coalesced = dist._broadcast_coalesced  # (group, tensors, bytes, ...)
-verify_params = dist._verify_params_across_processes  # (group, parameters, ...)
 make_premul_sum = getattr(dist, "_make_nccl_premul_sum", None)
 default_group = c10d._get_default_group
 Plugin = c10d.Backend._BackendPlugin
@@ -59,11 +53,6 @@ def backend_of(group: ProcessGroup, device: str):
 def device_types(group: ProcessGroup) -> set[str]:
     """The types of device for which it has a backend."""
     return {device.type for device in group._device_types}
-
-
-def timeout_of(options):
-    """Of a backend's options, which may be None: a timedelta, or None."""
-    return getattr(options, "_timeout", None)
 
 
 def async_tensor() -> type:

@@ -17,7 +17,6 @@ real_storage_device = torch.UntypedStorage.device.__get__
 untyped = attrgetter("_untyped_storage")  # (TypedStorage) -> what it is made of
 address = attrgetter("_cdata")  # of the C++ object behind a tensor, a storage or a generator
 is_view = methodcaller("_is_view")  # (tensor)
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
 functorch_unwrap = _C._functorch.get_unwrapped

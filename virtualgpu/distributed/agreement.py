@@ -67,7 +67,7 @@ def _dtype_name(words: Words) -> str:
 
 
 class Agreement:
-    """Of one group; ranks: the global rank of each member. What ranks have said of splits is there as long as a page of moments
+    """Of one group; ranks: the global rank of each member. What ranks have said of splits is there as long as a page of arrival times
     remembers a collective."""
 
     def __init__(self, arrivals: Arrivals, ranks: Sequence[int]):

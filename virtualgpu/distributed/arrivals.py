@@ -82,7 +82,7 @@ def _unlink(path: str) -> None:
 
 
 class Arrivals:
-    """The moments of one group. Ranks count within the group. file: the number of the open file that the page is mapped from, None
+    """The arrival times of one group. Ranks count within the group. file: the number of the open file that the page is mapped from, None
     where it is one rank's alone; behind the page is room for what ranks write for each other (`message_log`, `agreement`).
     """
 

@@ -132,8 +132,8 @@ class Communicators:
         here, backend = Where.of(self.machine, gpu), self._backend(group)
         timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
         if _compat.is_fake(group):
-            alone = self.machine.single_rank
-            places = [here if alone is None else here._replace(node=alone.node(member)) for member in ranks]
+            single = self.machine.single_rank
+            places = [here if single is None else here._replace(node=single.node(member)) for member in ranks]
             arrivals, backend = SingleRankArrivals(rank, size), None
         else:
             try:
@@ -199,7 +199,9 @@ class Communicators:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
         used = [communicator.gpu for communicator in self._of_group(group) if communicator.failed is None]
-        if _device_types(group) != {"cuda"}:  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
+        if _compat.device_types(group) != {
+            "cuda"
+        }:  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
             return used[0] if used else None
         device = getattr(group, "bound_device_id", None)
         if device_ids:
@@ -227,9 +229,9 @@ class Communicators:
             gpu = self.machine.own(gpu)
         elif not elsewhere:
             return None
-        elif "cuda" in _device_types(group) and all(map(_made_by_cpp, elsewhere)):
+        elif "cuda" in _compat.device_types(group) and all(map(_made_by_cpp, elsewhere)):
             gpu = self.machine.gpu("cuda")
-        elif _device_types(group) == {"cuda"}:
+        elif _compat.device_types(group) == {"cuda"}:
             raise RuntimeError("No backend type associated with device type cpu")
         else:
             return None
@@ -241,10 +243,6 @@ class Communicators:
 def _made_by_cpp(tensor: torch.Tensor) -> bool:
     allocation = allocation_of(tensor)
     return allocation is not None and allocation.gpu is None
-
-
-def _device_types(group) -> set[str]:
-    return {device.type for device in group._device_types}
 
 
 def _returned(rank: int) -> str:

@@ -1,6 +1,6 @@
 """Which messages every rank of a group has come to, in order: each rank writes its own in a file that all of them have open.
 
-It is the file of the group's page of moments, far behind the page, so that it has no name any more when the first message comes, and
+It is the file of the group's page of arrival times, far behind the page, so that it has no name any more when the first message comes, and
 what a rank has written can be read when its group is destroyed, or when it has ended.
 
 From these records any rank works out when any message begins and ends, without asking: nobody waits for another process to find

@@ -12,28 +12,8 @@ from typing import NamedTuple
 from torch import distributed as dist
 
 from virtualgpu import environment
-from virtualgpu.distributed import rank_config
 from virtualgpu.environment import bus_id
-from virtualgpu.hardware import networks
-from virtualgpu.hardware.networks import Network
 from virtualgpu.timing import nccl
-
-
-class Nodes(NamedTuple):
-    """How a machine's GPUs are divided into nodes (None: they are one), and what joins nodes (None: PyTorch's figure for the card)."""
-
-    gpus_per_node: int | None = None
-    network: Network | None = None
-
-    @classmethod
-    def of(cls, gpus: int, gpus_per_node: int | None, network: str | Network | None) -> "Nodes":
-        """Of that many GPUs. Raises ValueError for what cannot be."""
-        if gpus_per_node is not None:
-            rank_config.nodes(gpus, gpus_per_node)
-        return cls(gpus_per_node, None if network is None else networks.find(network))
-
-
-ONE_NODE = Nodes()
 
 
 class Where(NamedTuple):
@@ -48,12 +28,13 @@ class Where(NamedTuple):
     @classmethod
     def of(cls, machine, gpu, environ: Mapping[str, str] = os.environ) -> "Where":
         """Where this process's GPU is. Reads torchrun's variables and NCCL's, at a group's first collective as NCCL does."""
-        fabric = nccl.Fabric.of(gpu.spec, machine.network, environment.peer_to_peer(environ))
+        settings = machine.settings
+        fabric = nccl.Fabric.of(gpu.spec, settings.network, environment.peer_to_peer(environ))
         local = environment.local_world_size(environ) or len(machine.specs)
         card = f"{machine.ledger.folder} {gpu.physical}" if machine.ledger is not None else ""
-        if machine.gpus_per_node is None or environment.has_several_nodes(environ):
+        if settings.gpus_per_node is None or environment.has_several_nodes(environ):
             return cls(environment.node(environ), local, card, fabric)
-        return cls(gpu.physical // machine.gpus_per_node, machine.gpus_per_node, card, fabric)
+        return cls(gpu.physical // settings.gpus_per_node, settings.gpus_per_node, card, fabric)
 
     def as_json(self) -> list:
         """What `of_json` reads in another process."""

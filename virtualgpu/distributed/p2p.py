@@ -46,8 +46,8 @@ class Messages:
     def __init__(self, communicator):
         self.communicator = communicator
         self.log = MessageLog(communicator.arrivals)
-        self.alone = isinstance(communicator.arrivals, SingleRankArrivals)
-        if self.alone:
+        self.single_rank = isinstance(communicator.arrivals, SingleRankArrivals)
+        if self.single_rank:
             warnings.warn(NEIGHBOURS, stacklevel=2)
         self.open: list[Exchange] = []  # that nobody has waited for
         self.to_itself: dict[int, torch.Tensor] = {}  # what this rank has sent to itself and not yet received, by index
@@ -87,7 +87,7 @@ class Messages:
         for message in log.batches[rank][number].messages:
             peer, is_small = message.peer, message.nbytes <= BUFFER
             seconds = comm.layout.message(message.nbytes, rank, peer)
-            if (message.direction == SEND and is_small) or peer == rank or self.alone:
+            if (message.direction == SEND and is_small) or peer == rank or self.single_rank:
                 end = max(end, ready + seconds)
                 continue
             batch = log.batch_of(peer, 1 - message.direction, rank, message.index, deadline, comm.timeout)
@@ -161,7 +161,7 @@ class Exchange(SimulatedWork):
         """Its messages are written down as batch `number`: begin to carry the numbers."""
         self.number, self.stream = number, stream
         comm = self.communicator
-        if not self.channel.alone and comm.gloo is not None:
+        if not self.channel.single_rank and comm.gloo is not None:
             with comm.machine.untracked():
                 for (direction, peer, tensor), message in zip(
                     self.messages, self.channel.log.batches[comm.rank][number].messages, strict=True

@@ -146,4 +146,6 @@ def _end_coalescing(machine: Machine, original, group, device):
 
 
 def _on_gpus(group, device) -> bool:
-    return torch.device(device).type == "cuda" and "cuda" in {kind.type for kind in group._device_types}
+    from virtualgpu._compat.distributed import device_types
+
+    return torch.device(device).type == "cuda" and "cuda" in device_types(group)

@@ -9,6 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from virtualgpu import environment
+from virtualgpu.hardware.settings import check_number
+
 
 class RankConfig(NamedTuple):
     """Which rank of how many, and how many GPUs a node has."""
@@ -38,27 +41,11 @@ class RankConfig(NamedTuple):
 
 def make(world_size: int, rank: int = 0, gpus_per_node: int = 8) -> RankConfig:
     """Raises ValueError for what cannot be."""
-    _check("world_size", world_size, 1)
-    _check("rank", rank, 0)
-    _check("gpus_per_node", gpus_per_node, 1)
+    for name, value, least in (("world_size", world_size, 1), ("rank", rank, 0), ("gpus_per_node", gpus_per_node, 1)):
+        check_number(name, value, least)
     if rank >= world_size:
         raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to {world_size - 1}")
     return RankConfig(world_size, rank, gpus_per_node)
-
-
-def nodes(gpus: int, gpus_per_node: int) -> int:
-    """How many nodes a machine's GPUs make. Raises ValueError where that is no whole number."""
-    _check("gpus_per_node", gpus_per_node, 1)
-    if gpus % gpus_per_node:
-        raise ValueError(
-            f"gpus_per_node={gpus_per_node} does not divide {gpus} GPUs into nodes: ask for a multiple of it"
-        )
-    return gpus // gpus_per_node
-
-
-def _check(name: str, value, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number, {least} at least")
 
 
 def enter(machine, rank: RankConfig) -> Mapping[str, str | None]:
@@ -76,8 +63,4 @@ def leave(machine, before: Mapping[str, str | None]) -> None:
     machine.play(None)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    environment.restore(before)

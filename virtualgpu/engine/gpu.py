@@ -12,7 +12,7 @@ import torch
 
 from virtualgpu.environment import uuid
 from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized
-from virtualgpu.hardware.hosts import DATASHEET, ClockSettings
+from virtualgpu.hardware.settings import DATASHEET, MachineSettings
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.memory.ledger import Ledger
@@ -27,7 +27,7 @@ class Owner(Protocol):
     """What a GPU asks of the machine that it is part of."""
 
     clock: Clock
-    clock_settings: ClockSettings
+    settings: MachineSettings
 
 
 class GPU:
@@ -40,7 +40,7 @@ class GPU:
         self.index, self.spec, self.machine = index, spec, machine
         self.physical = index if physical is None else physical
         self.device = torch.device("cuda", index)
-        self.kernels = Kernels(spec, peak=machine.clock_settings.rates == DATASHEET)
+        self.kernels = Kernels(spec, peak=machine.settings.clock == DATASHEET)
         # a GPU made very small for a lesson keeps its memory for the lesson
         context = CONTEXT if spec.memory > 8 * CONTEXT else 0
         self.lock = threading.RLock()
@@ -124,15 +124,17 @@ class GPU:
         history = self.memory.history
         self._freed.append((block, ends, history.gather(freeing=True) if history else None))
 
-    def drop_pool(self, id: tuple[int, int]) -> None:
-        """A MemPool has gone. Only noted here, as a free is: its destructor, too, may run in the middle of malloc."""
-        self._freed.append((None, None, None, id))
-
     def settled(self) -> CachingAllocator:
         """The allocator with every free carried out, for whoever reads figures."""
         with self.lock:
             self._collect()
         return self.memory
+
+    @contextlib.contextmanager
+    def only(self) -> Iterator[CachingAllocator]:
+        """The same, which nobody else changes in this block."""
+        with self.lock:
+            yield self.settled()
 
     def use_cudnn(self) -> None:
         """The first convolution makes cuDNN's handle, which cannot use what PyTorch keeps reserved. Raises RuntimeError without room."""

@@ -1,4 +1,5 @@
-"""Kernels that PyTorch has for CUDA and not for the CPU, in plain operations: each counts as one kernel of the GPU.
+"""Kernels that PyTorch has for CUDA and not for the CPU, in plain operations: each counts as one kernel of the GPU. And those that it
+lacks for shapes alone, without which a dry run could not carry the operation out.
 
 SyncBatchNorm is made of five of them (aten/src/ATen/native/cuda/Normalization.cu); the products are those with `out_dtype`. They are
 registered for the CPU, where the bytes of a virtual GPU really are, and for shapes alone. A tensor that is the CPU's own is refused,
@@ -19,6 +20,8 @@ def install() -> None:
     """Register them where PyTorch has none."""
     for name, kernel in KERNELS.items():
         _compat.add_kernel(name, "CPU", _of_gpus(name, kernel))
+        _compat.add_kernel(name, "Meta", kernel)
+    for name, kernel in FOR_SHAPES.items():
         _compat.add_kernel(name, "Meta", kernel)
 
 
@@ -137,6 +140,23 @@ def _sum_of_product(function):
     return product
 
 
+def _like_second(gradient, tensor, *rest, **options):
+    """A gradient has the shape of what it is the gradient of."""
+    return torch.empty_like(tensor)
+
+
+def _geqrf(matrix):
+    return torch.empty_like(matrix), matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:])))
+
+
+FOR_SHAPES = {
+    "mish_backward": _like_second,
+    "multi_margin_loss_backward": _like_second,
+    "multilabel_margin_loss_backward": _like_second,
+    "fractional_max_pool3d_backward": _like_second,
+    "_ctc_loss_backward": _like_second,
+    "geqrf": _geqrf,
+}
 KERNELS = {
     "record_stream": record_stream,
     "batch_norm_stats": _stats,

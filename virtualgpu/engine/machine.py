@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -12,8 +13,9 @@ from virtualgpu.engine.thread_context import ThreadContext, dry_runs
 from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking
 from virtualgpu.errors import forked, invalid_ordinal, no_gpus
-from virtualgpu.hardware.hosts import HOSTS, ClockSettings
+from virtualgpu.hardware.hosts import HOSTS
 from virtualgpu.hardware.networks import Network
+from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.memory.ledger import Ledger
 from virtualgpu.timing.clock import Clock
@@ -26,28 +28,28 @@ class Machine:
 
     local: what the thread that asks is doing. always_dry: are all threads in a dry run? initialized: somebody has used a GPU
     (torch.cuda.is_initialized). forked: this process was forked from one that had. ledger: shared with the other processes of a run.
-    gpus_per_node: how the cards are divided into nodes; None: they are one. network: what joins nodes; None: what PyTorch's model has for
-    the card. single_rank: the rank that this process plays alone (distributed.rank_config.RankConfig). communicators: of process groups.
+    single_rank: the rank that this process plays alone (distributed.rank_config.RankConfig). communicators: of process groups.
     """
 
     def __init__(
         self,
         specs: list[Spec],
         visible: list[int] | None = None,
-        clock_settings: ClockSettings = ClockSettings(),  # noqa: B008
+        settings: MachineSettings = MachineSettings(),  # noqa: B008
+        enter: Callable[[], None] | None = None,
+        leave: Callable[[], None] | None = None,
     ):
-        self.specs, self.clock_settings = specs, clock_settings
+        """enter, leave: the thread that calls it sees the GPUs from then on, or no longer."""
+        self.specs, self.settings = specs, settings
         self.visible = list(range(len(specs))) if visible is None else visible
-        costs = HOSTS[clock_settings.host]
+        costs = HOSTS[settings.host]
         self.clock = Clock(len(self.visible), costs=costs, on_wait=self._note_time, stream_of_leaf=stream_of_leaf)
         self.gpus = self._make_gpus()
         self.ledger: Ledger | None = None
         self.single_rank = self.communicators = None
-        self.gpus_per_node: int | None = None
-        self.network: Network | None = None
         self.always_dry = False
         self.initialized = self.forked = self.closed = False
-        self.enter = self.leave = None  # the thread that calls it sees the GPUs, or no longer
+        self.enter, self.leave = enter, leave
         self.choose = self._on_first_use = None
         self._warns_of_nan = True
         self.workspaces = Workspaces()
@@ -86,7 +88,7 @@ class Machine:
 
     def connect(self, network: Network | None) -> Network | None:
         """Join the nodes by another network. Returns the one before."""
-        before, self.network = self.network, network
+        before, self.settings = self.settings.network, replace(self.settings, network=network)
         return before
 
     def play(self, rank) -> None:
@@ -193,8 +195,13 @@ class Machine:
         self.always_dry = False
         self.forked = self.initialized
 
+    def close(self) -> None:
+        """Virtual GPUs go off."""
+        self.closed = True
+        self.local.saw(None)
+
     def reopen(self) -> None:
-        """It was closed (virtual GPUs off), and is used again."""
+        """It was closed, and is used again."""
         self.closed = False
 
     def own(self, gpu: GPU) -> GPU:

@@ -21,7 +21,7 @@ class Placement:
         """The one GPU of these tensors, None for the CPU. As on a GPU, a CPU tensor of no dimension may join in."""
         if op.foreach:
             return self._of_lists(op, args, kwargs, tensors)
-        gpu, unplaced, guess, written = UNSET, None, None, False
+        gpu, unplaced, inferred, written = UNSET, None, None, False
         for tensor in tensors:
             try:
                 allocation = tensor.untyped_storage()._virtual_allocation
@@ -45,7 +45,7 @@ class Placement:
                 continue
             elif allocation.inferred and (gpu is not UNSET or len(tensors) > 1):
                 unplaced = [tensor] if unplaced is None else [*unplaced, tensor]
-                guess = here
+                inferred = here
                 continue
             if gpu is UNSET:
                 gpu = here
@@ -53,11 +53,13 @@ class Placement:
                 gpu = gpu or here
             elif not overrides.may_stay_on_cpu(op, tensor, gpu, here):
                 raise mismatch(op, args, kwargs)
-        if gpu is UNSET and guess is not None:
-            gpu = guess
+        if gpu is UNSET and inferred is not None:
+            gpu = inferred
         if gpu is UNSET or gpu is None:
             for tensor in unplaced or ():
-                if gpu is None and allocation_of(tensor).gpu is not None:  # a guess that was wrong: it is the CPU's
+                if (
+                    gpu is None and allocation_of(tensor).gpu is not None
+                ):  # an inference that was wrong: it is the CPU's
                     label(tensor, None)
             return None
         if op.mixed:

@@ -24,45 +24,38 @@ class ThreadContext(threading.local):
     target = None  # a GPU
     counts: bool = False
 
+    def saw(self, machine) -> None:
+        """See `seen`."""
+        self.seen = machine
+
     def use_device(self, index: int) -> None:
         """torch.cuda.set_device, unchecked."""
         self.current = index
 
-    @contextlib.contextmanager
-    def untracked(self) -> Iterator[None]:
+    def untracked(self) -> contextlib.AbstractContextManager[None]:
         """Operations in here are the bookkeeper's own: no place, no memory, no time, and devices are what they really are."""
-        before, self.bypass = self.bypass, True
-        try:
-            yield
-        finally:
-            self.bypass = before
+        return self._while("bypass", True)
 
-    @contextlib.contextmanager
-    def by_nccl(self) -> Iterator[None]:
+    def by_nccl(self) -> contextlib.AbstractContextManager[None]:
         """Copies in here are NCCL's: whoever asked for them books their time."""
-        before, self.nccl = self.nccl, True
-        try:
-            yield
-        finally:
-            self.nccl = before
+        return self._while("nccl", True)
 
-    @contextlib.contextmanager
-    def made_on(self, gpu) -> Iterator[None]:
+    def made_on(self, gpu) -> contextlib.AbstractContextManager[None]:
         """What C++ makes in here "on the CPU" is this GPU's: its options came from that GPU's tensors."""
-        before, self.target = self.target, gpu
-        try:
-            yield
-        finally:
-            self.target = before
+        return self._while("target", gpu)
+
+    def counted_by_cpp(self) -> contextlib.AbstractContextManager[None]:
+        """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
+        return self._while("counts", True)
 
     @contextlib.contextmanager
-    def counted_by_cpp(self) -> Iterator[None]:
-        """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
-        before, self.counts = self.counts, True
+    def _while(self, name: str, value) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.counts = before
+            setattr(self, name, before)
 
 
 class _Dry(threading.local):

@@ -1,15 +1,12 @@
-"""The host, and how the clock takes cards: what `host=` and `clock=` choose.
+"""The host: what PyTorch costs a processor for each operation that it gives to a GPU: data/hosts.toml, each with its source.
 
-What PyTorch costs a processor for each operation that it gives to a GPU: data/hosts.toml, each with its source. A program whose kernels
-are shorter than that is bound by the host, whatever card it has.
+A program whose kernels are shorter than that is bound by the host, whatever card it has.
 """
 
 from typing import Any, NamedTuple
 
 from virtualgpu.hardware import tables
 from virtualgpu.hardware.units import quantity
-
-MEASURED, DATASHEET = "measured", "datasheet"  # clock=: what kernels reach of a card, or what its maker promises
 
 
 class Host(NamedTuple):
@@ -35,22 +32,3 @@ def _host(name: str, values: dict[str, Any]) -> Host:
 HOSTS = tables.read("hosts", _host)
 DEFAULT = "2024"
 FREE = Host("free", 0.0, 0.0, 0.0, "no cost at all: what CUDA graphs come near to", 0.0, 0.0)  # for run.explain
-
-
-class ClockSettings(NamedTuple):
-    """How simulated time is taken. rates: MEASURED or DATASHEET. host: a key of HOSTS."""
-
-    rates: str = MEASURED
-    host: str = DEFAULT
-
-
-def settings(clock: str | None = None, host: str | None = None) -> ClockSettings:
-    """Those of these names; None: as ever. Raises ValueError, naming what there is."""
-    clock, host = clock or MEASURED, host or DEFAULT
-    if clock not in (MEASURED, DATASHEET):
-        raise ValueError(
-            f"clock={clock!r}: choose {MEASURED} (what kernels reach) or {DATASHEET} (what the maker promises, a lower bound)"
-        )
-    if host not in HOSTS:
-        raise ValueError(f"host={host!r}: choose one of {', '.join(HOSTS)}")
-    return ClockSettings(clock, host)

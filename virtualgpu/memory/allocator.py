@@ -7,10 +7,9 @@ MiB; the smallest free block of the same stream that fits is used, and split whe
 block joins its free neighbours and stays reserved until `empty_cache`, or until memory runs out. A block that other
 streams use is free when they are done. Not modelled: the pools of CUDA graphs.
 
-`malloc` and `free` have a short way, written out for speed, which serves while nothing special is on (streams that
-share blocks, settings, a recorded history), and a long one in general.py; a test holds the two equal. blocks.py,
-segments.py, expandable.py: what they work with; statistics.py: the figures; history.py: what happened. All sizes are in
-bytes, times in seconds.
+`malloc` and `free` are written out for speed. special.py has what they ask besides while something special is on
+(streams that share blocks, settings, a recorded history). blocks.py, segments.py, expandable.py: what they work with;
+statistics.py: the figures; history.py: what happened. All sizes are in bytes, times in seconds.
 """
 
 from bisect import bisect_left
@@ -19,14 +18,14 @@ from collections.abc import Iterable
 import torch
 
 from virtualgpu.memory.blocks import ADDRESS_BITS, SMALL, Block, format_size, round_size, segment_size
-from virtualgpu.memory.general import GeneralAllocator
+from virtualgpu.memory.special import SpecialCases
 from virtualgpu.memory.statistics import BLOCKS, SPLITS
 from virtualgpu.memory.untimed import Timeline, Untimed
 
 __all__ = ["Block", "CachingAllocator", "Timeline", "Untimed", "format_size", "round_size", "segment_size"]
 
 
-class CachingAllocator(GeneralAllocator):
+class CachingAllocator(SpecialCases):
     """The memory of one GPU. For the arguments see `Segments`; not safe among threads, so its owner holds a lock."""
 
     def __init__(self, *args, **keywords):
@@ -41,38 +40,14 @@ class CachingAllocator(GeneralAllocator):
         return self.statistics.now(1)
 
     @property
-    def requested(self) -> int:
-        """As allocated, before rounding."""
-        return self.statistics.now(2)
-
-    @property
     def peak_allocated(self) -> int:
         """torch.cuda.max_memory_allocated, in bytes: since the start, or `reset_peaks`."""
         return self.statistics.peak_of(1)
 
     @property
-    def peak_requested(self) -> int:
-        """The most of `requested`, in bytes, since the start or `reset_peaks`."""
-        return self.statistics.peak_of(2)
-
-    @property
     def peak_reserved(self) -> int:
         """torch.cuda.max_memory_reserved, in bytes: since the start, or `reset_peaks`."""
         return self.statistics.reserved_bytes.peak
-
-    @property
-    def retries(self) -> int:
-        """num_alloc_retries of memory_stats(): how often the whole cache was given back to make room."""
-        return self.statistics.retries
-
-    @property
-    def ooms(self) -> int:
-        """num_ooms of memory_stats(): how often there was no room even then."""
-        return self.statistics.ooms
-
-    def reset_peaks(self) -> None:
-        """torch.cuda.reset_peak_memory_stats: each peak is what there is now."""
-        self.statistics.reset_peaks()
 
     # -- malloc and free
 
@@ -82,34 +57,32 @@ class CachingAllocator(GeneralAllocator):
         Raises torch.OutOfMemoryError, in PyTorch's words, where neither free blocks nor the GPU can serve it, even
         after the cache was given back.
         """
-        if self.special:
-            return self.malloc_generally(nbytes, stream)
         if not nbytes:
             return None
-        size = (nbytes + 511) & -512
+        special = self.special
+        size = self._begin(nbytes) if special else (nbytes + 511) & -512
         try:
             free = (self._small if size <= SMALL else self._large)[stream]
         except KeyError:
             free = self._free_list(size, stream)
         keys = free.keys
-        index = bisect_left(keys, size << ADDRESS_BITS)
-        if index < len(keys):
-            del keys[index]
-            block = free.blocks.pop(index)
+        if special:
+            block = self._choose(free, size) or self._grow(free, size)
+            least = self._least_rest(free, size)
         else:
-            block = self._grow(free, size)
+            index = bisect_left(keys, size << ADDRESS_BITS)
+            if index < len(keys):
+                del keys[index]
+                block = free.blocks.pop(index)
+            else:
+                block = self._grow(free, size)
+            least = free.min_remainder
         # 0, 1, 2: blocks, their bytes, those asked for; 3, 4: free pieces of segments, their bytes (see statistics.py)
         total, next_peak = free.total, free.next_peak
         rest = block.size - size
         after = block.after
-        if rest > free.min_remainder:
-            if after is None and block.before is None:
-                total[3] += 1
-                total[4] += rest
-                if total[3] > next_peak[3] or total[4] > next_peak[4]:
-                    self.statistics.note_peaks(SPLITS)
-            else:
-                next_peak[4] += size
+        whole = after is None and block.before is None
+        if rest > least:
             block.size = size
             address = block.address + size
             if free.free_objects:
@@ -127,9 +100,20 @@ class CachingAllocator(GeneralAllocator):
             index = bisect_left(keys, key)
             keys.insert(index, key)
             free.blocks.insert(index, piece)
+            if special:
+                piece.segment, piece.mark = block.segment, free.pool.searches
+            if block.segment is not None:  # PyTorch leaves expandable ones out of the last two figures
+                pass
+            elif whole:
+                total[3] += 1
+                total[4] += rest
+                if total[3] > next_peak[3] or total[4] > next_peak[4]:
+                    self.statistics.note_peaks(SPLITS)
+            else:
+                next_peak[4] += size
         else:
             size = block.size
-            if after is not None or block.before is not None:
+            if not whole and block.segment is None:
                 next_peak[3] += 1
                 next_peak[4] += size
         block.used, block.requested = True, nbytes
@@ -138,32 +122,36 @@ class CachingAllocator(GeneralAllocator):
         total[2] += nbytes
         if total[0] > next_peak[0] or total[1] > next_peak[1] or total[2] > next_peak[2]:
             self.statistics.note_peaks(BLOCKS)
+        if special:
+            self._note_used(block)
         return block
 
-    def free(self, block: Block | None, ends: dict[int, float] | None = None, context=None, pool=None) -> None:
+    def free(
+        self, block: Block | None, ends: dict[int, float] | None = None, context=None, waited: bool = False
+    ) -> None:
         """Give a block back to the cache: it joins its free neighbours, and stays reserved.
 
         A block that other streams use (`record_stream`) waits for them first: `ends` says when each is done with it, as
         it was at the moment of the free; by default that is now. context: where the free was asked for
-        (`history.gather`); by default here. pool: with no block, the id of a MemPool that has gone.
+        (`history.gather`); by default here. waited: it has waited for them, and is free now.
         """
         if block is None:
-            if pool is not None:
-                self.drop_pool(pool)
             return
-        if self.special:
-            return self.free_generally(block, ends, context)
         assert block.used, "freed twice"
-        block.used = False
-        free = block.free_list
-        size = block.size
+        free, size, special = block.free_list, block.size, self.special
         before, after = block.before, block.after
         keys, blocks, next_peak = free.keys, free.blocks, free.next_peak
-        next_peak[0] += 1
-        next_peak[1] += size
+        if not waited:
+            next_peak[0] += 1
+            next_peak[1] += size
+        if special:
+            if not waited and self._waits(block, ends, context):
+                return
+            self._note_free(block, waited)
+        block.used = False
         next_peak[2] += block.requested
         joined_size, joined = size, 0
-        if before is not None and not before.used:
+        if before is not None and not before.used and before.mapped:
             index = bisect_left(keys, before.size << ADDRESS_BITS | before.address)
             del keys[index], blocks[index]
             before.size = joined_size = size + before.size
@@ -171,11 +159,12 @@ class CachingAllocator(GeneralAllocator):
             if after is not None:
                 after.before = before
             block, before, joined = before, before.before, 1
-        if after is not None and not after.used:
+        if after is not None and not after.used and after.mapped:
             index = bisect_left(keys, after.size << ADDRESS_BITS | after.address)
             del keys[index], blocks[index]
             block.size = joined_size = joined_size + after.size
-            free.free_objects.append(after)
+            if not special:
+                free.free_objects.append(after)
             block.after = after = after.after
             if after is not None:
                 after.before = block
@@ -184,6 +173,10 @@ class CachingAllocator(GeneralAllocator):
         index = bisect_left(keys, key)
         keys.insert(index, key)
         blocks.insert(index, block)
+        if special:
+            block.mark = free.pool.searches
+            if block.segment is not None:
+                return
         if before is None and after is None:
             next_peak[3] += joined
             next_peak[4] += joined_size - size
@@ -196,7 +189,6 @@ class CachingAllocator(GeneralAllocator):
                 next_peak[3] += 1
             if total[3] > next_peak[3] or total[4] > next_peak[4]:
                 self.statistics.note_peaks(SPLITS)
-        return None
 
     def lend(self, nbytes: int, stream: int = 0) -> None:
         """`malloc` and `free` at once: memory for the length of one call. Raises torch.OutOfMemoryError as malloc does.
@@ -240,9 +232,7 @@ class CachingAllocator(GeneralAllocator):
         What malloc would give back to make room is given back; nothing is taken, and it is no malloc in the figures. A
         failure is one, with all that belongs to it.
         """
-        if not self.caching:
-            self.require_uncached([nbytes] if isinstance(nbytes, int) else nbytes)
-        elif isinstance(nbytes, int):
+        if isinstance(nbytes, int):
             size = self.config.round_size(nbytes)
             if not self.special:
                 free = (self._small if size <= SMALL else self._large).get(stream)

@@ -28,7 +28,6 @@ class Block:
     streams: set[int] | None = None
     waiting = False
     mapped = True
-    uncached = False  # straight from the GPU, while caching is off
     segment: tuple[int, int] | None = None  # address and page of the expandable segment that it is of
     context = segment_context = None  # where it was allocated, and its segment, if that is recorded
     mark = 0  # the pool's count of searches when it became free
@@ -97,10 +96,10 @@ class FreeList:
 
 class Pool:
     """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was
-    on. id: of a MemPool; (0, 0) for those of all."""
+    on."""
 
-    def __init__(self, small: bool, counts, id: tuple[int, int] = (0, 0)):
-        self.small, self.counts, self.id, self.searches = small, counts, id, 0
+    def __init__(self, small: bool, counts):
+        self.small, self.counts, self.searches = small, counts, 0
         self.lists: dict[int, FreeList] = {}  # by stream
 
     def free_blocks(self) -> list[Block]:

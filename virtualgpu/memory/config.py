@@ -39,6 +39,7 @@ IGNORED = (  # they change no figure of a GPU's memory, nor the simulated time
     "pinned_num_register_threads",
     "pinned_reserve_segment_size_mb",
 )
+UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 _warned: set[str] = set()
 
 
@@ -73,15 +74,13 @@ class Config:
 
 def from_environment() -> Config:
     """The settings of this process. Raises ValueError for wrong ones, NotImplementedError for what is not modelled."""
+    for name in UNCACHED:
+        if os.environ.get(name) == "1":
+            raise NotImplementedError(f"memory past the cache ({name}=1) is not modelled on virtual GPUs: unset it")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if name in os.environ:
             return parse(os.environ[name])
     return Config()
-
-
-def caches() -> bool:
-    """May this process cache memory?"""
-    return all(os.environ.get(f"PYTORCH_NO_{kind}_MEMORY_CACHING") != "1" for kind in ("CUDA", "HIP"))
 
 
 def parse(text: str, before: Config | None = None) -> Config:

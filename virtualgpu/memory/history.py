@@ -24,8 +24,8 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.memory.blocks import Block
 from virtualgpu.memory.config import UNLIMITED
-from virtualgpu.memory.private import NO_POOL
 
+NO_POOL = (0, 0)  # PyTorch's number of the pools that all share
 NEVER, STATE, ALLOC, ALL = range(4)  # RecordContext: for which events frames are kept
 CONTEXT = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 
@@ -39,9 +39,6 @@ class _Metadata(threading.local):
     """What torch.cuda.memory._set_memory_metadata said in this thread."""
 
     text = ""
-
-    def set(self, text: str) -> None:
-        self.text = text
 
 
 metadata = _Metadata()
@@ -161,15 +158,15 @@ class _Frames:
         return self.known[id(context)][1]
 
 
-def snapshot(allocators: Sequence, include_traces: bool = True, pool: tuple = NO_POOL) -> dict[str, Any]:
-    """What `torch._C._cuda_memorySnapshot` returns for these GPUs; pool: the segments of this one alone."""
+def snapshot(allocators: Sequence, include_traces: bool = True) -> dict[str, Any]:
+    """What `torch._C._cuda_memorySnapshot` returns for these GPUs."""
     frames = _Frames()
     traces, segments = [], []
     for allocator in allocators:
         history = allocator.history
         events = history.events if history is not None and include_traces else ()
         traces.append([_entry(event, frames) for event in events])
-        mine = [part for part in _segments(allocator, frames) if pool in (NO_POOL, part["segment_pool_id"])]
+        mine = _segments(allocator, frames)
         segments += mine
         if history is not None:
             history.note("snapshot", 0, sum(segment["active_size"] for segment in mine), 0, None)
@@ -224,7 +221,7 @@ def _segment(allocator, head: Block, frames: _Frames) -> dict[str, Any]:
         "requested_size": 0,
         "stream": head.stream,
         "segment_type": "small" if head.free_list.pool.small else "large",
-        "segment_pool_id": head.free_list.pool.id,
+        "segment_pool_id": NO_POOL,
         "is_expandable": head.segment is not None,
         "frames": frames(head.segment_context),
         "blocks": [],

@@ -21,7 +21,6 @@ from virtualgpu.memory.blocks import (
 )
 from virtualgpu.memory.config import UNLIMITED, Config, from_environment
 from virtualgpu.memory.expandable import Expandable
-from virtualgpu.memory.private import PrivatePools
 from virtualgpu.memory.statistics import Statistics
 from virtualgpu.memory.untimed import Timeline, Untimed
 
@@ -55,7 +54,6 @@ class Segments:
         limited = None if self.config.max_split_size == UNLIMITED else int(self.config.max_split_size)
         self.statistics = Statistics(limited)
         self.pools = Pool(True, self.statistics.small), Pool(False, self.statistics.large)
-        self.private = PrivatePools(self.statistics)
         self.on_reserved: Callable[[Segments], None] | None = None
         self.exclusive: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.history = None
@@ -66,7 +64,7 @@ class Segments:
         self.expandable = Expandable(self)
         self._context = None  # where the present call comes from, if that is recorded
         self._next_address = (device + 1) << DEVICE_BITS
-        self._limit = int(self.config.memory_fraction * capacity)
+        self.limit = int(self.config.memory_fraction * capacity)
 
     # -- what there is
 
@@ -94,20 +92,15 @@ class Segments:
         """What torch.cuda.mem_get_info calls free: neither reserved here nor held otherwise."""
         return self.capacity - self.others_held - self.context - self.reserved
 
-    @property
-    def limit(self) -> int:
-        """Bytes that may be reserved at most; setting it decides anew whether malloc may take its short way."""
-        return self._limit
-
-    @limit.setter
-    def limit(self, nbytes: int) -> None:
-        self._limit = nbytes
+    def limit_to(self, nbytes: int) -> None:
+        """No more than this may be reserved from now on."""
+        self.limit = nbytes
         self._choose_way()
 
     @property
     def limited(self) -> bool:
         """May less be reserved than the GPU has?"""
-        return self._limit < self.capacity
+        return self.limit < self.capacity
 
     @property
     def collects_garbage(self) -> bool:
@@ -151,7 +144,7 @@ class Segments:
 
     def within_limit(self, nbytes: int) -> bool:
         """May so many bytes more be reserved? Whether the GPU has them is not asked."""
-        return not self.limited or self.reserved + nbytes <= self._limit
+        return not self.limited or self.reserved + nbytes <= self.limit
 
     def _grow(self, free: FreeList, size: int) -> Block:
         """A free block of at least `size` from the GPU, not in any list. Raises torch.OutOfMemoryError."""
@@ -202,7 +195,7 @@ class Segments:
         """Wait for the blocks that streams still use, then return each segment that is wholly free to the GPU."""
         self.statistics.syncs += 1
         self._wait_for_streams()
-        for pool in (*reversed(self.pools), *self.private.nobodys()):  # the large ones first, as PyTorch does
+        for pool in reversed(self.pools):  # the large ones first, as PyTorch does
             self.release_free(pool)
 
     def release_free(self, pool: Pool) -> None:
@@ -228,7 +221,7 @@ class Segments:
 
     def _collect_garbage(self) -> None:
         """Return large segments that have not been used for longest, until reserved comes under the threshold."""
-        too_much = self.reserved - int(self.config.garbage_collection_threshold * self._limit)
+        too_much = self.reserved - int(self.config.garbage_collection_threshold * self.limit)
         pool = self.pools[1]
         candidates = [block for block in pool.free_blocks() if block.whole and block.segment is None]
         while too_much > 0 and candidates:
@@ -270,11 +263,11 @@ class Segments:
             self.tell("oom", left, size, free.stream, self._context)
         message = self._message(segment)
         for observer in list(self.oom_observers):
-            observer(self.device, segment, self._limit if self.limited else self.capacity, left)
+            observer(self.device, segment, self.limit if self.limited else self.capacity, left)
         return torch.OutOfMemoryError(message)
 
     def _message(self, segment: int) -> str:
-        allowed = f"{format_size(self._limit)} allowed; " if self.limited else ""
+        allowed = f"{format_size(self.limit)} allowed; " if self.limited else ""
         allocated = self.statistics.now(1)
         return (
             f"CUDA out of memory. Tried to allocate {format_size(segment)}. "

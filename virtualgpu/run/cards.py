@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from virtualgpu.environment import Card
-from virtualgpu.hardware import bridges, hosts, networks, specs
+from virtualgpu.hardware import bridges, networks, settings, specs
 from virtualgpu.run.smi.topology import Links
 
 DEFAULT = 2  # GPUs, as virtualgpu.gpus()
@@ -30,7 +30,8 @@ def network(name: str) -> str:
 
 def clock(rates: str | None, host: str | None) -> tuple[str, str]:
     """How time is taken. Raises ValueError, in a sentence."""
-    return hosts.settings(rates, host)
+    known = settings.find(clock=rates, host=host)
+    return known.clock, known.host
 
 
 def bridge(card: Card, gpus_per_node: int) -> None:

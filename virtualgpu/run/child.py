@@ -29,7 +29,7 @@ class _Process:
 
     def record(self) -> None:
         if self.settings.trace:
-            from virtualgpu import blocks
+            from virtualgpu.session import blocks
 
             self.recording = blocks.recording()
             self.recorded = self.recording.__enter__()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.distributed import rank_config
+from virtualgpu.hardware.settings import nodes
 from virtualgpu.run import cards, options
 
 USAGE = """\
@@ -173,7 +174,7 @@ def _settings(line: Options) -> environment.Settings:
         cards.bridge(gpus[0], min(alone.world_size, alone.gpus_per_node))
         per_node = None
     elif per_node is not None:
-        _checked(f"--gpus-per-node {per_node}", rank_config.nodes, len(gpus), per_node)
+        _checked(f"--gpus-per-node {per_node}", nodes, len(gpus), per_node)
     network = None if line.network is None else _checked("--network", cards.network, line.network)
     clock, host = _checked("--clock, --host", cards.clock, line.clock, line.host)
     return environment.Settings(

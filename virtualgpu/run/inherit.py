@@ -31,7 +31,7 @@ def export_state(dry: bool) -> bytes | None:
     _open_ledger(machine)
     clock = machine.clock
     clock.wait()
-    cards = (machine.specs, machine.visible, (machine.gpus_per_node, machine.network), machine.clock_settings)
+    cards = (machine.specs, machine.visible, machine.settings)
     flags = (dry or machine.dry, clock.spans is not None, session.looks_for_races())
     return pickle.dumps((cards, flags, machine.ledger.folder, _of_nccl()))
 
@@ -53,10 +53,9 @@ def variables() -> dict[str, str]:
             raise ValueError(f"{spec.name} is a card of your own, which other programs cannot look up by its name")
     _open_ledger(machine)
     cards = tuple(Card(spec.name, spec.name, spec.memory, tuple(spec.capability)) for spec in machine.specs)
-    network = machine.network and machine.network.name
-    nodes = {"gpus_per_node": machine.gpus_per_node, "network": network, "sanitize": session.looks_for_races()}
-    nodes |= {"clock": machine.clock_settings.rates, "host": machine.clock_settings.host}
-    return program.variables(Settings(cards, machine.dry, machine.ledger.folder, **nodes), dict(os.environ))
+    settings = vars(machine.settings) | {"network": machine.settings.network and machine.settings.network.name}
+    settings = Settings(cards, machine.dry, machine.ledger.folder, sanitize=session.looks_for_races(), **settings)
+    return program.variables(settings, dict(os.environ))
 
 
 def import_state(offered: bytes | None) -> None:
@@ -65,7 +64,7 @@ def import_state(offered: bytes | None) -> None:
         return
     from virtualgpu import session
 
-    (specs, visible, nodes, clock), (dry, recording, sanitize), folder, variables = pickle.loads(offered)
+    (specs, visible, settings), (dry, recording, sanitize), folder, variables = pickle.loads(offered)
     session.look_for_races(sanitize)
     for name in _of_nccl():  # the forkserver's, which has the notebook's environment as it was at its first launch
         del os.environ[name]
@@ -75,7 +74,7 @@ def import_state(offered: bytes | None) -> None:
         session.deactivate()  # the runner's, in whose place the notebook has others, with a memory of their own: of the same cards, too
         machine = None
     if machine is None:
-        machine = session.turn_on(specs, visible, nodes=session.Nodes(*nodes), clock=clock).machine
+        machine = session.turn_on(specs, visible, settings=settings).machine
         machine.share(Ledger(folder, len(specs)))
     machine.be_dry(dry)
     if recording:

@@ -32,9 +32,11 @@ class Clock(Streams):
     wait for other ranks; what runs at the same time counts once.
 
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. on_wait: called when the
-    host has waited for a GPU. spans: recorded while it is a list. watched: are kernels' times kept, to see what of the communication they
+    host has waited for a GPU. before_wait: called when it is about to wait for a stream. spans: recorded while it is a list. watched: are kernels' times kept, to see what of the communication they
     hide? After `stop`, calls raise as CUDA's do.
     """
+
+    before_wait: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -62,6 +64,19 @@ class Clock(Streams):
     def block(self, on: bool) -> None:
         """Does the host wait for each kernel from now on?"""
         self.blocking = on
+
+    def set_costs(self, costs: Host) -> None:
+        """What an operation costs the host from now on."""
+        self.costs = costs
+
+    def become(self, kind: "type[Clock]", **settings) -> None:
+        """A clock of another kind, with its settings, on which the same has happened: what `--explain` changes."""
+        self.__class__ = kind
+        vars(self).update(settings)
+
+    def call_before_wait(self, function: Callable[[], None] | None) -> None:
+        """See `before_wait`."""
+        self.before_wait = function
 
     def watch(self) -> None:
         """From now on kernels' times are kept."""
@@ -252,6 +267,8 @@ class Clock(Streams):
 
     def wait_for(self, queue: Queue) -> None:
         """The host waits until this stream is empty."""
+        if self.before_wait is not None:
+            self.before_wait()
         self.wait_until(queue.ready)
         self.check(queue.gpu)
         if self.on_wait is not None:

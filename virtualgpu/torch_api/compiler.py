@@ -1,18 +1,27 @@
-"""torch.compile on virtual GPUs: it gives what it gives elsewhere (an OptimizedModule, a function), which then runs eagerly."""
+"""torch.compile on virtual GPUs: it gives what it gives elsewhere (an OptimizedModule, a function), which then runs eagerly. And flex_attention,
+which is made to be compiled: what PyTorch's Python code does before its kernels run.
+"""
 
+import functools
 import warnings
 
 import torch
 
+from virtualgpu import _compat
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
-from virtualgpu.torch_api import flex
 from virtualgpu.torch_api.registry import Patches
+
+AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see autocast.py
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace torch.compile, whose first call warns, and what `flex` replaces."""
+    """Replace torch.compile, whose first call warns, and the tracing of score_mod; flex_attention's operators get a kernel for autocast."""
     patches.stand_in(torch, "compile", _compile, patches, [])
-    flex.install(machine, patches)
+    patches.stand_in(_compat.flex, "create_fw_bw_graph", _trace, machine)
+    for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
+        if AUTOCAST not in operator.py_kernels:  # stays for the life of the process
+            operator.py_impl(AUTOCAST)(functools.partial(_autocast, operator))
 
 
 def _compile(patches: Patches, warned: list, original, model=None, **options):
@@ -23,3 +32,32 @@ def _compile(patches: Patches, warned: list, original, model=None, **options):
         patches.undo(lambda: before.__exit__(None, None, None))
         before.__enter__()
     return original(model, **options)
+
+
+def _trace(machine: Machine, original, *args, **kwargs):
+    """What the reader does to a score is traced, with fake tensors, to differentiate it.
+
+    It is traced where the tensors really are: autograd's C++ would ask the driver about a fake tensor of a GPU.
+    """
+    with machine.untracked():
+        forward, backward = original(*args, **kwargs)
+    for node in backward.graph.nodes:
+        if node.op == "get_attr" and getattr(getattr(backward, node.target), "requires_grad", False):
+            raise NotImplementedError(
+                "flex_attention on virtual GPUs has no gradient for a tensor that score_mod takes from around it: "
+                "detach it before, or add it to the scores of F.scaled_dot_product_attention(attn_mask=...)"
+            )
+    return forward, backward
+
+
+def _autocast(operator, *args):
+    """The forward pass in autocast's type, as PyTorch's own kernel for CUDA has it."""
+    with _compat.without_keys(_compat.KeySet(AUTOCAST)):
+        if operator is _compat.flex.flex_attention:
+            args = [*map(_cast, args[:3]), *args[3:]]
+        return operator(*args)
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.dtype is torch.float64
+    return tensor if wide or gpu_of(tensor) is None else tensor.to(torch.get_autocast_dtype("cuda"))

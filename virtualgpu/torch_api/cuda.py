@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.errors import forked, no_gpus
 from virtualgpu.torch_api import nvml, streams
@@ -75,6 +76,7 @@ class Driver:
 
     def __init__(self, machine: Machine):
         self.machine, self.clock, self.local = machine, machine.clock, machine.local
+        self.sync_debug_mode = 0
 
     def functions(self) -> dict[str, Callable]:
         """{the name in torch._C: what answers}."""
@@ -91,6 +93,8 @@ class Driver:
             "_cuda_canDeviceAccessPeer": self.can_access_peer,
             "_cuda_getArchFlags": lambda: " ".join(self.arch_list()),
             "_cuda_sleep": self.sleep,
+            "_cuda_get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "_cuda_set_sync_debug_mode": self.set_sync_debug_mode,
             "_cuda_ipc_collect": lambda: None,
             "_cuda_isCurrentStreamCapturing": lambda: False,
             "_is_cudnn_attention_decode_disabled": self.cudnn_cannot_decode,
@@ -156,6 +160,17 @@ class Driver:
         """A kernel of one thread, which does nothing for so many cycles."""
         gpu = self.gpu()
         self.clock.spin(gpu.index, cycles / (getattr(gpu.spec, "clock", None) or 1.5e9), "sleep")
+
+    def set_sync_debug_mode(self, mode: int) -> None:
+        """1: a warning, 2: an error where the host waits for a stream to go on. Waiting that is asked for by its name
+        (torch.cuda.synchronize, Event.synchronize) stays without a word."""
+        self.sync_debug_mode = mode
+        self.clock.call_before_wait(self._say_waiting if mode else None)
+
+    def _say_waiting(self) -> None:
+        if self.sync_debug_mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        warn_at_the_program("called a synchronizing CUDA operation")
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         """torch.cuda.is_bf16_supported: True, since cards emulate it; without that, from capability 8.0 on."""
@@ -252,28 +267,14 @@ class Cudart:
         ctypes.c_ulonglong.from_address(pointer).value = streams.handle(queue)
         return 0
 
-    def cudaStreamDestroy(self, handle: int) -> int:
-        """0, for success; the stream stays."""
-        return 0
-
     def cudaDeviceSynchronize(self) -> int:
         """The host waits for the current GPU. Returns 0, or raises CUDA's error after a kernel's assert."""
         self.driver.clock.wait(self.driver.local.current)
         return 0
 
-    def cudaProfilerStart(self) -> int:
-        """0, for success: there is no profiler to start, nor to stop."""
-        return 0
-
-    cudaProfilerStop = cudaProfilerStart
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        """0, for success; the memory does not count as pinned."""
-        return 0
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        """0, for success."""
-        return 0
+    # 0, for success, and nothing else: a stream stays, memory does not count as pinned, and there is no profiler
+    cudaStreamDestroy = cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)
+    cudaProfilerStart = cudaProfilerStop = staticmethod(lambda: 0)
 
 
 class _Nvtx:

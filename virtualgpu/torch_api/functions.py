@@ -1,6 +1,8 @@
 """Functions of torch that ask C++ where a tensor is before they come to the dispatch mode, and would be told: on the CPU; and those in
 which C++ writes numbers of its own, for which a dry run has no memory."""
 
+import threading
+
 import torch
 from torch.nn import functional
 
@@ -13,7 +15,8 @@ from virtualgpu.torch_api.registry import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace torch.tensor, as_tensor, asarray, ctc_loss, one_hot, linearize, and what is behind pad_packed_sequence."""
+    """Replace torch.tensor, as_tensor, asarray, ctc_loss, one_hot, linearize, what is behind pad_packed_sequence and SyncBatchNorm, DLPack's
+    capsules, and what groups tensors by device for foreach operations."""
     _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
     for name, function in {
         "tensor": _tensor,
@@ -25,6 +28,19 @@ def install(machine: Machine, patches: Patches) -> None:
     for owner in (functional, _compat.NN):
         patches.stand_in(owner, "one_hot", _one_hot, machine)
     patches.stand_in(_compat.VF, "_pad_packed_sequence", _pad_packed_sequence, machine)
+    inside, batch_norm = threading.local(), _compat.SyncBatchNormFunction
+    forward = standing_in(batch_norm.forward, _sync_batch_norm, machine, inside)
+    patches.replace(batch_norm, "forward", staticmethod(forward))
+    patches.stand_in(torch.cuda, "is_current_stream_capturing", lambda asked: getattr(inside, "dry", False) or asked())
+    patches.replace(_compat.C, "_group_tensors_by_device_and_dtype", group_by_device)
+    for owner, name in (
+        (_compat.C, "_to_dlpack"),
+        (_compat.C, "_to_dlpack_versioned"),
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (_compat.C, "_torchDeviceToDLDevice"),
+    ):
+        patches.stand_in(owner, name, _to_dlpack)
     linearize = standing_in(torch.func.linearize, _linearize, machine)
     patches.replace_everywhere(torch.func, "linearize", linearize)
 
@@ -123,6 +139,39 @@ def _pad_packed_sequence(machine: Machine, original, *args):
     """It tells the lengths, too, which C++ counts."""
     with machine.local.counted_by_cpp():
         return original(*args)
+
+
+def group_by_device(lists, with_indices=False):
+    """What torch.optim asks before it calls foreach operations: {(device, dtype): (lists, indices)}, by each first tensor."""
+    groups: dict = {}
+    for index, first in enumerate(lists[0]):
+        columns, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        for column, values in zip(columns, lists, strict=True):
+            if values:
+                column.append(values[index])
+        if with_indices:
+            indices.append(index)
+    return groups
+
+
+def _to_dlpack(original, what, *args, **kwargs):
+    """A capsule says to C where numbers lie, or a device its number: on a GPU no library but PyTorch could read it."""
+    gpu = gpu_of(what) if isinstance(what, torch.Tensor) else torch.device(what).type == "cuda" or None
+    if gpu is not None:
+        raise NotImplementedError(
+            "DLPack of a GPU's tensors is not modelled on virtual GPUs: hand on tensor.cpu(), and move what comes back"
+        )
+    return original(what, *args, **kwargs)
+
+
+def _sync_batch_norm(machine: Machine, inside: threading.local, original, *args):
+    """torch.nn.SyncBatchNorm leaves out ranks that have no rows, by a mask whose values a dry run does not have. While a CUDA graph is
+    captured, shapes may not depend on values either, and PyTorch takes the statistics of all ranks: here, too."""
+    inside.dry = machine.dry
+    try:
+        return original(*args)
+    finally:
+        inside.dry = False
 
 
 def _linearize(machine: Machine, original, *args, **kwargs):

@@ -4,6 +4,7 @@ PyTorch's own Python code stays as it is: memory_stats, memory_summary, memory_s
 _dump_snapshot and the rest. What the allocators do not model (other allocators, figures of pinned memory) is refused by `surface`.
 """
 
+import itertools
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +17,6 @@ from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.memory import config, history
 from virtualgpu.memory.allocator import Block
 from virtualgpu.memory.history import History
-from virtualgpu.torch_api.pools import settled
 from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.streams import id_of
 
@@ -25,12 +25,29 @@ def install(machine: Machine, patches: Patches) -> None:
     """Replace them, until `patches.restore()`."""
     functions = Memory(machine)
     for name in vars(Memory):
-        if name.startswith(("_cuda_", "_host_")):
+        if name.startswith(("_cuda_", "_host_", "_graph_")):
             patches.add(_compat.C, name, getattr(functions, name))
         elif name.startswith("_accelerator_") and hasattr(_compat.C, name):
             patches.replace(_compat.C, name, getattr(functions, name))
     if hasattr(torch.cuda.memory, "_annotate_tensor"):
         patches.replace(torch.cuda.memory, "_annotate_tensor", functions.annotate_tensor)
+    patches.replace_everywhere(torch.cuda.memory, "MemPool", PoolId)
+    patches.replace_everywhere(torch.cuda.graphs, "graph_pool_handle", new_pool)
+
+
+_pools = itertools.count(1)  # numbers, in this process
+
+
+def new_pool() -> tuple[int, int]:
+    """The next pool's two numbers; the first is that of a graph."""
+    return 0, next(_pools)
+
+
+class PoolId:  # by another name than MemPool: Patches.restore exchanges that one in every module
+    """torch.cuda.MemPool, which can be made and has an id. To allocate in one (use_mem_pool) is refused by `surface`."""
+
+    def __init__(self, *args, **options):
+        self.id = new_pool()
 
 
 class Memory:
@@ -48,31 +65,31 @@ class Memory:
     # -- figures
 
     def _cuda_memoryStats(self, device: int) -> dict[str, Any]:
-        with settled(self._gpu(device)) as memory:
+        with self._gpu(device).only() as memory:
             return memory.statistics.nested()
 
     def _cuda_resetPeakMemoryStats(self, device: int) -> None:
-        with settled(self._gpu(device)) as memory:
+        with self._gpu(device).only() as memory:
             memory.statistics.reset_peaks()
 
     def _cuda_resetAccumulatedMemoryStats(self, device: int) -> None:
-        with settled(self._gpu(device)) as memory:
+        with self._gpu(device).only() as memory:
             memory.statistics.reset_accumulated()
 
     def _cuda_getMemoryFraction(self, device: int) -> float:
-        with settled(self._gpu(device)) as memory:
+        with self._gpu(device).only() as memory:
             return memory.limit / memory.capacity
 
     def _cuda_setMemoryFraction(self, fraction: float, device: int) -> None:
         if not 0 <= fraction <= 1:
             raise RuntimeError(f"invalid fraction:{fraction}. Please set within [0, 1].")
-        with settled(self._gpu(device)) as memory:
-            memory.limit = int(fraction * memory.capacity)
+        with self._gpu(device).only() as memory:
+            memory.limit_to(int(fraction * memory.capacity))
 
     def _cuda_emptyCache(self) -> None:
         for gpu in self.machine.gpus:
             self.machine.clock.check(gpu.index)
-            with settled(gpu) as memory:
+            with gpu.only() as memory:
                 memory.empty_cache()
 
     def _host_emptyCache(self) -> None:
@@ -87,7 +104,7 @@ class Memory:
         if size == 0:
             return 0
         gpu = self.machine.gpu(None)
-        with settled(gpu) as memory:
+        with gpu.only() as memory:
             block = memory.malloc(size, id_of(stream))
         self.raw[block.address] = (gpu, block)
         return block.address
@@ -97,16 +114,17 @@ class Memory:
             if ptr not in self.raw:
                 raise RuntimeError(f"invalid device pointer: {ptr:#x}")
             gpu, block = self.raw.pop(ptr)
-            with settled(gpu) as memory:
+            with gpu.only() as memory:
                 memory.free(block)
 
     def _cuda_cudaCachingAllocator_enable(self, value: bool) -> None:
-        for gpu in self.machine.gpus:
-            with settled(gpu) as memory:
-                memory.cache(value)
+        if not value:
+            raise NotImplementedError("memory past the cache is not modelled on virtual GPUs: leave the cache on")
 
     def _cuda_cudaCachingAllocator_is_enabled(self) -> bool:
-        return self.machine.gpu(None).memory.caching
+        return True
+
+    _graph_pool_handle = staticmethod(new_pool)
 
     # -- history
 
@@ -124,13 +142,17 @@ class Memory:
         record_cuda: bool = True,
     ) -> None:
         level, entries = history.options(enabled, context, stacks, max_entries)
-        kept = dict(
-            level=level,
-            max_entries=entries,
-            skip=skip_actions or (),
-            operation_of=operation_of if stacks == "all" else None,
-        )
-        self._record(enabled is not None, kept, clear_history, record_pinned_host_memory, record_cuda)
+        if enabled is not None and record_pinned_host_memory:
+            raise NotImplementedError(
+                "the history of pinned memory is not modelled on virtual GPUs; leave record_pinned_host_memory out"
+            )
+        name = operation_of if stacks == "all" else None
+        for gpu in self.machine.gpus if record_cuda or enabled is None else ():
+            with gpu.only() as memory:
+                new = History(memory.timeline, level, entries, skip_actions or (), name) if enabled else None
+                if new is not None and memory.history is not None and not clear_history:
+                    new.events.extend(memory.history.events)
+                memory.record(new)
 
     def _cuda_record_memory_history_legacy(
         self,
@@ -139,53 +161,33 @@ class Memory:
         trace_alloc_max_entries: int = 1,
         trace_alloc_record_context: bool = False,
         record_cpp_context: bool = False,
-        clear_history: bool = False,
-        compile_context: bool = False,
-        global_record_annotations: bool = False,
-        skip_actions: list[str] | None = None,
-        record_pinned_host_memory: bool = False,
-        record_cuda: bool = True,
+        *others,
+        **options,
     ) -> None:
-        level = history.ALLOC if trace_alloc_record_context else history.STATE if record_context else history.NEVER
-        entries, operations = trace_alloc_max_entries, record_cpp_context
-        kept = dict(
-            level=level, max_entries=entries, skip=skip_actions or (), operation_of=operation_of if operations else None
-        )
-        self._record(enabled, kept, clear_history, record_pinned_host_memory, record_cuda)
-
-    def _record(self, on: bool, kept: dict[str, Any], clear: bool, pinned: bool, cuda: bool) -> None:
-        if on and pinned:
-            raise NotImplementedError(
-                "the history of pinned memory is not modelled on virtual GPUs; leave record_pinned_host_memory out"
-            )
-        for gpu in self.machine.gpus if cuda or not on else ():
-            with settled(gpu) as memory:
-                new = History(memory.timeline, **kept) if on else None
-                if new is not None and memory.history is not None and not clear:
-                    new.events.extend(memory.history.events)
-                memory.record(new)
+        context = "alloc" if trace_alloc_record_context else "state" if record_context else None
+        kept = context, "all" if record_cpp_context else "python", trace_alloc_max_entries
+        self._cuda_record_memory_history("all" if enabled else None, *kept, *others, **options)
 
     def _cuda_isHistoryEnabled(self) -> bool:
         return self.machine.gpu(None).memory.history is not None
 
     def _cuda_memorySnapshot(self, pool: tuple | None = None) -> dict[str, Any]:
-        """pool: None, or MemPool's two numbers (0, 0: all memory), which `include_traces` may follow."""
+        """pool: None, or the two numbers of a pool, which `include_traces` may follow."""
         with ExitStack() as locks:
-            allocators = [locks.enter_context(settled(gpu)) for gpu in self.machine.gpus]
-            traces = pool is None or len(pool) < 3 or bool(pool[2])
-            return history.snapshot(allocators, traces, history.NO_POOL if pool is None else tuple(pool[:2]))
+            allocators = [locks.enter_context(gpu.only()) for gpu in self.machine.gpus]
+            return history.snapshot(allocators, include_traces=pool is None or len(pool) < 3 or bool(pool[2]))
 
     def _cuda_attach_out_of_memory_observer(self, observer) -> None:
         """observer(device, bytes asked of the GPU, bytes allowed, bytes free), before the error is raised."""
         for gpu in self.machine.gpus:
-            with settled(gpu) as memory:
+            with gpu.only() as memory:
                 memory.oom_observers.append(observer)
 
     def _cuda_memoryMetadataSupported(self) -> bool:
         return True
 
     def _cuda_setMemoryMetadata(self, metadata: str) -> None:
-        history.metadata.set(metadata)
+        history.metadata.text = metadata
 
     def _cuda_getMemoryMetadata(self) -> str:
         return history.metadata.text
@@ -206,7 +208,7 @@ class Memory:
         allocation = getattr(tensor.untyped_storage(), ALLOCATION, None)
         if allocation is None or allocation.block is None:
             return
-        with settled(allocation.gpu) as memory:
+        with allocation.gpu.only() as memory:
             if memory.history is not None:
                 block = allocation.block
                 context = memory.history.gather()
@@ -220,7 +222,7 @@ class Memory:
     def _accelerator_getMemoryInfo(self, device: int) -> tuple[int, int]:
         gpu = self._gpu(device)
         self.machine.clock.check(gpu.index)
-        with settled(gpu) as memory:
+        with gpu.only() as memory:
             return memory.free_on_gpu, memory.capacity
 
     def _accelerator_getAllocatorSettings(self) -> str:
@@ -229,7 +231,7 @@ class Memory:
     def _accelerator_setAllocatorSettings(self, env: str) -> None:
         settings = config.parse(env, self.machine.gpus[0].memory.config)
         for gpu in self.machine.gpus:
-            with settled(gpu) as memory:
+            with gpu.only() as memory:
                 memory.configure(settings)
 
     _accelerator_emptyCache = _cuda_emptyCache

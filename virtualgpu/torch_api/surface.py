@@ -32,14 +32,11 @@ ANSWERED = {  # {the module of virtualgpu whose `install` puts the answers in pl
         _cuda_getMemoryFraction _cuda_getMemoryMetadata _cuda_isHistoryEnabled _cuda_memoryMetadataSupported
         _cuda_memorySnapshot _cuda_memoryStats _cuda_record_memory_history _cuda_record_memory_history_legacy
         _cuda_resetAccumulatedMemoryStats _cuda_resetPeakMemoryStats _cuda_setMemoryFraction _cuda_setMemoryMetadata
-        _host_emptyCache""",
-    "torch_api.pools": """
-        _cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool _cuda_releasePool _graph_pool_handle""",
+        _graph_pool_handle _host_emptyCache""",
     "torch_api.random": "_accelerator_getDefaultGenerator",
     "torch_api.streams": """
         _CudaEventBase _CudaStreamBase _accelerator_getStream _accelerator_setStream _cuda_getCurrentRawStream
         _cuda_getCurrentStream _cuda_getDefaultStream _cuda_getStreamFromExternal _cuda_setStream""",
-    "torch_api.sync_debug": "_cuda_get_sync_debug_mode _cuda_set_sync_debug_mode",
     "torch_api.blas": """
         _cuda_clearCublasWorkspaces _cuda_getCublasLtWorkspaceSize _cuda_getCublasWorkspaceSize _cuda_getCurrentBlasHandle
         _cuda_getCurrentSolverHandle _cuda_resetCublasLtWorkspaceSize _cuda_resetCublasWorkspaceSize
@@ -51,7 +48,7 @@ ANSWERED = {  # {the module of virtualgpu whose `install` puts the answers in pl
         _accelerator_hooks_get_current_device _accelerator_hooks_maybe_exchange_device _accelerator_hooks_set_current_device
         _accelerator_maybeExchangeDevice _accelerator_setDeviceIndex _accelerator_synchronizeDevice
         _cuda_canDeviceAccessPeer _cuda_exchangeDevice _cuda_getArchFlags _cuda_getDevice _cuda_getDeviceCount
-        _cuda_hasPrimaryContext _cuda_init _cuda_ipc_collect _cuda_isCurrentStreamCapturing _cuda_isInBadFork
+        _cuda_get_sync_debug_mode _cuda_set_sync_debug_mode _cuda_hasPrimaryContext _cuda_init _cuda_ipc_collect _cuda_isCurrentStreamCapturing _cuda_isInBadFork
         _cuda_maybeExchangeDevice _cuda_setDevice _cuda_sleep _cuda_synchronize _cudart _get_accelerator
         _is_cudnn_attention_decode_disabled _nvtx""",
     "torch_api.data_parallel": """
@@ -66,6 +63,11 @@ REFUSED = [  # (what is or are not modelled, the cure, names)
         """_CUDAGraph _acceleratorGraph _construct_CUDA_Tensor_From_Storage_And_Metadata _cuda_beginAllocateCurrentStreamToPool
         _cuda_beginAllocateToPool _cuda_checkPoolLiveAllocations _cuda_getCheckpointState _cuda_setCheckpointPoolState
         torch.cuda.CUDAGraph torch.cuda.graph torch.cuda.make_graphed_callables torch.accelerator.Graph""",
+    ),
+    (
+        "allocating in a pool of one's own (torch.cuda.MemPool) is",
+        "leave use_mem_pool out; without it all memory comes from one cache",
+        """_cuda_beginAllocateCurrentThreadToPool _cuda_endAllocateToPool _cuda_releasePool torch.cuda.memory.use_mem_pool""",
     ),
     (
         "an allocator of one's own (CUDAPluggableAllocator) is",
@@ -156,7 +158,7 @@ HARMLESS = {  # {why: names}
         AcceleratorError _BlasBackend _ROCmFABackend _SDPAParams _SDPBackend _cuda_CUDAAllocator
         _cuda_CUDAAllocator_AllocatorState _distributed_c10d._DEFAULT_PG_NCCL_TIMEOUT _distributed_c10d._DMAConnectivity
         _distributed_c10d._SymmetricMemory""",
-    "the base of torch.cuda.MemPool, which torch_api.pools replaces": "_MemPool",
+    "the base of torch.cuda.MemPool, which torch_api.memory replaces": "_MemPool",
     "launches Triton's kernels, of which there are none": "_FastCudaLauncher _StaticCudaLauncher",
     "versions, and functions of libraries that no driver is asked for": "_cudnn _cusparselt",
     "a flag: C++ tells a listener of GPU events, and has none to tell": "_activate_gpu_trace",
@@ -228,12 +230,6 @@ def lacking(version: tuple[int, int]) -> set[str]:
     }
 
 
-def version() -> tuple[int, int]:
-    """Of the PyTorch that is installed: (2, 15)."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 def locate(name: str) -> tuple[object, str]:
     """(owner, attribute) of a row's name; the owner is None where this PyTorch has no such module or class."""
     path = name.split(".") if name.startswith("torch.") else ["torch", "_C", *name.split(".")]
@@ -247,7 +243,7 @@ def _refuse(name: str, sentence: str, patches: Patches) -> None:
     owner, attribute = locate(name)
     if hasattr(owner, attribute):  # other modules may have imported it by name
         patches.replace_everywhere(owner, attribute, refusing(sentence, getattr(owner, attribute)))
-    elif owner is _compat.C and not _compat.built_with_cuda and name not in lacking(version()):
+    elif owner is _compat.C and not _compat.built_with_cuda and name not in lacking(_compat.VERSION):
         patches.add(owner, attribute, refusing(sentence))
 
 

@@ -5,7 +5,7 @@ import torch
 
 import virtualgpu
 from virtualgpu.distributed.nodes import Layout, Where
-from virtualgpu.hardware import networks
+from virtualgpu.hardware import networks, settings
 from virtualgpu.hardware.specs import SPECS, find
 from virtualgpu.run.ranks import launch
 from virtualgpu.timing import nccl
@@ -20,8 +20,8 @@ class GPU:
 
 class Machine:
     def __init__(self, gpus: int, gpus_per_node=None, network=None):
-        self.specs, self.gpus_per_node = [None] * gpus, gpus_per_node
-        self.network, self.ledger = network and networks.find(network), None
+        self.specs, self.ledger = [None] * gpus, None
+        self.settings = settings.find(gpus, gpus_per_node, network)
 
 
 def layout(environs: list[dict], gpus: list[int], *machine) -> Layout:
@@ -161,9 +161,9 @@ def test_asking_for_another_network_starts_afresh():
     virtualgpu.gpus(2, network="HDR")
     first = virtualgpu.machine()
     virtualgpu.gpus(2, network="InfiniBand HDR")
-    assert virtualgpu.machine() is first and first.network == networks.NETWORKS["InfiniBand HDR"]
+    assert virtualgpu.machine() is first and first.settings.network == networks.NETWORKS["InfiniBand HDR"]
     with virtualgpu.dry_run(network="Ethernet 10"):
-        assert first.network.shared
-    assert not first.network.shared
+        assert first.settings.network.shared
+    assert not first.settings.network.shared
     virtualgpu.gpus(2)
-    assert virtualgpu.machine() is not first and virtualgpu.machine().network is None
+    assert virtualgpu.machine() is not first and virtualgpu.machine().settings.network is None

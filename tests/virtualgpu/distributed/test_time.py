@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.sources import VirtualSource
+from virtualgpu.monitor import VirtualSource
 from virtualgpu.timing import nccl
 
 

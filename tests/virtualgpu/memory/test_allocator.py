@@ -81,7 +81,7 @@ def test_when_the_gpu_is_full_the_cache_is_given_back_first():
     memory.free(memory.malloc(60 * MIB))
     assert memory.reserved == 60 * MIB
     memory.malloc(80 * MIB)
-    assert (memory.reserved, memory.retries, memory.ooms) == (80 * MIB, 1, 0)
+    assert (memory.reserved, memory.statistics.retries, memory.statistics.ooms) == (80 * MIB, 1, 0)
 
 
 def test_out_of_memory_in_pytorchs_words():
@@ -94,14 +94,14 @@ def test_out_of_memory_in_pytorchs_words():
         "free. Including non-PyTorch memory, this process has 200.00 MiB memory in use. Of the allocated memory 150.00 MiB "
         "is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated. If reserved but unallocated memory "
     )
-    assert (memory.allocated, memory.reserved, memory.ooms) == (150 * MIB, 150 * MIB, 1), (
+    assert (memory.allocated, memory.reserved, memory.statistics.ooms) == (150 * MIB, 150 * MIB, 1), (
         "the failed request changed nothing"
     )
 
 
 def test_a_process_may_be_held_to_a_fraction():
     memory = CachingAllocator(GIB)
-    memory.limit = 100 * MIB
+    memory.limit_to(100 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=r"100.00 MiB allowed; Of the allocated memory"):
         memory.malloc(101 * MIB)
     memory.malloc(100 * MIB)

@@ -2,11 +2,11 @@
 around them."""
 
 import base64
+import contextlib
 import io
 import pickle
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +26,11 @@ class GPU:
     """What the patch knows of a GPU."""
 
     def __init__(self, index: int):
-        self.index, self.lock = index, threading.RLock()
+        self.index = index
         self.memory = CachingAllocator(100 * MIB, index, timeline=Time())
 
-    def settled(self) -> CachingAllocator:
-        return self.memory
+    def only(self) -> contextlib.AbstractContextManager[CachingAllocator]:
+        return contextlib.nullcontext(self.memory)
 
 
 @pytest.fixture

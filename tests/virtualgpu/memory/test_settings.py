@@ -35,6 +35,12 @@ def test_which_variable_wins(environment):
     assert from_environment() == Config(), "it wins even where it says nothing"
 
 
+def test_memory_past_the_cache_is_refused(environment):
+    environment.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(NotImplementedError, match="unset it"):
+        from_environment()
+
+
 def test_all_settings_at_once():
     text = (
         "max_split_size_mb:40, max_non_split_rounding_mb:30,garbage_collection_threshold:0.5,roundup_power2_divisions:8"
@@ -184,7 +190,7 @@ def test_too_large_blocks_go_first_when_memory_runs_out():
     assert memory.reserved == 210 * MIB, "the 100 MiB that may not serve 70 went"
     memory.malloc(105 * MIB)
     assert memory.reserved == (30 + 70 + 106) * MIB, "60 and 50 went, the largest first"
-    assert memory.retries == 0
+    assert memory.statistics.retries == 0
 
 
 @pytest.mark.parametrize("fraction, reserved", [(0.5, 82), (1.0, 96)])
@@ -198,7 +204,7 @@ def test_garbage_collection_needs_a_fraction(fraction, reserved):
     memory.malloc(40 * MIB)
     assert memory.reserved == 66 * MIB
     memory.malloc(30 * MIB)  # 66 MiB are more than 0.6 of 100: those of 14 go, which were not used since; 12 stay
-    assert (memory.reserved, memory.retries) == (reserved * MIB, 0)
+    assert (memory.reserved, memory.statistics.retries) == (reserved * MIB, 0)
 
 
 def test_garbage_of_the_same_age_goes_together():
@@ -206,4 +212,4 @@ def test_garbage_of_the_same_age_goes_together():
     for block in [memory.malloc(size * MIB) for size in (32, 34)]:
         memory.free(block)
     memory.malloc(30 * KIB)  # of the small pool: served by a segment of its own
-    assert memory.reserved == 2 * MIB and memory.retries == 0
+    assert memory.reserved == 2 * MIB and memory.statistics.retries == 0

@@ -29,7 +29,7 @@ def test_a_shared_block_waits_for_the_other_stream(time):
     time.work[7] = 5.0
     memory.free(block)
     figures = memory.statistics.nested()
-    assert (memory.allocated, memory.requested) == (0, 300 * KIB), (
+    assert (memory.allocated, memory.statistics.now(2)) == (0, 300 * KIB), (
         "requested_bytes counts what waits, allocated_bytes not"
     )
     assert (figures["active"]["all"]["current"], figures["active_bytes"]["all"]["current"]) == (1, 300 * KIB)
@@ -67,7 +67,7 @@ def test_use_on_its_own_stream_changes_nothing(time):
     memory.record_stream(block, 7)
     time.work[7] = 5.0
     memory.free(block)
-    assert not block.used and memory.requested == 0
+    assert not block.used and memory.statistics.now(2) == 0
 
 
 def test_blocks_that_wait_do_not_join(time):
@@ -122,7 +122,7 @@ def test_bytes_add_up_with_streams(steps):
     for block in program.live:
         memory.free(block)
     memory.empty_cache()
-    assert (memory.allocated, memory.requested, memory.reserved, memory.all_blocks()) == (0, 0, 0, [])
+    assert (memory.allocated, memory.statistics.now(2), memory.reserved, memory.all_blocks()) == (0, 0, 0, [])
 
 
 @given(st.lists(STEPS, min_size=30, max_size=120), st.integers(1, 40 * MIB), st.sampled_from([0, 7]))
@@ -148,7 +148,7 @@ def test_require_says_what_malloc_would(steps, nbytes, stream):
             nbytes, stream
         )  # now there is room, and no more is asked of the GPU than by malloc alone
         assert memories[1].reserved == memories[0].reserved and block.requested == nbytes
-        assert memories[1].retries == memories[0].retries
+        assert memories[1].statistics.retries == memories[0].statistics.retries
         check(memories[1], [*programs[1].live, block])
     else:
         assert outcomes[0] == outcomes[1] and figures[0] == figures[1]
@@ -159,6 +159,6 @@ def test_require_of_several_sizes_together():
     memory.require([60 * MIB, 40 * MIB])
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 42.00 MiB.*60.00 MiB is allocated by PyTorch"):
         memory.require([60 * MIB, 42 * MIB])
-    assert (memory.allocated, memory.ooms) == (0, 1)
+    assert (memory.allocated, memory.statistics.ooms) == (0, 1)
     memory.require([])
     memory.require(0)

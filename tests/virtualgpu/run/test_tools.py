@@ -221,7 +221,7 @@ def test_nvml_refuses_as_the_driver_would(pynvml):
 
 
 def test_a_source_reads_nvml(pynvml, ledger, monkeypatch):
-    from virtualgpu.sources import NVMLSource, Reading
+    from virtualgpu.monitor import NVMLSource, Reading
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", environment.uuid(1)[:12])
     source = NVMLSource()

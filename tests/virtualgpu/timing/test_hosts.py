@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.hardware.hosts import DATASHEET, HOSTS, settings
+from virtualgpu.hardware.hosts import HOSTS
+from virtualgpu.hardware.settings import DATASHEET, find
 
 resnet50 = pytest.importorskip("torchvision").models.resnet50
 
@@ -45,7 +46,7 @@ def test_unknown_names_say_what_there_is(names):
     with pytest.raises(
         ValueError, match="measured or datasheet|measured .* or datasheet" if "clock" in names else ", ".join(HOSTS)
     ):
-        settings(**names)
+        find(**names)
 
 
 def test_settings_reach_other_processes(monkeypatch):
@@ -61,6 +62,6 @@ def test_a_dry_run_keeps_the_clock_that_is_on(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     with virtualgpu.gpus(1, host="2021"):
         with virtualgpu.dry_run():
-            assert virtualgpu.machine().clock_settings.host == "2021"
+            assert virtualgpu.machine().settings.host == "2021"
         with pytest.raises(ValueError, match="another clock"), virtualgpu.dry_run(host="2023"):
             pass

@@ -75,8 +75,7 @@ def test_going_on(what, x):
 
 
 def test_the_mode_is_read_back_and_new_gpus_have_none(x):
-    with pytest.warns(UserWarning, match="prototype feature"):
-        torch.cuda.set_sync_debug_mode(1)
+    torch.cuda.set_sync_debug_mode(1)
     assert torch.cuda.get_sync_debug_mode() == 1
     virtualgpu.reset()
     virtualgpu.gpus(1)

@@ -66,7 +66,7 @@ def apply(change: Mapping, machine, rank: Callable[[], int]) -> Callable[[int], 
     """Before the program begins. What it returns is called before each step, numbered from 0."""
     clock, before = machine.clock, []
     if "launches" in change:
-        clock.costs = FREE
+        clock.set_costs(FREE)
     if "buckets" in change:
         _bucketed(change["buckets"])
     if "compress" in change:
@@ -78,15 +78,15 @@ def apply(change: Mapping, machine, rank: Callable[[], int]) -> Callable[[int], 
     if "tf32" in change:
         before.append(lambda step: torch.set_float32_matmul_precision("high"))
     if "copies" in change or "factors" in change:
-        clock.__class__ = ChangedClock
-        clock.copies_ahead = "copies" in change
+        clock.become(ChangedClock, copies_ahead="copies" in change)
     if "factors" in change:
         costs = clock.costs
 
         def scale(step: int) -> None:
             factors = of_rank(change["factors"], rank()) or [1.0]
-            clock.factor = factors[min(step, len(factors) - 1)]
-            clock.costs = Host(*[value * clock.factor if isinstance(value, float) else value for value in costs])
+            factor = factors[min(step, len(factors) - 1)]
+            clock.become(ChangedClock, factor=factor)
+            clock.set_costs(Host(*[value * factor if isinstance(value, float) else value for value in costs]))
 
         before.append(scale)
 

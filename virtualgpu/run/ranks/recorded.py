@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from virtualgpu import blocks, session
+from virtualgpu import session
 from virtualgpu.run.ranks import launch
+from virtualgpu.session import blocks
 from virtualgpu.timeline import Timeline
 from virtualgpu.timing.queues import Span
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.blocks import other_process
+from virtualgpu.session.blocks import other_process
 
 MIB = 1 << 20
 

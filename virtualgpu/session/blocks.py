@@ -11,7 +11,8 @@ import torch
 from virtualgpu import session
 from virtualgpu.distributed import rank_config
 from virtualgpu.engine.thread_context import dry_runs
-from virtualgpu.hardware import bridges, hosts, networks, specs
+from virtualgpu.hardware import bridges, networks, specs
+from virtualgpu.hardware import settings as hardware_settings
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.specs import parse_size
 from virtualgpu.session import check_number, current, reset, turn_on
@@ -47,7 +48,7 @@ def dry_run(
         check_number("dry_run", n)
     where = None if world_size is None else rank_config.make(world_size, rank, gpus_per_node)
     joined = None if network is None else networks.find(network)
-    clock_settings = hosts.settings(clock, host)
+    settings = hardware_settings.find(clock=clock, host=host)
     machine = current()
     own = machine is None
     if machine is not None and session.machine() is None:  # they pass for real ones, beside which a dry run has its own
@@ -64,13 +65,14 @@ def dry_run(
         if cards != tuple(machine.specs):
             there = ", ".join(card.name for card in machine.specs)
             raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
-    if not own and (clock, host) != (None, None) and clock_settings != machine.clock_settings:
+    there = None if own else (machine.settings.clock, machine.settings.host)
+    if not own and (clock, host) != (None, None) and (settings.clock, settings.host) != there:
         raise ValueError(
-            f"dry_run asks for another clock than that of the GPUs that are on ({', '.join(machine.clock_settings)}): call reset() first"
+            f"dry_run asks for another clock than that of the GPUs that are on ({', '.join(there)}): call reset() first"
         )
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    with _borrowed.use(cards if own else None, clock_settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
+    with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
         yield
 
 
@@ -81,11 +83,11 @@ class _Borrowed:
         self.blocks, self.made, self.lock = 0, False, threading.RLock()
 
     @contextlib.contextmanager
-    def use(self, cards, clock_settings) -> Iterator[None]:
+    def use(self, cards, settings: hardware_settings.MachineSettings) -> Iterator[None]:
         """In this block there are GPUs: those that are on, or of these cards where none are."""
         with self.lock:
             if cards is not None and current() is None:
-                turn_on(cards, clock=clock_settings)
+                turn_on(cards, settings=settings)
                 self.made = True
             self.blocks += 1
             session.meet()
@@ -113,7 +115,7 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
             "another thread has a dry run with world_size= or network=, which hold for the whole process: wait for its end"
         )
     machine = current()
-    before = machine.connect(network or machine.network)
+    before = machine.connect(network or machine.settings.network)
     environ = None
     try:
         environ = None if where is None else rank_config.enter(machine, where)

@@ -1,79 +1,28 @@
-"""What stands in for PyTorch's GPUs while virtual ones are on: put in place and taken out again, as a whole."""
+"""What stands in for PyTorch's GPUs while virtual ones are on: every module's patches, put in place and taken out again as a whole."""
 
+import importlib
 from collections.abc import Sequence
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from virtualgpu import _compat
-from virtualgpu.distributed import patches as distributed
-from virtualgpu.distributed.nodes import Nodes
-from virtualgpu.engine import kernels, meta_kernels
+from virtualgpu.engine import kernels
 from virtualgpu.engine.allocation import holders
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.machine import Machine
-from virtualgpu.hardware.hosts import ClockSettings
+from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.sanitizer import gpu_trace, switch
-from virtualgpu.torch_api import (
-    autocast,
-    batch_norm,
-    blas,
-    compiler,
-    cuda,
-    data_parallel,
-    devices,
-    dlpack,
-    foreach,
-    functions,
-    legacy,
-    memory,
-    monitor,
-    nvml,
-    pools,
-    profiler,
-    random,
-    recurrent,
-    saving,
-    storage,
-    streams,
-    surface,
-    sync_debug,
-    tensor,
-    threads,
-    triton,
-)
+from virtualgpu.torch_api import threads
 from virtualgpu.torch_api.registry import Patches
 
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
-PATCH_MODULES = (
-    memory,
-    pools,
-    random,
-    streams,
-    sync_debug,
-    blas,
-    cuda,
-    tensor,
-    functions,
-    recurrent,
-    devices,
-    storage,
-    saving,
-    dlpack,
-    legacy,
-    foreach,
-    data_parallel,
-    distributed,
-    batch_norm,
-    autocast,
-    compiler,
-    profiler,
-    triton,
-    threads,
-    monitor,
-    nvml,
-    surface,
-)
+PATCH_MODULES = """
+    torch_api.memory torch_api.random torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.functions
+    torch_api.recurrent torch_api.devices torch_api.storage torch_api.saving torch_api.legacy torch_api.data_parallel
+    distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler torch_api.triton torch_api.threads
+    torch_api.monitor torch_api.nvml torch_api.surface"""
+MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
 
 
 class Session:
@@ -84,15 +33,12 @@ class Session:
         cards: Sequence[Spec],
         visible: list[int] | None,
         impersonates_real: bool,
-        nodes: Nodes,
+        settings: MachineSettings,
         sanitize: bool = False,
-        clock: ClockSettings = ClockSettings(),  # noqa: B008
     ):
-        self.cards, self.impersonates_real, self.nodes = tuple(cards), impersonates_real, nodes
-        self.sanitize, self.clock = sanitize, clock
-        self.machine = Machine(list(cards), visible, clock)
-        self.machine.gpus_per_node, self.machine.network = nodes
-        self.machine.enter, self.machine.leave = self.enter, self.leave
+        self.cards, self.impersonates_real = tuple(cards), impersonates_real
+        self.settings, self.sanitize = settings, sanitize
+        self.machine = Machine(list(cards), visible, settings, self.enter, self.leave)
         self.patches, self.sanitizer = Patches(), Patches()
         self.lifted = _compat.lifts_only_cpu_tensors()
 
@@ -100,9 +46,8 @@ class Session:
         """Replace PyTorch's functions, module after module; this thread and the main one see the virtual GPUs."""
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
-        meta_kernels.install()
         kernels.install()
-        for module in PATCH_MODULES:
+        for module in MODULES:
             module.install(self.machine, self.patches)
         gpu_trace.install(self.machine, self.patches)
         self.patches.spread()
@@ -110,7 +55,7 @@ class Session:
             (register_optimizer_step_pre_hook, "optimizer"),
             (register_optimizer_step_post_hook, "forward"),
         ):
-            self.patches.undo(register(lambda *_, kind=kind: self._kind(kind)).remove)
+            self.patches.undo(register(lambda *_, kind=kind: self.machine.clock.set_kind(kind)).remove)
         self.look_for_races(self.sanitize)
         self.enter()
         if holders.of_cpp is None:
@@ -127,12 +72,12 @@ class Session:
     def enter(self) -> None:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
         _leave()
-        self.machine.local.seen = self.machine
+        self.machine.local.saw(self.machine)
         _compat.enter_below(Dispatch(self.machine))
 
     def leave(self) -> None:
         """Called by a thread that ends. C++ would let go of the mode only after that, and where Python is ending too, it aborts the process."""
-        self.machine.local.seen = None
+        self.machine.local.saw(None)
         _compat.remove_modes(lambda mode: isinstance(mode, Dispatch) and mode.machine is self.machine)
 
     def meet(self) -> None:
@@ -142,16 +87,12 @@ class Session:
 
     def close(self) -> None:
         """Each function of PyTorch back in its place. Threads that still have the mode are not disturbed: it lets all pass."""
-        self.machine.closed = True
-        self.machine.local.seen = None
+        self.machine.close()
         _leave()
         threads.tell_main_thread(_leave)
         _compat.lift_only_cpu_tensors(self.lifted)
         self.sanitizer.restore()
         self.patches.restore()
-
-    def _kind(self, kind: str) -> None:
-        self.machine.clock.local.kind = kind
 
 
 def _leave() -> None:

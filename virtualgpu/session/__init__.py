@@ -1,4 +1,8 @@
-"""Virtual GPUs on and off: `gpus` and `reset`; `activate` for the runner, `restart` for the pytest plugin. `blocks` has the rest."""
+"""Virtual GPUs on and off: `gpus` and `reset` for a program, `activate` for the runner, `restart` for the pytest plugin.
+
+Here is which GPUs are on. `installed` puts them in the place of real ones, as a whole, and takes them out again; `blocks` has what holds for
+as long as a with block lasts.
+"""
 
 import contextlib
 import functools
@@ -8,15 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from virtualgpu.distributed.nodes import ONE_NODE, Nodes
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.environment import MAX_GPUS, visible_gpus
-from virtualgpu.hardware import hosts, specs
-from virtualgpu.hardware.hosts import ClockSettings
+from virtualgpu.hardware import settings as hardware_settings
+from virtualgpu.hardware import specs
 from virtualgpu.hardware.networks import Network
+from virtualgpu.hardware.settings import DATASHEET, MachineSettings
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.installed import Session
+from virtualgpu.session.installed import Session
 
 
 class Devices(list):
@@ -38,12 +42,11 @@ def turn_on(
     cards: Sequence[Spec],
     visible: list[int] | None = None,
     impersonates_real: bool = False,
-    nodes: Nodes = ONE_NODE,
-    clock: ClockSettings = ClockSettings(),  # noqa: B008
+    settings: MachineSettings = MachineSettings(),  # noqa: B008
 ) -> Session:
     """On, or, where that fails, nothing changed."""
     global _session
-    session = _session = Session(cards, visible, impersonates_real, nodes, _sanitize, clock)
+    session = _session = Session(cards, visible, impersonates_real, settings, _sanitize)
     try:
         session.open()
     except BaseException:  # Ctrl-C among them
@@ -143,15 +146,15 @@ def gpus(
     """
     global _played
     check_number("gpus", n)
-    cards, nodes = tuple(specs.find_all(n, like, memory)), Nodes.of(n, gpus_per_node, network)
-    clock_settings = hosts.settings(clock, host)
+    cards = tuple(specs.find_all(n, like, memory))
+    settings = hardware_settings.find(n, gpus_per_node, network, clock, host)
     kind = _wanted_kind()
     if _session is not None and not _session.impersonates_real:
-        new = (_session.cards, _session.nodes, _session.clock) != (cards, nodes, clock_settings)
+        new = (_session.cards, _session.settings) != (cards, settings)
         if new:
             dry = _session.machine.always_dry
             _close()
-            turn_on(cards, nodes=nodes, clock=clock_settings).machine.be_dry(dry)
+            turn_on(cards, settings=settings).machine.be_dry(dry)
         meet()
         return _announce(_session, new)
     real = 0 if kind == "virtual" else torch.cuda.device_count()
@@ -168,7 +171,7 @@ def gpus(
     # under the runner, which plays real ones, do as where too few are real: reset() leaves those that were there before
     before = _close()
     _played = before if kind == "real" else None
-    return _announce(turn_on(cards, nodes=nodes, clock=clock_settings), True)
+    return _announce(turn_on(cards, settings=settings), True)
 
 
 @_one_at_a_time
@@ -195,8 +198,8 @@ def activate(
     def choose() -> list[int]:
         return visible_gpus(len(cards), gpus_per_node=gpus_per_node)
 
-    nodes = Nodes.of(len(cards), gpus_per_node, network)
-    machine = turn_on(cards, choose(), impersonates_real=True, nodes=nodes, clock=hosts.settings(clock, host)).machine
+    settings = hardware_settings.find(len(cards), gpus_per_node, network, clock, host)
+    machine = turn_on(cards, choose(), impersonates_real=True, settings=settings).machine
     machine.be_dry(dry)
     machine.choose_by(choose)
     return machine
@@ -208,7 +211,7 @@ def restart() -> None:
     if _session is None:
         raise RuntimeError("there are no virtual GPUs to renew: call gpus() first")
     old = _close()
-    new = turn_on(old.cards, old.machine.visible, old.impersonates_real, old.nodes, old.clock).machine
+    new = turn_on(old.cards, old.machine.visible, old.impersonates_real, old.settings).machine
     new.be_dry(old.machine.always_dry)
     new.choose_by(old.machine.choose)
     if old.machine.ledger is not None:
@@ -255,7 +258,7 @@ def _announce(session: Session, new: bool) -> Devices:
     what = f"{'s, each' if n > 1 else ','} like a {cards[0].name} with {size(cards[0])}"
     if any(card != cards[0] for card in cards):
         what = "s: " + ", ".join(f"a {card.name} with {size(card)}" for card in cards)
-    worth = "a lower bound" if session.clock.rates == hosts.DATASHEET else "most steps within 30 %"
+    worth = "a lower bound" if session.settings.clock == DATASHEET else "most steps within 30 %"
     print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated ({worth}).")
     return Devices((gpu.device for gpu in session.machine.gpus), made_here=new)
 
