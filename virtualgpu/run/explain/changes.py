@@ -3,7 +3,7 @@
 `Settings.explain` says it; nothing of the program is changed but by these:
 
     launches: 0            the host launches in no time, as CUDA graphs come near to
-    link: "nvlink"         GPUs are joined by NVLink (`nvlinked` says of which card)
+    link: 2                so many GPUs of a node are joined by NVLink (`nvlinked` says of which card)
     communication: 0       collectives and copies between GPUs take no time
     buckets: 100           DistributedDataParallel's bucket_cap_mb; None: PyTorch's own
     compress: 1            DistributedDataParallel sends gradients by fp16_compress_hook
@@ -55,8 +55,8 @@ def nvlinked(spec: Spec, gpus: int) -> tuple[Spec, str]:
 
 def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:
     """The machine's, as the change has them."""
-    if change.get("link") == "nvlink":
-        return [spec if spec.nvlink else nvlinked(spec, len(specs))[0] for spec in specs]
+    if "link" in change:
+        return [spec if spec.nvlink else nvlinked(spec, change["link"])[0] for spec in specs]
     if "communication" in change:
         return [replace(spec, peer=Link(float("inf"), 0.0)) for spec in specs]
     return list(specs)

@@ -51,7 +51,9 @@ def run(
         }
         environ["PYTHONPATH"] = program.first(program.SITE, environ.get("PYTHONPATH"))
         environ.pop(environment.VARIABLE, None)
-        status, output = programs.output_of(command, environ, path, limit)
+        ((status, output),) = programs.side_by_side(
+            lambda words: programs.output_of(words, environ, path, limit), [command], 1
+        )
         traces = _collect(path)
     if status is None:
         return Explanation(failed=NOT_ENDED)

@@ -43,7 +43,8 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 class Programs:
-    """Those that run now; at the block's end, and at an interrupt, none of them is left."""
+    """Those that run now; at the block's end none of them is left, nor at an interrupt where `side_by_side` started them: in the main thread
+    it may come when a process is there, and not known yet."""
 
     def __init__(self):
         self._lock, self._running, self._ended = threading.Lock(), set(), False
