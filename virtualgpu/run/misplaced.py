@@ -87,5 +87,5 @@ def _reads_nothing(text: str) -> bool:
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            imported.add("." if node.level else node.module.partition(".")[0])
+            imported.add("." if node.level else (node.module or "").partition(".")[0])
     return imported <= (HARMLESS | sys.stdlib_module_names) - READERS

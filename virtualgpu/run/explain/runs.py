@@ -82,7 +82,7 @@ def run(
     with Programs() as programs:
         show("the program as it is")
         begin = time.monotonic()
-        (base,) = programs.side_by_side(lambda first: once(programs, first, command, limit=limit), [settings], 1)
+        base = once(programs, settings, command, limit=limit)
         patience = 60 + 20 * (time.monotonic() - begin)  # a change may make it wait for ever
         patience = min(patience, limit or patience)
         if base.failed:
@@ -97,7 +97,7 @@ def run(
 
         show(f"0 of {len(changes)} changes tried")
         tried = programs.side_by_side(again, changes, jobs or side_by_side(command, [len(settings.cards)]))
-        tried = programs.side_by_side(lambda one: again(one.change) if TAKEN in one.words.lower() else one, tried, 1)
+        tried = [again(one.change) if TAKEN in one.words.lower() else one for one in tried]
     tried.sort(key=lambda one: one.step if one.step is not None else float("inf"))
     rows = tuple(
         Row(one.rank, int(gpu), mean(steps_of_one))

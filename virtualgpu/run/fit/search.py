@@ -78,7 +78,7 @@ def run(
     """
     vary = dict(vary or {})
     ranges = {name: values for name, values in vary.items() if isinstance(values, Range)}
-    lists = {name: values for name, values in vary.items() if name not in ranges}
+    lists = {name: values for name, values in vary.items() if not isinstance(values, Range)}
     if len(ranges) > 1:
         raise ValueError(
             f"one option can be searched at a time, not {' and '.join(ranges)}: give values for the others"
@@ -110,14 +110,12 @@ def run(
             tried = _search(low, high, lambda value: trial(card, count, {**values, name: str(value)}))
             return sorted(tried, key=lambda result: int(result.values[name]))
 
-        places = [
-            (card, count, dict(zip(lists, values, strict=True)))
-            for card, count, *values in itertools.product(like, gpus, *lists.values())
-        ]
+        combinations = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+        places = list(itertools.product(like, gpus, combinations))
         if samples is not None:  # what is wrong with it is said before anything runs, too
             lows = {name: str(low) for name, (low, _) in ranges.items()}
-            for _, count, values in places:
-                product(put(samples, {"gpus": str(count), **values, **lows}))
+            for count, combination in itertools.product(gpus, combinations):
+                product(put(samples, {"gpus": str(count), **combination, **lows}))
         groups = programs.side_by_side(lambda place: search(*place), places, jobs or side_by_side(command, gpus))
     return [result for group in groups for result in group]
 

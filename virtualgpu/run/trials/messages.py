@@ -38,10 +38,11 @@ def warnings(output: str) -> list[str]:
 
 def error(output: str) -> str:
     """What ended the program, with the program's line: the last error that is not another process's word on it; or its last line."""
-    errors, places = [], {}  # the place that each rank's traceback named last
+    errors: list[tuple[str, str]] = []
+    places: dict[str, str] = {}  # the one that each rank's traceback named last
     for line in output.splitlines():
-        rank = RANK.match(line)
-        rank, line = (rank[0], line[rank.end() :]) if rank else ("", line)
+        head = RANK.match(line)
+        rank, line = (head[0], line[head.end() :]) if head else ("", line)
         if where := PLACE.search(line):
             if _own(where[1]):
                 places[rank] = f" ({os.path.basename(where[1])}:{where[2]})"

@@ -23,8 +23,8 @@ def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
     if launched and "--standalone" not in command:
         return 1
     free = None
-    with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/meminfo", encoding="ascii") as file:
-        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
+        free = 1024 * int(file.read().partition("MemAvailable:")[2].split()[0])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, (free or ROOM) // ROOM))
 
@@ -43,8 +43,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 class Programs:
-    """Those that run now; at the block's end none of them is left, nor at an interrupt where `side_by_side` started them: in the main thread
-    it may come when a process is there, and not known yet."""
+    """Those that run now; at the block's end, and at an interrupt, none of them is left."""
 
     def __init__(self):
         self._lock, self._running, self._ended = threading.Lock(), set(), False
