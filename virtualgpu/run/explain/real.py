@@ -54,11 +54,11 @@ def run(
         environ.pop(environment.VARIABLE, None)
         status, output = programs.output_of(command, environ, path, limit)
         ranks = dict(left.collect(path, "rank"))
-        traces = [(ranks[pid], trace["traceEvents"]) for pid, trace in left.collect(path, LEFT) if trace is not None]
+        traces = [(ranks.get(pid) or 0, trace["traceEvents"]) for pid, trace in left.collect(path, LEFT) if trace]
     if status is None:
         return Explanation(failed=NOT_ENDED)
     if status:
-        return Explanation(failed=messages.error(output) or f"the program ended with status {status}")
+        return Explanation(failed=messages.end(status, output))
     return explained(sorted(traces, key=lambda trace: trace[0]))
 
 

@@ -6,17 +6,7 @@ from collections.abc import Callable, Sequence
 
 from virtualgpu.environment import Settings
 from virtualgpu.run.explain.candidates import COMPUTING, LEAST, amount
-from virtualgpu.run.explain.parts import (
-    COMMUNICATION,
-    COPIES,
-    LAUNCHES,
-    LOADER,
-    NAMES,
-    OTHER,
-    WAITING,
-    Parts,
-    mean,
-)
+from virtualgpu.run.explain.parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, NAMES, OTHER, WAITING, Parts, mean
 from virtualgpu.run.explain.runs import Explanation, Row, Tried
 from virtualgpu.run.table import columns as aligned
 from virtualgpu.run.table import names
@@ -79,11 +69,11 @@ def sentences(explanation: Explanation) -> list[str]:
         causes.add(one.change.cause)
     if not gains:
         text.append(NOTHING)
-    for one in ran:
-        if one.change.bound and one.change.cause in causes:
-            text.append(
-                f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more."
-            )
+    text += [
+        f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more."
+        for one in ran
+        if one.change.bound and one.change.cause in causes
+    ]
     if more := gains[NAMED:] + [one for one in real if one not in gains]:
         text.append(f"Also tried: {', '.join(f'{one.change.name} {milliseconds(one.step)}' for one in more)}.")
     text += [

@@ -6,7 +6,6 @@ trials as `Trial`s.
 
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -175,7 +174,7 @@ def _trial(
         return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
     if lacking := steps.lacking(left, output):
         return trial._replace(status="out of memory", words=lacking)
-    return trial._replace(status="failed", words=_end(status, output))
+    return trial._replace(status="failed", words=messages.end(status, output))
 
 
 def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: environment.Settings) -> int | None:
@@ -185,18 +184,6 @@ def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: enviro
     ranks, gpus = (settings.single_rank[0], 1) if settings.single_rank else (len(stepped), len(settings.cards))
     counted = [rows(rank.rows, rank.passes, batch, ranks, gpus) or batch for rank in stepped]
     return counted[0] * ranks if settings.single_rank else sum(counted)
-
-
-def _end(status: int, output: str) -> str:
-    """What a program that failed came to."""
-    if -status in {number.value for number in signal.Signals}:
-        killed = (
-            " (this machine's memory may have been too small: --jobs 1)"
-            if -status == getattr(signal, "SIGKILL", 9)
-            else ""
-        )
-        return f"ended by {signal.Signals(-status).name}{killed}"
-    return messages.error(output) or f"ended with status {status}"
 
 
 def largest(trials: Iterable[Trial], name: str) -> dict[tuple, Trial]:

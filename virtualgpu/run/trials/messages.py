@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,15 @@ def not_known(places: Sequence[str]) -> str:
 def warnings(output: str) -> list[str]:
     """What the engine does otherwise than a GPU, as it said so, each once."""
     return list(dict.fromkeys(words.strip() for words in WARNING.findall(output)))
+
+
+def end(status: int, output: str) -> str:
+    """What a program that failed came to."""
+    if -status in {number.value for number in signal.Signals}:
+        killed = -status == getattr(signal, "SIGKILL", 9)
+        cure = " (this machine's memory may have been too small: --jobs 1)" if killed else ""
+        return f"ended by {signal.Signals(-status).name}{cure}"
+    return error(output) or f"ended with status {status}"
 
 
 def error(output: str) -> str:
