@@ -31,13 +31,11 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_search_for_the_largest(here):
-    trials = virtualgpu.fit("train.py --epochs 1", ["T4"], memory="1GB", vary={"batch-size": "40000..320000"}, steps=2)
+    trials = virtualgpu.fit("train.py --epochs 1", ["T4"], memory="1GB", vary={"batch-size": "80000..160000"}, steps=2)
     assert repr(trials).splitlines()[0].split()[:3] == ["card", "GPUs", "batch-size"]
     assert "$ per GPU and hour: T4 0.35" in repr(trials) and 2**28 < trials[0].reserved < 2**30
     assert [(trial.values["batch-size"], trial.status) for trial in trials] == [
-        ("40000", "fits"),
         ("80000", "fits"),
-        ("120000", "out of memory"),
         ("160000", "out of memory"),
     ]
     (best,) = trials.largest

@@ -30,7 +30,6 @@ from virtualgpu.run.smi.fields import APPS, FIELDS, MIB, NONE, columns_of
 from virtualgpu.torch_api import nvml
 
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
-INVALID = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"
 ANSWERS = "-L, --query-gpu=... --format=csv (repeated by -l 1), --query-compute-apps, topo -m, topo -p2p r, nvlink -s and the plain table are"
 LOOP = 5  # seconds: -l without a number
 
@@ -69,21 +68,21 @@ class Parser(argparse.ArgumentParser):
     def __init__(self):
         super().__init__(add_help=False, allow_abbrev=False)
         self.set_defaults(what="table", fields=[])
-        answers = self.add_argument
+        option = self.add_argument
         for what, names in (("help", ["-h", "--help"]), ("list", ["-L", "--list-gpus"]), ("version", ["--version"])):
-            answers(*names, dest="what", action="store_const", const=what)
+            option(*names, dest="what", action="store_const", const=what)
         for what, known in (("gpu", FIELDS), ("compute-apps", APPS)):
-            answers(f"--help-query-{what}", dest="known", action="store_const", const=known)
-            answers(f"--query-{what}", type=lambda text, what=what: (what, self.words(text)), dest="query")
-        answers("--format", type=self.words)
-        answers("-i", "--id", type=self.words)
-        answers("-f", "--filename")
-        answers("-l", "--loop", nargs="?", const=LOOP, type=self.seconds)
-        answers("-lms", "--loop-ms", dest="loop", type=lambda text: self.seconds(text) / 1000)
+            option(f"--help-query-{what}", dest="known", action="store_const", const=known)
+            option(f"--query-{what}", type=lambda text, what=what: (what, self.words(text)), dest="query")
+        option("--format", type=self.words)
+        option("-i", "--id", type=self.words)
+        option("-f", "--filename")
+        option("-l", "--loop", nargs="?", const=LOOP, type=self.seconds)
+        option("-lms", "--loop-ms", dest="loop", type=lambda text: self.seconds(text) / 1000)
 
     def error(self, message):
         """Of a value that is not there, or is none."""
-        raise Refused(INVALID, 1)
+        raise Refused("Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n", 1)
 
     @staticmethod
     def words(text: str) -> list[str]:
@@ -92,8 +91,10 @@ class Parser(argparse.ArgumentParser):
 
     @staticmethod
     def seconds(text: str) -> float:
-        """Raises ValueError."""
-        return int(text) or int("more than none")
+        """Raises ValueError for what is no whole number above 0."""
+        if not text.isdigit() or not int(text):
+            raise ValueError(text)
+        return int(text)
 
     def read(self, arguments: list[str]) -> argparse.Namespace:
         """what: the answer that is asked for."""
