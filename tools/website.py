@@ -17,7 +17,8 @@ import nbformat
 import series
 import stamp
 
-from virtualgpu.run import cards, cli
+from virtualgpu.hardware import specs
+from virtualgpu.run import cli
 from virtualgpu.run.fit import cli as fit_cli
 
 ENGINE = "virtualgpu"
@@ -101,7 +102,7 @@ def card_table() -> str:
     """The cards, and the file that says where each figure is from."""
     data = (series.ROOT / ENGINE / "hardware" / "data" / "cards.toml").read_text(encoding="utf-8")
     return (
-        f"# Cards\n\n```text\n{cards.table().strip()}\n```\n\n"
+        f"# Cards\n\n```text\n{specs.table().strip()}\n```\n\n"
         f"## With their sources\n\nThe file that is read:\n\n```toml\n{data.strip()}\n```\n"
     )
 

@@ -8,6 +8,7 @@ from torch.profiler import profiler as _profiler
 
 KinetoProfile = _profiler._KinetoProfile  # the base of torch.profiler.profile
 pickling = torch._utils  # its _rebuild_tensor: of files, and of what another process sends
+WORKER_LOOP = "_worker_loop"  # of loader_workers()
 saving = torch.serialization._package_registry  # [(priority, tag, restore)] of torch.save and torch.load
 
 
@@ -37,6 +38,11 @@ def fetchers() -> list[type]:
     """The classes whose fetch(index) makes one batch of a DataLoader, in a worker or not."""
     fetch = importlib.import_module("torch.utils.data._utils.fetch")
     return [fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher]
+
+
+def loader_workers():
+    """The module whose WORKER_LOOP is all that a DataLoader's worker does."""
+    return importlib.import_module("torch.utils.data._utils.worker")
 
 
 def in_loader_worker() -> bool:

@@ -191,8 +191,7 @@ class Machine:
         self.clock.block(launch_blocking())
 
     def after_fork(self) -> None:
-        """In the forked child: GPUs that its parent used cannot be used; work on the CPU has numbers."""
-        self.always_dry = False
+        """In the forked child: GPUs that its parent used cannot be used."""
         self.forked = self.initialized
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing import util
 
 from virtualgpu import environment
@@ -10,49 +11,47 @@ from virtualgpu.memory.ledger import Ledger
 
 
 class _Process:
-    """This process's part of the run. `finish` may be called several times."""
+    """This process's part of the run. leaves: what it leaves in the run's folder, by name. `finish` may be called several times."""
 
-    def __init__(self, settings: environment.Settings):
-        self.settings, self.recorded, self.recording = settings, None, None
-        self.steps = self.peaks = None
-        self.ledger = Ledger(settings.folder, len(settings.cards)) if settings.folder else None
-
-    def start(self) -> None:
-        activate(self.settings, self.ledger)
-        if self.settings.folder:
-            self.record()
-            self.watch()
-            atexit.register(self.finish)
-            util.register_after_fork(self, _Process.forked)
-            if hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self.record)  # what the parent's GPUs did is the parent's to tell
+    def __init__(self, settings: environment.Settings, folder: str):
+        self.settings, self.folder, self.ledger = settings, folder, Ledger(folder, len(settings.cards))
+        self.leaves: dict[str, Callable[[str], None]] = {}
+        machine = activate(settings, self.ledger)
+        self.record()
+        self.watch(machine)
+        atexit.register(self.finish)
+        util.register_after_fork(self, _Process.forked)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.record)  # what the parent's GPUs did is the parent's to tell
 
     def record(self) -> None:
+        """For --trace."""
         if self.settings.trace:
+            from virtualgpu.run import left, traces
             from virtualgpu.session import blocks
 
-            self.recording = blocks.recording()
-            self.recorded = self.recording.__enter__()
+            self.recording = blocks.recording()  # it ends where nobody holds it
+            spans = self.recording.__enter__()
+            self.leaves["trace"] = lambda folder: spans.save(left.path(folder, traces.LEFT))
 
-    def watch(self) -> None:
+    def watch(self, machine) -> None:
         """For --report: what lies on the GPUs at their peak; for fit: the optimizer's steps; else: what to say of an out of memory."""
-        from virtualgpu import session
+        settings = self.settings
+        if settings.report:
+            from virtualgpu.run import peaks, report
 
-        machine = session.current()
-        if self.settings.report:
-            from virtualgpu.run.peaks import Peaks
-
-            self.peaks = Peaks(machine)
-        if self.settings.explain is not None:
-            from virtualgpu.run.explain import watch
-
-            settings = self.settings
-            self.steps = watch.Watch(machine, settings.steps, settings.explain, settings.folder)
-        elif self.settings.steps is not None:
+            watched = peaks.Peaks(machine)
+            self.leaves["report"] = lambda folder: report.leave(folder, watched.peaks())
+        if settings.steps is not None:
             from virtualgpu.run.trials import rows, steps
 
-            self.steps = steps.Watch(machine, self.settings.steps, rows.Rows())
-        elif not self.settings.report:
+            if settings.explain is None:
+                self.leaves["steps"] = steps.Watch(machine, settings.steps, rows.Rows()).leave
+            else:
+                from virtualgpu.run.explain import watch
+
+                self.leaves["steps"] = watch.Watch(machine, settings.steps, settings.explain, self.folder).leave
+        elif not settings.report:
             from virtualgpu.run import out_of_memory
 
             out_of_memory.explain_uncaught(machine)
@@ -62,55 +61,45 @@ class _Process:
         util.Finalize(None, self.finish, exitpriority=0)
 
     def finish(self) -> None:
-        """Last figures, the trace, the report."""
+        """Last figures, the trace, the report; or a word on why the runner will not find one."""
         from virtualgpu import session
 
         machine = session.current()
         if machine is not None and machine.gpus and machine.initialized and not machine.forked:
             _last_figures(machine, self.ledger)
-        if self.recorded:
-            from virtualgpu.run import traces
-
-            path = os.path.join(self.settings.folder, f"{os.getpid()}{traces.SUFFIX}")
-            _left("trace", self.recorded.save, path)
-        if self.peaks is not None:
-            from virtualgpu.run import report
-
-            _left("report", lambda folder: report.leave(folder, self.peaks.peaks()), self.settings.folder)
-        if self.steps is not None:
-            _left("steps", self.steps.leave, self.settings.folder)
+        for what, leave in self.leaves.items():
+            try:
+                leave(self.folder)
+            except FileNotFoundError:
+                pass  # the runner, and its folder with it, has gone: nobody asks
+            except OSError as error:
+                if sys.stderr is not None:
+                    print(f"virtualgpu: the {what} of process {os.getpid()} was not written: {error}", file=sys.stderr)
         self.ledger.end()
 
 
-def _left(what: str, leave, where: str) -> None:
-    """What the runner is to find, or a word on why it will not."""
-    try:
-        leave(where)
-    except FileNotFoundError:
-        pass  # the runner, and its folder with it, has gone: nobody asks
-    except OSError as error:
-        if sys.stderr is not None:
-            print(f"virtualgpu: the {what} of process {os.getpid()} was not written: {error}", file=sys.stderr)
-
-
-_process: _Process | None = None
+_started = False
 
 
 def start() -> None:
     """Virtual GPUs on, as VIRTUALGPU says. Does nothing the second time (torch may be reloaded)."""
-    global _process
+    global _started
     settings = environment.settings()
     if settings is None and os.environ.get(environment.PROFILED):
         from virtualgpu.run.explain import real
 
         real.start()
-    if _process is None and settings is not None:
-        _process = _Process(settings)
-        _process.start()
+    if _started or settings is None:
+        return
+    _started = True
+    if settings.folder:
+        _Process(settings, settings.folder)
+    else:
+        activate(settings)
 
 
-def activate(settings: environment.Settings, ledger: Ledger | None = None) -> None:
-    """The cards of `settings` that CUDA_VISIBLE_DEVICES leaves, as if they were real ones."""
+def activate(settings: environment.Settings, ledger: Ledger | None = None):
+    """The cards of `settings` that CUDA_VISIBLE_DEVICES leaves, as if they were real ones. Returns the machine."""
     from virtualgpu import session
     from virtualgpu.hardware import specs
 
@@ -128,6 +117,7 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None) -> No
         rank_config.enter(machine, rank_config.make(*settings.single_rank))
     if ledger is not None:
         machine.share(ledger)
+    return machine
 
 
 def _last_figures(machine, ledger: Ledger) -> None:

@@ -4,11 +4,12 @@ import contextlib
 import os
 import signal
 import sys
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from virtualgpu import environment
 from virtualgpu.distributed import rank_config
-from virtualgpu.hardware.settings import nodes
+from virtualgpu.hardware import bridges, networks, settings, specs
 from virtualgpu.run import cards, options
 
 USAGE = """\
@@ -44,34 +45,8 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --cards        list the cards there are, and end
 """
 OPTIONS = options.listed(USAGE)
-
-
-class Options(NamedTuple):
-    """A command line, read. `program`: what Python gets."""
-
-    gpus: int | None = None
-    like: str = "T4"
-    memory: str | None = None
-    trace: str | None = None
-    dry: bool = False
-    report: bool = False
-    quiet: bool = False
-    cards: bool = False
-    help: bool = False
-    program: tuple[str, ...] = ()
-    world_size: int | None = None
-    rank: int | None = None
-    gpus_per_node: int | None = None
-    network: str | None = None
-    sanitize: bool = False
-    clock: str | None = None
-    host: str | None = None
-    explain: bool = False
-    json: bool = False
-    steps: int | None = None
-    jobs: int | None = None
-    limit: int | None = None
-    real: bool = False
+OF_EXPLAIN = ("json", "steps", "jobs", "limit")
+NUMBERS = ("world_size", "rank", "gpus_per_node", "steps", "jobs", "limit")
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +62,7 @@ def main(arguments: list[str]) -> int:
         if line.help:
             return _print(USAGE)
         if line.cards:
-            return _print(cards.table() + "\n")
+            return _print(specs.table() + "\n")
         if not line.program:
             raise ValueError("name a program to run: a script, a command, or -m and a module (--help says more)")
         settings = _settings(line)
@@ -96,10 +71,10 @@ def main(arguments: list[str]) -> int:
         if line.explain:
             from virtualgpu.run.explain import cli as explain
 
-            return explain.main(line.program, settings, line.real, line.steps, line.jobs, line.limit, line.json)
+            return explain.main(line.program, settings, line.real, line.steps, line.jobs, line.limit, bool(line.json))
         names = OPTIONS.keys() - {"--help"}
         _say(misplaced.at_start(line.program, names))
-        status = program.run(settings, list(line.program), line.trace, line.quiet)
+        status = program.run(settings, list(line.program), line.trace, bool(line.quiet))
         _say(misplaced.at_end(line.program, status, names))
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu: {error}", file=sys.stderr)
@@ -133,27 +108,27 @@ def _print(text: str) -> int:
     return 0
 
 
-def parse(arguments: list[str]) -> Options:
-    """Options up to the program; everything after it is the program's. Raises ValueError."""
-    texts, program = options.split(arguments, OPTIONS, "--help")
-    values = {name[2:].replace("-", "_"): words[-1] if OPTIONS[name] else True for name, words in texts.items()}
+def parse(arguments: list[str]) -> SimpleNamespace:
+    """Each option before the program by its name, None where it was not given; and `program`, what Python gets. Raises ValueError."""
+    given, program = options.split(arguments, OPTIONS, "--help")
+    values: dict[str, Any] = {name[2:].replace("-", "_"): words[-1] for name, words in given.items()}
+    for name in values.keys() & NUMBERS:
+        values[name] = options.whole_number(f"--{name.replace('_', '-')}", values[name])
     if "gpus" in values:
         values["gpus"] = options.number_of_gpus(values["gpus"])
-    for name in ("--world-size", "--rank", "--gpus-per-node", "--steps", "--jobs", "--limit"):
-        if name in texts:
-            values[name[2:].replace("-", "_")] = options.whole_number(name, texts[name][-1])
     if "trace" in values:
         values["trace"] = _writable(values["trace"])
     if "quiet" in values and "report" in values:
         raise ValueError("--quiet and --report contradict each other: choose one")
     _check_explain(values)
-    return Options(**values, program=tuple(program))
+    absent = dict.fromkeys(name[2:].replace("-", "_") for name in OPTIONS) | {"like": "T4", "real": False}
+    return SimpleNamespace(**absent | values, program=tuple(program))
 
 
 def _check_explain(values: dict) -> None:
     """Options that go with --explain, and those that do not."""
     if "explain" not in values:
-        if names := [name for name in ("json", "steps", "jobs", "limit") if name in values]:
+        if names := [name for name in OF_EXPLAIN if name in values]:
             raise ValueError(f"--{names[0]} is of --explain (or of fit): add it, or leave this out")
         return
     if names := [name for name in ("trace", "report", "sanitize", "quiet") if name in values]:
@@ -162,45 +137,44 @@ def _check_explain(values: dict) -> None:
         )
     if values.get("steps") == 1:
         raise ValueError("--steps 1: one step has the beginnings of all others in it; give 2 at least, or 0 for all")
-    values["real"] = values.keys() <= {"explain", "json", "steps", "jobs", "limit"}  # nobody asks for virtual GPUs
+    values["real"] = values.keys() <= {"explain", *OF_EXPLAIN}  # nobody asks for virtual GPUs
     values["dry"] = True
 
 
-def _settings(line: Options) -> environment.Settings:
+def _settings(line: SimpleNamespace) -> environment.Settings:
     """What the program's processes are told. Raises ValueError, in a sentence."""
     alone, per_node = _alone(line), line.gpus_per_node
     gpus = cards.find(1 if alone and not line.gpus else line.gpus, line.like, line.memory)
     if alone is not None:
-        cards.bridge(gpus[0], min(alone.world_size, alone.gpus_per_node))
+        bridges.check([specs.find(gpus[0].like)] * min(alone.world_size, alone.gpus_per_node))
         per_node = None
     elif per_node is not None:
-        _checked(f"--gpus-per-node {per_node}", nodes, len(gpus), per_node)
-    network = None if line.network is None else _checked("--network", cards.network, line.network)
-    clock, host = _checked("--clock, --host", cards.clock, line.clock, line.host)
+        _checked(f"--gpus-per-node {per_node}", settings.nodes, len(gpus), per_node)
+    network = None if line.network is None else _checked("--network", networks.find, line.network).name
+    timed = _checked("--clock, --host", lambda: settings.find(clock=line.clock, host=line.host))
     return environment.Settings(
         gpus,
-        dry=line.dry,
+        dry=bool(line.dry),
         trace=bool(line.trace),
-        report=line.report,
-        sanitize=line.sanitize,
-        single_rank=alone and tuple(alone),
+        report=bool(line.report),
+        sanitize=bool(line.sanitize),
+        single_rank=alone and (alone.world_size, alone.rank, alone.gpus_per_node),
         gpus_per_node=per_node,
         network=network,
-        clock=clock,
-        host=host,
+        clock=timed.clock,
+        host=timed.host,
     )
 
 
-def _alone(line: Options) -> rank_config.RankConfig | None:
+def _alone(line: SimpleNamespace) -> rank_config.RankConfig | None:
     """Which rank, where one process plays one of many. Raises ValueError."""
     if line.world_size is None:
         if line.rank is not None:
             raise ValueError("--rank is of one rank of many: say of how many, --world-size N")
         return None
     if not line.dry:
-        raise ValueError(
-            "--world-size plays one rank of many, on shapes alone: add --dry (or start all ranks, by torchrun)"
-        )
+        words = "add --dry (or start all ranks, by torchrun)"
+        raise ValueError(f"--world-size plays one rank of many, on shapes alone: {words}")
     per_node = 8 if line.gpus_per_node is None else line.gpus_per_node
     return _checked(f"--world-size {line.world_size}", rank_config.make, line.world_size, line.rank or 0, per_node)
 

@@ -81,28 +81,6 @@ def import_state(offered: bytes | None) -> None:
         machine.clock.record([])
 
 
-def choose(rank: int) -> None:
-    """In a rank: its GPU is the current one. That does not count as a use of it: CUDA's variables may still be set."""
-    _machine().local.use_device(rank)
-
-
-def meet(store) -> None:
-    """In a rank: where it learns which of the others have returned."""
-    if _machine() is not None:
-        _machine().communicators.meet(store)
-
-
-def returned(store, rank: int) -> None:
-    """In a rank: it has returned from its function. Those that still wait for it learn of it."""
-    if _machine() is not None:
-        _machine().communicators.returned(store, rank)
-
-
-def has_gpus() -> bool:
-    """Are virtual GPUs on in this process?"""
-    return _machine() is not None
-
-
 def export_trace(offered: bytes | None) -> bytes | None:
     """In a rank, at its end: what its GPUs did."""
     machine = _machine() if offered is not None else None
@@ -111,7 +89,7 @@ def export_trace(offered: bytes | None) -> bytes | None:
     machine.clock.wait()
     settings = environment.settings()
     if settings is not None and settings.trace:  # under the runner
-        traces.nothing(settings.folder)
+        traces.nothing(settings.folder or "")
     return pickle.dumps((machine.clock.latest(), machine.clock.spans))
 
 

@@ -8,28 +8,20 @@ import ast
 import os
 import sys
 from collections.abc import Collection
+from pathlib import Path
 
 # From the standard library, or installed, and known to read no arguments
 HARMLESS = {"torch", "torchvision", "numpy", "virtualgpu", "matplotlib", "tqdm"}
 READERS = {"argparse", "optparse", "getopt", "runpy", "importlib", "subprocess"}
-LAUNCHERS = (
-    "torchrun",
-    "accelerate",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "accelerate.commands.launch",
-)
+LAUNCHERS = "torchrun accelerate torch.distributed.run torch.distributed.launch accelerate.commands.launch".split()  # noqa: SIM905
 USAGE_ERROR = 2  # what argparse and click end with
 
 
 def at_start(program: tuple[str, ...], options: Collection[str]) -> str | None:
     """A sentence, where the program is a script that reads no arguments; also behind torchrun and its kind."""
     program = _script(program)
-    text = _source(program)
-    word = next(iter(_words(program, options)), None)
-    if word is None or text is None or not _reads_nothing(text):
-        return None
-    return _sentence(word, program, "reads no arguments")
+    words, text = _words(program, options), _source(program)
+    return _sentence(words[0], program, "reads no arguments") if words and text and _reads_nothing(text) else None
 
 
 def at_end(program: tuple[str, ...], status: int, options: Collection[str]) -> str | None:
@@ -64,12 +56,8 @@ def _words(program: tuple[str, ...], options: Collection[str]) -> list[str]:
 
 def _source(program: tuple[str, ...]) -> str | None:
     """A script's text; None for anything else, and for what cannot be read."""
-    path = program[0]
-    if not path.endswith(".py") or not os.path.isfile(path):
-        return None
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return Path(program[0]).read_text("utf-8") if program[0].endswith(".py") else None
     except (OSError, ValueError):
         return None
 
@@ -82,10 +70,6 @@ def _reads_nothing(text: str) -> bool:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):
         return False
-    imported = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add("." if node.level else node.module.partition(".")[0])
-    return imported <= (HARMLESS | sys.stdlib_module_names) - READERS
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imported += ["" if node.level else str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in imported} <= (HARMLESS | sys.stdlib_module_names) - READERS

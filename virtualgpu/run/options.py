@@ -16,12 +16,12 @@ def listed(usage: str) -> dict[str, bool]:
     }
 
 
-def split(arguments: Sequence[str], options: Mapping[str, bool], usage: str) -> tuple[dict[str, list[str]], list[str]]:
-    """Each option that was given, with its values; and the program with its arguments.
+def split(arguments: Sequence[str], options: Mapping[str, bool], usage: str) -> tuple[dict[str, list], list[str]]:
+    """Each option that was given, with its values (True for one that takes none); and the program with its arguments.
 
     options: as `listed` gives them. usage: what lists them for people. Raises ValueError.
     """
-    values: dict[str, list[str]] = {}
+    values: dict[str, list] = {}
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "-m", "-c"):
         word = rest.pop(0)
@@ -33,7 +33,7 @@ def split(arguments: Sequence[str], options: Mapping[str, bool], usage: str) -> 
             if not rest:
                 raise ValueError(f"{name} needs a value after it")
             value = rest.pop(0)
-        values.setdefault(name, []).append(value)
+        values.setdefault(name, []).append(value if options[name] else True)
     if rest in (["-m"], ["-c"]):
         raise ValueError(f"{rest[0]} needs {'a module' if rest == ['-m'] else 'code'} after it")
     return values, rest
@@ -48,6 +48,7 @@ def whole_number(name: str, text: str) -> int:
 
 def number_of_gpus(text: str) -> int:
     """Raises ValueError."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= environment.MAX_GPUS:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= number <= environment.MAX_GPUS:
         raise ValueError(f"{text!r} GPUs: ask for 1 to {environment.MAX_GPUS}")
-    return int(text)
+    return number

@@ -4,9 +4,9 @@ Nothing is watched before: at the error the program's frames still hold its tens
 """
 
 import gc
+import itertools
 import re
 import sys
-from collections.abc import Iterator
 
 import torch
 
@@ -36,23 +36,11 @@ def explain_uncaught(machine: Machine) -> None:
 def peak(gpu: GPU, asked: int) -> report.Peak:
     """What lies on it now: a block a kind. asked: bytes that could not be had."""
     seen, sizes = set(), dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    for kind, tensor in _owned():
+    owners = [owner for owner in gc.get_objects() if issubclass(type(owner), (torch.nn.Module, torch.optim.Optimizer))]
+    for kind, tensor in itertools.chain.from_iterable(map(owned_by, owners)):
         own, block = place_of(tensor)
         if own is gpu and block is not None and block.address not in seen:
             seen.add(block.address)
             sizes[kind] += block.size
     sizes[REST] = gpu.settled().allocated - sum(sizes.values())
     return report.Peak.of(gpu, (report.LiveBlock(size, kind) for kind, size in sizes.items() if size > 0), asked)
-
-
-def _owned() -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of modules and optimizers, with their kind; some come more than once."""
-    for owner in gc.get_objects():
-        kind = type(owner)
-        if issubclass(kind, torch.nn.Module):
-            yield from owned_by(owner)
-        elif issubclass(kind, torch.optim.Optimizer):
-            for state in vars(owner).get("state", {}).values():
-                for value in state.values() if isinstance(state, dict) else ():
-                    if isinstance(value, torch.Tensor):
-                        yield "optimizer", value

@@ -8,6 +8,7 @@ out to belong to a module is a parameter, and what is a parameter's `.grad` a gr
 import itertools
 import sys
 from collections.abc import Iterator
+from types import FrameType
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -26,10 +27,8 @@ class Peaks:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.watched = [_Watched(gpu) for gpu in machine.gpus]
-        self.hooks = [
-            register_module_forward_pre_hook(lambda module, _: self._mark_module(module)),
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._mark_optimizer(optimizer)),
-        ]
+        hooks = (register_module_forward_pre_hook, register_optimizer_step_pre_hook)
+        self.hooks = [register(lambda owner, *_: self._mark(owner)) for register in hooks]
 
     def peaks(self) -> list[Peak]:
         """One for each GPU that was used."""
@@ -42,28 +41,24 @@ class Peaks:
         for watched in self.watched:
             watched.gpu.memory.watch(watched.hear, on=False)
 
-    def _mark_module(self, module: torch.nn.Module) -> None:
-        for kind, tensor in owned_by(module):
-            self._mark(tensor, kind)
-
-    def _mark_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                self._mark(tensor, "parameters")
-                if tensor.grad is not None:
-                    self._mark(tensor.grad, "gradients")
-
-    def _mark(self, tensor: torch.Tensor, kind: str) -> None:
-        gpu, block = place_of(tensor)
-        if block is not None and gpu.machine is self.machine:
-            entry = self.watched[gpu.index].live.get(block.address)
-            if entry is not None:
-                entry[1] = kind
+    def _mark(self, owner: torch.nn.Module | torch.optim.Optimizer) -> None:
+        for kind, tensor in owned_by(owner):
+            gpu, block = place_of(tensor)
+            if block is not None and gpu.machine is self.machine and block.address in self.watched[gpu.index].live:
+                self.watched[gpu.index].live[block.address][1] = kind
 
 
-def owned_by(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Its parameters, buffers and their gradients, each with its kind; none of a module whose __init__ has not begun."""
-    for tensor in (*vars(module).get("_parameters", {}).values(), *vars(module).get("_buffers", {}).values()):
+def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a module or an optimizer knows of parameters, gradients and state, each with its kind; nothing of one whose __init__ has not
+    begun."""
+    known, state = vars(owner), []
+    if isinstance(owner, torch.optim.Optimizer):
+        tensors = [tensor for group in known.get("param_groups", ()) for tensor in group["params"]]
+        state = [value for own in known.get("state", {}).values() if isinstance(own, dict) for value in own.values()]
+    else:
+        tensors = [*known.get("_parameters", {}).values(), *known.get("_buffers", {}).values()]
+    yield from (("optimizer", value) for value in state if isinstance(value, torch.Tensor))
+    for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
             yield "parameters", tensor
             if tensor.is_leaf and tensor.grad is not None:
@@ -131,7 +126,8 @@ class _Watched:
 
 def _frame() -> Frame | None:
     """The reader's line, where there is one near."""
-    frame, frames = sys._getframe(2), []
+    frame: FrameType | None = sys._getframe(2)
+    frames: list[Frame] = []
     while frame is not None and len(frames) < DEPTH:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back

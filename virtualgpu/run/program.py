@@ -39,7 +39,7 @@ def folder() -> Iterator[str]:
         scratch.remove(path)
 
 
-def variables(settings: environment.Settings, environ: dict[str, str]) -> dict[str, str]:
+def variables(settings: environment.Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """What to set in a process's environment so that it, and whatever it starts, has these virtual GPUs."""
     names = {environment.VARIABLE: settings.text(), "PYTHONPATH": first(SITE, environ.get("PYTHONPATH"))}
     if settings.folder:
@@ -93,7 +93,7 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
         else:  # Windows knows neither groups nor these signals
             with subprocess.Popen(started, env=environ) as program:
                 status = _wait(program)
-        _tell(settings, trace, quiet, sys.stderr)
+        _tell(settings, path, trace, quiet, sys.stderr)
     return status
 
 
@@ -153,18 +153,18 @@ def _wait(program: subprocess.Popen) -> int:
             return program.wait()
 
 
-def _tell(settings: environment.Settings, trace: str | None, quiet: bool, out: TextIO | None) -> None:
-    processes = entries(settings.folder)
+def _tell(settings: environment.Settings, folder: str, trace: str | None, quiet: bool, out: TextIO | None) -> None:
+    processes = entries(folder)
     lines = [] if quiet else table.lines(processes, settings)
     if trace is not None:
         from virtualgpu.run import traces
 
-        sentence = traces.merge(settings.folder, processes, trace)
+        sentence = traces.merge(folder, processes, trace)
         lines += [] if quiet and not sentence.startswith(traces.NOT_WRITTEN) else [sentence]
     if settings.report:
         from virtualgpu.run import report
 
-        lines += report.collect(settings.folder)
+        lines += report.collect(folder)
     if out is not None and lines:
         with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
             out.write("\n".join(lines) + "\n")

@@ -4,16 +4,16 @@ A process hands over, for each GPU, a `Peak`: the blocks that were there when it
 `lines` tells it. Under the runner `leave` writes this process's peaks to the folder, and `collect` reads them all.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.run.table import size
+from virtualgpu.run import left
+from virtualgpu.run.table import columns, size
 
-SUFFIX = ".report"
+LEFT = "report"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "cuBLAS workspaces", "other")
 MAX_LINES = 10  # lines of a program that are told; the rest is one line
 LIBRARIES = ("torch", "torchvision", "virtualgpu", "contextlib", "threading")  # a line in these is nobody's to change
@@ -55,8 +55,7 @@ def leave(folder: str, peaks: Iterable[Peak]) -> None:
     """Write this process's peaks for the runner."""
     peaks = [peak._replace(rank=environment.rank(), pid=os.getpid()) for peak in peaks]
     if peaks:
-        with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-            json.dump(peaks, file)
+        left.leave(folder, LEFT, peaks)
 
 
 def own_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
@@ -72,15 +71,9 @@ def own_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 
 def collect(folder: str) -> list[str]:
     """What the processes left, as lines of text: by rank or pid, then by GPU."""
-    peaks, lost = [], 0
-    for name in os.listdir(folder):
-        if name.endswith(SUFFIX):
-            try:
-                with open(os.path.join(folder, name), encoding="utf-8") as file:
-                    own = [Peak(*record) for record in json.load(file)]
-                peaks += [peak._replace(blocks=tuple(LiveBlock(*block) for block in peak.blocks)) for peak in own]
-            except (OSError, ValueError):  # cut off: the process was killed, or the disk is full
-                lost += 1
+    records = [record for _, record in left.collect(folder, LEFT)]
+    lost, peaks = records.count(None), [Peak(*peak) for record in records for peak in record or ()]
+    peaks = [peak._replace(blocks=tuple(LiveBlock(*block) for block in peak.blocks)) for peak in peaks]
     peaks.sort(key=lambda peak: (peak.rank, peak.pid, peak.gpu))
     several = len({peak.pid for peak in peaks}) > 1
     text = [f"Report: {lost} process{'es' * (lost > 1)} did not finish writing one."] if lost else []
@@ -135,20 +128,17 @@ def place(block: LiveBlock) -> str:
 def verdict(peak: Peak) -> str:
     """Does it fit, and what would have to go?"""
     taken, kinds = peak.reserved + peak.other, _by_kind(peak)
-    left, held = peak.capacity - taken, sum(kinds.values())
+    free, held = peak.capacity - taken, sum(kinds.values())
     if peak.asked is None:
         cache = f"; {size(peak.reserved - held)} of what is reserved was not in use" if peak.reserved > held else ""
-        return f"It fits: {size(taken)} of {size(peak.capacity)} taken, {size(left)} left{cache}."
-    missing = peak.asked - max(0, left)
-    sentence = f"It does not fit: {size(peak.asked)} more were asked for, with {size(max(0, left))} free"
+        return f"It fits: {size(taken)} of {size(peak.capacity)} taken, {size(free)} left{cache}."
+    missing = peak.asked - max(0, free)
+    sentence = f"It does not fit: {size(peak.asked)} more were asked for, with {size(max(0, free))} free"
     if missing <= 0:
         return f"{sentence}; the program is not allowed more."
     enough = [f"{100 * missing / kinds[kind]:.0f} % of the {kind}" for kind in KINDS if kinds[kind] >= missing]
-    which = (
-        f"as much as {' or '.join(enough)}"
-        if enough
-        else f"no kind alone holds that much, all together hold {size(held)}"
-    )
+    none = f"no kind alone holds that much, all together hold {size(held)}"
+    which = f"as much as {' or '.join(enough)}" if enough else none
     return f"{sentence}: at least {size(missing)} would have to go; {which}."
 
 
@@ -170,10 +160,5 @@ def _what(count: int, blocks: list[LiveBlock]) -> str:
 
 
 def _table(rows: list[tuple[str, int, str]], total: int) -> list[str]:
-    if not rows:
-        return ["    nothing"]
-    width = max(len(name) for name, _, _ in rows)
-    return [
-        f"    {name:<{width}}  {size(nbytes):>11}  {100 * nbytes / total:3.0f} %  {more}".rstrip()
-        for name, nbytes, more in rows
-    ]
+    cells = [(name, f"{size(nbytes):>11}", f"{100 * nbytes / total:3.0f} %", more) for name, nbytes, more in rows]
+    return [f"    {line}" for line in columns(cells, left=(0, 3))] or ["    nothing"]

@@ -91,10 +91,10 @@ class Supervisor:
         until = now + WORD
         while True:
             while select.select([self._heard], [], [], 0)[0]:
-                word = os.read(self._heard, _HEARD.size)
-                if not word:  # somebody killed the supervisor
+                heard = os.read(self._heard, _HEARD.size)
+                if not heard:  # somebody killed the supervisor
                     return False
-                self._words.append(_HEARD.unpack(word))
+                self._words.append(_HEARD.unpack(heard))
             for word in self._words:
                 if word[0] == number and now - word[1] < WORD:  # not one of another time
                     self._words.remove(word)
@@ -108,10 +108,10 @@ class Supervisor:
 def _pipe() -> tuple[int, int]:
     """Its ends are none of 0, 1, 2: these may be closed (`<&-`), and the supervisor puts nothing in their place."""
     ends = os.pipe()
-    moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
+    read, write = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
     for end in ends:
         os.close(end)
-    return moved
+    return read, write
 
 
 def _keep_watch(from_runner: int, to_runner: int, folder: str, mask: set[int]) -> None:

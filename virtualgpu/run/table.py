@@ -1,5 +1,6 @@
 """The table at the end of a run: what each GPU came to, over all processes that used it."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from virtualgpu.environment import Card, Settings
@@ -13,7 +14,9 @@ def lines(entries: list[Entry], settings: Settings) -> list[str]:
     if not used:
         return [f"{title}: no process used a GPU"]
     shared = False
-    rows = [("GPU", "peak allocated", "peak reserved", "of capacity", "busy", "computing", "simulated")]
+    rows: list[tuple[str, ...]] = [
+        ("GPU", "peak allocated", "peak reserved", "of capacity", "busy", "computing", "simulated")
+    ]
     for index, card in enumerate(settings.cards):
         spans = [(e.born, e.last, e.gpus[index]) for e in used if index < len(e.gpus) and _is_used(e.gpus[index])]
         usage, together = merge(spans)
@@ -27,7 +30,9 @@ def lines(entries: list[Entry], settings: Settings) -> list[str]:
 
 def _collectives(entries: list[Entry]) -> list[str]:
     """What each rank's collectives came to, where there were any."""
-    rows = [("launch", "rank", "collectives", "bytes", "seconds", "hidden by kernels", "waited for the last")]
+    rows: list[tuple[str, ...]] = [
+        ("launch", "rank", "collectives", "bytes", "seconds", "hidden by kernels", "waited for the last")
+    ]
     numbers = {id(entry): number for number, entry in enumerate(entries)}
     launches = _launches([entry for entry in entries if entry.communication.count])
     for launch, ranks in enumerate(launches):
@@ -60,10 +65,17 @@ def _launches(entries: list[Entry]) -> list[list[Entry]]:
     return together
 
 
-def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of text, each column as wide as its widest cell, to the right."""
+def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (), gap: str = "  ") -> list[str]:
+    """Lines of text, one a row. left: columns whose cells begin at the left; others end at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    cells = [
+        [
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return [gap.join(row).rstrip() for row in cells]
 
 
 def merge(spans: list[tuple[int, int, Usage]]) -> tuple[Usage, bool]:

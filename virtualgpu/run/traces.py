@@ -5,11 +5,11 @@ The format is Google's "Trace Event Format" (JSON objects with name, ph, ts, dur
 """
 
 import json
-import os
 
 from virtualgpu.memory.ledger import Entry, by_rank
+from virtualgpu.run import left
 
-SUFFIX = ".trace"
+LEFT = "trace"
 NOT_WRITTEN = "The trace was not written"
 
 
@@ -17,12 +17,10 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
     """Write the trace of all processes; returns the sentence that says so, and what is missing from it."""
     events: list[dict] = []
     written, missing, rows = 0, [], 0
+    traces = dict(left.collect(folder, LEFT))
     for number, entry in by_rank(entries):
         name = f"rank {entry.rank}" if entry.rank >= 0 else f"process {number}"
-        try:
-            with open(os.path.join(folder, f"{entry.pid}{SUFFIX}"), encoding="utf-8") as file:
-                own = json.load(file)
-        except (OSError, json.JSONDecodeError):  # killed, or ended by os._exit
+        if (own := traces.get(entry.pid)) is None:  # killed, or ended by os._exit
             missing.append(name)
             continue
         renamed = _renamed(own["traceEvents"] if isinstance(own, dict) else own, f"{name} (pid {entry.pid})", rows)
@@ -40,8 +38,7 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
 
 def nothing(folder: str) -> None:
     """The trace of a process whose work another one tells: a rank, whose spans the process that launched it has in its own."""
-    with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-        json.dump([], file)
+    left.leave(folder, LEFT, [])
 
 
 def _renamed(events: list[dict], name: str, first: int) -> list[dict]:

@@ -73,7 +73,7 @@ _played: Session | None = None  # the runner's, which pass for real ones, while 
 
 
 def _in_forked_child() -> None:
-    """A GPU that was used before a fork cannot be used after it, as where GPUs are real. Work on the CPU has numbers."""
+    """A GPU that was used before a fork cannot be used after it, as where GPUs are real."""
     global _lock
     _lock = threading.RLock()
     dry_runs.begin_anew()

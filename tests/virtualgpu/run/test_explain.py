@@ -72,10 +72,7 @@ def test_real_gpus_are_taken_where_nobody_asks_for_virtual_ones():
 
 @pytest.mark.parametrize(
     "fault, words",
-    [
-        ("key", "KeyError: 'missing' (train it.py:12)"),
-        ("memory", "out of memory: 38.15 GiB more were asked for"),
-    ],
+    [("key", "KeyError: 'missing' (train it.py:12)"), ("memory", "out of memory: 38.15 GiB more were asked for")],
 )
 def test_a_program_that_fails_says_how(script, fault, words):
     assert start(script, fault).failed == words
@@ -167,6 +164,23 @@ def test_whose_nvlink(like, gpus, words):
     assert told == words and spec.nvlink and spec.peer_access
     with pytest.raises(ValueError, match="has NVLink"):
         changes.nvlinked(spec, gpus)
+
+
+@pytest.mark.parametrize(
+    "gpus, settings, joined",
+    [
+        (4, {}, 4),
+        (4, {"gpus_per_node": 2}, 2),
+        (1, {"single_rank": (2, 0, 8)}, 2),  # one rank plays alone
+        (1, {"single_rank": (64, 9, 8)}, 8),
+    ],
+)
+def test_nvlink_joins_the_gpus_of_a_node(gpus, settings, joined):
+    settings = environment.Settings(cards.find(gpus, "RTX 3090", None), **settings)
+    (change,) = (
+        one for one in candidates.candidates([of(1.0, communication=0.5)], settings, {}) if one.name == "NVLink"
+    )
+    assert change.setting["link"] == joined and ("two such cards" in change.words) == (joined == 2)
 
 
 def test_where_a_variable_holds_nccl_up():

@@ -152,9 +152,12 @@ def test_gradients_that_take_long_on_their_way(told):
     assert not any(one.compressible for one in mended), "the program has a hook of its own by now"
 
 
-def test_a_bridge_is_the_card_with_the_bridge():
-    bridged = explain_changes.cards({"link": "nvlink"}, [specs.find("TITAN RTX")] * 2)
-    assert [card.peer for card in bridged] == [specs.find("TITAN RTX NVLink").peer] * 2
+@pytest.mark.parametrize("here", [1, 2])
+def test_a_bridge_is_the_card_with_the_bridge(here):
+    """Also where one rank of the two plays alone."""
+    bridged = explain_changes.cards({"link": 2}, [specs.find("TITAN RTX")] * here)
+    assert [card.peer for card in bridged] == [specs.find("TITAN RTX NVLink").peer] * here
+    assert explain_changes.cards({"link": 4}, [specs.find("TITAN RTX")])[0].peer == specs.find("V100").peer
 
 
 def test_a_collective_for_each_parameter(told):

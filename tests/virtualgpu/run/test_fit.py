@@ -144,7 +144,7 @@ def test_samples_count_once(tmp_path, program, option, samples):
 def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
     """As torch.multiprocessing starts them."""
     for pid, asked in enumerate([None, 512, None]):
-        (tmp_path / f"{pid}{steps.SUFFIX}").write_text(json.dumps([-1, [], asked, [], 0]))
+        (tmp_path / f"{pid}.{steps.LEFT}").write_text(json.dumps([-1, [], asked, [], 0]))
     assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
 
 
@@ -218,11 +218,16 @@ def test_a_wrong_command_line_is_a_sentence(capsys, arguments, words):
     assert error.startswith("python -m virtualgpu fit: ") and words in error and error.count("\n") == 1
 
 
-def test_json_and_the_exit_status(script, capsys):
-    assert fit_cli.main(["--json", "--memory", "1GB", "--vary", "batch-size=100000", script]) == 1
-    (trial,) = json.loads(capsys.readouterr().out)
-    assert trial["status"] == "out of memory" and trial["capacity"] == 2**30 and trial["usd_per_1000_steps"] is None
-    assert (trial["usd_per_hour"], trial["price_as_of"], trial["tight"]) == (0.35, "2026", False)
+@pytest.mark.parametrize(
+    "ended, status", [(["fits", "failed"], 0), (["out of memory"], 1), (["out of memory", "failed"], 2)]
+)
+def test_json_and_the_exit_status(monkeypatch, capsys, ended, status):
+    trials = [fit.Trial("T4", 1, {"batch-size": "8"}, how, 2**29, 2**30) for how in ended]
+    monkeypatch.setattr(fit, "run", lambda command, **options: trials)
+    assert fit_cli.main(["--json", "--memory", "1GB", "--vary", "batch-size=8", "train.py"]) == status
+    told = json.loads(capsys.readouterr().out)
+    assert [trial["status"] for trial in told] == ended and told[0]["capacity"] == 2**30
+    assert (told[0]["usd_per_1000_steps"], told[0]["usd_per_hour"], told[0]["price_as_of"]) == (None, 0.35, "2026")
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -67,9 +67,9 @@ def test_nowhere_to_put_a_folder(monkeypatch, capsys):
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_trace_that_was_not_written_is_said_even_to_the_quiet(tmp_path, capsys, quiet):
-    program._tell(Settings((T4,), folder=str(tmp_path)), str(tmp_path / "gone" / "t.json"), quiet, sys.stderr)
+    program._tell(Settings((T4,)), str(tmp_path), str(tmp_path / "gone" / "t.json"), quiet, sys.stderr)
     assert "The trace was not written: " in capsys.readouterr().err
-    program._tell(Settings((T4,), folder=str(tmp_path)), str(tmp_path / "t.json"), quiet, sys.stderr)
+    program._tell(Settings((T4,)), str(tmp_path), str(tmp_path / "t.json"), quiet, sys.stderr)
     assert bool(capsys.readouterr().err) is not quiet
 
 

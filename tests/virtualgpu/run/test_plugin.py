@@ -1,8 +1,11 @@
 """The pytest plugin: GPUs before conftest.py, fresh ones for each test, other ones by marker."""
 
+from argparse import Namespace
 from importlib import metadata
 
 import pytest
+
+from virtualgpu import pytest_plugin
 
 pytest_plugins = "pytester"
 INSTALLED = metadata.entry_points(group="pytest11", name="virtualgpu")
@@ -95,14 +98,17 @@ def test_without_the_option(run, pytester):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("given", "words"),
     [
-        (("--virtual-gpus", "0"), "*'0' GPUs: ask for 1 to 64*"),
-        (("--virtual-gpus", "2", "--virtual-gpus-like", "A99"), "*there is no GPU called 'A99'*"),
-        (("--virtual-gpus-like", "A100"), "*need --virtual-gpus N*"),
+        (("0", None), "--virtual-gpus: '0' GPUs: ask for 1 to 64"),
+        (("2", "A99"), "--virtual-gpus: there is no GPU called 'A99'"),
+        ((None, "A100"), "need --virtual-gpus N"),
     ],
 )
-def test_bad_options(run, options, words):
-    found = run(*options)
-    assert found.ret == pytest.ExitCode.USAGE_ERROR
-    found.stderr.fnmatch_lines([words])
+def test_bad_options(given, words):
+    number, like = given
+    options = Namespace(
+        virtual_gpus=number, virtual_gpus_like=like, virtual_gpus_memory=None, virtual_gpus_sanitize=False
+    )
+    with pytest.raises(pytest.UsageError, match=words):
+        pytest_plugin._begin(Namespace(stash=pytest.Stash()), options)

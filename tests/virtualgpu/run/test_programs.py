@@ -80,6 +80,35 @@ def test_torchrun_ranks_in_a_dry_run(run, tmp_path):
     assert row.split()[:5] == ["0", "4.00", "GiB", "4.00", "GiB"]
 
 
+DRY = """
+import torch, torch.multiprocessing as mp
+from torch.utils.data import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return torch.ones(50, 50)
+
+def rank():
+    print(torch.ones(3, device="cuda").sum().item(), flush=True)
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        process = mp.get_context(method).Process(target=rank)
+        process.start()
+        process.join()
+        print([batch.sum().item() for batch in DataLoader(Data(), num_workers=1, multiprocessing_context=method)], flush=True)
+"""
+
+
+def test_all_processes_are_in_a_dry_run_but_those_that_load(run, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(DRY)
+    found = run("--dry", "--gpus", "1", path)
+    assert found.stdout == "nan\n[2500.0]\n" * 2, found.stderr
+
+
 def test_visible_devices_are_the_programs(run, tmp_path):
     code = "import torch; print(torch.cuda.device_count(), torch.ones(3, device='cuda').device)"
     found = run("--gpus", "3", "-c", code, environ={"CUDA_VISIBLE_DEVICES": "2"})

@@ -82,9 +82,11 @@ def _communication(explained: Sequence[Explained], settings: Settings, environ: 
         names = " and ".join(name for name in P2P if name in environ)
         changes.append(Change("peer to peer", f"Without {names} in the environment", COMMUNICATION, without=P2P))
     elif spec.nvlink is None:
-        gpus = min(settings.single_rank[0], settings.single_rank[2]) if settings.single_rank else len(settings.cards)
-        words = f"Over {nvlinked(spec, gpus)[1]}"
-        changes.append(Change("NVLink", words, COMMUNICATION, {"link": "nvlink"}))
+        gpus = settings.gpus_per_node or len(settings.cards)
+        if settings.single_rank:
+            world_size, _, per_node = settings.single_rank
+            gpus = min(world_size, per_node)
+        changes.append(Change("NVLink", f"Over {nvlinked(spec, gpus)[1]}", COMMUNICATION, {"link": gpus}))
     if settings.network is not None and settings.network != FASTEST:
         changes.append(Change("network", f"Over {FASTEST} between nodes", COMMUNICATION, network=FASTEST))
     caps = [one.bucket_cap for one in explained if one.bucket_cap is not None]

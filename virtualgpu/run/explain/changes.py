@@ -3,7 +3,7 @@
 `Settings.explain` says it; nothing of the program is changed but by these:
 
     launches: 0            the host launches in no time, as CUDA graphs come near to
-    link: "nvlink"         GPUs are joined by NVLink (`nvlinked` says of which card)
+    link: 2                so many GPUs of a node are joined by NVLink (`nvlinked` says of which card)
     communication: 0       collectives and copies between GPUs take no time
     buckets: 100           DistributedDataParallel's bucket_cap_mb; None: PyTorch's own
     compress: 1            DistributedDataParallel sends gradients by fp16_compress_hook
@@ -16,7 +16,6 @@
     batches: {rank: s}     what a batch takes the loader, as an earlier run measured it
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from virtualgpu.hardware.datasheet import Link, Spec
 from virtualgpu.hardware.hosts import FREE, Host
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing.clock import Clock
+from virtualgpu.torch_api.registry import Patches
 
 DEFAULT_BUCKET = 25  # MB: DistributedDataParallel's bucket_cap_mb where a program says none
 NVLINKS = {6: "P100-SXM2", 7: "V100", 8: "A100", 9: "H100"}  # by the first number of the capability; later ones: B200
@@ -55,20 +55,20 @@ def nvlinked(spec: Spec, gpus: int) -> tuple[Spec, str]:
 
 def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:
     """The machine's, as the change has them."""
-    if change.get("link") == "nvlink":
-        return [spec if spec.nvlink else nvlinked(spec, len(specs))[0] for spec in specs]
+    if "link" in change:
+        return [spec if spec.nvlink else nvlinked(spec, change["link"])[0] for spec in specs]
     if "communication" in change:
         return [replace(spec, peer=Link(float("inf"), 0.0)) for spec in specs]
     return list(specs)
 
 
-def apply(change: Mapping, machine, rank: Callable[[], int]) -> Callable[[int], None]:
+def apply(change: Mapping, machine, patches: Patches, rank: Callable[[], int]) -> Callable[[int], None]:
     """Before the program begins. What it returns is called before each step, numbered from 0."""
     clock, before = machine.clock, []
     if "launches" in change:
         clock.set_costs(FREE)
     if "buckets" in change:
-        _bucketed(change["buckets"])
+        patches.stand_in(DistributedDataParallel, "__init__", _bucketed, change["buckets"])
     if "compress" in change:
         register_module_forward_pre_hook(_compress)
     if "half" in change:
@@ -134,15 +134,8 @@ def _compress(module: torch.nn.Module, _) -> None:
         module.register_comm_hook(None, fp16_compress_hook)
 
 
-def _bucketed(megabytes: float | None) -> None:
-    """Each DistributedDataParallel is made with this bucket_cap_mb: there is no other time for it, and no hook."""
-    real = DistributedDataParallel.__init__
-    signature = inspect.signature(real)
-
-    @functools.wraps(real)
-    def __init__(*args, **kwargs):
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments["bucket_cap_mb"] = megabytes
-        real(*bound.args, **bound.kwargs)
-
-    DistributedDataParallel.__init__ = __init__
+def _bucketed(megabytes: float | None, original: Callable, *args, **kwargs) -> None:
+    """In place of DistributedDataParallel's constructor: there is no other time for it, and no hook."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["bucket_cap_mb"] = megabytes
+    original(*bound.args, **bound.kwargs)

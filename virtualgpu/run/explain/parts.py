@@ -58,7 +58,8 @@ def kind_of(span: Span) -> str:
 
 def parts(spans: Iterable[Span], loading: Iterable[Interval], begin: float, end: float) -> Parts:
     """Of one GPU between two moments. spans: all that it did, also before and after. loading: when the host was in the loader."""
-    kernels, beside = [], {"communication": [], "copy": [], "waiting": []}
+    kernels: list[Span] = []
+    beside: dict[str, list[Span]] = {"communication": [], "copy": [], "waiting": []}
     for span in spans:
         if span.end > begin and (span.start < end or span.kind not in beside):
             kind = "communication" if span.name.startswith(BETWEEN) else span.kind

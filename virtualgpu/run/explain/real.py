@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from virtualgpu import environment
-from virtualgpu.run import program
+from virtualgpu.run import left, program
 from virtualgpu.run.explain import kernels
 from virtualgpu.run.explain.parts import mean, parts
 from virtualgpu.run.explain.runs import NOT_ENDED, STEPS, Explanation, Row
@@ -20,7 +21,7 @@ from virtualgpu.run.trials import messages
 from virtualgpu.run.trials.programs import Programs
 from virtualgpu.run.trials.steps import Counter
 
-SUFFIX = ".profile.json"
+LEFT = "profile"
 SKIPPED = 2  # steps before the profiler begins
 ASK = "import torch; print('GPUs:', torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
@@ -52,12 +53,13 @@ def run(
         environ["PYTHONPATH"] = program.first(program.SITE, environ.get("PYTHONPATH"))
         environ.pop(environment.VARIABLE, None)
         status, output = programs.output_of(command, environ, path, limit)
-        traces = _collect(path)
+        ranks = dict(left.collect(path, "rank"))
+        traces = [(ranks.get(pid) or 0, trace["traceEvents"]) for pid, trace in left.collect(path, LEFT) if trace]
     if status is None:
         return Explanation(failed=NOT_ENDED)
     if status:
-        return Explanation(failed=messages.error(output) or f"the program ended with status {status}")
-    return explained(traces)
+        return Explanation(failed=messages.end(status, output))
+    return explained(sorted(traces, key=lambda trace: trace[0]))
 
 
 def explained(traces: Sequence[tuple[int, list[dict]]]) -> Explanation:
@@ -82,21 +84,13 @@ def explained(traces: Sequence[tuple[int, list[dict]]]) -> Explanation:
     return Explanation(sum(slowest) / len(slowest), tuple(rows), has_loader=any(trace.loading for trace in met))
 
 
-def _collect(folder: str) -> list[tuple[int, list[dict]]]:
-    traces = []
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(SUFFIX):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                traces.append((int(name.split(".")[0]), json.load(file)["traceEvents"]))
-    return sorted(traces, key=lambda one: one[0])
-
-
 class Profile(Counter):
     """In a process of the program: profiles its steps after the first two, leaves the trace, and ends it as if it had come to its end."""
 
     def __init__(self, folder: str, most: int):
         super().__init__(most)
-        self.folder, self.profiler = folder, None
+        self.folder = folder
+        self.profiler: Any = None
 
     def made(self) -> None:
         """A step was made."""
@@ -113,7 +107,8 @@ class Profile(Counter):
         if self.count == self.most:
             wait()
             self.profiler.stop()
-            self.profiler.export_chrome_trace(os.path.join(self.folder, f"{environment.rank()}.{os.getpid()}{SUFFIX}"))
+            left.leave(self.folder, "rank", environment.rank())
+            self.profiler.export_chrome_trace(left.path(self.folder, LEFT))
 
 
 _profile: Profile | None = None

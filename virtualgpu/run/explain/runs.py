@@ -137,7 +137,7 @@ def _failed(status: int | None, output: str, stepped: Sequence[steps.Steps], exp
     if status:
         if lacking := steps.lacking(stepped, output):
             return f"out of memory: {lacking}"
-        return messages.error(output) or f"the program ended with status {status}"
+        return messages.end(status, output)
     if explained:
         return ""
     made = max((len(one.ends) for one in stepped), default=0)

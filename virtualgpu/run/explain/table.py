@@ -1,23 +1,14 @@
 """What `--explain` prints: a column for each rank, then what would gain most; or all of it as JSON."""
 
-import itertools
+import functools
 import json
 from collections.abc import Callable, Sequence
 
 from virtualgpu.environment import Settings
 from virtualgpu.run.explain.candidates import COMPUTING, LEAST, amount
-from virtualgpu.run.explain.parts import (
-    COMMUNICATION,
-    COPIES,
-    LAUNCHES,
-    LOADER,
-    NAMES,
-    OTHER,
-    WAITING,
-    Parts,
-    mean,
-)
+from virtualgpu.run.explain.parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, NAMES, OTHER, WAITING, Parts, mean
 from virtualgpu.run.explain.runs import Explanation, Row, Tried
+from virtualgpu.run.table import columns as aligned
 from virtualgpu.run.table import names
 from virtualgpu.run.trials import messages
 
@@ -48,14 +39,15 @@ def lines(explanation: Explanation, where: str) -> list[str]:
     rows = []
     for name in WORDS:
         if any(amount(parts, name) >= 5e-8 for _, parts in columns):
-            rows.append(_line(words[name], columns, lambda parts, name=name: amount(parts, name)))
+            rows.append(_line(words[name], columns, functools.partial(_amount, name)))
         for kind in NAMES if name == COMPUTING else ():
             if any(parts.computing.get(kind, 0.0) >= 0.005 * parts.step for _, parts in columns):
-                rows.append(_line(f"  {kind}", columns, lambda parts, kind=kind: parts.computing.get(kind, 0.0)))
+                rows.append(_line(f"  {kind}", columns, functools.partial(_computing, kind)))
     rows.append(_line("the step", columns, lambda parts: parts.step))
     if any(parts.hidden >= 5e-8 for _, parts in columns):
         rows.append(_line("communication hidden by computing", columns, lambda parts: parts.hidden))
-    text = [f"virtualgpu: {where}: where an optimizer's step goes", *_aligned([head for head, _ in columns], rows)]
+    rows.insert(0, ["", *(head for head, _ in columns)])
+    text = [f"virtualgpu: {where}: where an optimizer's step goes", *aligned(rows, left=(0,), gap="   ")]
     if where == REAL:
         return [*text, ON_VIRTUAL]
     if explanation.has_loader:
@@ -77,11 +69,11 @@ def sentences(explanation: Explanation) -> list[str]:
         causes.add(one.change.cause)
     if not gains:
         text.append(NOTHING)
-    for one in ran:
-        if one.change.bound and one.change.cause in causes:
-            text.append(
-                f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more."
-            )
+    text += [
+        f"{one.change.words}, it would take {milliseconds(one.step)}: no link and no bucket gives more."
+        for one in ran
+        if one.change.bound and one.change.cause in causes
+    ]
     if more := gains[NAMED:] + [one for one in real if one not in gains]:
         text.append(f"Also tried: {', '.join(f'{one.change.name} {milliseconds(one.step)}' for one in more)}.")
     text += [
@@ -93,9 +85,8 @@ def sentences(explanation: Explanation) -> list[str]:
 
 
 def _gain(explanation: Explanation, tried: Tried) -> str:
-    return (
-        f"{tried.change.words}, the step would take {milliseconds(tried.step)} (now {milliseconds(explanation.step)})."
-    )
+    now = milliseconds(explanation.step)
+    return f"{tried.change.words}, the step would take {milliseconds(tried.step)} (now {now})."
 
 
 def _cause(explanation: Explanation, tried: Tried) -> str:
@@ -120,36 +111,22 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Parts]]:
     return [(f"{least}, least work", first), (f"{most}, most work", last), (f"mean of {len(named)}", average)]
 
 
+def _amount(name: str, parts: Parts) -> float:
+    return amount(parts, name)
+
+
+def _computing(kind: str, parts: Parts) -> float:
+    return parts.computing.get(kind, 0.0)
+
+
 def _line(name: str, columns: Sequence[tuple[str, Parts]], value: Callable[[Parts], float]) -> list[str]:
     """The name, then time and share of each column."""
-    cells = [(milliseconds(value(parts)), f"{100 * value(parts) / parts.step:.0f} %") for _, parts in columns]
-    return [name, *itertools.chain(*cells)]
+    return [name, *(f"{milliseconds(value(parts))} {100 * value(parts) / parts.step:3.0f} %" for _, parts in columns)]
 
 
-def _aligned(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left. A head stands over both figures of its column, time and share."""
-    names, *widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    pairs = [
-        (max(time, len(head) - share - 1), share)
-        for head, time, share in zip(heads, widths[::2], widths[1::2], strict=True)
-    ]
-    title = " " * names + "".join(
-        f"   {head:>{time + 1 + share}}" for head, (time, share) in zip(heads, pairs, strict=True)
-    )
-    widths = list(itertools.chain(*pairs))
-    text = [title]
-    for name, *cells in lines:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        text.append(
-            name.ljust(names)
-            + "".join(f"   {time} {share}" for time, share in zip(padded[::2], padded[1::2], strict=True))
-        )
-    return text
-
-
-def milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float | None) -> str:
     """Three digits, or as many as stand before the point: 0.0421 ms, 3.21 ms, 1,234 ms."""
-    value = 1e3 * seconds
+    value = 1e3 * (seconds or 0.0)
     return f"{value:,.0f} ms" if value >= 99.95 else f"{value:.1f} ms" if value >= 9.995 else f"{value:.2f} ms"
 
 

@@ -1,8 +1,7 @@
 """In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`changes`) where it asks for one."""
 
+import functools
 import itertools
-import json
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,13 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from virtualgpu import environment
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.nodes import Layout
+from virtualgpu.run import left
 from virtualgpu.run.explain import changes
 from virtualgpu.run.explain.loader import Loader
 from virtualgpu.run.explain.parts import Parts, parts
 from virtualgpu.run.trials import steps
 from virtualgpu.timing.trace import Recording
+from virtualgpu.torch_api.registry import Patches
 
-SUFFIX = ".explained"
+LEFT = "explained"
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -44,15 +45,17 @@ class Watch(steps.Watch):
 
     def __init__(self, machine, most: int, change: dict, folder: str):
         super().__init__(machine, most)
-        batches = change.get("batches", {})
+        batches, patches = change.get("batches", {}), Patches()
         self.rank = environment.rank()
-        self.loader = Loader(machine, folder, lambda: 0.0 if "loader" in change else changes.of_rank(batches, rank()))
-        self.half, self.collectives = False, {}
+        measured = functools.partial(changes.of_rank, batches)
+        self.loader = Loader(machine, patches, folder, lambda: 0.0 if "loader" in change else measured(rank()))
+        self.half = False
+        self.collectives: dict[str, tuple[int, int, float, Callable[[int], float]]] = {}
         self.wrapped: list[DistributedDataParallel] = []
         self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
         self.change, Layout.duration = change, self._seconds
         register_module_forward_pre_hook(self._note_module)
-        self.before_step = changes.apply(change, machine, rank)
+        self.before_step = changes.apply(change, machine, patches, rank)
         machine.clock.record(Recording())
         self.before_step(0)
 
@@ -92,8 +95,7 @@ class Watch(steps.Watch):
             tf32=torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32,
             batch=self._batch(first),
         )
-        with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-            json.dump(explained, file)
+        left.leave(folder, LEFT, explained)
 
     def _note_module(self, module: torch.nn.Module, _) -> None:
         if isinstance(module, DistributedDataParallel) and not any(other is module for other in self.wrapped):
@@ -106,7 +108,7 @@ class Watch(steps.Watch):
     def _seconds(self, kind: str, nbytes: int, ranks: int, real: Callable[[int], float]) -> float:
         """What a collective lasts; what it is without the change is noted."""
         if ranks > 1 and kind not in ("barrier", "p2p"):
-            count, size, seconds, _ = self.collectives.get(kind, (0, 0, 0.0, None))
+            count, size, seconds, _ = self.collectives.get(kind, (0, 0, 0.0, real))
             self.collectives[kind] = count + 1, size + nbytes, seconds + real(nbytes), real
         return changes.seconds(self.change, kind, nbytes, real)
 
@@ -140,13 +142,8 @@ def rank() -> int:
 
 def collect(folder: str) -> list[Explained]:
     """What the processes left that stepped, by rank."""
-    processes = []
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(SUFFIX):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                one = Explained(*json.load(file))
-            if one.gpus:
-                processes.append(
-                    one._replace(gpus={gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()})
-                )
-    return sorted(processes, key=lambda one: one.rank)
+    processes = [Explained(*record) for _, record in left.collect(folder, LEFT) if record is not None]
+    read = [
+        one._replace(gpus={gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()}) for one in processes
+    ]
+    return sorted((one for one in read if one.gpus), key=lambda one: one.rank)

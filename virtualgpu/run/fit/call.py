@@ -1,10 +1,12 @@
 """`virtualgpu.fit`: what `python -m virtualgpu fit` does, from Python or a notebook."""
 
 import os
+import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from virtualgpu.run.fit import cli, progress, search, table
+from virtualgpu.run.fit import progress, search, table
 from virtualgpu.run.fit.prices import Price, load
 from virtualgpu.run.fit.search import Range, Trial
 
@@ -14,11 +16,14 @@ class Trials(list[Trial]):
 
     def __init__(self, trials: Iterable[Trial], prices: Mapping[str, Price], world_size: int | None, searched: str):
         super().__init__(trials)
-        self._table = table.lines(self, prices, world_size, searched)
-        self._searched = searched
+        self._prices, self._world_size, self._searched = prices, world_size, searched
 
     def __repr__(self) -> str:
-        return "\n".join(self._table)
+        return "\n".join(table.lines(self, self._prices, self._world_size, self._searched))
+
+    def as_json(self) -> str:
+        """All that is known of each, bytes and seconds as they are."""
+        return table.as_json(self, self._prices, self._world_size)
 
     @property
     def largest(self) -> list[Trial]:
@@ -66,27 +71,48 @@ def fit(
         raise ValueError(f"fit: gpus={wrong[0]!r}: give whole numbers of GPUs, 1 at least")
     varied = dict(_varied(name.lstrip("-"), values) for name, values in (vary or {}).items())
     names = [name.strip() for name in like.split(",")] if isinstance(like, str) else list(like)
-    known = load(None if prices is None else os.fspath(prices))
-    with progress.of(names, counts, varied) as note:
-        trials = search.run(
-            words,
-            like=names,
-            gpus=counts,
-            vary=varied,
-            world_size=world_size,
-            memory=memory,
-            step=steps,
-            jobs=jobs,
-            samples=samples,
-            limit=limit,
-            on_trial=note,
-        )
-    return Trials(trials, known, world_size, search.searched(varied))
+    path = None if prices is None else os.fspath(prices)
+    given: dict[str, Any] = {"memory": memory, "step": steps, "jobs": jobs, "samples": samples, "limit": limit}
+    return tried(words, names, counts, varied, world_size, path, **given)
+
+
+def tried(
+    command: Sequence[str],
+    like: Sequence[str],
+    gpus: Sequence[int],
+    vary: Mapping[str, Sequence[str] | Range],
+    world_size: int | None,
+    prices: str | None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+    **options: Any,
+) -> Trials:
+    """As `fit`, of what has been read. options: of `search.run`."""
+    known = load(prices)
+    with progress.of(like, gpus, vary) as note:
+
+        def told(trial: Trial) -> None:
+            on_trial(trial)
+            note(trial)
+
+        options |= {"like": like, "gpus": gpus, "vary": vary, "world_size": world_size, "on_trial": told}
+        trials = search.run(command, **options)
+    return Trials(trials, known, world_size, search.searched(vary))
+
+
+def varied_by(text: str) -> tuple[str, Sequence[str] | Range]:
+    """An option of the program and its values, of "batch-size=8,16" or "batch-size=8..512". Raises ValueError for another form."""
+    name, equals, texts = text.lstrip("-").partition("=")
+    if not equals or not name or not texts:
+        such = "such as batch-size=8,16,32 or batch-size=8..512"
+        raise ValueError(f"--vary {text!r}: give an option of the program and its values, {such}")
+    if between := re.fullmatch(r"(\d+)\.\.(\d+)", texts):
+        return name, Range(int(between[1]), int(between[2]))
+    return name, texts.split(",")
 
 
 def _varied(name: str, values: Sequence | str) -> tuple[str, Sequence[str] | Range]:
     if isinstance(values, str):
-        return cli.varied_by(f"{name}={values}")
+        return varied_by(f"{name}={values}")
     if not values:
         raise ValueError(f"fit: no value of {name} to try")
     return name, [str(value) for value in values]

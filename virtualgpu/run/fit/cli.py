@@ -4,7 +4,9 @@ import re
 import sys
 
 from virtualgpu.run import options
-from virtualgpu.run.fit import prices, progress, search, table
+from virtualgpu.run.fit import call
+from virtualgpu.run.fit.prices import load
+from virtualgpu.run.fit.search import Trial
 from virtualgpu.run.trials.programs import ended_by_sigterm
 
 USAGE = """\
@@ -42,67 +44,49 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    done: list[search.Trial] = []  # for an interrupt
+    done: list[Trial] = []  # for an interrupt
     try:
-        values, command = options.split(arguments, OPTIONS, "fit --help")
-        if "--help" in values:
+        given, command = options.split(arguments, OPTIONS, "fit --help")
+        last = {name[2:]: values[-1] for name, values in given.items()}
+        if "help" in last:
             print(USAGE, end="")
             return 0
         if not command:
             raise ValueError("name a program to try: a script, a command, or -m and a module (fit --help says more)")
-        known = prices.load(*values.get("--prices", [])[-1:])
-        varied = dict(varied_by(text) for text in values.get("--vary", []))
-        chosen = {
-            "like": _list(values, "--like", "T4"),
-            "gpus": [int(number) for number in _list(values, "--gpus", "1", r"[1-9]\d*")],
-            "vary": varied,
+        numbers = {
+            name: options.whole_number(f"--{name}", last[name])
+            for name in ("world-size", "steps", "jobs", "limit")
+            if name in last
         }
-        world_size = _number("--world-size", values)
-        with progress.of(**chosen) as note:
-            trials = search.run(
-                command,
-                **chosen,
-                world_size=world_size,
-                memory=values.get("--memory", [None])[-1],
-                step=_number("--steps", values, 4),
-                jobs=_number("--jobs", values),
-                samples=values.get("--samples", [None])[-1],
-                limit=_number("--limit", values),
-                on_trial=lambda trial: (done.append(trial), note(trial)),
-            )
+        world_size, prices = numbers.get("world-size"), last.get("prices")
+        trials = call.tried(
+            command,
+            _list(last, "like", "T4"),
+            [int(number) for number in _list(last, "gpus", "1", r"[1-9]\d*")],
+            dict(call.varied_by(text) for text in given.get("--vary", [])),
+            world_size,
+            prices,
+            done.append,
+            memory=last.get("memory"),
+            samples=last.get("samples"),
+            step=numbers.get("steps", 4),
+            jobs=numbers.get("jobs"),
+            limit=numbers.get("limit"),
+        )
     except (ValueError, OSError) as error:
         print(f"python -m virtualgpu fit: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if done and "--json" not in values:
-            print(*table.lines(done, known, world_size), sep="\n", flush=True)
+        if done and "json" not in last:
+            print(call.Trials(done, load(prices), world_size, ""), flush=True)
         print("\nInterrupted: no program is left.", file=sys.stderr)
         return 130
-    if "--json" in values:
-        print(table.as_json(trials, known, world_size))
-    else:
-        print(*table.lines(trials, known, world_size, search.searched(varied)), sep="\n")
+    print(trials.as_json() if "json" in last else trials)
     return 0 if any(trial.fits for trial in trials) else 2 if any(trial.status == "failed" for trial in trials) else 1
 
 
-def varied_by(text: str) -> tuple[str, list[str] | search.Range]:
-    """An option of the program and its values, of "batch-size=8,16" or "batch-size=8..512". Raises ValueError for another form."""
-    name, equals, texts = text.lstrip("-").partition("=")
-    if not equals or not name or not texts:
-        raise ValueError(
-            f"--vary {text!r}: give an option of the program and its values, such as batch-size=8,16,32 or batch-size=8..512"
-        )
-    if between := re.fullmatch(r"(\d+)\.\.(\d+)", texts):
-        return name, search.Range(int(between[1]), int(between[2]))
-    return name, texts.split(",")
-
-
-def _list(values: dict[str, list[str]], name: str, default: str, form: str = r".+") -> list[str]:
-    words = [word.strip() for word in values.get(name, [default])[-1].split(",")]
+def _list(values: dict[str, str], name: str, default: str, form: str = r".+") -> list[str]:
+    words = [word.strip() for word in values.get(name, default).split(",")]
     if wrong := [word for word in words if not re.fullmatch(form, word)]:
-        raise ValueError(f"{name} {wrong[0]!r}: give {'names' if form == '.+' else 'whole numbers'} with commas")
+        raise ValueError(f"--{name} {wrong[0]!r}: give {'names' if form == '.+' else 'whole numbers'} with commas")
     return words
-
-
-def _number(name: str, values: dict[str, list[str]], default: int | None = None) -> int | None:
-    return options.whole_number(name, values[name][-1]) if name in values else default

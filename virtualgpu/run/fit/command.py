@@ -70,7 +70,7 @@ def product(formula: str) -> int:
     return round(number)
 
 
-def rows(shapes: Iterable[tuple[list[int], int]], passes: int, batch: int, ranks: int, gpus: int) -> int | None:
+def rows(shapes: Iterable[tuple[Sequence[int], int]], passes: int, batch: int, ranks: int, gpus: int) -> int | None:
     """Samples of one rank's step, where the program's own batch size is `batch`; None where no shape has it.
 
     shapes: a rank's, each with its calls; passes: its backward passes. The batch stands first or second in them; as it is, divided among the ranks, or, in a program of

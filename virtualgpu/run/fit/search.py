@@ -6,7 +6,6 @@ trials as `Trial`s.
 
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -78,7 +77,7 @@ def run(
     """
     vary = dict(vary or {})
     ranges = {name: values for name, values in vary.items() if isinstance(values, Range)}
-    lists = {name: values for name, values in vary.items() if name not in ranges}
+    lists = {name: values for name, values in vary.items() if not isinstance(values, Range)}
     if len(ranges) > 1:
         raise ValueError(
             f"one option can be searched at a time, not {' and '.join(ranges)}: give values for the others"
@@ -110,14 +109,12 @@ def run(
             tried = _search(low, high, lambda value: trial(card, count, {**values, name: str(value)}))
             return sorted(tried, key=lambda result: int(result.values[name]))
 
-        places = [
-            (card, count, dict(zip(lists, values, strict=True)))
-            for card, count, *values in itertools.product(like, gpus, *lists.values())
-        ]
+        combinations = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+        places = list(itertools.product(like, gpus, combinations))
         if samples is not None:  # what is wrong with it is said before anything runs, too
             lows = {name: str(low) for name, (low, _) in ranges.items()}
-            for _, count, values in places:
-                product(put(samples, {"gpus": str(count), **values, **lows}))
+            for count, combination in itertools.product(gpus, combinations):
+                product(put(samples, {"gpus": str(count), **combination, **lows}))
         groups = programs.side_by_side(lambda place: search(*place), places, jobs or side_by_side(command, gpus))
     return [result for group in groups for result in group]
 
@@ -177,7 +174,7 @@ def _trial(
         return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
     if lacking := steps.lacking(left, output):
         return trial._replace(status="out of memory", words=lacking)
-    return trial._replace(status="failed", words=_end(status, output))
+    return trial._replace(status="failed", words=messages.end(status, output))
 
 
 def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: environment.Settings) -> int | None:
@@ -187,18 +184,6 @@ def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: enviro
     ranks, gpus = (settings.single_rank[0], 1) if settings.single_rank else (len(stepped), len(settings.cards))
     counted = [rows(rank.rows, rank.passes, batch, ranks, gpus) or batch for rank in stepped]
     return counted[0] * ranks if settings.single_rank else sum(counted)
-
-
-def _end(status: int, output: str) -> str:
-    """What a program that failed came to."""
-    if -status in {number.value for number in signal.Signals}:
-        killed = (
-            " (this machine's memory may have been too small: --jobs 1)"
-            if -status == getattr(signal, "SIGKILL", 9)
-            else ""
-        )
-        return f"ended by {signal.Signals(-status).name}{killed}"
-    return messages.error(output) or f"ended with status {status}"
 
 
 def largest(trials: Iterable[Trial], name: str) -> dict[tuple, Trial]:

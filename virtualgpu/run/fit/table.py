@@ -14,7 +14,7 @@ TIGHT = 0.1  # of the card: what a real program may take beyond what is counted
 
 def dollars(trial: Trial, price: Price | None, number: float, world_size: int | None = None) -> float | None:
     """Of so many steps on all GPUs; None where the card has no price, or no step was timed."""
-    if not trial.fits or trial.step is None or price is None:
+    if not trial.fits or not trial.step or price is None:
         return None
     return number * trial.step / 3600 * price.usd_per_hour * (world_size or trial.gpus)
 
@@ -26,19 +26,22 @@ def lines(
     names = list(dict.fromkeys(name for trial in trials for name in trial.values))
     timed = [trial for trial in trials if trial.fits and trial.step]
     counted = all(trial.samples for trial in timed)
-    number = {id(trial): SAMPLES / trial.samples if counted else STEPS for trial in timed}
-    costs = {
-        index: dollars(trial, price_of(trial.card, prices), number[id(trial)], world_size)
-        for index, trial in enumerate(trials)
-        if id(trial) in number
-    }
-    cheapest = min((cost for cost in costs.values() if cost is not None), default=None)
+    costs = [
+        dollars(
+            trial,
+            price_of(trial.card, prices),
+            SAMPLES / trial.samples if counted and trial.samples else STEPS,
+            world_size,
+        )
+        for trial in trials
+    ]
+    cheapest = min((cost for cost in costs if cost is not None), default=None)
     unit = "$ per million samples" if counted else f"$ per {STEPS:,} steps"
     rows = [
         ("card", "GPUs", *names, "", "peak reserved", "left", "step", "steps/s", "samples/s", "against 1 GPU", unit)
     ]
-    for index, trial in enumerate(trials):
-        known, cost = index in costs, costs.get(index)
+    for trial, cost in zip(trials, costs, strict=True):
+        step = trial.step if trial.fits else None
         rows.append(
             (
                 trial.card,
@@ -47,9 +50,9 @@ def lines(
                 "fits, tight" if tight(trial) else trial.status,
                 size(trial.reserved) if trial.reserved else "",
                 size(trial.capacity - trial.reserved) if trial.fits else "",
-                f"{1e3 * trial.step:,.1f} ms" if known else "",
-                f"{1 / trial.step:,.3g}" if known else "",
-                f"{trial.samples / trial.step:,.1f}" if known and counted else "",
+                f"{1e3 * step:,.1f} ms" if step else "",
+                f"{1 / step:,.3g}" if step else "",
+                f"{trial.samples / step:,.1f}" if step and counted and trial.samples else "",
                 "" if (share := efficiency(trial, trials)) is None else f"{100 * share:.0f} %",
                 "" if cost is None else f"{cost:.3f}" + (" <" if cost == cheapest and len(trials) > 1 else "  "),
             )

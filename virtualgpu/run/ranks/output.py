@@ -12,13 +12,15 @@ import sys
 import threading
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
+from typing import Any
 
 PIECE = getattr(select, "PIPE_BUF", 512) - 4
 
 
 def stdout_to(pipe: Connection) -> io.TextIOWrapper:
     """A text stream for `sys.stdout`: whole lines go to the pipe at once, the beginning of one when it is flushed."""
-    return io.TextIOWrapper(_Pieces(pipe), "utf-8", "backslashreplace", newline="\n", line_buffering=True)
+    pieces: Any = _Pieces(pipe)
+    return io.TextIOWrapper(pieces, "utf-8", "backslashreplace", newline="\n", line_buffering=True)
 
 
 class _Pieces(io.RawIOBase):

@@ -31,7 +31,7 @@ def for_sockets() -> None:
     """multiprocessing's sockets, and those of its children, stand below a folder of ours: who is killed leaves it to the next. A socket's
     path ends after some 100 bytes (unix(7)), and a Korean letter is three of them: where TMPDIR is long, the folder is in /tmp.
     """
-    config = multiprocessing.current_process()._config
+    config = vars(multiprocessing.current_process())["_config"]
     if config.get("tempdir") is None:
         is_long = len(os.fsencode(tempfile.gettempdir())) > LONG and os.access("/tmp", os.W_OK)
         config["tempdir"] = path = scratch.folder("/tmp" if is_long else None)
@@ -62,7 +62,7 @@ def store(nprocs: int):
 
 def require_files(nprocs: int) -> None:
     """OSError where the system's limit of open files is near: half-way, gloo and the store would wait or say something else."""
-    opened = []
+    opened: list[int] = []
     try:
         while len(opened) < FILES + FILES_PER_RANK * nprocs:
             opened.append(os.open(os.devnull, os.O_RDONLY))
@@ -70,9 +70,8 @@ def require_files(nprocs: int) -> None:
         if error.errno != errno.EMFILE:
             raise
         what = f"{nprocs} processes need {FILES + FILES_PER_RANK * nprocs} more open files than there are"
-        raise OSError(
-            errno.EMFILE, f"{what}: raise this process's limit, by `ulimit -n 1024` before it starts"
-        ) from None
+        cure = "raise this process's limit, by `ulimit -n 1024` before it starts"
+        raise OSError(errno.EMFILE, f"{what}: {cure}") from None
     finally:
         for number in opened:
             os.close(number)

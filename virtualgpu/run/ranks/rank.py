@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from virtualgpu.run.process_tree import kill_tree
 from virtualgpu.run.ranks import output, places, worker
@@ -25,12 +26,12 @@ class Rank:
         self.result: bytes | None = None
         self.left: bytes | None = None  # what its GPUs did
         self.error: tuple[float, str] | None = None  # when (monotonic: one clock for all processes), and the traceback
-        self.process = None
+        self.process: Any = None
 
     def start(self, world_size: int, port: int, payload: bytes) -> None:
         """Start the process. payload: what `worker` reads from the pipe."""
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context = multiprocessing.get_context(method)
+        context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(["virtualgpu.run.ranks.warm"])
             places.for_sockets()

@@ -55,8 +55,8 @@ def _raise_first_failure(ranks: list[Rank]) -> None:
     for rank in ranks:
         if how := died(rank):
             raise WorkerError(rank.index, f"rank {rank.index} {how}")
-    first = min((rank for rank in ranks if rank.error), key=lambda rank: rank.error[0])
-    raise WorkerError(first.index, f"rank {first.index} failed first:\n{first.error[1]}")
+    (_, what), index = min((rank.error, rank.index) for rank in ranks if rank.error)
+    raise WorkerError(index, f"rank {index} failed first:\n{what}")
 
 
 def died(rank: Rank) -> str | None:
@@ -115,4 +115,4 @@ def frames_of(dump: str) -> list[tuple[str, str, str]]:
 
 def _unescaped(text: str) -> str:
     escape = r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))"
-    return re.sub(escape, lambda match: chr(int(match[match.lastindex], 16)), text)
+    return re.sub(escape, lambda match: chr(int(match[match.lastindex or 0], 16)), text)

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any
 
 from virtualgpu.run import inherit
 from virtualgpu.run.process_tree import keep_tree, kill_tree
@@ -32,7 +33,7 @@ def import_cloudpickle():
 
 def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port: int, stacks: str, words: str) -> None:
     """Until the parent ends it. pipe: the function comes, and its answer goes. stacks, words: files, as of `Rank`."""
-    multiprocessing.current_process()._config["daemon"] = False  # a DataLoader in it may have workers
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # a DataLoader in it may have workers
     multiprocessing.set_start_method(None, force=True)  # started as everywhere else, not from the forkserver too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
     keep_tree()
@@ -48,7 +49,7 @@ def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port:
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     sys.stdout = sys.stderr = printed = output.stdout_to(stdout)
     try:
-        answer = "result", _run(pipe, payload, rank, world_size, port)
+        answer: tuple[str, object] = ("result", _run(pipe, payload, rank, world_size, port))
     except BaseException as error:
         what = f"{type(error).__name__}: {error}" if isinstance(error, SystemExit) else _traceback(error)
         answer = "error", (time.monotonic(), what)
@@ -62,22 +63,29 @@ def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port:
 def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int) -> bytes:
     import torch.distributed as dist
 
+    from virtualgpu import session
+
     cloudpickle, address = import_cloudpickle(), "127.0.0.1"
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(
+        {name: str(value) for name, value in variables.items()}, MASTER_ADDR=address, MASTER_PORT=str(port)
+    )
     offered, interface, function = cloudpickle.loads(payload)
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     inherit.import_state(offered)
     store = dist.TCPStore(address, port, world_size, is_master=False)
-    dist.init_process_group(_backend(rank, world_size), store=store, rank=rank, world_size=world_size)
-    inherit.meet(store)
+    machine: Any = session.current()
+    dist.init_process_group(_backend(machine, rank, world_size), store=store, rank=rank, world_size=world_size)
+    if machine is not None:
+        machine.communicators.meet(store)  # there it learns which of the others have returned
     fn, args, kwargs = cloudpickle.loads(function)
     pipe.send(("state", "running"))
     result = cloudpickle.dumps(fn(*args, **kwargs))
     pipe.send(("state", "returned"))
-    inherit.returned(store, rank)
+    machine = session.current()
+    if machine is not None:
+        machine.communicators.returned(store, rank)
     if dist.is_initialized():
         dist.barrier()
         pipe.send(("left", inherit.export_trace(offered)))
@@ -85,17 +93,16 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     return result
 
 
-def _backend(rank: int, world_size: int) -> str:
+def _backend(machine, rank: int, world_size: int) -> str:
     """nccl where each rank has a GPU; with virtual ones, gloo for the CPU's tensors beside it. Otherwise gloo."""
     import torch
 
-    virtual = inherit.has_gpus()
-    if virtual or not torch.cuda.is_available():
+    if machine is not None or not torch.cuda.is_available():
         torch.set_num_threads(1)
     if torch.cuda.device_count() < world_size:
         return "gloo"
-    if virtual:
-        inherit.choose(rank)
+    if machine is not None:
+        machine.local.use_device(rank)  # no use of the GPU yet: CUDA's variables may still be set
         return "cpu:gloo,cuda:nccl"
     torch.cuda.set_device(rank)
     return "nccl"

@@ -1,13 +1,13 @@
 """The program's `nvidia-smi`: what people and tools ask of the real one, answered for the virtual GPUs.
 
 Known: the plain table, -L, --query-gpu and --query-compute-apps with --format=csv[,noheader][,nounits], --help-query-gpu, -i, -l,
--lms, -f, --version, topo -m, topo -p2p r, nvlink -s. What a virtual GPU does not have is [N/A], a field or an option that nvidia-smi
-does not have is refused in its words, and what else nvidia-smi can do is refused in a sentence. It runs without `site`, and imports
-neither PyTorch nor the package's session.
+-lms, -f, --version, topo -m, topo -p2p r, nvlink -s. What a virtual GPU does not have is [N/A], a field that nvidia-smi does not have is
+refused in its words, and all else in a sentence. It runs without `site`, and imports neither PyTorch nor the package's session.
 
 Utilization is the share of simulated time in which kernels ran since the same process last asked.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -23,20 +23,15 @@ if __name__ == "__main__":  # a script: the package without its __init__
     package.__path__ = [str(Path(__file__).parents[2])]
 
 from virtualgpu import environment
+from virtualgpu.hardware import specs
 from virtualgpu.memory.ledger import Board, share
-from virtualgpu.run import cards
 from virtualgpu.run.smi import topology
 from virtualgpu.run.smi.fields import APPS, FIELDS, MIB, NONE, columns_of
-from virtualgpu.run.smi.unmodelled import NOT_MODELLED
 from virtualgpu.torch_api import nvml
 
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
-INVALID = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"
-LOOP = 5.0  # seconds: -l without a number
-SHORT = {"-L": "--list-gpus", "-h": "--help", "-i": "--id", "-l": "--loop", "-lms": "--loop-ms", "-f": "--filename"}
-ANSWERS = {"--list-gpus": "list", "--version": "version", "--help": "help"}
-ANSWERS |= dict.fromkeys(("--help-query-gpu", "--help-query-compute-apps"), "fields")
-WITH_VALUE = ("--query-gpu", "--query-compute-apps", "--format", "--id", "--loop", "--loop-ms", "--filename")
+ANSWERS = "-L, --query-gpu=... --format=csv (repeated by -l 1), --query-compute-apps, topo -m, topo -p2p r, nvlink -s and the plain table are"
+LOOP = 5  # seconds: -l without a number
 
 
 class Refused(Exception):
@@ -67,59 +62,70 @@ class App:
         return nvml.process_name(self.pid) or NONE
 
 
-class Options:
-    """A command line, read. what: the answer that is asked for. Raises Refused."""
+class Parser(argparse.ArgumentParser):
+    """The command line. Raises Refused."""
 
-    def __init__(self, arguments: list[str]):
-        self.what, self.fields, self.format = "table", [], None
-        self.ids = self.loop = self.file = None
+    def __init__(self):
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.set_defaults(what="table", fields=[])
+        option = self.add_argument
+        for what, names in (("help", ["-h", "--help"]), ("list", ["-L", "--list-gpus"]), ("version", ["--version"])):
+            option(*names, dest="what", action="store_const", const=what)
+        for what, known in (("gpu", FIELDS), ("compute-apps", APPS)):
+            option(f"--help-query-{what}", dest="known", action="store_const", const=known)
+            option(f"--query-{what}", type=lambda text, what=what: (what, self.words(text)), dest="query")
+        option("--format", type=self.words)
+        option("-i", "--id", type=self.words)
+        option("-f", "--filename")
+        option("-l", "--loop", nargs="?", const=LOOP, type=self.seconds)
+        option("-lms", "--loop-ms", dest="loop", type=lambda text: self.seconds(text) / 1000)
+
+    def error(self, message):
+        """Of a value that is not there, or is none."""
+        raise Refused("Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n", 1)
+
+    @staticmethod
+    def words(text: str) -> list[str]:
+        """With commas between them."""
+        return [word.strip() for word in text.split(",")]
+
+    @staticmethod
+    def seconds(text: str) -> float:
+        """Raises ValueError for what is no whole number above 0."""
+        if not text.isdigit() or not int(text):
+            raise ValueError(text)
+        return int(text)
+
+    def read(self, arguments: list[str]) -> argparse.Namespace:
+        """what: the answer that is asked for."""
         if arguments[:1] in (["topo"], ["nvlink"]):
-            try:
-                self.what = topology.read(arguments[0], arguments[1:])
-            except ValueError as error:
-                raise Refused(f"{error}\n", 2) from None
-            return
-        rest = list(arguments)
-        while rest:
-            name, equals, text = rest.pop(0).partition("=")
-            name = SHORT.get(name, name)
-            if name in ANSWERS:
-                self.what = ANSWERS[name]
-                self.fields = list({"--help-query-gpu": FIELDS, "--help-query-compute-apps": APPS}.get(name, ()))
-                continue
-            if name == "--loop" and not equals and (not rest or rest[0].startswith("-")):
-                self.loop = LOOP
-                continue
-            if name in NOT_MODELLED:
-                raise Refused(f"nvidia-smi {name} is not modelled by virtual GPUs: {NOT_MODELLED[name]}.\n", 2)
-            if name not in WITH_VALUE:
-                raise Refused(f"ERROR: Option {name} is not recognized. Please run 'nvidia-smi -h' for help.\n", 2)
-            if not equals and not rest:
-                raise Refused(INVALID, 1)
-            text = text if equals else rest.pop(0)
-            words = [word.strip() for word in text.split(",")]
-            if name in ("--query-gpu", "--query-compute-apps"):
-                self.what, self.fields = name[len("--query-") :], words
-            elif name == "--format":
-                self.format = words
-            elif name == "--id":
-                self.ids = words
-            elif name == "--filename":
-                self.file = text
-            elif text.isdigit() and int(text):
-                self.loop = int(text) / (1000 if name == "--loop-ms" else 1)
-            else:
-                raise Refused(INVALID, 1)
+            options, unknown = self.parse_known_args([])
+            options.what = topology.read(arguments)
+        else:
+            options, unknown = self.parse_known_args(arguments)
+        if unknown or options.what is None:
+            raise Refused(
+                f"nvidia-smi {' '.join(unknown or arguments)} is not modelled by virtual GPUs: {ANSWERS}.\n", 2
+            )
+        if options.query:
+            options.what, options.fields = options.query
+        if options.known:
+            options.what, options.fields = "fields", list(options.known)
+        return options
 
 
 def main(arguments: list[str]) -> int:
     """Print what was asked for; the exit status. Loops for ever with -l, as the real one."""
     try:
-        options = Options(arguments)
+        options = Parser().read(arguments)
         settings = environment.settings()
         if settings is None:
             raise Refused("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9)
-        with open(options.file, "w", encoding="utf-8") if options.file else contextlib.nullcontext(sys.stdout) as out:
+        with (
+            open(options.filename, "w", encoding="utf-8")
+            if options.filename
+            else contextlib.nullcontext(sys.stdout) as out
+        ):
             while True:
                 out.write(answer(options, Board(settings), settings.gpus_per_node))
                 out.flush()
@@ -137,7 +143,7 @@ def main(arguments: list[str]) -> int:
         return 1
 
 
-def answer(options: Options, board: Board, gpus_per_node: int | None = None) -> str:
+def answer(options: argparse.Namespace, board: Board, gpus_per_node: int | None = None) -> str:
     """The text. Raises Refused."""
     if options.what == "help":
         return __doc__.split("\n\n")[1] + "\n"
@@ -147,13 +153,13 @@ def answer(options: Options, board: Board, gpus_per_node: int | None = None) -> 
         )
     if options.what == "fields":
         return "".join(f"{name}\n" for name in options.fields)
-    chosen = _chosen(options.ids, len(board.cards))
+    chosen = _chosen(options.id, len(board.cards))
     titles = [f"GPU {i}: {board.cards[i].name} (UUID: {environment.uuid(i)})" for i in chosen]
     if options.what == "list":
         return "".join(f"{title}\n" for title in titles)
     if options.what.startswith(("topo", "nvlink")):
         nodes = [i // (gpus_per_node or len(board.cards)) for i in chosen]
-        return topology.answer(options.what, cards.links(board.cards), nodes, titles)
+        return topology.answer(options.what, [specs.find(card.like) for card in board.cards], nodes, titles)
     before = _asked(board, options.fields)
     gpus = [GPU(board, index, before[index]) for index in chosen]
     if options.what == "table":

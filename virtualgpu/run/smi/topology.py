@@ -5,7 +5,8 @@ over PCI Express that the machines of cloud and Kaggle print. GPUs of two nodes 
 """
 
 import os
-from typing import NamedTuple
+
+from virtualgpu.hardware.datasheet import Spec
 
 TOPOLOGY = """
 Legend:
@@ -32,50 +33,39 @@ Legend:
 """
 
 
-class Links(NamedTuple):
-    """Of one card. links: its NVLinks, 0 for none. together: how many of them a copy to one other card takes. rate: GB/s of one."""
-
-    links: int
-    together: int
-    rate: float
-    peer_access: bool
+def read(arguments: list[str]) -> str | None:
+    """What is asked: "topo -m", "topo -p2p r", ... None for what is not modelled."""
+    short = {"--matrix": "-m", "--p2p": "-p2p", "--status": "-s"}
+    asked = " ".join(short.get(word, word) for word in arguments)
+    return asked if asked in ("topo -m", "topo -p2p r", "topo -p2p w", "topo -p2p n", "nvlink -s") else None
 
 
-def read(command: str, arguments: list[str]) -> str:
-    """What is asked: "topo -m", "topo -p2p r", ... Raises ValueError, in a sentence, for what is not modelled."""
-    asked = {"--matrix": "-m", "-p2p": "--p2p", "--status": "-s"}
-    words = [asked.get(word, word) for word in arguments]
-    if command == "topo" and (words == ["-m"] or (words[:1] == ["--p2p"] and words[1:] in (["r"], ["w"], ["n"]))):
-        return f"topo {words[-1]}"
-    if command == "nvlink" and words == ["-s"]:
-        return "nvlink"
-    known = "topo -m and topo -p2p with r, w or n are" if command == "topo" else "nvlink -s is"
-    raise ValueError(f"nvidia-smi {' '.join([command, *arguments])} is not modelled by virtual GPUs: {known}.")
-
-
-def answer(what: str, cards: list[Links], nodes: list[int], titles: list[str]) -> str:
+def answer(what: str, cards: list[Spec], nodes: list[int], titles: list[str]) -> str:
     """The text. nodes: of each GPU. titles: as -L prints each GPU."""
-    if what == "nvlink":
+    if what == "nvlink -s":
         return "".join(f"{title}\n{_status(card)}" for title, card in zip(titles, cards, strict=True))
     if what == "topo -m":
         return _matrix(cards, nodes)
-    return _peers(cards, nodes, nvlink=what == "topo n")
+    return _peers(cards, nodes, nvlink=what.endswith("n"))
 
 
-def _status(card: Links) -> str:
-    if not card.links:
+def _status(card: Spec) -> str:
+    if card.nvlink is None:
         return "\t NVML: Unable to retrieve NVLink information as all links are inActive\n"
-    return "".join(f"\t Link {number}: {card.rate:g} GB/s\n" for number in range(card.links))
+    rate = card.nvlink.bandwidth / 1e9
+    return "".join(f"\t Link {number}: {rate:g} GB/s\n" for number in range(card.nvlink.links))
 
 
-def _matrix(cards: list[Links], nodes: list[int]) -> str:
+def _matrix(cards: list[Spec], nodes: list[int]) -> str:
     def way(one: int, other: int) -> str:
         if one == other:
             return " X "
         if nodes[one] != nodes[other]:
             return "N/A"
-        together = min(cards[one].together, cards[other].together)
-        return f"NV{together}" if together else "PHB"
+        together = [
+            round(card.peer.bandwidth / card.nvlink.bandwidth) for card in (cards[one], cards[other]) if card.nvlink
+        ]
+        return f"NV{min(together)}" if len(together) == 2 else "PHB"  # so many links lead a copy from one to the other
 
     gpus = range(len(cards))
     lines = ["\t".join(["", *(f"GPU{i}" for i in gpus), "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])]
@@ -84,7 +74,7 @@ def _matrix(cards: list[Links], nodes: list[int]) -> str:
     return "\n".join(lines) + "\n" + TOPOLOGY + (NETWORK if len(set(nodes)) > 1 else "")
 
 
-def _peers(cards: list[Links], nodes: list[int], nvlink: bool) -> str:
+def _peers(cards: list[Spec], nodes: list[int], nvlink: bool) -> str:
     """May one read and write the other's memory (or: is there NVLink between them)?"""
 
     def status(one: int, other: int) -> str:
@@ -94,7 +84,7 @@ def _peers(cards: list[Links], nodes: list[int], nvlink: bool) -> str:
             return "TNS"
         pair = (cards[one], cards[other])
         if nvlink:
-            return "OK" if all(card.links for card in pair) else "NS"
+            return "OK" if all(card.nvlink for card in pair) else "NS"
         return "OK" if all(card.peer_access for card in pair) else "CNS"
 
     gpus = range(len(cards))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -36,12 +37,22 @@ def warnings(output: str) -> list[str]:
     return list(dict.fromkeys(words.strip() for words in WARNING.findall(output)))
 
 
+def end(status: int, output: str) -> str:
+    """What a program that failed came to."""
+    if -status in {number.value for number in signal.Signals}:
+        killed = -status == getattr(signal, "SIGKILL", 9)
+        cure = " (this machine's memory may have been too small: --jobs 1)" if killed else ""
+        return f"ended by {signal.Signals(-status).name}{cure}"
+    return error(output) or f"ended with status {status}"
+
+
 def error(output: str) -> str:
     """What ended the program, with the program's line: the last error that is not another process's word on it; or its last line."""
-    errors, places = [], {}  # the place that each rank's traceback named last
+    errors: list[tuple[str, str]] = []
+    places: dict[str, str] = {}  # the one that each rank's traceback named last
     for line in output.splitlines():
-        rank = RANK.match(line)
-        rank, line = (rank[0], line[rank.end() :]) if rank else ("", line)
+        head = RANK.match(line)
+        rank, line = (head[0], line[head.end() :]) if head else ("", line)
         if where := PLACE.search(line):
             if _own(where[1]):
                 places[rank] = f" ({os.path.basename(where[1])}:{where[2]})"

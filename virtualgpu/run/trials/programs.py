@@ -23,8 +23,8 @@ def side_by_side(command: Sequence[str], gpus: Sequence[int]) -> int:
     if launched and "--standalone" not in command:
         return 1
     free = None
-    with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/meminfo", encoding="ascii") as file:
-        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1])
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
+        free = 1024 * int(file.read().partition("MemAvailable:")[2].split()[0])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, (free or ROOM) // ROOM))
 

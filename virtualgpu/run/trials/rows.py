@@ -5,7 +5,6 @@ Kept are the shapes of what goes into the module that each step calls first: the
 backward passes: a program that shows a batch to the model twice (contrastive learning) makes one of both.
 """
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from virtualgpu import _compat
+from virtualgpu.torch_api.registry import Patches
 
 
 class Rows:
@@ -28,17 +28,15 @@ class Rows:
         self.passes = 0
         self._now: Counter[tuple[int, ...]] = Counter()
         self._passes = 0
-        self._first, self._depth, self._thread = None, 0, threading.get_ident()
+        self._first: int | None = None
+        self._depth, self._thread = 0, threading.get_ident()
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
-        backward = torch.autograd.backward  # of which PyTorch has no hook for all
+        Patches().stand_in(torch.autograd, "backward", self._backward)  # of which PyTorch has no hook for all
 
-        @functools.wraps(backward)
-        def counted(*args, **kwargs):
-            self._passes += _compat.graph_task() == -1
-            return backward(*args, **kwargs)
-
-        torch.autograd.backward = counted
+    def _backward(self, original, *args, **kwargs):
+        self._passes += _compat.graph_task() == -1
+        return original(*args, **kwargs)
 
     def _enter(self, module: nn.Module, _) -> None:
         if threading.get_ident() == self._thread and (self._depth or torch.is_grad_enabled()):

@@ -4,18 +4,18 @@ Each process notes when its optimizer has stepped, and whether a GPU ran out of 
 A step is one of the optimizer that stepped first, so that two optimizers (of a GAN, say) are one step.
 """
 
-import json
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from virtualgpu.run import left
 from virtualgpu.run.table import size
 
 if TYPE_CHECKING:
     from virtualgpu.run.trials.rows import Rows
 
-SUFFIX = ".steps"
+LEFT = "steps"
 
 
 class Steps(NamedTuple):
@@ -26,7 +26,7 @@ class Steps(NamedTuple):
     rank: int
     ends: list[float]
     asked: int | None
-    rows: list[tuple[list[int], int]]
+    rows: Sequence[tuple[Sequence[int], int]]
     passes: int
 
     @property
@@ -43,7 +43,8 @@ class Counter:
     def __init__(self, most: int):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.most, self.count, self.first, self.several = most, 0, None, False
+        self.most, self.count, self.several = most, 0, False
+        self.first: int | None = None
         register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer, *_) -> None:
@@ -66,7 +67,9 @@ class Watch(Counter):
 
     def __init__(self, machine, most: int, rows: "Rows | None" = None):
         super().__init__(most)
-        self.machine, self.rows, self.ends, self.asked = machine, rows, [], None
+        self.machine, self.rows = machine, rows
+        self.ends: list[float] = []
+        self.asked: int | None = None
         for gpu in machine.gpus:
             gpu.memory.watch(self._heard)
         if hasattr(os, "register_at_fork"):
@@ -92,23 +95,19 @@ class Watch(Counter):
         """For `collect`."""
         from virtualgpu import environment
 
-        shapes, passes = ([], 0) if self.rows is None else (list(self.rows.last.items()), self.rows.passes)
-        left = Steps(environment.rank(), self.ends, self.asked, shapes, min(1, passes) if self.several else passes)
-        with open(os.path.join(folder, f"{os.getpid()}{SUFFIX}"), "w", encoding="utf-8") as file:
-            json.dump(left, file)
+        shapes = [] if self.rows is None else list(self.rows.last.items())
+        passes = 0 if self.rows is None else self.rows.passes
+        steps = Steps(environment.rank(), self.ends, self.asked, shapes, min(1, passes) if self.several else passes)
+        left.leave(folder, LEFT, steps)
 
 
-def lacking(left: Iterable[Steps], output: str) -> str:
+def lacking(processes: Iterable[Steps], output: str) -> str:
     """What could not be had, where memory is what ended a program that left these and printed that; "" otherwise."""
-    asked = [process.asked for process in left if process.asked is not None]
+    asked = [process.asked for process in processes if process.asked is not None]
     return f"{size(max(asked))} more were asked for" if asked and "OutOfMemoryError" in output else ""
 
 
 def collect(folder: str) -> list[Steps]:
     """What the processes left, by rank."""
-    processes = []
-    for name in os.listdir(folder):
-        if name.endswith(SUFFIX):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                processes.append(Steps(*json.load(file)))
+    processes = [Steps(*record) for _, record in left.collect(folder, LEFT) if record is not None]
     return sorted(processes, key=lambda process: process.rank)
