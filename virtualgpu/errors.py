@@ -90,6 +90,14 @@ def host_full(needed: int, free: int) -> RuntimeError:
     )
 
 
+def on_real_gpu(device: torch.device) -> RuntimeError:
+    """A tensor of a real GPU, made before virtual ones were on, meets an operation beside them."""
+    return RuntimeError(
+        f"this tensor lies on the real {device}, which virtual GPUs hide: take it over by .cpu() or .to(...), or turn them off "
+        "by virtualgpu.reset()"
+    )
+
+
 def without_values() -> RuntimeError:
     """A tensor that was made in a dry run meets an operation with numbers."""
     return RuntimeError("a tensor of this line was made in a dry run and has no values: make it outside dry_run(), too")

@@ -9,7 +9,7 @@ from virtualgpu.distributed import patches as distributed
 from virtualgpu.distributed.nodes import Nodes
 from virtualgpu.engine import kernels, meta_kernels
 from virtualgpu.engine.allocation import holders
-from virtualgpu.engine.dispatch import Dispatch
+from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
 from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware.hosts import ClockSettings
 from virtualgpu.hardware.specs import Spec
@@ -98,6 +98,7 @@ class Session:
 
     def open(self) -> None:
         """Replace PyTorch's functions, module after module; this thread and the main one see the virtual GPUs."""
+        self.machine.stand_beside(_compat.real_gpus())
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
         meta_kernels.install()
@@ -128,7 +129,7 @@ class Session:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
         _leave()
         self.machine.local.seen = self.machine
-        _compat.enter_below(Dispatch(self.machine))
+        _compat.enter_below((DispatchBesideReal if self.machine.real_gpus else Dispatch)(self.machine))
 
     def leave(self) -> None:
         """Called by a thread that ends. C++ would let go of the mode only after that, and where Python is ending too, it aborts the process."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.distributed.nodes import ONE_NODE, Nodes
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
@@ -154,7 +155,7 @@ def gpus(
             turn_on(cards, nodes=nodes, clock=clock_settings).machine.be_dry(dry)
         meet()
         return _announce(_session, new)
-    real = 0 if kind == "virtual" else torch.cuda.device_count()
+    real = 0 if kind == "virtual" else _compat.real_gpus()
     if real >= n:
         for index in range(n):
             share = 1.0 if memory is None else min(1.0, cards[index].memory / torch.cuda.mem_get_info(index)[1])

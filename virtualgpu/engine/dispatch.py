@@ -170,6 +170,25 @@ class Dispatch(_compat.TorchDispatchMode):
         return is_pinned(host)
 
 
+class DispatchBesideReal(Dispatch):
+    """As `Dispatch`, where real GPUs work as well. A tensor that lies on one would seem to be the CPU's: it can be read and taken over, no more."""
+
+    def _run(self, func, args, kwargs):
+        if not (self.local.bypass or self.machine.closed or func in READ):
+            _refuse_real(args, kwargs)
+        return super()._run(func, args, kwargs)
+
+
+def _refuse_real(args, kwargs) -> None:
+    """A function of its own: a variable of the caller's would be one reference more to a tensor, which `Holders` counts."""
+    for tensor in tensors_of(args, kwargs):
+        if _compat.is_really_on_gpu(tensor):
+            raise errors.on_real_gpu(_compat.real_device(tensor))
+
+
+READ = (torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default)
+
+
 def operation_of(frame):
     """The operation that a frame of Python dispatches; None for any other frame."""
     return frame.f_locals["func"] if frame.f_code is Dispatch.__torch_dispatch__.__code__ else None

@@ -18,6 +18,9 @@ class _Process:
         self.ledger = Ledger(settings.folder, len(settings.cards)) if settings.folder else None
 
     def start(self) -> None:
+        from virtualgpu import _compat
+
+        _compat.hide_real_gpus()
         activate(self.settings, self.ledger)
         if self.settings.folder:
             self.record()

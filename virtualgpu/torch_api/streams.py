@@ -17,6 +17,9 @@ HANDLES = 0x7F00_0000_0000  # a stream's handle is a number that says which it i
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace the classes of torch and torch.cuda, and the C functions that get and set the current stream."""
+    if machine.real_gpus:
+        for name in ("record", "wait"):
+            patches.replace(torch.cuda.Event, name, _refuse)
     any_stream, any_event = _generic("Stream", _Stream), _generic("Event", _Event)
     of_session = {"machine": machine, "__module__": "torch.cuda.streams"}
     stream = any_stream.virtual = type("Stream", (StreamMethods, any_stream), of_session | {"entered": Entered()})
@@ -197,8 +200,7 @@ class StreamMethods:
 
     def wait_stream(self, stream) -> None:
         """What is queued here from now on starts when that stream has come to here."""
-        other = self.machine.clock.stream(stream.device_index, stream.stream_id)
-        self._queue.wait_until(other.ready)
+        self._queue.wait_until(_queue_of(self.machine, stream).ready)
 
     def wait_event(self, event) -> None:
         event.wait(self)
@@ -294,7 +296,14 @@ class EventMethods:
         return f"<torch.cuda.Event {mark}>"
 
 
+def _refuse(*_, **__):
+    """Of an event that was made before these GPUs were on."""
+    raise RuntimeError("this event or stream belongs to a real GPU, which virtual ones hide: make it again")
+
+
 def _queue_of(machine: Machine, stream) -> Queue:
     if stream is None:
         return machine.clock.current(machine.gpu(None).index)
+    if not isinstance(stream, StreamMethods):
+        _refuse()
     return machine.clock.stream(stream.device_index, stream.stream_id)
