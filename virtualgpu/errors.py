@@ -98,6 +98,11 @@ def on_real_gpu(device: torch.device) -> RuntimeError:
     )
 
 
+def of_real_gpu(what: str) -> RuntimeError:
+    """A stream, an event or a generator of before virtual GPUs were on meets them."""
+    return RuntimeError(f"this {what} belongs to a real GPU, which virtual ones hide: make it again")
+
+
 def without_values() -> RuntimeError:
     """A tensor that was made in a dry run meets an operation with numbers."""
     return RuntimeError("a tensor of this line was made in a dry run and has no values: make it outside dry_run(), too")

@@ -17,6 +17,7 @@ from virtualgpu.sanitizer import gpu_trace, switch
 from virtualgpu.torch_api import (
     autocast,
     batch_norm,
+    beside_real,
     blas,
     compiler,
     cuda,
@@ -49,6 +50,7 @@ PATCH_MODULES = (
     memory,
     pools,
     random,
+    beside_real,
     streams,
     sync_debug,
     blas,

@@ -206,10 +206,32 @@ def test_a_card_whose_driver_is_too_old_does_not_count(monkeypatch, capsys, work
     monkeypatch.delenv("HELPERS_GPUS")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: works)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    played = {
+        "set_per_process_memory_fraction": None,
+        "get_per_process_memory_fraction": 1.0,
+        "get_device_name": "Tesla T4",
+    }
+    for name, answer in played.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     virtualgpu.gpus(1)
     assert said in capsys.readouterr().out
+
+
+def test_a_limit_on_real_ones_ends_with_its_block(driver, monkeypatch):
+    monkeypatch.delenv("HELPERS_GPUS")
+    shares = {0: 1.0}
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, index: shares.update({index: share})
+    )
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", shares.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (15 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    with virtualgpu.gpus(1, memory="8 GiB"):
+        assert shares == {0: 0.5}
+        with virtualgpu.gpus(1):
+            assert shares == {0: 1.0}
+        assert shares == {0: 0.5}
+    assert shares == {0: 1.0}
 
 
 @pytest.mark.parametrize("visible", [None, "0"])

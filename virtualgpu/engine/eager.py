@@ -54,7 +54,7 @@ class Eager:
         actual = "cuda" if _compat.address(generator) in GENERATORS else "cpu"
         if actual != expected:
             if generator.device.type == "cuda" and actual == "cpu":
-                raise RuntimeError("this generator belongs to a real GPU, which virtual ones hide: make it again")
+                raise errors.of_real_gpu("generator")
             raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{actual}'")
 
     def _draw(self, op: Operation, args, kwargs, gpu: GPU):

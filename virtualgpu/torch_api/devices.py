@@ -36,9 +36,6 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.replace(torch, name, function)
     patches.stand_in(_compat.DeviceContext, "__torch_function__", spelling.in_context)
     patches.stand_in(_compat.NN, "_parse_to", parse_to)
-    if machine.real_gpus:
-        kind = _compat.fake_tensor.FakeTensor
-        patches.replace(kind, "__new__", staticmethod(standing_in(kind.__new__, fake_beside_real, machine.real_gpus)))
     if spelling.cuda_wheel:
         return
     patches.stand_in(_compat.fake_tensor.FakeTensorConverter, "from_real_tensor", from_real_tensor)
@@ -135,18 +132,6 @@ def from_real_tensor(original, converter, mode, tensor, *args, **kwargs):
             "virtual GPU; or move the model to the CPU first"
         )
     return original(converter, mode, tensor, *args, **kwargs)
-
-
-def fake_beside_real(real_gpus: int, original, cls, *args, **kwargs):
-    """Of a fake tensor that says cuda, C++ asks the driver for that device, and ends the process where there are fewer."""
-    for value in (*args, *kwargs.values()):
-        device = _compat.Device(value) if isinstance(value, str) else value
-        if isinstance(device, _compat.Device) and device.type == "cuda" and (device.index or 0) >= real_gpus:
-            raise NotImplementedError(
-                f"torch.export and other users of fake tensors find {real_gpus} real GPU{'s' * (real_gpus > 1)} here, and no {device}: "
-                'hide the real by CUDA_VISIBLE_DEVICES="" in front of the program, or run it by python -m virtualgpu'
-            )
-    return original(cls, *args, **kwargs)
 
 
 def numbered(device):

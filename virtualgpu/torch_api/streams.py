@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from virtualgpu import _compat
+from virtualgpu import _compat, errors
 from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.clock import DEFAULT, Queue
 from virtualgpu.torch_api.registry import Patches
@@ -17,9 +17,6 @@ HANDLES = 0x7F00_0000_0000  # a stream's handle is a number that says which it i
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace the classes of torch and torch.cuda, and the C functions that get and set the current stream."""
-    if machine.real_gpus:
-        for name in ("record", "wait"):
-            patches.replace(torch.cuda.Event, name, _refuse)
     any_stream, any_event = _generic("Stream", _Stream), _generic("Event", _Event)
     of_session = {"machine": machine, "__module__": "torch.cuda.streams"}
     stream = any_stream.virtual = type("Stream", (StreamMethods, any_stream), of_session | {"entered": Entered()})
@@ -112,9 +109,8 @@ class Generic(type(_Stream)):
         if "virtual" not in vars(cls):
             return super().__call__(*args, **kwargs)
         device = args[0] if args and not isinstance(args[0], bool) else kwargs.get("device")
-        if kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda"):
-            return cls.original(*args, **kwargs)
-        return cls.virtual(*args, **kwargs)
+        other = kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda")
+        return (cls.original if other else cls.virtual)(*args, **kwargs)
 
 
 def _generic(name: str, original: type) -> type:
@@ -296,14 +292,9 @@ class EventMethods:
         return f"<torch.cuda.Event {mark}>"
 
 
-def _refuse(*_, **__):
-    """Of an event that was made before these GPUs were on."""
-    raise RuntimeError("this event or stream belongs to a real GPU, which virtual ones hide: make it again")
-
-
 def _queue_of(machine: Machine, stream) -> Queue:
     if stream is None:
         return machine.clock.current(machine.gpu(None).index)
     if not isinstance(stream, StreamMethods):
-        _refuse()
+        raise errors.of_real_gpu("stream")
     return machine.clock.stream(stream.device_index, stream.stream_id)
