@@ -12,6 +12,7 @@ from virtualgpu import _compat
 from virtualgpu.run import child, inherit
 
 ONE = torch.device("cuda:1")
+INTERFACE = "__cuda_array_interface__"
 REFUSED = r"lies on the real cuda:0, which virtual GPUs hide: take it over by .cpu\(\) or .to"
 
 
@@ -185,6 +186,14 @@ def test_a_fake_tensor_knows_the_real_alone(driver):
         torch.ones(2, device=ONE)
     with FakeTensorMode():
         assert torch.ones(2, device="cuda:0").device.index == 0
+
+
+def test_no_kernel_of_another_library_is_told_an_address(driver):
+    virtualgpu.gpus(2)
+    with pytest.raises(AttributeError, match=r"cannot reach the memory of a virtual one: give them tensor.cpu\(\)"):
+        getattr(torch.ones(2, device=ONE), INTERFACE)
+    with pytest.raises(AttributeError, match="on non-CUDA tensor"):
+        getattr(torch.ones(2), INTERFACE)
 
 
 def test_scripts_know_what_they_made(driver):

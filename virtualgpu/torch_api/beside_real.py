@@ -7,23 +7,38 @@ with a device of its own. A process that never wants them back hides them from C
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.errors import of_real_gpu
 from virtualgpu.torch_api.registry import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace what events of before do with streams, and what makes a fake tensor."""
+    """Replace what events of before do with streams, what makes a fake tensor, and what tells CuPy, Numba and their kind an address."""
     if not machine.real_gpus:
         return
     for name in ("record", "wait"):
         patches.replace(torch.cuda.Event, name, _refuse)
+    patches.wrap(torch.Tensor, "__cuda_array_interface__", _interface)
     kind = _compat.fake_tensor.FakeTensor
     patches.replace(kind, "__new__", staticmethod(standing_in(kind.__new__, _fake, machine.real_gpus)))
 
 
 def _refuse(*_, **__):
     raise of_real_gpu("event")
+
+
+def _interface(original: property) -> property:
+    """Without a driver nobody could follow the address; with one, a kernel that does ends the process's use of the real GPU."""
+
+    def interface(tensor):
+        if gpu_of(tensor) is None:
+            return original.__get__(tensor)
+        raise AttributeError(
+            "kernels of other libraries run on a real GPU, and cannot reach the memory of a virtual one: give them tensor.cpu()"
+        )
+
+    return property(interface)
 
 
 def _fake(real_gpus: int, original, cls, *args, **kwargs):
