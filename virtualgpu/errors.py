@@ -98,6 +98,14 @@ def on_real_gpu(device: torch.device) -> RuntimeError:
     )
 
 
+def made_on_real_gpu(func) -> RuntimeError:
+    """PyTorch's C++ went past us."""
+    return RuntimeError(
+        f"{func} made its result on a real GPU, which virtual ones hide: that is a fault of virtualgpu. Run the program by "
+        "python -m virtualgpu, which hides the real one from PyTorch altogether"
+    )
+
+
 def of_real_gpu(what: str) -> RuntimeError:
     """A stream, an event or a generator of before virtual GPUs were on meets them."""
     return RuntimeError(f"this {what} belongs to a real GPU, which virtual ones hide: make it again")

@@ -141,6 +141,28 @@ def test_where_there_is_no_driver_nobody_looks(monkeypatch):
     assert (torch.ones(2, device=ONE) + 1).tolist() == [2, 2] and torch.ones(2).to(ONE).device == ONE
 
 
+def test_a_tensor_of_a_dry_run_after_it(driver):
+    """PyTorch's meta kernels ask where it is. Told cuda:0, they made the result on the real one, of whatever was in its memory."""
+    virtualgpu.gpus(2)
+    with virtualgpu.dry_run():
+        x = torch.ones(3, device=ONE)
+        assert (x + 1).device == ONE
+    for use in (lambda: x + 1, lambda: torch.ones(3, device=ONE) + x):
+        with pytest.raises(RuntimeError, match="made in a dry run and has no values"):
+            use()
+
+
+def test_a_result_on_a_real_one_is_not_passed_on(on_card):
+    real = on_card()
+    torch.library.define("beside_real::leak", "(Tensor x) -> Tensor")
+    torch.library.impl("beside_real::leak", "CPU", lambda x: real)
+    virtualgpu.gpus(2)
+    with pytest.raises(
+        RuntimeError, match=r"beside_real.leak.* made its result on a real GPU, which virtual ones hide"
+    ):
+        torch.ops.beside_real.leak(torch.ones(3))
+
+
 # -- events, streams, generators
 
 
