@@ -85,6 +85,27 @@ def host_full(needed: int, free: int) -> RuntimeError:
     )
 
 
+def on_real_gpu(device: torch.device) -> RuntimeError:
+    """A tensor of a real GPU, made before virtual ones were on, meets an operation beside them."""
+    return RuntimeError(
+        f"this tensor lies on the real {device}, which virtual GPUs hide: take it over by .cpu() or .to(...), or turn them off "
+        "by virtualgpu.reset()"
+    )
+
+
+def made_on_real_gpu(func) -> RuntimeError:
+    """PyTorch's C++ went past us."""
+    return RuntimeError(
+        f"{func} made its result on a real GPU, which virtual ones hide: that is a fault of virtualgpu. Run the program by "
+        "python -m virtualgpu, which hides the real one from PyTorch altogether"
+    )
+
+
+def of_real_gpu(what: str) -> RuntimeError:
+    """A stream, an event or a generator of before virtual GPUs were on meets them."""
+    return RuntimeError(f"this {what} belongs to a real GPU, which virtual ones hide: make it again")
+
+
 def without_values() -> RuntimeError:
     """A tensor that was made in a dry run meets an operation with numbers."""
     return RuntimeError("a tensor of this line was made in a dry run and has no values: make it outside dry_run(), too")

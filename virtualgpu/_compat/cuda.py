@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -35,8 +36,29 @@ SETS_WORKSPACES = VERSION >= (2, 13)  # torch.backends.cuda.cublas_workspace_siz
 activate_gpu_trace = C._activate_gpu_trace  # from then on C++ reports to torch.cuda._gpu_trace
 
 
+def real_gpus() -> int:
+    """How many work here, where no virtual ones are on. torch.cuda.device_count() alone also counts those whose driver is too old."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def hide_real_gpus() -> None:
+    """In this process C++ finds no real GPU any more, as where there is no driver: it counts them once, with CUDA_VISIBLE_DEVICES as
+    that is then. Does nothing where one is in use."""
+    if not built_with_cuda or torch.cuda.is_initialized():
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        C._cuda_getDeviceCount()
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
 def guard_without_driver() -> None:
-    """C++ that asks for a CUDA device meets a guard that does nothing, where there is no driver: no process ends by that."""
+    """C++ that asks for a CUDA device meets a guard that does nothing, where it finds no real GPU: no process ends by that."""
     C._ensureCUDADeviceGuardSet()
 
 

@@ -13,6 +13,7 @@ tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
 
 real_device = TensorBase.device.__get__  # (tensor) -> where its bytes really are
 is_really_meta = TensorBase.is_meta.__get__
+is_really_on_gpu = TensorBase.is_cuda.__get__  # on a real one
 real_storage_device = torch.UntypedStorage.device.__get__
 untyped = attrgetter("_untyped_storage")  # (TypedStorage) -> what it is made of
 address = attrgetter("_cdata")  # of the C++ object behind a tensor, a storage or a generator

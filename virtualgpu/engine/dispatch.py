@@ -170,6 +170,32 @@ class Dispatch(_compat.TorchDispatchMode):
         return is_pinned(host)
 
 
+class DispatchBesideReal(Dispatch):
+    """As `Dispatch`, where real GPUs work as well. A tensor that lies on one would seem to be the CPU's: it can be read and taken over, no more."""
+
+    def _run(self, func, args, kwargs):
+        if self.local.bypass or self.machine.closed or func in READ:
+            return super()._run(func, args, kwargs)
+        self._check(args, kwargs)
+        out = super()._run(func, args, kwargs)
+        if any(
+            type(made) is Tensor and _compat.is_really_on_gpu(made) for made in tensors_of((out,), {})
+        ):  # no fake one
+            raise errors.made_on_real_gpu(func)
+        return out
+
+    def _check(self, args, kwargs) -> None:
+        """A function of its own: a variable of `_run` would be one reference more to a tensor, which `Holders` counts."""
+        for tensor in tensors_of(args, kwargs):
+            if _compat.is_really_on_gpu(tensor):
+                raise errors.on_real_gpu(_compat.real_device(tensor))
+            if _compat.is_really_meta(tensor) and gpu_of(tensor) is not None and not self.machine.dry:
+                raise errors.without_values()  # where its device is asked, a real GPU would get memory for the result
+
+
+READ = (torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default)
+
+
 def operation_of(frame):
     """The operation that a frame of Python dispatches; None for any other frame."""
     return frame.f_locals["func"] if frame.f_code is Dispatch.__torch_dispatch__.__code__ else None

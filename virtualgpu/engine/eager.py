@@ -53,6 +53,8 @@ class Eager:
         expected = "cpu" if gpu is None else "cuda"
         actual = "cuda" if _compat.address(generator) in GENERATORS else "cpu"
         if actual != expected:
+            if generator.device.type == "cuda" and actual == "cpu":
+                raise errors.of_real_gpu("generator")
             raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{actual}'")
 
     def _draw(self, op: Operation, args, kwargs, gpu: GPU):

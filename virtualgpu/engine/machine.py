@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, Allocation, gpu_of, set_allocation, storage_of, stream_of_leaf
 from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.gpu import CONTEXT, GPU
@@ -28,7 +29,8 @@ class Machine:
 
     local: what the thread that asks is doing. always_dry: are all threads in a dry run? initialized: somebody has used a GPU
     (torch.cuda.is_initialized). forked: this process was forked from one that had. ledger: shared with the other processes of a run.
-    single_rank: the rank that this process plays alone (distributed.rank_config.RankConfig). communicators: of process groups.
+    real_gpus: how many real ones there are beside these. single_rank: the rank that this process plays alone
+    (distributed.rank_config.RankConfig). communicators: of process groups.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Machine:
         self.ledger: Ledger | None = None
         self.single_rank = self.communicators = None
         self.always_dry = False
+        self.real_gpus = 0
         self.initialized = self.forked = self.closed = False
         self.enter, self.leave = enter, leave
         self.choose = self._on_first_use = None
@@ -94,6 +97,14 @@ class Machine:
     def play(self, rank) -> None:
         """Play this rank of many alone, or no rank any more (None)."""
         self.single_rank = rank
+
+    def stand_beside(self, real_gpus: int) -> None:
+        """So many real GPUs are there, too, hidden as long as these are on; what lies on them does not meet what lies on these."""
+        self.real_gpus = real_gpus
+
+    def is_on_real_gpu(self, tensor: torch.Tensor) -> bool:
+        """Was it made before these GPUs were on, or by a thread that does not see them?"""
+        return self.real_gpus > 0 and _compat.is_really_on_gpu(tensor)
 
     def communicate_by(self, communicators) -> None:
         """Process groups on these GPUs are kept there; who waits for a GPU waits for their collectives, too."""

@@ -92,6 +92,9 @@ def start() -> None:
     if _started or settings is None:
         return
     _started = True
+    from virtualgpu import _compat
+
+    _compat.hide_real_gpus()
     if settings.folder:
         _Process(settings, settings.folder)
     else:

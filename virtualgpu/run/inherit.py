@@ -62,9 +62,10 @@ def import_state(offered: bytes | None) -> None:
     """In a rank: the notebook's GPUs are on."""
     if offered is None:
         return
-    from virtualgpu import session
+    from virtualgpu import _compat, session
 
     (specs, visible, settings), (dry, recording, sanitize), folder, variables = pickle.loads(offered)
+    _compat.hide_real_gpus()
     session.look_for_races(sanitize)
     for name in _of_nccl():  # the forkserver's, which has the notebook's environment as it was at its first launch
         del os.environ[name]

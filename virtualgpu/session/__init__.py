@@ -8,10 +8,11 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.environment import MAX_GPUS, visible_gpus
@@ -24,18 +25,17 @@ from virtualgpu.session.installed import Session
 
 
 class Devices(list):
-    """The devices, as a list; used in a with statement, virtual GPUs that this call made go when it ends."""
+    """The devices, as a list; used in a with statement, virtual GPUs that this call made, or its limit on real ones, go when it ends (`undo`)."""
 
-    def __init__(self, gpus, made_here: bool = False):
+    def __init__(self, gpus, undo: Callable[[], None] = lambda: None):
         super().__init__(gpus)
-        self.made_here = made_here
+        self.undo = undo
 
     def __enter__(self) -> "Devices":
         return self
 
     def __exit__(self, *error) -> None:
-        if self.made_here:
-            reset()
+        self.undo()
 
 
 def turn_on(
@@ -157,13 +157,12 @@ def gpus(
             turn_on(cards, settings=settings).machine.be_dry(dry)
         meet()
         return _announce(_session, new)
-    real = 0 if kind == "virtual" else torch.cuda.device_count()
+    real = 0 if kind == "virtual" else _compat.real_gpus()
     if real >= n:
-        for index in range(n):
-            share = 1.0 if memory is None else min(1.0, cards[index].memory / torch.cuda.mem_get_info(index)[1])
-            torch.cuda.set_per_process_memory_fraction(share, index)
+        before = [torch.cuda.get_per_process_memory_fraction(i) for i in range(n)]
+        _limit([1.0 if memory is None else min(1.0, cards[i].memory / torch.cuda.mem_get_info(i)[1]) for i in range(n)])
         print(f"{n} real GPU{'s' * (n > 1)}: {', '.join(torch.cuda.get_device_name(i) for i in range(n))}.")
-        return Devices(torch.device("cuda", index) for index in range(n))
+        return Devices((torch.device("cuda", i) for i in range(n)), functools.partial(_limit, before))
     if kind == "real" and _session is None:
         raise RuntimeError(
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
@@ -260,7 +259,12 @@ def _announce(session: Session, new: bool) -> Devices:
         what = "s: " + ", ".join(f"a {card.name} with {size(card)}" for card in cards)
     worth = "a lower bound" if session.settings.clock == DATASHEET else "most steps within 30 %"
     print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated ({worth}).")
-    return Devices((gpu.device for gpu in session.machine.gpus), made_here=new)
+    return Devices((gpu.device for gpu in session.machine.gpus), *[reset] * new)
+
+
+def _limit(shares: Sequence[float]) -> None:
+    """Of each real GPU's memory, what this process may take."""
+    list(map(torch.cuda.set_per_process_memory_fraction, shares, range(len(shares))))
 
 
 @_one_at_a_time

@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from virtualgpu import _compat
 from virtualgpu.engine import kernels
 from virtualgpu.engine.allocation import holders
-from virtualgpu.engine.dispatch import Dispatch
+from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
 from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
@@ -18,7 +18,7 @@ from virtualgpu.torch_api.registry import Patches
 
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 PATCH_MODULES = """
-    torch_api.memory torch_api.random torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.functions
+    torch_api.memory torch_api.random torch_api.beside_real torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.functions
     torch_api.recurrent torch_api.devices torch_api.storage torch_api.saving torch_api.legacy torch_api.data_parallel
     distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler torch_api.triton torch_api.threads torch_api.loader
     torch_api.monitor torch_api.nvml torch_api.surface"""
@@ -44,6 +44,7 @@ class Session:
 
     def open(self) -> None:
         """Replace PyTorch's functions, module after module; this thread and the main one see the virtual GPUs."""
+        self.machine.stand_beside(_compat.real_gpus())
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
         kernels.install()
@@ -73,7 +74,7 @@ class Session:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
         _leave()
         self.machine.local.saw(self.machine)
-        _compat.enter_below(Dispatch(self.machine))
+        _compat.enter_below((DispatchBesideReal if self.machine.real_gpus else Dispatch)(self.machine))
 
     def leave(self) -> None:
         """Called by a thread that ends. C++ would let go of the mode only after that, and where Python is ending too, it aborts the process."""

@@ -51,13 +51,15 @@ class Spelling:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.known, self.cuda_wheel = _compat.device_constructors(), _compat.numbers_are_gpus()
-        # These make C++'s current device theirs first, and fail even with an index without CUDA: made on the CPU, and copied
-        originals = [] if self.cuda_wheel else [getattr(torch, name) for name in [*SPARSE, "range"]]
+        # These make C++'s current device theirs first, which fails even with an index without CUDA, and where there are fewer real GPUs:
+        # made on the CPU, and copied
+        made_by_device = machine.real_gpus or not self.cuda_wheel
+        originals = [getattr(torch, name) for name in [*SPARSE, "range"]] if made_by_device else []
         self.copied = {original: standing_in(original, self.copy) for original in originals}
 
     def functions(self) -> dict[str, Callable]:
         """{name in torch: what stands in for it}."""
-        names = {*ASKING, *SPARSE}
+        names = {*ASKING, *SPARSE} | ({"range"} if self.copied else set())
         if not self.cuda_wheel:
             names |= {*LIKE, *(made.__name__ for made in self.known if hasattr(torch, made.__name__))}
         functions = {}

@@ -11,6 +11,7 @@ from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
 from virtualgpu.engine.values import known_of
+from virtualgpu.errors import on_real_gpu
 from virtualgpu.torch_api.registry import Patches, standing_in
 
 
@@ -46,7 +47,11 @@ def install(machine: Machine, patches: Patches) -> None:
 
 
 def _on_gpu(machine: Machine, data) -> bool:
-    return isinstance(data, torch.Tensor) and not machine.local.bypass and gpu_of(data) is not None
+    if not isinstance(data, torch.Tensor) or machine.local.bypass:
+        return False
+    if machine.is_on_real_gpu(data):
+        raise on_real_gpu(_compat.real_device(data))
+    return gpu_of(data) is not None
 
 
 def _with_numbers(machine: Machine, data):

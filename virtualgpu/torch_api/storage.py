@@ -51,6 +51,9 @@ class Storages:
     def to(self, storage, *, device, non_blocking: bool = False):
         """A copy on `device`; the storage itself where it is there already."""
         machine, source, target = self.machine, gpu_of(storage), self.machine.gpu(device)
+        if machine.real_gpus and _compat.real_storage_device(storage).type == "cuda":  # made before these GPUs were on
+            with machine.untracked():
+                storage = torch.UntypedStorage(storage.nbytes(), device="cpu").copy_(storage)
         if target is source:
             return storage
         with machine.untracked():

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from virtualgpu import _compat
+from virtualgpu import _compat, errors
 from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.clock import DEFAULT, Queue
 from virtualgpu.torch_api.registry import Patches
@@ -109,9 +109,8 @@ class Generic(type(_Stream)):
         if "virtual" not in vars(cls):
             return super().__call__(*args, **kwargs)
         device = args[0] if args and not isinstance(args[0], bool) else kwargs.get("device")
-        if kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda"):
-            return cls.original(*args, **kwargs)
-        return cls.virtual(*args, **kwargs)
+        other = kwargs.get("device_type", CUDA) != CUDA or (device is not None and torch.device(device).type != "cuda")
+        return (cls.original if other else cls.virtual)(*args, **kwargs)
 
 
 def _generic(name: str, original: type) -> type:
@@ -197,8 +196,7 @@ class StreamMethods:
 
     def wait_stream(self, stream) -> None:
         """What is queued here from now on starts when that stream has come to here."""
-        other = self.machine.clock.stream(stream.device_index, stream.stream_id)
-        self._queue.wait_until(other.ready)
+        self._queue.wait_until(_queue_of(self.machine, stream).ready)
 
     def wait_event(self, event) -> None:
         event.wait(self)
@@ -297,4 +295,6 @@ class EventMethods:
 def _queue_of(machine: Machine, stream) -> Queue:
     if stream is None:
         return machine.clock.current(machine.gpu(None).index)
+    if not isinstance(stream, StreamMethods):
+        raise errors.of_real_gpu("stream")
     return machine.clock.stream(stream.device_index, stream.stream_id)

@@ -71,6 +71,7 @@ class Moves:
                 return original(tensor, *args, **kwargs)
             if apart and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
                 return original(tensor, *args, **kwargs)
+            tensor = self.taken_over(original, tensor)
             plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})
         else:
             where, dtype, _non_blocking, memory_format = _compat.parse_to(
@@ -86,6 +87,8 @@ class Moves:
                 return original(
                     tensor, *args, **kwargs
                 )  # its parts come by; where it is already, there is nothing to do
+            if where is not None:
+                tensor = self.taken_over(original, tensor)
             copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
             plain = tensor
             if dtype is not None or memory_format is not None or copy:
@@ -96,6 +99,13 @@ class Moves:
         wait = not kwargs.get("non_blocking", flags[0] if flags else False)
         target = self.machine.gpu(where)
         return plain if gpu_of(plain) is target else self.move(plain, target, wait)
+
+    def taken_over(self, original, tensor: torch.Tensor) -> torch.Tensor:
+        """From a real GPU to the CPU, by PyTorch's own Tensor.to; any other tensor as it is."""
+        if not self.machine.is_on_real_gpu(tensor):
+            return tensor
+        with self.machine.untracked():
+            return original(tensor, CPU)
 
     def type_as(self, original, tensor, other):
         """Tensor.type_as: a CPU tensor goes to the other's GPU, too."""

@@ -136,7 +136,9 @@ def test_real_gpus_where_there_are_enough(monkeypatch, capsys):
     """On a machine with GPUs, plain PyTorch, with the memory limit set; faked here."""
     monkeypatch.delenv("HELPERS_GPUS")
     limits = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda i: 1.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA L4")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (20 << 30, 24 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda f, i: limits.update({i: f}))
