@@ -68,6 +68,11 @@ def fill(dispatch, func, args, kwargs):
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 
 
+def ask_host(dispatch, func, args, kwargs):
+    """What C++ asks of tensors wherever they are, and answers without a kernel: forward mode, whether a tangent has its primal's size."""
+    return func(*args, **kwargs)
+
+
 def assert_metadata(dispatch, func, args, kwargs):
     """torch.export leaves it in what it traced: is a tensor still of that type, and there?"""
     options = dict(kwargs)
@@ -85,6 +90,8 @@ OPERATIONS = {
     **recurrent.OPERATIONS,
     **sdpa.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
+    aten.is_same_size.default: ask_host,
+    aten._has_same_storage_numel.default: ask_host,
     aten.fill_.Tensor: fill,
     aten.fill.Tensor: fill,
     aten.record_stream.default: record_stream,
