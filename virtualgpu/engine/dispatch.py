@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import extensions, flex_attention, nondeterministic, overrides, values
+from virtualgpu.engine import extensions, flex_attention, nested, nondeterministic, overrides, values
 from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
@@ -76,6 +76,8 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.extension:
                 op.on_gpu = extensions.on_gpu(func)
             _operations[func] = op
+        if (out := nested.run(self, op, args, kwargs)) is not NotImplemented:
+            return out
         if op.plain:
             tensors = tensors_of(args, kwargs)
             return self._work(op, args, kwargs, tensors, self.place(op, args, kwargs, tensors))

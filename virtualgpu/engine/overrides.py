@@ -39,13 +39,6 @@ def pin_memory(dispatch, func, args, kwargs):
     return copy
 
 
-def move_to_nested(dispatch, func, args, kwargs):
-    """torch.nested.nested_tensor(..., device="cuda") of the strided layout."""
-    raise NotImplementedError(
-        'nested tensors of the strided layout are not modelled on virtual GPUs; use layout=torch.jagged, or device="cpu"'
-    )
-
-
 def absent(dispatch, func, args, kwargs):
     """CUDA has no kernel of it."""
     if any(isinstance(value, torch.Tensor) and gpu_of(value) is not None for value in args):
@@ -97,7 +90,6 @@ OPERATIONS = {
     aten.record_stream.default: record_stream,
     aten.is_pinned.default: answer_is_pinned,
     aten._pin_memory.default: pin_memory,
-    aten._nested_tensor_from_tensor_list.default: move_to_nested,
 }
 for name in ABSENT:
     packet, _, overload = name.partition(".")

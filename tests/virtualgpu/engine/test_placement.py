@@ -421,6 +421,14 @@ def test_ctc_loss_takes_lengths_on_the_cpu(gpus):
         assert there.device == ONE and torch.equal(there.cpu(), here)
 
 
+@pytest.mark.parametrize("place", [CPU, ZERO], ids=str)
+def test_ctc_loss_of_one_sequence_takes_its_length_as_a_number(gpus, place):
+    scores, targets = torch.linspace(-1, 1, 30).reshape(6, 5).log_softmax(1), torch.tensor([1, 2, 2])
+    lengths = torch.tensor(6), torch.tensor(3)
+    there = F.ctc_loss(scores.cuda(), targets.cuda(), *(length.to(place) for length in lengths))
+    assert there.device == ZERO and torch.equal(there.cpu(), F.ctc_loss(scores, targets, *lengths))
+
+
 # -- errors in PyTorch's words
 
 
