@@ -15,7 +15,7 @@ from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import MASKS, Operation, tensors_of
+from virtualgpu.engine.operations import MASKS, Operation, tensors_of, with_tensors
 from virtualgpu.engine.placement import Placement, place_output, place_outputs
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.timing import Timing
@@ -55,6 +55,8 @@ class Dispatch(_compat.TorchDispatchMode):
         try:
             return self._run(func, args, kwargs or {})
         except (RuntimeError, IndexError) as error:
+            if "of type 'Tensor' for argument" in str(error):
+                return self._run(func, with_tensors(func, args), kwargs or {})
             self.clock.set_kind("forward")  # an optimizer's step ends here, too
             frames = errors.foreign(error.__traceback__)
             raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above

@@ -550,3 +550,9 @@ def test_what_cpp_makes_joins_its_call_below_other_modes(gpus):
     with Passing(), Passing():
         assert torch.vander(x).device == ONE and torch.cov(torch.stack([x, x])).device == ONE
         assert F.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 4, device=ONE)] * 3, is_causal=True).device == ONE
+
+
+def test_a_shape_alone_is_refused_by_its_name(gpus):
+    """PyTorch's CPU would read memory that is nobody's."""
+    with pytest.raises(RuntimeError, match="got mat2 is on meta, different from other tensors on cuda:1"):
+        torch.ones(5, 10, device=ONE) @ torch.ones(10, 1, device="meta")
