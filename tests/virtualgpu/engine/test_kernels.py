@@ -179,6 +179,6 @@ def test_batch_norm_of_a_half_model_reckons_in_single_precision(gpus, half, trai
     for ours, theirs in zip(model.buffers(), single.buffers(), strict=True):
         assert ours.is_cuda and torch.equal(ours.cpu(), theirs.to(ours.dtype))
     for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad.to(half))  # instance norm adds up rounded ones
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad.to(half), rtol=0.02, atol=0.1)  # sums of rounded ones
     mean = torch.native_batch_norm(there, None, None, None, None, True, 0.1, 1e-5)[1]
     assert mean.is_cuda and mean.dtype is torch.float32
