@@ -61,6 +61,15 @@ def fill(dispatch, func, args, kwargs):
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 
 
+def unscale(dispatch, func, args, kwargs):
+    """What GradScaler calls for the gradients of one GPU; unlike other lists, this one must lie on it as a whole. Raises RuntimeError."""
+    places = list(dict.fromkeys(map(gpu_of, (*args[0], *args[1:]))))
+    if len(places) > 1:
+        first, second = ("cpu" if gpu is None else gpu.device for gpu in places[:2])
+        raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {first} and {second}!")
+    return NotImplemented
+
+
 def ask_host(dispatch, func, args, kwargs):
     """What C++ asks of tensors wherever they are, and answers without a kernel: forward mode, whether a tangent has its primal's size."""
     return func(*args, **kwargs)
@@ -83,6 +92,7 @@ OPERATIONS = {
     **recurrent.OPERATIONS,
     **sdpa.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     aten.is_same_size.default: ask_host,
     aten._has_same_storage_numel.default: ask_host,
     aten.fill_.Tensor: fill,

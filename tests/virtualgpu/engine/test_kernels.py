@@ -177,7 +177,10 @@ def test_batch_norm_of_a_half_model_reckons_in_single_precision(gpus, half, trai
     found.backward(slope.cuda())
     assert torch.equal(there.grad.cpu(), exact.grad.to(half))
     for ours, theirs in zip(model.buffers(), single.buffers(), strict=True):
-        assert ours.is_cuda and torch.equal(ours.cpu(), theirs.to(ours.dtype))
+        assert ours.is_cuda
+        torch.testing.assert_close(
+            ours.cpu(), theirs.to(ours.dtype), rtol=0.02, atol=0.001
+        )  # instance norm: means of rounded ones
     for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad.to(half), rtol=0.02, atol=0.1)  # sums of rounded ones
     mean = torch.native_batch_norm(there, None, None, None, None, True, 0.1, 1e-5)[1]

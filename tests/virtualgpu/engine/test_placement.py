@@ -461,6 +461,17 @@ def test_foreach_lists_must_lie_together(gpus):
     assert [tensor.device for tensor in sums] == [ZERO, ONE]
 
 
+@pytest.mark.parametrize("other", [ZERO, CPU], ids=str)
+def test_gradients_on_two_devices_are_not_unscaled_together(gpus, other):
+    gradients = [torch.ones(3, device=ONE), torch.ones(3, device=other)]
+    found, inverse = torch.zeros(1, device=ONE), torch.full((1,), 0.5, device=ONE)
+    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        unscale(gradients, found, inverse)
+    unscale(gradients[:1], found, inverse)
+    assert [gradient.tolist() for gradient in gradients] == [[0.5] * 3, [1] * 3]
+
+
 def test_an_optimizer_refuses_a_gradient_elsewhere(gpus):
     weight = nn.Parameter(torch.ones(3, device="cuda"))
     weight.grad = torch.ones(3, device="cuda")
