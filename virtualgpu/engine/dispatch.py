@@ -78,8 +78,10 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.extension:
                 op.on_gpu = extensions.on_gpu(func)
             _operations[func] = op
-        if (out := nested.run(self, op, args, kwargs)) is not NotImplemented:
-            return out
+        if nested.some or op.name in nested.MAKERS:
+            out = nested.run(self, op, args, kwargs)
+            if out is not NotImplemented:
+                return out
         if op.plain:
             tensors = tensors_of(args, kwargs)
             return self._work(op, args, kwargs, tensors, self.place(op, args, kwargs, tensors))

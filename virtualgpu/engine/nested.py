@@ -25,18 +25,16 @@ MAKERS |= {
     "_nested_tensor_from_mask_left_aligned",
 }  # the latter asks whether one may be made
 FOR_HOST = {"_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets"}
-_made = False  # some nested tensor, in this process
+some = False  # has this process ever made one? Until then dispatch asks for MAKERS alone
 
 
 def run(dispatch, op: Operation, args, kwargs):
     """An operation that makes nested tensors or takes one; NotImplemented for any other. Raises NotImplementedError in a dry run."""
-    global _made
-    if not (_made or op.name in MAKERS):
-        return NotImplemented
+    global some
     tensors = tensors_of(args[:1] if op.name in WITH_SIZES else args, kwargs)
     if not (op.name in MAKERS or any(tensor.is_nested for tensor in tensors)):
         return NotImplemented
-    _made = True
+    some = True
     if dispatch.machine.dry:
         raise NotImplementedError(
             "nested tensors of the strided layout are not modelled in a dry run. Use layout=torch.jagged; for nn.TransformerEncoder, "
