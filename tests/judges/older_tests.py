@@ -8,6 +8,13 @@ A process that multiprocessing starts imports its parent's main module, and so t
 import contextlib
 
 with contextlib.suppress(ImportError):
+    from torch.testing._internal import common_cuda, common_mkldnn, common_nn
+
+    common_nn.new_module_tests = common_nn.get_new_module_tests()  # a list then
+    common_cuda.tf32_is_not_fp32 = lambda: common_cuda.SM80OrLater
+    common_mkldnn.bf32_on_and_off = common_mkldnn.reduced_f32_on_and_off
+
+with contextlib.suppress(ImportError):
     from torch.testing._internal import common_distributed, common_fsdp
 
     # as 2.6 had them: module, name, today's name

@@ -30,7 +30,7 @@ class How:
     judge: str
     files: list[str]
     gpus: int = 2
-    pytest: str = "pytest"
+    pytest: str = "tests.judges.older_tests"
     limit: int = 60
     again: bool = True
 

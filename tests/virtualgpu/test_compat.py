@@ -180,6 +180,17 @@ def test_wrappers_of_transforms():
     assert seen == [(True, (3, 2))] and not _compat.is_functorch_wrapped(torch.ones(1))
 
 
+def test_a_batch_of_gradients_and_forward_mode():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append((_compat.is_batched_gradient(gradient), _compat.in_forward_mode())))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [(True, False)] and not _compat.is_batched_gradient(x)
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.in_forward_mode()
+
+
 def test_what_to_is_given():
     half = _compat.parse_to("cuda:1", torch.float16, non_blocking=True)
     assert half == (torch.device("cuda:1"), torch.float16, True, None)

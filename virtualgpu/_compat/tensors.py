@@ -20,6 +20,7 @@ address = attrgetter("_cdata")  # of the C++ object behind a tensor, a storage o
 is_view = methodcaller("_is_view")  # (tensor)
 
 is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
+is_batched_gradient = _C._functorch.is_legacy_batchedtensor  # of autograd.grad(is_grads_batched=True)
 functorch_unwrap = _C._functorch.get_unwrapped
 
 empty = _C._VariableFunctions.empty
@@ -32,6 +33,11 @@ graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
 current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
 next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that this thread's next node will have
 sequence_number = methodcaller("_sequence_nr")  # (node)
+
+
+def in_forward_mode() -> bool:
+    """Is torch.autograd.forward_ad.dual_level on? Any tensor may have a tangent then, also one that requires no gradient."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def coo_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

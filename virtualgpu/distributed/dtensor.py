@@ -8,6 +8,7 @@ from torch.distributed import device_mesh
 
 from virtualgpu import _compat
 from virtualgpu.distributed.objects import with_numbers
+from virtualgpu.engine.allocation import Allocation, label
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches, standing_in
 
@@ -55,12 +56,15 @@ def _prepared(patches: Patches, original, *args, **kwargs):
 
 
 def _make_wrapper_subclass(machine: Machine, original, cls, *args, device=None, **kwargs):
-    """A wrapper of tensors says where it is by what it wraps; for C++ it is on the CPU, as those really are."""
+    """A wrapper of tensors says where it is by what it wraps, or was told; for C++ it is on the CPU, as what it wraps really is."""
     if device is None:
         return original(cls, *args, **kwargs)
-    if torch.device(device).type == "cuda":
-        device = torch.device(machine.base)
-    return original(cls, *args, device=device, **kwargs)
+    if torch.device(device).type != "cuda":
+        return original(cls, *args, device=device, **kwargs)
+    wrapper = original(cls, *args, device=torch.device(machine.base), **kwargs)
+    if not hasattr(cls, "__tensor_flatten__"):
+        label(wrapper, Allocation(machine.gpu(device), 0))
+    return wrapper
 
 
 class _Entered(threading.local):

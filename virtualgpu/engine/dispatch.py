@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import extensions, flex_attention, nondeterministic, overrides, values
+from virtualgpu.engine import extensions, flex_attention, nested, nondeterministic, overrides, values
 from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import MASKS, Operation, tensors_of
+from virtualgpu.engine.operations import MASKS, Operation, tensors_of, with_tensors
 from virtualgpu.engine.placement import Placement, place_output, place_outputs
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.timing import Timing
@@ -55,6 +55,8 @@ class Dispatch(_compat.TorchDispatchMode):
         try:
             return self._run(func, args, kwargs or {})
         except (RuntimeError, IndexError) as error:
+            if "of type 'Tensor' for argument" in str(error):
+                return self._run(func, with_tensors(func, args), kwargs or {})
             self.clock.set_kind("forward")  # an optimizer's step ends here, too
             frames = errors.foreign(error.__traceback__)
             raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
@@ -76,6 +78,10 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.extension:
                 op.on_gpu = extensions.on_gpu(func)
             _operations[func] = op
+        if nested.some or op.name in nested.MAKERS:
+            out = nested.run(self, op, args, kwargs)
+            if out is not NotImplemented:
+                return out
         if op.plain:
             tensors = tensors_of(args, kwargs)
             return self._work(op, args, kwargs, tensors, self.place(op, args, kwargs, tensors))

@@ -28,7 +28,7 @@ class Eager:
             if op.apart:
                 if op.random:
                     return self._draw(op, args, kwargs, gpu), False
-                if tensors[0].dtype is halves.HALF:
+                if tensors[0].dtype in halves.OPERATIONS[op.func]:
                     return halves.run(op, args, kwargs, tensors), False
             return op.on_gpu(*args, **kwargs), False
         except (IndexError, RuntimeError) as error:

@@ -150,6 +150,21 @@ def tensors_of(args, kwargs) -> list[torch.Tensor]:
     return tensors
 
 
+# Numbers as the tensors that stand for them
+NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
+
+
+def with_tensors(func, args) -> list:
+    """A tensor that stands for a number (TorchScript's constants) comes as that number, which some operations refuse: as tensors again."""
+    arguments = _compat.schema(func).arguments
+    return [
+        torch.scalar_tensor(value, dtype=NUMBERS[type(value)])
+        if type(value) in NUMBERS and str(argument.type) == "Tensor"
+        else value
+        for value, argument in zip(args, arguments, strict=False)
+    ]
+
+
 def mismatch(op: Operation, args, kwargs) -> RuntimeError:
     """PyTorch's error for tensors on two devices: which words it has depends on the operation."""
     values = list(zip([argument.name for argument in _compat.schema(op.func).arguments], args, strict=False))
@@ -157,8 +172,7 @@ def mismatch(op: Operation, args, kwargs) -> RuntimeError:
     for name, value in (*values, *kwargs.items()):
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, torch.Tensor):
-                gpu = gpu_of(tensor)
-                named.append((name, tensor, torch.device("cpu") if gpu is None else gpu.device))
+                named.append((name, tensor, tensor.device))
     if op.name in ("convolution", "_convolution") and named[0][2].type != named[1][2].type:
         kinds = [type_name(tensor) for _, tensor, _ in named[:2]]
         return RuntimeError(f"Input type ({kinds[0]}) and weight type ({kinds[1]}) should be the same")

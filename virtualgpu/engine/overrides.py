@@ -39,13 +39,6 @@ def pin_memory(dispatch, func, args, kwargs):
     return copy
 
 
-def move_to_nested(dispatch, func, args, kwargs):
-    """torch.nested.nested_tensor(..., device="cuda") of the strided layout."""
-    raise NotImplementedError(
-        'nested tensors of the strided layout are not modelled on virtual GPUs; use layout=torch.jagged, or device="cpu"'
-    )
-
-
 def absent(dispatch, func, args, kwargs):
     """CUDA has no kernel of it."""
     if any(isinstance(value, torch.Tensor) and gpu_of(value) is not None for value in args):
@@ -68,6 +61,20 @@ def fill(dispatch, func, args, kwargs):
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 
 
+def unscale(dispatch, func, args, kwargs):
+    """What GradScaler calls for the gradients of one GPU; unlike other lists, this one must lie on it as a whole. Raises RuntimeError."""
+    places = list(dict.fromkeys(map(gpu_of, (*args[0], *args[1:]))))
+    if len(places) > 1:
+        first, second = ("cpu" if gpu is None else gpu.device for gpu in places[:2])
+        raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {first} and {second}!")
+    return NotImplemented
+
+
+def ask_host(dispatch, func, args, kwargs):
+    """What C++ asks of tensors wherever they are, and answers without a kernel: forward mode, whether a tangent has its primal's size."""
+    return func(*args, **kwargs)
+
+
 def assert_metadata(dispatch, func, args, kwargs):
     """torch.export leaves it in what it traced: is a tensor still of that type, and there?"""
     options = dict(kwargs)
@@ -85,12 +92,14 @@ OPERATIONS = {
     **recurrent.OPERATIONS,
     **sdpa.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    aten.is_same_size.default: ask_host,
+    aten._has_same_storage_numel.default: ask_host,
     aten.fill_.Tensor: fill,
     aten.fill.Tensor: fill,
     aten.record_stream.default: record_stream,
     aten.is_pinned.default: answer_is_pinned,
     aten._pin_memory.default: pin_memory,
-    aten._nested_tensor_from_tensor_list.default: move_to_nested,
 }
 for name in ABSENT:
     packet, _, overload = name.partition(".")

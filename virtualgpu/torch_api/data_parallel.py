@@ -12,10 +12,11 @@ import torch
 from torch.cuda import nccl
 
 from virtualgpu import _compat, environment
+from virtualgpu.engine.allocation import allocation_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import invalidate
 from virtualgpu.timing.nccl import Fabric, seconds, slowest
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -24,6 +25,9 @@ def install(machine: Machine, patches: Patches) -> None:
     for name in ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out"):
         patches.add(_compat.C, f"_{name}", getattr(comm, name))
     patches.add(_compat.C, "_nccl_reduce", comm.reduce)
+    Broadcast = _compat.parallel_functions.Broadcast
+    backward = standing_in(Broadcast.backward, comm.broadcast_backward)
+    patches.replace(Broadcast, "backward", staticmethod(backward))
 
 
 class Comm:
@@ -44,6 +48,14 @@ class Comm:
         values = tensor.detach()
         with _broadcasting(self.machine, values, [target for target in targets if target != tensor.device]):
             return [tensor if target == tensor.device else values.to(target, non_blocking=True) for target in targets]
+
+    def broadcast_backward(self, original, ctx, *gradients):
+        """Zeros that C++ made for a copy that nobody used are on that copy's GPU."""
+        for index, gradient in enumerate(gradients):
+            allocation = None if gradient is None else allocation_of(gradient)
+            if allocation is not None and (allocation.inferred or allocation.gpu is None):
+                self.machine.place(gradient, self.machine.gpus[ctx.target_gpus[index // ctx.num_inputs]])
+        return original(ctx, *gradients)
 
     def broadcast_out(self, tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Into tensors that are there."""

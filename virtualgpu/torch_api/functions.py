@@ -121,7 +121,7 @@ def _read(lengths):
         raise NotImplementedError(
             "ctc_loss needs as much memory as its lengths say, which this dry run does not know. Give them as numbers"
         )
-    return lengths.tolist()
+    return lengths.flatten().tolist()  # without a batch it may be a number
 
 
 def _one_hot(machine: Machine, original, tensor, num_classes=-1):

@@ -46,7 +46,12 @@ def _attention(
     """As aten/src/ATen/native/transformers/attention.cpp prepares its arguments for each kernel."""
     __tracebackhide__ = True
     tensors = (query, key, value, attn_mask)
-    if machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None:
+    elsewhere = machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None
+    if (
+        not elsewhere and query.is_nested
+    ):  # plain operations, one by one, which want it contiguous; a fused kernel would not
+        tensors, elsewhere = (query.contiguous(), key.contiguous(), value.contiguous(), attn_mask), True
+    if elsewhere:
         return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
         _check_inputs(query, key, value, attn_mask)
@@ -178,6 +183,6 @@ def _dropout(machine: Machine, original, input, p, train):
         and 0 < p < 1
         and not _compat.is_functorch_wrapped(input)
     )
-    if not fused or gpu_of(input) is None or not input.numel():
+    if not fused or input.is_nested or gpu_of(input) is None or not input.numel():
         return original(input, p, train)
     return torch.native_dropout(input, p, train)[0]

@@ -20,19 +20,22 @@ class Moves:
     machine: Machine
 
     def move(self, tensor: torch.Tensor, target: GPU | None, wait: bool = True) -> torch.Tensor:
-        """A copy of `tensor` on `target` (None: the CPU), a new storage, through which gradients travel back."""
-        if (tensor.requires_grad and torch.is_grad_enabled()) or _compat.is_functorch_wrapped(tensor):
+        """A copy of `tensor` on `target` (None: the CPU), a new storage, through which gradients travel back and tangents on."""
+        backward = tensor.requires_grad and torch.is_grad_enabled()
+        if backward or _compat.in_forward_mode() or _compat.is_functorch_wrapped(tensor):
             return ToCopy.apply(tensor, self, target, wait)
         return self.carry(tensor, target, wait)
 
     def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool) -> torch.Tensor:
         """As `move`, without gradients. Raises torch.OutOfMemoryError where there is no room."""
         machine, source = self.machine, gpu_of(tensor)
-        if takes_itself_apart(
+        batched = _compat.is_batched_gradient(tensor)
+        if batched or takes_itself_apart(
             tensor
-        ):  # as an operation, its parts come by; as `to`, C++ would find it on the CPU already
+        ):  # as an operation, what it is made of comes by; C++'s `to` would find it on the CPU
             device = CPU if target is None else target.device
-            return torch.ops.aten._to_copy.default(tensor.detach(), device=device, non_blocking=not wait)
+            plain = tensor if batched else tensor.detach()  # a batch of gradients cannot, and need not
+            return torch.ops.aten._to_copy.default(plain, device=device, non_blocking=not wait)
         if source is not None:
             machine.own(source)
         if _compat.is_really_meta(tensor) and not machine.dry and (source or target) is not None:

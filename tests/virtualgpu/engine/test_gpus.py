@@ -342,7 +342,6 @@ def test_a_gpu_that_is_not_there(place):
         lambda: torch.cuda.Event(interprocess=True),
         lambda: torch.cuda.ExternalStream(12345),
         lambda: torch.ones(2, device="cuda").untyped_storage()._share_cuda_(),
-        lambda: torch.nested.nested_tensor([torch.ones(2)], device="cuda"),
     ],
 )
 def test_what_is_not_modelled_says_so(attempt):

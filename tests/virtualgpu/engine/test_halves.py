@@ -123,3 +123,18 @@ def test_pytorchs_words_for_what_does_not_fit(gpus):
         a @ a
     with pytest.raises(RuntimeError, match="same dtype"):
         a @ torch.ones(4, 3, device="cuda")
+
+
+@pytest.mark.parametrize("kind", [HALF, torch.bfloat16])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_grid_is_sampled_in_single_precision(kind, dims, gpus):
+    torch.manual_seed(2)
+    x, grid = torch.randn(2, 3, *[16] * dims).to(kind), (torch.rand(2, *[8] * dims, dims) * 2 - 1).to(kind)
+    leaves = [tensor.cuda().requires_grad_() for tensor in (x, grid)]
+    exact = [tensor.float().requires_grad_() for tensor in (x, grid)]
+    out = F.grid_sample(*leaves, align_corners=False)
+    wide = F.grid_sample(*exact, align_corners=False)
+    slopes = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    expected = torch.autograd.grad(wide, exact, torch.ones_like(wide))
+    for found, right in zip((out, *slopes), (wide, *expected), strict=True):
+        assert (found.device.type, found.dtype) == ("cuda", kind) and torch.equal(found.cpu(), right.to(kind))

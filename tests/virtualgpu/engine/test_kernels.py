@@ -151,3 +151,37 @@ def test_batch_norm_of_half_weights_with_single_running_figures(gpus, half):
     made, _ = step(rows, half, False)
     with virtualgpu.dry_run():
         assert step(torch.empty(6, 4), half, True)[0] == made
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.BatchNorm2d(4),
+        lambda: nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+        lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        lambda: nn.InstanceNorm2d(4),
+    ],
+)
+def test_batch_norm_of_a_half_model_reckons_in_single_precision(gpus, half, training, norm):
+    """As a GPU: mean and deviation are not rounded, so that results are those of single precision, rounded once."""
+    torch.manual_seed(0)
+    single, model = norm().train(training), norm().to("cuda", half).train(training)
+    x = torch.randn(3, 4, 5, 5).to(half)
+    exact, there = x.float().requires_grad_(), x.cuda().requires_grad_()
+    expected, found = single(exact), model(there)
+    assert found.device.type == "cuda" and torch.equal(found.cpu(), expected.to(half))
+    slope = torch.randn(3, 4, 5, 5).to(half)
+    expected.backward(slope.float())
+    found.backward(slope.cuda())
+    assert torch.equal(there.grad.cpu(), exact.grad.to(half))
+    for ours, theirs in zip(model.buffers(), single.buffers(), strict=True):
+        assert ours.is_cuda
+        torch.testing.assert_close(
+            ours.cpu(), theirs.to(ours.dtype), rtol=0.02, atol=0.001
+        )  # instance norm: means of rounded ones
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad.to(half), rtol=0.02, atol=0.1)  # sums of rounded ones
+    mean = torch.native_batch_norm(there, None, None, None, None, True, 0.1, 1e-5)[1]
+    assert mean.is_cuda and mean.dtype is torch.float32

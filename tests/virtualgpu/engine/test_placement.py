@@ -421,6 +421,14 @@ def test_ctc_loss_takes_lengths_on_the_cpu(gpus):
         assert there.device == ONE and torch.equal(there.cpu(), here)
 
 
+@pytest.mark.parametrize("place", [CPU, ZERO], ids=str)
+def test_ctc_loss_of_one_sequence_takes_its_length_as_a_number(gpus, place):
+    scores, targets = torch.linspace(-1, 1, 30).reshape(6, 5).log_softmax(1), torch.tensor([1, 2, 2])
+    lengths = torch.tensor(6), torch.tensor(3)
+    there = F.ctc_loss(scores.cuda(), targets.cuda(), *(length.to(place) for length in lengths))
+    assert there.device == ZERO and torch.equal(there.cpu(), F.ctc_loss(scores, targets, *lengths))
+
+
 # -- errors in PyTorch's words
 
 
@@ -451,6 +459,17 @@ def test_foreach_lists_must_lie_together(gpus):
             torch._foreach_add(*pair)
     sums = torch._foreach_add([here, there], [here, there])  # one GPU after the other is allowed
     assert [tensor.device for tensor in sums] == [ZERO, ONE]
+
+
+@pytest.mark.parametrize("other", [ZERO, CPU], ids=str)
+def test_gradients_on_two_devices_are_not_unscaled_together(gpus, other):
+    gradients = [torch.ones(3, device=ONE), torch.ones(3, device=other)]
+    found, inverse = torch.zeros(1, device=ONE), torch.full((1,), 0.5, device=ONE)
+    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        unscale(gradients, found, inverse)
+    unscale(gradients[:1], found, inverse)
+    assert [gradient.tolist() for gradient in gradients] == [[0.5] * 3, [1] * 3]
 
 
 def test_an_optimizer_refuses_a_gradient_elsewhere(gpus):
@@ -542,3 +561,9 @@ def test_what_cpp_makes_joins_its_call_below_other_modes(gpus):
     with Passing(), Passing():
         assert torch.vander(x).device == ONE and torch.cov(torch.stack([x, x])).device == ONE
         assert F.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 4, device=ONE)] * 3, is_causal=True).device == ONE
+
+
+def test_a_shape_alone_is_refused_by_its_name(gpus):
+    """PyTorch's CPU would read memory that is nobody's."""
+    with pytest.raises(RuntimeError, match="got mat2 is on meta, different from other tensors on cuda:1"):
+        torch.ones(5, 10, device=ONE) @ torch.ones(10, 1, device="meta")

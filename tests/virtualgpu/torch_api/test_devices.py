@@ -172,3 +172,31 @@ def test_dry_convolutions_have_the_layouts_of_real_ones(dims, transposed):
         with virtualgpu.dry_run():
             dry = strides(formats)
         assert dry == strides(formats)
+
+
+class Wrapped(torch.Tensor):
+    """A wrapper subclass that tells nobody what it wraps, and takes its operations apart."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [arg.inner if isinstance(arg, cls) else arg for arg in args]
+        return cls(func(*plain, **(kwargs or {})))
+
+
+def test_a_wrapper_says_the_device_that_it_was_told():
+    before = torch.cuda.memory_allocated(1)
+    wrapped = Wrapped(torch.ones(128, device="cuda:1"))
+    assert torch.cuda.memory_allocated(1) == before + 512
+    doubled = wrapped * 2
+    assert wrapped.device == doubled.device == torch.device("cuda:1") and wrapped.is_cuda and wrapped.get_device() == 1
+    moved = doubled.to("cuda:0")
+    assert moved.device == moved.inner.device == torch.device("cuda:0") and moved.inner.tolist() == [2] * 128
+    assert wrapped.cpu().device.type == "cpu" and not wrapped.is_cpu
+    del wrapped, doubled
+    assert torch.cuda.memory_allocated(1) == before

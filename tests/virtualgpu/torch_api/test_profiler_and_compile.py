@@ -147,6 +147,16 @@ def test_scripting_and_tracing_a_model_on_a_gpu(gpus):
         torch.jit.script(model)(torch.ones(4, 3))
 
 
+@pytest.mark.parametrize("constant", [1, 2.5, 2 + 1j])
+def test_constants_of_a_traced_function(gpus, constant):
+    """TorchScript asks for their value, and shows them, by operations that take tensors alone."""
+    x = torch.linspace(0.5, 2, 4, device=ONE)
+    traced = torch.jit.trace(lambda x: 1 / (x * x + constant), x)
+    assert "Constant" in str(traced.graph)
+    for _ in range(3):  # it is rewritten after the second
+        assert torch.equal(traced(x), 1 / (x * x + constant)) and traced(x).device == ONE
+
+
 TRANSFORMS = {
     "hessian": "torch.func.hessian(f)(x)",
     "jvp": "torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]",
