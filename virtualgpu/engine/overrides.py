@@ -9,7 +9,7 @@ import torch
 
 from virtualgpu.engine import kernels, mixed_batch_norm, recurrent, sdpa
 from virtualgpu.engine.allocation import allocation_of, gpu_of, is_pinned, pin
-from virtualgpu.engine.frames import callers_frame
+from virtualgpu.engine.frames import callers_frame, warn_at_the_program
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
 aten = torch.ops.aten
@@ -44,6 +44,18 @@ def move_to_nested(dispatch, func, args, kwargs):
     raise NotImplementedError(
         'nested tensors of the strided layout are not modelled on virtual GPUs; use layout=torch.jagged, or device="cpu"'
     )
+
+
+def answer_is_left_aligned(dispatch, func, args, kwargs):
+    """nn.TransformerEncoder in evaluation asks it of its padding mask, to leave the padding out by a nested tensor. False: it works on
+    the padding, too."""
+    if gpu_of(args[0]) is None and not dispatch.machine.dry:
+        return NotImplemented
+    warn_at_the_program(PADDING)
+    return False
+
+
+PADDING = "nn.TransformerEncoder: on virtual GPUs it works on the padding, too, and returns no zeros there"
 
 
 def absent(dispatch, func, args, kwargs):
@@ -91,6 +103,7 @@ OPERATIONS = {
     aten.is_pinned.default: answer_is_pinned,
     aten._pin_memory.default: pin_memory,
     aten._nested_tensor_from_tensor_list.default: move_to_nested,
+    aten._nested_tensor_from_mask_left_aligned.default: answer_is_left_aligned,
 }
 for name in ABSENT:
     packet, _, overload = name.partition(".")
