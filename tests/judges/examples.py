@@ -56,6 +56,8 @@ IMAGENET = ["main.py", "--dummy", "-a", "resnet18", "-b", "8", "-j", "0", "-p", 
 SPAWNED = ["--multiprocessing-distributed", "--world-size", "1", "--rank", "0", "--dist-url", "tcp://127.0.0.1:29517"]
 DCGAN = ["main.py", "--dataset", "fake", "--accel", "--dry-run", "--workers", "0", "--batchSize", "8", "--niter", "1"]
 THREE_STEPS = r"Epoch: \[0\]\[ *3/"
+ACCELERATE = "accelerate.test_utils.scripts"  # programs that it brings for GPUs and tests itself by, of those that need no network
+OWN_TESTS = ("test_ops", "test_sync", "test_distributed_data_loop", "test_ddp_comm_hook", "external_deps.test_pippy")
 CASES = {
     # one process
     "imagenet_data_parallel": Case("imagenet", IMAGENET, 2, THREE_STEPS),
@@ -94,6 +96,7 @@ CASES = {
     "accelerate_ddp": _ranks(2, "libraries", "accelerate_loop.py", under=""),
     "accelerate_fsdp2": _ranks(2, "libraries", "accelerate_loop.py", "fsdp2", under=""),
     "accelerate_fsdp2_dry": _ranks(2, "libraries", "accelerate_loop.py", "fsdp2", "dry", under="", dry=True),
+    **{f"accelerate_own_{name}": _ranks(2, "libraries", "-m", f"{ACCELERATE}.{name}", under="") for name in OWN_TESTS},
     "lightning_ddp": Case("libraries", ["lightning_trainer.py", "ddp", "16-mixed"], 2),
     "lightning_ddp_dry": Case("libraries", ["--dry", "lightning_trainer.py", "ddp", "16-mixed", "dry"], 2),
     "lightning_spawn": Case("libraries", ["lightning_trainer.py", "ddp_spawn", "bf16-mixed"], 2),

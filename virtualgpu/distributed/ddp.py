@@ -42,6 +42,12 @@ class Reducer(dist.Reducer):
         with self._on_first_gpu():
             return super()._rebuild_buckets()
 
+    def _set_forward_pass_work_handle(self, work, use_static_world_size):
+        self._joined = (
+            work  # C++ asks it for its result at the end of the backward pass, if its Python object is still there
+        )
+        super()._set_forward_pass_work_handle(work, use_static_world_size)
+
     def _on_first_gpu(self):
         return self.machine.local.made_on(self._gpus[0] if self._gpus else None)
 

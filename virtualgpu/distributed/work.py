@@ -134,10 +134,13 @@ class VirtualWork(SimulatedWork):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
-        """Holds the outputs. In a backward pass it is complete at the pass's end, or when somebody in Python asks for it."""
+        """Holds the outputs. In a backward pass it is complete at the pass's end, or when somebody in Python asks for it; at once after wait()."""
         if self._future is None:
             self._future = torch.futures.Future()
-            if graph_task() == -1 or current_node() is None:  # outside of a backward pass, or in its last callbacks
+            outside = (
+                graph_task() == -1 or current_node() is None
+            )  # outside of a backward pass, or in its last callbacks
+            if outside or self._joined:
                 self.wait()
             else:
                 _asking_completes(self._future, self.wait)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu.engine.draws import as_default
+from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.operations import Operation, tensors_of
 from virtualgpu.engine.placement import place_output
 
@@ -20,10 +21,8 @@ ITS_ARGUMENTS = ("list", "dtype", "layout", "device", "pin_memory")  # which C++
 # Sizes are on the host
 WITH_SIZES = {"_nested_from_padded", "_nested_view_from_buffer", "_nested_view_from_buffer_copy"}
 MAKERS = {FROM_LIST, "_nested_from_padded_and_nested_example", *WITH_SIZES}
-MAKERS |= {
-    "_nested_tensor_from_mask",
-    "_nested_tensor_from_mask_left_aligned",
-}  # the latter asks whether one may be made
+ASKS_THE_MASK = "_nested_tensor_from_mask_left_aligned"  # whether one may be made
+MAKERS |= {"_nested_tensor_from_mask", ASKS_THE_MASK}
 FOR_HOST = {"_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets"}
 some = False  # has this process ever made one? Until then dispatch asks for MAKERS alone
 
@@ -34,6 +33,9 @@ def run(dispatch, op: Operation, args, kwargs):
     tensors = tensors_of(args[:1] if op.name in WITH_SIZES else args, kwargs)
     if not (op.name in MAKERS or any(tensor.is_nested for tensor in tensors)):
         return NotImplemented
+    if dispatch.machine.dry and op.name == ASKS_THE_MASK:
+        warn_at_the_program("nn.TransformerEncoder: in a dry run it works on the padding, too, which a GPU leaves out")
+        return False  # its lengths are values, which a dry run does not have
     some = True
     if dispatch.machine.dry:
         raise NotImplementedError(

@@ -85,9 +85,9 @@ class Profiles:
         original(profile, enabled, use_device=use_device, **kwargs)
 
 
-def export(original, profile, path: str):
+def export(original, profile, path: str, *args, **kwargs):
     """PyTorch's file, and the simulated kernels."""
-    out = original(profile, path)
+    out = original(profile, path, *args, **kwargs)
     if profile._virtual_spans:
         _add(path, chrome_events(profile._virtual_spans, origin=profile._virtual_start))
     return out

@@ -55,9 +55,14 @@ class Files:
         return machine.place_storage(meta_storage(storage) if machine.dry else storage, gpu)
 
     def rebuild_tensor(self, original, storage, *geometry):
-        """A dry run keeps what comes from a file, or from a loader's worker, with its values, as it does NumPy's arrays."""
-        with_values = self.machine.dry and not _has_no_values(_compat.untyped(storage))
-        with self.machine.untracked() if with_values else contextlib.nullcontext():
+        """A dry run keeps what comes from a file, or from a loader's worker, with its values, as it does NumPy's arrays. What has none
+        comes from a worker: its storage is meta's, and the empty tensor that PyTorch would lay on it has values here, being small."""
+        untyped = _compat.untyped(storage)
+        if not self.machine.dry or getattr(untyped, ALLOCATION, None) is not None:
+            return original(storage, *geometry)
+        with self.machine.untracked():
+            if _has_no_values(untyped):
+                return torch.empty(0, dtype=storage.dtype, device="meta").set_(untyped, *geometry)
             return original(storage, *geometry)
 
 

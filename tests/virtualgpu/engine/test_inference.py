@@ -112,3 +112,18 @@ def test_flex_attention(gpus):
     out = flex_attention(q, q, q)
     assert out.device == ONE
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q), atol=1e-5, rtol=1e-4)
+
+
+def test_a_transformer_encoder_with_padding(gpus):
+    """In evaluation PyTorch makes a nested tensor of what the mask leaves; zeros stand where the padding was."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 5, 8), torch.arange(5).expand(3, 5) >= torch.tensor([[5], [3], [2]])
+    with torch.no_grad():
+        there = model(x, src_key_padding_mask=padding)
+        here = model.to(ONE)(x.to(ONE), src_key_padding_mask=padding.to(ONE))
+        with virtualgpu.dry_run(), pytest.warns(UserWarning, match="works on the padding"):
+            made = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval().to(ONE)
+            assert made(x.to(ONE), src_key_padding_mask=padding.to(ONE)).shape == x.shape
+    assert here.device == ONE
+    torch.testing.assert_close(here.cpu(), there)
+    assert not here.cpu()[padding].any()

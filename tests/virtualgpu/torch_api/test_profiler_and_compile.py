@@ -1,5 +1,6 @@
 """torch.profiler, torch.compile, TorchScript, torch.export and torch.func while virtual GPUs are on."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 import virtualgpu
 
@@ -68,6 +69,20 @@ def test_a_scheduled_profile_of_training(gpus, tmp_path):
     assert "aten::addmm" in {row.key for row in old.key_averages()}
     with torch.autograd.profiler.emit_nvtx(), torch.cuda.nvtx.range("x"), torch.cuda.profiler.profile():
         model(torch.ones(2, 8, device=ONE))
+
+
+@pytest.mark.filterwarnings("ignore:torch.profiler cannot see virtual GPUs")
+@pytest.mark.parametrize("zipped", [False, True])
+def test_traces_for_tensorboard_have_the_kernels(gpus, tmp_path, zipped):
+    handler = tensorboard_trace_handler(str(tmp_path), use_gzip=zipped)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], on_trace_ready=handler):
+        torch.ones(4, device=ONE).cos()
+    (trace,) = tmp_path.iterdir()
+    with gzip.open(trace, "rt") if zipped else open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    assert [event["args"]["device"] for event in events if event.get("cat") == "kernel" and event["name"] == "cos"] == [
+        1
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:torch.profiler cannot see virtual GPUs")

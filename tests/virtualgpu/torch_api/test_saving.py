@@ -61,6 +61,15 @@ def test_loaders_with_workers(gpus, collate, pinned):
         assert [tuple(batch.cuda().shape) for batch in batches] == [(2, 3) if collate else (2,)] * 2
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_loaders_with_workers_hand_over_what_has_no_values(gpus, pinned):
+    with virtualgpu.dry_run():
+        data = torch.randn(12, 1024)  # too large to have values
+        batches = list(DataLoader(data, batch_size=4, num_workers=1, pin_memory=pinned))
+        assert [tuple(batch.shape) for batch in batches] == [(4, 1024)] * 3
+        assert {batch.to("cuda", non_blocking=True).device for batch in batches} == {torch.device("cuda", 0)}
+
+
 def test_a_file_stays_as_it_is(gpus, checkpoint):
     """torch.save empties a file before it looks at the tensors: a dry run of a training would lose the last one's weights."""
     before = checkpoint.read_bytes()
