@@ -96,7 +96,7 @@ def tried(
         subject.before(at.work)
         if misuse:
             misuse.before(at.work)
-        at.start(subject.command, misuse.environ if misuse else {}, fault.prepare, fault.before)
+        at.start(subject.command, dict(misuse.environ) if misuse else {}, fault.prepare, fault.before)
         struck = ""
         if moment is not None and (fault.disk or fault.number):
             with contextlib.suppress(judge.TIMEOUT):

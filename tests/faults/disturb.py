@@ -1,5 +1,6 @@
 """The faults: each is prepared before the program starts, strikes at a moment, and says which words the program owes then."""
 
+import contextlib
 import os
 import random
 import resource
@@ -68,10 +69,8 @@ class Fault:
         return None if self.whom == "group" else psutil.Process(place.process.pid)
 
     def _send(self, place: Place, whom: psutil.Process | None, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(place.process.pid, number) if whom is None else os.kill(whom.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def _name(process: psutil.Process) -> str:

@@ -26,11 +26,11 @@ LEFT_OUT = ("VIRTUALGPU", "HELPERS_GPUS", "RANK", "WORLD_SIZE", "MASTER_PORT", "
 
 def enter_namespace() -> None:
     """Start this script again where its mounts are its own and end with it, if that can be done."""
-    if os.environ.get(IN_NAMESPACE) is None and shutil.which("unshare"):
-        if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
-            os.environ[IN_NAMESPACE] = "1"
-            words = [sys.executable, "-m", "tests.faults", *sys.argv[1:]]
-            os.execvp("unshare", ["unshare", "--mount", *words])
+    if os.environ.get(IN_NAMESPACE) or not shutil.which("unshare"):
+        return
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
+        os.environ[IN_NAMESPACE] = "1"
+        os.execvp("unshare", ["unshare", "--mount", sys.executable, "-m", "tests.faults", *sys.argv[1:]])
 
 
 class Place:

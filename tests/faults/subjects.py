@@ -20,7 +20,7 @@ class Misuse(NamedTuple):
     command: list[str]
     owes: str
     before: Callable[[Path], None] = lambda work: None
-    environ: dict[str, str] = {}
+    environ: tuple[tuple[str, str], ...] = ()
     is_right: bool = False
 
 
