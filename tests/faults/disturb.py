@@ -16,6 +16,7 @@ KILL, STOP, FILL, STARVE = "kill", "stop", "fill", "starve"
 ROOM = r"space|full|too large|disk|quota|[Rr]ead-only|writ"
 MEMORY = r"memory|allocate|map segment|thread|ulimit -v|SIG(KILL|ABRT|SEGV)"
 FILES = r"open files|ulimit -n"
+READS_ALL = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")  # an environment in root's folders, too
 PROCESSES = r"process|thread|[Rr]esource temporarily|fork"
 
 
@@ -133,7 +134,7 @@ def _starve(dice: random.Random, is_root: bool) -> Fault:
     if what == "processes":
         number, user = dice.choice([1, 2, 4, 8, 16, 32]), dice.randrange(70_000, 90_000)
         # the system counts a user's processes and threads, and not those of root
-        other = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if is_root else []
+        other = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *READS_ALL] if is_root else []
         before = [*other, "prlimit", f"--nproc={number}"]
         return Fault(f"ulimit -u {number}", STARVE, PROCESSES, (signal.SIGABRT, signal.SIGSEGV), before=before)
     return Fault("one core", STARVE, is_right=True, cores=1)

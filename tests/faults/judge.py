@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-from pathlib import Path
 
 from tests.faults.disturb import Fault
 from tests.faults.place import ROOT, Place
@@ -85,14 +84,3 @@ def last(text: str) -> str:
     """The last line, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
-
-
-def checkpoint_lost(path: Path, whole) -> list[str]:
-    """path: of a checkpoint that was there before; whole: what must hold of it."""
-    from helpers import checkpoint
-
-    try:
-        state = checkpoint.load(path)
-    except Exception as error:
-        return [f"the earlier checkpoint is lost: {error}"]
-    return [] if whole(state) else ["the checkpoint is not whole"]
