@@ -1,4 +1,4 @@
-"""Programs side by side, of which none is left at the end."""
+"""Programs side by side, of which none is left at the end, also where this process is killed."""
 
 import contextlib
 import os
@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from virtualgpu.run import program
 from virtualgpu.run.process_tree import kill_tree
+from virtualgpu.run.trials.warden import Warden
 
 LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
@@ -49,13 +50,18 @@ class Programs:
         self._lock, self._running, self._ended = threading.Lock(), set(), False
 
     def __enter__(self) -> "Programs":
+        self._warden = Warden()
         return self
 
     def __exit__(self, *error) -> None:
         self.end()
+        self._warden.dismiss()
 
     def run(self, command: list[str], environ: dict[str, str], output, limit: float | None = None) -> int | None:
         """The program's exit status, once it has ended; None where it was ended after `limit` seconds. What it printed is in `output`, a file."""
+        if threading.current_thread() is threading.main_thread():
+            # there an interrupt could come in the midst of Popen, and leave a program that nobody knows
+            return self.side_by_side(lambda _: self.run(command, environ, output, limit), [None], 1)[0]
         with self._lock:
             if self._ended:
                 raise InterruptedError("the search was ended")
@@ -68,6 +74,7 @@ class Programs:
                 start_new_session=True,
             )
             self._running.add(child)
+            self._warden.note("begun", child.pid)
         try:
             status = child.wait(limit)
         except subprocess.TimeoutExpired:
@@ -78,6 +85,8 @@ class Programs:
             kill_tree(child.pid)  # what it left behind
             child.kill()
             child.wait()
+            with self._lock:
+                self._warden.note("ended", child.pid)
         if self._ended:
             raise InterruptedError("the search was ended")
         return status
