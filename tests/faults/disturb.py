@@ -56,6 +56,8 @@ class Fault:
         if self.number is None:
             return ""
         whom = self._target(place)
+        if whom is not None and whom.pid == place.process.pid:  # it has started nobody
+            self.ended_by += (self.number, self.then)
         self._send(place, whom, self.number)
         if self.number == signal.SIGSTOP:
             time.sleep(self.pause)

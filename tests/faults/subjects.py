@@ -34,7 +34,7 @@ class Misuse(NamedTuple):
 
 class Subject(NamedTuple):
     """says: lines of the result. lost: what is wrong with what was there before, given the folder. is_ours: a traceback through `entries`, the files
-    where a command of ours begins, is a fault. may_be_0: where something failed, the status may be 0 if that is said. least: seconds, a time limit of
+    where a command of ours begins, is a fault. may_be_0: where something failed, the status may be 0 if that is said. passes_on: it ends as its program does, by the same signal. least: seconds, a time limit of
     its own that may have to come first."""
 
     name: str
@@ -46,6 +46,7 @@ class Subject(NamedTuple):
     is_ours: bool = False
     entries: tuple[str, ...] = (str(ROOT / "virtualgpu" / "__main__.py"),)
     may_be_0: bool = False
+    passes_on: bool = False
     least: float = 30.0
     kinds: tuple[str, ...] = ALL
 
@@ -195,6 +196,7 @@ RUN = Subject(
     _trace,
     _trace_lost,
     is_ours=True,
+    passes_on=True,
 )
 TORCHRUN = Subject(
     "torchrun",
@@ -224,6 +226,7 @@ TORCHRUN = Subject(
     },
     lost=_epochs_lost,
     is_ours=True,
+    passes_on=True,
     least=120.0,
 )
 FIT = Subject(

@@ -22,6 +22,9 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=other, args=(send,))
     child.start()
     send.close()
-    print(receive.recv(), int(model.bias.grad.sum()), flush=True)
+    try:
+        print(receive.recv(), int(model.bias.grad.sum()), flush=True)
+    except EOFError:
+        child.join()
+        sys.exit(f"the other process ended with status {child.exitcode}")
     child.join()
-    sys.exit(child.exitcode)
