@@ -51,8 +51,10 @@ class Fault:
     def strike(self, place: Place) -> str:
         """Now. What was struck."""
         if self.disk:
-            place.lock(self.disk) if self.is_locked else place.fill(self.disk)
-            return self.disk
+            if self.is_locked and place.lock(self.disk):
+                return f"{self.disk}, read-only"
+            place.fill(self.disk)
+            return f"{self.disk}, full"
         if self.number is None:
             return ""
         whom = self._target(place)

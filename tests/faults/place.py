@@ -119,11 +119,10 @@ class Place:
                     while file.write(b"\0" * size) == size:
                         pass
 
-    def lock(self, name: str) -> None:
-        """Nothing can be written there any more. Refused by the system where somebody has a file open for writing: returned as an OSError."""
-        done = subprocess.run(["mount", "-o", "remount,ro", str(self.folder / name)], capture_output=True, text=True)
-        if done.returncode:
-            raise OSError(done.stderr.strip())
+    def lock(self, name: str) -> bool:
+        """Nothing can be written there any more. False: the system refuses it, for somebody has a file open for writing."""
+        words = ["mount", "-o", "remount,ro", str(self.folder / name)]
+        return subprocess.run(words, capture_output=True).returncode == 0
 
     def unlock(self) -> None:
         """Room again, and writable, to see what is left."""
