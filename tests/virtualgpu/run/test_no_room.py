@@ -56,13 +56,13 @@ def test_words_on_a_full_disk(start):
 def test_nowhere_to_put_a_folder(monkeypatch, capsys):
     from virtualgpu.run import cli
 
-    def full(prefix, dir):
+    def full():
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(scratch.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", full)
     assert cli.main(["-c", "print('never')"]) == 2
     out, error = capsys.readouterr()
-    assert not out and "No usable temporary directory" in error and error.count("\n") == 1
+    assert not out and "No usable temporary directory" in error and "set TMPDIR" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("quiet", [True, False])
