@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import sys
 import textwrap
 import time
@@ -37,6 +36,15 @@ ENVIRONMENT = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The exit status. What was kept before is whole, also where a disk is full."""
+    try:
+        return _main(arguments)
+    except OSError as error:
+        print(f"Not all was written: {error}. What was there before is as it was; free some space, then run it again.")
+        return 1
+
+
+def _main(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="the beginning of a notebook's name: 01")
     mode = parser.add_mutually_exclusive_group()
@@ -72,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     for path, result in zip(chosen, results, strict=True):
         if options.store and not result["error"]:
-            shutil.copyfile(result["path"], path)
+            write(path, result["path"].read_text("utf-8"))
     seconds = time.perf_counter() - start
     if not options.check:
         note_times(results)
@@ -149,11 +157,14 @@ async def execute(path: Path) -> dict:
             error = f"cell {at} of {len(cells)}: still running after {CELL_LIMIT} s"
         except DeadKernelError:
             error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
-        except RuntimeError as failure:
+        except (RuntimeError, OSError) as failure:
             error = f"the kernel did not start: {failure}. Cure: make clean, then make run"
     seconds = time.perf_counter() - start
     tidy(notebook)
-    nbformat.write(notebook, copy)
+    try:
+        write(copy, nbformat.writes(notebook).rstrip("\n") + "\n")
+    except OSError as failure:
+        error = error or f"its copy was not written: {failure}. Free some space, then run it again"
     print(f"{'[FAIL]' if error else '[ OK ]'} {path.stem:<36} {len(cells):>3} cells {seconds:7.1f} s", flush=True)
     return {"path": copy, "seconds": seconds, "error": error}
 
@@ -189,12 +200,26 @@ def tidy(notebook) -> None:
     )
 
 
+def write(path: Path, text: str) -> None:
+    """Whole or not at all. Raises OSError; then the file is what it was."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
 def note_times(results: list[dict]) -> None:
     """For `make bench`, which shows them: seconds of each notebook that ran to its end, the latest."""
     path = series.BUILD / "times.json"
-    times = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    try:
+        times = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, ValueError):  # ValueError: an older one may have been cut off
+        times = {}
     times |= {r["path"].stem: round(r["seconds"], 1) for r in results if r["seconds"] is not None and not r["error"]}
-    path.write_text(json.dumps(dict(sorted(times.items())), indent=1), encoding="utf-8")
+    write(path, json.dumps(dict(sorted(times.items())), indent=1))
 
 
 def report(results: list[dict], seconds: float) -> None:

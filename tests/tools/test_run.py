@@ -125,6 +125,29 @@ def test_store_keeps_the_outputs_of_what_ran_only(folder):
     assert (root / "notebooks" / "02_bad.ipynb").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "whose, words", [("build", "its copy was not written: "), ("notebooks", "Not all was written: ")]
+)
+def test_a_full_disk_is_said_and_what_was_kept_is_whole(folder, monkeypatch, capsys, whose, words):
+    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]))
+    (root / "build").mkdir()
+    (root / "build" / "times.json").write_text('{"01_go')  # cut off by another time
+    before, write_text = (root / "notebooks" / "01_good.ipynb").read_bytes(), Path.write_text
+
+    def full(self, text, **options):
+        if self.parent.name == whose and "ipynb" in self.name:
+            write_text(self, text[:10], **options)
+            raise OSError(28, "No space left on device", str(self))
+        return write_text(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run.main(["--store"]) == 1
+    printed = capsys.readouterr().out
+    assert words in printed and "No space left" in printed and "ree some space, then run it again" in printed
+    assert (root / "notebooks" / "01_good.ipynb").read_bytes() == before
+    assert not list(root.rglob("*.part"))
+
+
 def test_stored_executes_nothing(folder):
     root = folder(nb_03_dead=DEAD)
     assert run.main(["--stored"]) == 0
