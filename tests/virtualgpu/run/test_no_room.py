@@ -11,7 +11,7 @@ import pytest
 from tests.virtualgpu.run.test_environment import T4
 from virtualgpu import scratch
 from virtualgpu.environment import Settings
-from virtualgpu.run import program, report
+from virtualgpu.run import program, report, traces
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,6 +71,25 @@ def test_a_trace_that_was_not_written_is_said_even_to_the_quiet(tmp_path, capsys
     assert "The trace was not written: " in capsys.readouterr().err
     program._tell(Settings((T4,), folder=str(tmp_path)), str(tmp_path / "t.json"), quiet, sys.stderr)
     assert bool(capsys.readouterr().err) is not quiet
+
+
+def test_an_earlier_trace_stays_where_there_is_no_room(tmp_path, monkeypatch):
+    path = tmp_path / "t.json"
+    path.write_text("earlier")
+
+    def full(trace, file):
+        file.write('{"trace')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(traces.json, "dump", full)
+    assert (
+        traces.merge(str(tmp_path), [], str(path)) == "The trace was not written: [Errno 28] No space left on device."
+    )
+    assert (os.listdir(tmp_path), path.read_text()) == (["t.json"], "earlier")
+    monkeypatch.undo()
+    assert traces.merge(str(tmp_path), [], os.devnull).startswith("Trace of 0 processes") and not os.path.isfile(
+        os.devnull
+    )
 
 
 def test_a_report_that_was_cut_off(tmp_path):
