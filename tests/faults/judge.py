@@ -33,6 +33,7 @@ def faults(subject: Subject, fault: Fault, place: Place, struck: str, status: in
         wrong += _words(subject, fault, status, said, complaint)
         if fault.is_right:
             wrong.append(f"its result should have come: status {status}")
+        end += f": {last(complaint or said)[:110]!r}"
     wrong += _raw(subject, complaint)
     if left := place.left(PATIENCE):
         wrong.append(f"{len(left)} processes left: {'; '.join(left[:3])}")
