@@ -88,7 +88,7 @@ def test_no_process_more(monkeypatch, whose, error):
         raise error
 
     monkeypatch.setattr(whose, refuse)
-    with pytest.raises(OSError, match=r"ranks could not be started .*`ulimit -u`, use fewer ranks"):
+    with pytest.raises(OSError, match=r"ranks could not be started .*`ulimit -u`, start fewer"):
         launch(add_ranks, 1)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.distributed import rank_config
-from virtualgpu.run import cards, options
+from virtualgpu.run import cards, options, shortage
 
 USAGE = """\
 usage: python -m virtualgpu [options] SCRIPT [arguments]
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
         status = program.run(settings, list(line.program), line.trace, line.quiet)
         _say(misplaced.at_end(line.program, status, names))
     except (ValueError, OSError) as error:
-        print(f"python -m virtualgpu: {error}", file=sys.stderr)
+        print(f"python -m virtualgpu: {error}{shortage.cure(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before there was a program, or after its end
         status = -signal.SIGINT

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.processes import wait_until
+from virtualgpu.run.fit import cli
 from virtualgpu.run.trials import programs as trials
 from virtualgpu.run.trials.programs import Programs, ended_by_sigterm
 
@@ -51,3 +52,14 @@ def test_an_interrupt_in_the_midst_of_a_start_leaves_no_program(monkeypatch, ctr
     with pytest.raises(KeyboardInterrupt), Programs() as programs:
         programs.run(leaf, dict(os.environ), subprocess.DEVNULL)
     wait_until(lambda: started[0].poll() is not None)
+
+
+def test_no_thread_more_is_said_with_the_cure(monkeypatch, capsys):
+    def full(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    assert cli.main(["train.py"]) == 2
+    error = capsys.readouterr().err
+    assert "can't start new thread (no process or thread more: raise this user's limit, `ulimit -u`" in error
+    assert error.count("\n") == 1

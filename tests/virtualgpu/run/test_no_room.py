@@ -65,6 +65,22 @@ def test_nowhere_to_put_a_folder(monkeypatch, capsys):
     assert not out and "No usable temporary directory" in error and "set TMPDIR" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "number, words, cure",
+    [(11, "Resource temporarily unavailable", "`ulimit -u`"), (24, "Too many open files", "`ulimit -n 1024`")],
+)
+def test_no_process_or_file_more(monkeypatch, capsys, number, words, cure):
+    from virtualgpu.run import cli
+
+    def full(settings, *arguments):
+        raise OSError(number, words)
+
+    monkeypatch.setattr(program, "run", full)
+    assert cli.main(["-c", "print('never')"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and cure in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_trace_that_was_not_written_is_said_even_to_the_quiet(tmp_path, capsys, quiet):
     program._tell(Settings((T4,), folder=str(tmp_path)), str(tmp_path / "gone" / "t.json"), quiet, sys.stderr)

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from virtualgpu.run import options
+from virtualgpu.run import options, shortage
 from virtualgpu.run.fit import prices, progress, search, table
 from virtualgpu.run.trials.programs import ended_by_sigterm
 
@@ -71,7 +71,7 @@ def _main(arguments: list[str]) -> int:
                 on_trial=lambda trial: (done.append(trial), note(trial)),
             )
     except (ValueError, OSError) as error:
-        print(f"python -m virtualgpu fit: {error}", file=sys.stderr)
+        print(f"python -m virtualgpu fit: {error}{shortage.cure(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if done and "--json" not in values:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from multiprocessing import util
 
 from virtualgpu import scratch
+from virtualgpu.run import shortage
 
 LONG = 64  # bytes of a folder's path: ours and multiprocessing's names add 39
 FILES, FILES_PER_RANK = 20, 6  # that a launch opens here: pipes, sentinels, the store and its connections
@@ -78,19 +79,12 @@ def require_files(number: int, what: str) -> None:
             os.close(opened_file)
 
 
-def no_process_more(words: str) -> str:
-    """What to add to the words of somebody who could start no process or thread, or whose process died at once; or nothing."""
-    if not re.search(r"can't start new thread|Resource temporarily unavailable|unexpected EOF", words):
-        return ""
-    return " (no process or thread more: raise this user's limit, `ulimit -u`, use fewer ranks, or free memory of this machine)"
-
-
 @contextlib.contextmanager
 def room_for_processes() -> Iterator[None]:
     """In this block: OSError, with the cure, where the system starts no process or thread more."""
     try:
         yield
     except (OSError, EOFError, RuntimeError) as error:
-        if cure := no_process_more(str(error)):
+        if cure := shortage.cure(str(error)):
             raise OSError(errno.EAGAIN, f"ranks could not be started{cure}") from error
         raise

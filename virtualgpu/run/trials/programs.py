@@ -1,6 +1,7 @@
 """Programs side by side, of which none is left at the end, also where this process is killed."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -102,14 +103,17 @@ class Programs:
             return status, file.read()
 
     def side_by_side(self, function: Callable, items: Iterable, jobs: int) -> list:
-        """What the function, which runs programs, returns for each item: so many at a time. Raises what one of them raises, and what a
-        signal's handler does; then no program is left.
+        """What the function, which runs programs, returns for each item: so many at a time. Raises what one of them raises, what a
+        signal's handler does, and OSError where no thread can be started; then no program is left.
 
         The main thread wakes now and then: a signal that the system gave to another thread is handled only then.
         """
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                futures = [pool.submit(function, item) for item in items]
+                try:
+                    futures = [pool.submit(function, item) for item in items]
+                except RuntimeError as error:  # no thread more
+                    raise OSError(errno.EAGAIN, str(error)) from None
                 while True:
                     done, running = wait(futures, 0.5, FIRST_EXCEPTION)
                     for future in done:
