@@ -27,6 +27,10 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm import tqdm
 
+from virtualgpu import scratch
+from virtualgpu.run import shortage
+from virtualgpu.run.trials.programs import ended_by_sigterm
+
 CELL_LIMIT = 600  # seconds
 ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # a bar redrawn is never the same output twice
@@ -38,7 +42,8 @@ ENVIRONMENT = {
 def main(arguments: list[str] | None = None) -> int:
     """The exit status. What was kept before is whole, also where a disk is full."""
     try:
-        return _main(arguments)
+        with ended_by_sigterm():
+            return _main(arguments)
     except OSError as error:
         print(f"Not all was written: {error}. What was there before is as it was; free some space, then run it again.")
         return 1
@@ -157,8 +162,9 @@ async def execute(path: Path) -> dict:
             error = f"cell {at} of {len(cells)}: still running after {CELL_LIMIT} s"
         except DeadKernelError:
             error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
-        except (RuntimeError, OSError) as failure:
-            error = f"the kernel did not start: {failure}. Cure: make clean, then make run"
+        except Exception as failure:  # of jupyter_client, zmq, the system
+            what = f"cell {at} of {len(cells)}: " if at else "the kernel did not start: "
+            error = f"{what}{failure}{shortage.cure(str(failure)) or '. Cure: make clean, then make run'}"
     seconds = time.perf_counter() - start
     tidy(notebook)
     try:
@@ -173,12 +179,18 @@ async def execute(path: Path) -> dict:
 async def kernel(client: NotebookClient):
     """A kernel for as long as it takes. nbclient's own async_setup_kernel would catch Ctrl-C."""
     client.km = client.create_kernel_manager()
-    await client.async_start_new_kernel()
+    folder = (
+        scratch.folder()
+    )  # of the file that says where the kernel listens: where this process is killed, the next removes it
     try:
+        client.km.connection_file = os.path.join(folder, "kernel.json")
+        await client.async_start_new_kernel()
         await client.async_start_new_kernel_client()
         yield
     finally:
-        await client._async_cleanup_kernel()
+        if client.km is not None and client.km.has_kernel:
+            await client._async_cleanup_kernel()
+        scratch.remove(folder)
 
 
 def tidy(notebook) -> None:
