@@ -6,7 +6,7 @@ PY := .venv/bin/python
 # Containers often set it; then each of a hundred processes would compile our modules again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run site lab test bench everywhere accuracy judges gpu matrix browser doctor store stamp wheel clean setup
+.PHONY: run site lab test bench everywhere accuracy judges faults gpu matrix browser doctor store stamp wheel clean setup
 
 run: setup         ## execute all notebooks, then build/site/index.html
 	@$(PY) tools/run.py
@@ -38,6 +38,9 @@ judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMP
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples $(PYTORCH_EXAMPLES))
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples --dry $(PYTORCH_EXAMPLES))
 	@$(if $(PYTORCH_TUTORIALS),$(PY) -m tests.judges tutorials $(PYTORCH_TUTORIALS))
+
+faults: setup      ## ten minutes of kills, stops, full disks, limits and misuses at random moments; OPTIONS="--only fit --seed 7 --minutes 60"
+	@$(PY) -m tests.faults $(OPTIONS)
 
 gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones (skipped without one)
 	@$(PY) -m pytest -rs tests/gpu

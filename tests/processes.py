@@ -49,6 +49,14 @@ def family(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
+def command(process: psutil.Process) -> list[str]:
+    """Its words; none where it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def listening(process: psutil.Process, kind: str = "tcp") -> set[tuple[str, int]]:
     """The addresses and ports at which this process and those that it started listen."""
     found = set()

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import sys
 import textwrap
 import time
@@ -28,6 +27,10 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm import tqdm
 
+from virtualgpu import scratch
+from virtualgpu.run import shortage
+from virtualgpu.run.trials.programs import ended_by_sigterm
+
 CELL_LIMIT = 600  # seconds
 ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # a bar redrawn is never the same output twice
@@ -37,6 +40,16 @@ ENVIRONMENT = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The exit status. What was kept before is whole, also where a disk is full."""
+    try:
+        with ended_by_sigterm():
+            return _main(arguments)
+    except OSError as error:
+        print(f"Not all was written: {error}. What was there before is as it was; free some space, then run it again.")
+        return 1
+
+
+def _main(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="the beginning of a notebook's name: 01")
     mode = parser.add_mutually_exclusive_group()
@@ -72,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     for path, result in zip(chosen, results, strict=True):
         if options.store and not result["error"]:
-            shutil.copyfile(result["path"], path)
+            write(path, result["path"].read_text("utf-8"))
     seconds = time.perf_counter() - start
     if not options.check:
         note_times(results)
@@ -149,11 +162,15 @@ async def execute(path: Path) -> dict:
             error = f"cell {at} of {len(cells)}: still running after {CELL_LIMIT} s"
         except DeadKernelError:
             error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
-        except RuntimeError as failure:
-            error = f"the kernel did not start: {failure}. Cure: make clean, then make run"
+        except Exception as failure:  # of jupyter_client, zmq, the system
+            what = f"cell {at} of {len(cells)}: " if at else "the kernel did not start: "
+            error = f"{what}{failure}{shortage.cure(str(failure)) or '. Cure: make clean, then make run'}"
     seconds = time.perf_counter() - start
     tidy(notebook)
-    nbformat.write(notebook, copy)
+    try:
+        write(copy, nbformat.writes(notebook).rstrip("\n") + "\n")
+    except OSError as failure:
+        error = error or f"its copy was not written: {failure}. Free some space, then run it again"
     print(f"{'[FAIL]' if error else '[ OK ]'} {path.stem:<36} {len(cells):>3} cells {seconds:7.1f} s", flush=True)
     return {"path": copy, "seconds": seconds, "error": error}
 
@@ -162,12 +179,18 @@ async def execute(path: Path) -> dict:
 async def kernel(client: NotebookClient):
     """A kernel for as long as it takes. nbclient's own async_setup_kernel would catch Ctrl-C."""
     client.km = client.create_kernel_manager()
-    await client.async_start_new_kernel()
+    folder = (
+        scratch.folder()
+    )  # of the file that says where the kernel listens: where this process is killed, the next removes it
     try:
+        client.km.connection_file = os.path.join(folder, "kernel.json")
+        await client.async_start_new_kernel()
         await client.async_start_new_kernel_client()
         yield
     finally:
-        await client._async_cleanup_kernel()
+        if client.km is not None and client.km.has_kernel:
+            await client._async_cleanup_kernel()
+        scratch.remove(folder)
 
 
 def tidy(notebook) -> None:
@@ -189,12 +212,26 @@ def tidy(notebook) -> None:
     )
 
 
+def write(path: Path, text: str) -> None:
+    """Whole or not at all. Raises OSError; then the file is what it was."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
 def note_times(results: list[dict]) -> None:
     """For `make bench`, which shows them: seconds of each notebook that ran to its end, the latest."""
     path = series.BUILD / "times.json"
-    times = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    try:
+        times = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, ValueError):  # ValueError: an older one may have been cut off
+        times = {}
     times |= {r["path"].stem: round(r["seconds"], 1) for r in results if r["seconds"] is not None and not r["error"]}
-    path.write_text(json.dumps(dict(sorted(times.items())), indent=1), encoding="utf-8")
+    write(path, json.dumps(dict(sorted(times.items())), indent=1))
 
 
 def report(results: list[dict], seconds: float) -> None:

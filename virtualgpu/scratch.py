@@ -26,7 +26,11 @@ def folder(where: str | None = None) -> str:
 
     Raises OSError where there is no room.
     """
-    where = where or tempfile.gettempdir()
+    try:
+        where = where or tempfile.gettempdir()
+    except FileNotFoundError as error:  # Python has tried to write into several: they are full, read-only or not there
+        cure = "free some space, or set TMPDIR to a folder that can be written to"
+        raise FileNotFoundError(error.errno, f"{error.strerror}: {cure}") from None
     sweep(where)
     path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
     if fcntl is not None:

@@ -75,6 +75,34 @@ def test_what_this_machine_lacks(monkeypatch):
     assert launch(lambda: os.environ["GLOO_SOCKET_IFNAME"], nprocs=1) == ["lo"]
 
 
+@pytest.mark.parametrize(
+    "whose, error",
+    [
+        ("virtualgpu.run.ranks.places.store", RuntimeError("Resource temporarily unavailable")),
+        ("virtualgpu.run.ranks.rank.Rank.start", BlockingIOError(11, "Resource temporarily unavailable")),
+        ("virtualgpu.run.ranks.rank.Rank.start", EOFError("unexpected EOF")),
+    ],
+)
+def test_no_process_more(monkeypatch, whose, error):
+    def refuse(*arguments):
+        raise error
+
+    monkeypatch.setattr(whose, refuse)
+    with pytest.raises(OSError, match=r"ranks could not be started .*`ulimit -u`, start fewer"):
+        launch(add_ranks, 1)
+
+
+def test_a_rank_that_may_start_no_thread():
+    def full():
+        os.write(2, b"RuntimeError: can't start new thread\n")
+        os._exit(1)
+
+    with pytest.raises(
+        WorkerError, match=r"exited with status 1 .*`ulimit -u`.* Its last words:\nRuntimeError: can't start new thread"
+    ):
+        launch(full, nprocs=1)
+
+
 def crash(bad, how):
     if dist.get_rank() == bad:
         print("about to fail")

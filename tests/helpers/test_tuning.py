@@ -157,6 +157,22 @@ def test_a_start_that_ray_found_too_slow_is_tried_again(monkeypatch, words, trie
     tuning.stop_ray()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
+def test_too_few_open_files_are_said_at_once():
+    """Ray's own processes would end or wait, each for another."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = os.open(os.devnull, os.O_RDONLY)
+    os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number + 20, hard))
+    try:
+        with pytest.raises(OSError, match=r"Ray's processes need 128 more open files .* `ulimit -n 1024`"):
+            tuning.start_ray(cpus=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_what_was_not_started_can_be_stopped():
     before = dict(os.environ)
     tuning.stop_ray()

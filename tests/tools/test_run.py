@@ -16,6 +16,7 @@ import pytest
 import run
 import series
 import website
+import zmq
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 GOOD = new_notebook(
@@ -116,6 +117,21 @@ def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, m
     assert "01_good: the kernel did not start: Kernel died" in capsys.readouterr().out
 
 
+def test_what_the_system_lacks_is_a_failure_with_its_cure(folder, capsys, monkeypatch):
+    folder(nb_01_good=GOOD)
+
+    async def full(client, **options):
+        client.km = None  # as nbclient has it then
+        raise zmq.ZMQError(24, "Too many open files")
+
+    monkeypatch.setattr(run.NotebookClient, "async_start_new_kernel", full)
+    assert run.main([]) == 1
+    assert (
+        "01_good: the kernel did not start: Too many open files (raise this process's limit, by `ulimit -n 1024`"
+        in capsys.readouterr().out
+    )
+
+
 def test_store_keeps_the_outputs_of_what_ran_only(folder):
     root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]), nb_02_bad=BAD)
     before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
@@ -123,6 +139,29 @@ def test_store_keeps_the_outputs_of_what_ran_only(folder):
     stored = nbformat.read(root / "notebooks" / "01_good.ipynb", 4)
     assert stored.cells[1].outputs[0].data["text/plain"] == "2" and stored.cells[1].execution_count == 1
     assert (root / "notebooks" / "02_bad.ipynb").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "whose, words", [("build", "its copy was not written: "), ("notebooks", "Not all was written: ")]
+)
+def test_a_full_disk_is_said_and_what_was_kept_is_whole(folder, monkeypatch, capsys, whose, words):
+    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]))
+    (root / "build").mkdir()
+    (root / "build" / "times.json").write_text('{"01_go')  # cut off by another time
+    before, write_text = (root / "notebooks" / "01_good.ipynb").read_bytes(), Path.write_text
+
+    def full(self, text, **options):
+        if self.parent.name == whose and "ipynb" in self.name:
+            write_text(self, text[:10], **options)
+            raise OSError(28, "No space left on device", str(self))
+        return write_text(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run.main(["--store"]) == 1
+    printed = capsys.readouterr().out
+    assert words in printed and "No space left" in printed and "ree some space, then run it again" in printed
+    assert (root / "notebooks" / "01_good.ipynb").read_bytes() == before
+    assert not list(root.rglob("*.part"))
 
 
 def test_stored_executes_nothing(folder):
@@ -163,8 +202,9 @@ def test_only_some(folder, capsys):
     assert "There are: 01_good, 02_bad" in capsys.readouterr().out
 
 
-def test_ctrl_c_leaves_no_process(folder):
-    """An interrupted `make run` ends its kernels too: two run at a time, the shortest waits."""
+@pytest.mark.parametrize("number, status", [(2, 130), (15, 143), (9, -9)])
+def test_a_signal_leaves_no_process(folder, tmp_path_factory, number, status):
+    """An interrupted `make run` ends its kernels too: two run at a time, the shortest waits. What a killed one leaves goes with the next."""
 
     def slow(number):
         waits = f"import time\nopen('started{number}', 'w').close()\ntime.sleep(600)"
@@ -176,7 +216,9 @@ def test_ctrl_c_leaves_no_process(folder):
         f"import sys; sys.path.insert(0, {str(tools)!r}); import pathlib, series, run; series.ROOT = root = pathlib.Path({str(root)!r}); "
         "series.NOTEBOOKS, series.BUILD = root / 'notebooks', root / 'build'; sys.exit(run.main(['--jobs', '2']))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    temporary = tmp_path_factory.mktemp("temporary")
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ)
     deadline = time.monotonic() + 60
     while not all((root / "notebooks" / f"started{number}").exists() for number in (1, 5)):
         assert time.monotonic() < deadline and process.poll() is None
@@ -184,7 +226,9 @@ def test_ctrl_c_leaves_no_process(folder):
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2, "the kernels"
     assert not (root / "notebooks" / "started2").exists(), "the longest are begun first"
-    process.send_signal(2)
+    process.send_signal(number)
     printed, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and "Interrupted" in printed
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert process.returncode == status and ("Interrupted" in printed) == (number == 2)
+    assert not psutil.wait_procs(family, timeout=30)[1]
+    left = [path.name for path in temporary.iterdir()]
+    assert all(name.startswith("virtualgpu-") for name in left) and bool(left) == (number == 9)

@@ -39,8 +39,7 @@ def run(dispatch, op: Operation, args, kwargs):
     some = True
     if dispatch.machine.dry:
         raise NotImplementedError(
-            "nested tensors of the strided layout are not modelled in a dry run. Use layout=torch.jagged; for nn.TransformerEncoder, "
-            "enable_nested_tensor=False"
+            "nested tensors of the strided layout are not modelled in a dry run. Use layout=torch.jagged"
         )
     if op.name == FROM_LIST:
         kwargs = {**dict(zip(ITS_ARGUMENTS[1:], args[1:], strict=False)), **kwargs}

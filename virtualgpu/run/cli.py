@@ -10,7 +10,7 @@ from typing import Any
 from virtualgpu import environment
 from virtualgpu.distributed import rank_config
 from virtualgpu.hardware import bridges, networks, settings, specs
-from virtualgpu.run import cards, options
+from virtualgpu.run import cards, options, shortage
 
 USAGE = """\
 usage: python -m virtualgpu [options] SCRIPT [arguments]
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         status = program.run(settings, list(line.program), line.trace, bool(line.quiet))
         _say(misplaced.at_end(line.program, status, names))
     except (ValueError, OSError) as error:
-        print(f"python -m virtualgpu: {error}", file=sys.stderr)
+        print(f"python -m virtualgpu: {error}{shortage.cure(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before there was a program, or after its end
         status = -signal.SIGINT

@@ -33,6 +33,15 @@ def kill_tree(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
+def end_tree(pid: int) -> None:
+    """As `kill_tree`, for a program that starts another process for each that ends, as torchrun does: it is stopped first."""
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(signal, "SIGSTOP"):
+            os.kill(pid, signal.SIGSTOP)
+        kill_tree(pid)
+        os.kill(pid, signal.SIGKILL)
+
+
 def _below(pid: int) -> list[int]:
     """The living processes below this one; none on Windows, which has neither /proc nor ps."""
     parents: dict[int, int] = {}

@@ -18,7 +18,7 @@ import struct
 import subprocess
 import time
 
-from virtualgpu.run.process_tree import kill_tree
+from virtualgpu.run.process_tree import end_tree
 
 PASSED_ON = [
     getattr(signal, name)
@@ -123,11 +123,8 @@ def _keep_watch(from_runner: int, to_runner: int, folder: str, mask: set[int]) -
         os.dup2(nothing, stream)
     program = os.read(from_runner, 32)
     os.read(from_runner, 1)  # returns when the runner is gone
-    with contextlib.suppress(ProcessLookupError):
-        if program:
-            os.kill(int(program), signal.SIGSTOP)  # it must not start more, as torchrun does for a rank that ended
-            kill_tree(int(program))
-            os.kill(int(program), signal.SIGKILL)
+    if program:
+        end_tree(int(program))
     shutil.rmtree(folder, ignore_errors=True)
 
 

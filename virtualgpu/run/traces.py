@@ -4,6 +4,7 @@ The format is Google's "Trace Event Format" (JSON objects with name, ph, ts, dur
 (ui.perfetto.dev) and chrome://tracing open it.
 """
 
+import contextlib
 import json
 
 from virtualgpu.memory.ledger import Entry, by_rank
@@ -28,12 +29,27 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
         events += renamed
         written += 1
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+        _write({"traceEvents": events, "displayTimeUnit": "ms"}, path)
     except OSError as error:
         return f"{NOT_WRITTEN}: {error}."
     lost = f" (ended without writing theirs: {', '.join(missing)})" if missing else ""
     return f"Trace of {written} process{'es' * (written != 1)} in {path}{lost}: ui.perfetto.dev opens it."
+
+
+def _write(trace: dict, path: str) -> None:
+    """Whole or not at all, behind a link too; an earlier one stays until then. A device or a pipe is written to."""
+    path = os.path.realpath(path)
+    in_place = os.path.exists(path) and not os.path.isfile(path)
+    part = path if in_place else f"{path}.{os.getpid()}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(trace, file)
+        if not in_place:
+            os.replace(part, path)
+    finally:
+        if not in_place:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
 
 
 def nothing(folder: str) -> None:

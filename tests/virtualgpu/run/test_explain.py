@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.processes import family, wait_until
+from tests.processes import command, family, wait_until
 from virtualgpu import environment
 from virtualgpu.hardware import specs
 from virtualgpu.run import cards, cli
@@ -209,14 +209,15 @@ def test_many_ranks_are_three_columns():
     assert table[2].split()[:2] == ["computing", "100"] and table[2].split()[-4:] == ["450", "ms", "45", "%"]
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, status):
     monkeypatch.setenv("MARK", str(tmp_path))
-    command = [sys.executable, "-m", "virtualgpu", "--explain", "--gpus", "1", "--steps", "0", script, ""]
-    search = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "virtualgpu", "--explain", "--gpus", "1", "--steps", "0", script, ""]
+    search = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     wait_until(
         lambda: any(
-            p.cmdline()[-2:] == [script, ""] and "--explain" not in p.cmdline() for p in family("MARK", str(tmp_path))
+            words[-2:] == [script, ""] and "--explain" not in words
+            for words in map(command, family("MARK", str(tmp_path)))
         ),
         120,
     )

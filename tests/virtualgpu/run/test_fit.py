@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.processes import family, wait_until
+from tests.processes import command, family, wait_until
 from virtualgpu.run.fit import cli as fit_cli
 from virtualgpu.run.fit import search as fit
 from virtualgpu.run.fit import table as fit_table
@@ -230,13 +230,16 @@ def test_json_and_the_exit_status(monkeypatch, capsys, ended, status):
     assert (told[0]["usd_per_1000_steps"], told[0]["usd_per_hour"], told[0]["price_as_of"]) == (None, 0.35, "2026")
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, status):
     monkeypatch.setenv("MARK", str(tmp_path))
-    command = [sys.executable, "-m", "virtualgpu", "fit", "--gpus", "1,2", "--steps", "0", script]
-    search = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "virtualgpu", "fit", "--gpus", "1,2", "--steps", "0", script]
+    search = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     wait_until(
-        lambda: any(p.cmdline()[-1] == script and "fit" not in p.cmdline() for p in family("MARK", str(tmp_path))), 60
+        lambda: any(
+            words[-1:] == [script] and "fit" not in words for words in map(command, family("MARK", str(tmp_path)))
+        ),
+        60,
     )
     search.send_signal(number)
     told, errors = search.communicate(timeout=60)

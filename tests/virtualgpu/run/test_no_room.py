@@ -11,7 +11,7 @@ import pytest
 from tests.virtualgpu.run.test_environment import T4
 from virtualgpu import scratch
 from virtualgpu.environment import Settings
-from virtualgpu.run import program, report
+from virtualgpu.run import program, report, traces
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -56,13 +56,29 @@ def test_words_on_a_full_disk(start):
 def test_nowhere_to_put_a_folder(monkeypatch, capsys):
     from virtualgpu.run import cli
 
-    def full(prefix, dir):
+    def full():
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(scratch.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", full)
     assert cli.main(["-c", "print('never')"]) == 2
     out, error = capsys.readouterr()
-    assert not out and "No usable temporary directory" in error and error.count("\n") == 1
+    assert not out and "No usable temporary directory" in error and "set TMPDIR" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "number, words, cure",
+    [(11, "Resource temporarily unavailable", "`ulimit -u`"), (24, "Too many open files", "`ulimit -n 1024`")],
+)
+def test_no_process_or_file_more(monkeypatch, capsys, number, words, cure):
+    from virtualgpu.run import cli
+
+    def full(settings, *arguments):
+        raise OSError(number, words)
+
+    monkeypatch.setattr(program, "run", full)
+    assert cli.main(["-c", "print('never')"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and cure in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -71,6 +87,25 @@ def test_a_trace_that_was_not_written_is_said_even_to_the_quiet(tmp_path, capsys
     assert "The trace was not written: " in capsys.readouterr().err
     program._tell(Settings((T4,)), str(tmp_path), str(tmp_path / "t.json"), quiet, sys.stderr)
     assert bool(capsys.readouterr().err) is not quiet
+
+
+def test_an_earlier_trace_stays_where_there_is_no_room(tmp_path, monkeypatch):
+    path = tmp_path / "t.json"
+    path.write_text("earlier")
+
+    def full(trace, file):
+        file.write('{"trace')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(traces.json, "dump", full)
+    assert (
+        traces.merge(str(tmp_path), [], str(path)) == "The trace was not written: [Errno 28] No space left on device."
+    )
+    assert (os.listdir(tmp_path), path.read_text()) == (["t.json"], "earlier")
+    monkeypatch.undo()
+    assert traces.merge(str(tmp_path), [], os.devnull).startswith("Trace of 0 processes") and not os.path.isfile(
+        os.devnull
+    )
 
 
 def test_a_report_that_was_cut_off(tmp_path):

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from virtualgpu.run import options
+from virtualgpu.run import options, shortage
 from virtualgpu.run.fit import call
 from virtualgpu.run.fit.prices import load
 from virtualgpu.run.fit.search import Trial
@@ -74,7 +74,7 @@ def _main(arguments: list[str]) -> int:
             limit=numbers.get("limit"),
         )
     except (ValueError, OSError) as error:
-        print(f"python -m virtualgpu fit: {error}", file=sys.stderr)
+        print(f"python -m virtualgpu fit: {error}{shortage.cure(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if done and "json" not in last:

@@ -34,7 +34,7 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
     CPU one thread. Where virtual GPUs are on here, they are on there (`inherit`); dry: ranks work on shapes alone.
     Raises WorkerError when a rank raises, exits, is killed, or has not ended `timeout` seconds after all had begun; it names the rank
     that was first, and no process is left, nor one that a rank started. Raises ValueError for an impossible nprocs,
-    timeout or GLOO_SOCKET_IFNAME, OSError where too few files may be open, ImportError where cloudpickle is missing.
+    timeout or GLOO_SOCKET_IFNAME, OSError where too few files may be open or processes be started, ImportError where cloudpickle is missing.
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs={nprocs!r}: ask for one process or more")
@@ -44,13 +44,15 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
     cloudpickle = import_cloudpickle()
     offered = inherit.export_state(dry)
     payload = cloudpickle.dumps((offered, places.interface(), cloudpickle.dumps((fn, args, kwargs))))
-    places.require_files(nprocs)
-    store = places.store(nprocs)
+    places.require_files(places.FILES + places.FILES_PER_RANK * nprocs, f"{nprocs} processes")
+    with places.room_for_processes():
+        store = places.store(nprocs)
     with places.folder() as folder:
         ranks = [Rank(i, Path(folder)) for i in range(nprocs)]
         try:
-            for rank in ranks:
-                rank.start(nprocs, store.port, payload)
+            with places.room_for_processes():
+                for rank in ranks:
+                    rank.start(nprocs, store.port, payload)
             watch.until_done(ranks, timeout)
         finally:
             for rank in ranks:

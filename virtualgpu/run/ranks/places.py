@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from multiprocessing import util
 
 from virtualgpu import scratch
+from virtualgpu.run import shortage
 
 LONG = 64  # bytes of a folder's path: ours and multiprocessing's names add 39
 FILES, FILES_PER_RANK = 20, 6  # that a launch opens here: pipes, sentinels, the store and its connections
@@ -60,18 +61,30 @@ def store(nprocs: int):
     return dist.TCPStore("127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept)
 
 
-def require_files(nprocs: int) -> None:
-    """OSError where the system's limit of open files is near: half-way, gloo and the store would wait or say something else."""
+def require_files(number: int, what: str) -> None:
+    """OSError where this process may not open so many files more: half-way, others would wait or say something else. what: needs them."""
     opened: list[int] = []
     try:
-        while len(opened) < FILES + FILES_PER_RANK * nprocs:
+        while len(opened) < number:
             opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        what = f"{nprocs} processes need {FILES + FILES_PER_RANK * nprocs} more open files than there are"
-        cure = "raise this process's limit, by `ulimit -n 1024` before it starts"
-        raise OSError(errno.EMFILE, f"{what}: {cure}") from None
+        raise OSError(
+            errno.EMFILE,
+            f"{what} need {number} more open files than there are: raise this process's limit, by `ulimit -n 1024` before it starts",
+        ) from None
     finally:
-        for number in opened:
-            os.close(number)
+        for opened_file in opened:
+            os.close(opened_file)
+
+
+@contextlib.contextmanager
+def room_for_processes() -> Iterator[None]:
+    """In this block: OSError, with the cure, where the system starts no process or thread more."""
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError) as error:
+        if cure := shortage.cure(str(error)):
+            raise OSError(errno.EAGAIN, f"ranks could not be started{cure}") from error
+        raise

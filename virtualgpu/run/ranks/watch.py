@@ -7,6 +7,7 @@ import signal
 import time
 from multiprocessing.connection import wait
 
+from virtualgpu.run import shortage
 from virtualgpu.run.ranks.rank import Rank
 from virtualgpu.run.ranks.worker import ASK
 
@@ -70,7 +71,7 @@ def died(rank: Rank) -> str | None:
     else:
         how = f"exited with status {code} before it was done"
     words = rank.words.read_text("utf-8", "replace").strip() if rank.words.exists() else ""
-    return how + (f". Its last words:\n{words[-2000:]}" if words else "")
+    return how + (f"{shortage.cure(words)}. Its last words:\n{words[-2000:]}" if words else "")
 
 
 def where(ranks: list[Rank]) -> list[str]:

@@ -1,6 +1,7 @@
-"""Programs side by side, of which none is left at the end."""
+"""Programs side by side, of which none is left at the end, also where this process is killed."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from virtualgpu.run import program
 from virtualgpu.run.process_tree import kill_tree
+from virtualgpu.run.trials.warden import Warden
 
 LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
@@ -49,13 +51,18 @@ class Programs:
         self._lock, self._running, self._ended = threading.Lock(), set(), False
 
     def __enter__(self) -> "Programs":
+        self._warden = Warden()
         return self
 
     def __exit__(self, *error) -> None:
         self.end()
+        self._warden.dismiss()
 
     def run(self, command: list[str], environ: dict[str, str], output, limit: float | None = None) -> int | None:
         """The program's exit status, once it has ended; None where it was ended after `limit` seconds. What it printed is in `output`, a file."""
+        if threading.current_thread() is threading.main_thread():
+            # there an interrupt could come in the midst of Popen, and leave a program that nobody knows
+            return self.side_by_side(lambda _: self.run(command, environ, output, limit), [None], 1)[0]
         with self._lock:
             if self._ended:
                 raise InterruptedError("the search was ended")
@@ -68,6 +75,7 @@ class Programs:
                 start_new_session=True,
             )
             self._running.add(child)
+            self._warden.note("begun", child.pid)
         try:
             status = child.wait(limit)
         except subprocess.TimeoutExpired:
@@ -78,6 +86,8 @@ class Programs:
             kill_tree(child.pid)  # what it left behind
             child.kill()
             child.wait()
+            with self._lock:
+                self._warden.note("ended", child.pid)
         if self._ended:
             raise InterruptedError("the search was ended")
         return status
@@ -93,14 +103,17 @@ class Programs:
             return status, file.read()
 
     def side_by_side(self, function: Callable, items: Iterable, jobs: int) -> list:
-        """What the function, which runs programs, returns for each item: so many at a time. Raises what one of them raises, and what a
-        signal's handler does; then no program is left.
+        """What the function, which runs programs, returns for each item: so many at a time. Raises what one of them raises, what a
+        signal's handler does, and OSError where no thread can be started; then no program is left.
 
         The main thread wakes now and then: a signal that the system gave to another thread is handled only then.
         """
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                futures = [pool.submit(function, item) for item in items]
+                try:
+                    futures = [pool.submit(function, item) for item in items]
+                except RuntimeError as error:  # no thread more
+                    raise OSError(errno.EAGAIN, str(error)) from None
                 while True:
                     done, running = wait(futures, 0.5, FIRST_EXCEPTION)
                     for future in done:
