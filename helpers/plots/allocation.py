@@ -18,11 +18,12 @@ def stacked(
     ylabel: str,
     origin: Origin,
     phases: Sequence[tuple[int, str]] = (),
+    top: float | None = None,
 ) -> None:
-    """Layers on top of each other, each a value at 0, 1, 2, ...; `phases` are (where it begins, its name)."""
-    count, top = len(next(iter(layers.values()))), 1.12 * max(map(sum, zip(*layers.values(), strict=True)))
+    """Layers on top of each other, each a value at 0, 1, 2, ...; `phases` are (where it begins, its name), `top` the axis's end."""
+    count, top = len(next(iter(layers.values()))), top or 1.12 * max(map(sum, zip(*layers.values(), strict=True)))
     settings = {"xlabel": xlabel, "ylabel": ylabel, "xlim": (0, count - 1), "ylim": (0, top)}
-    style = {"textcoords": "offset points", "va": "top", "fontsize": 8, "color": "#444444"}
+    style = {"textcoords": "offset points", "va": "top", "fontsize": 7, "color": "#444444"}
     with figures.drawn(title, origin, 4.0, **settings) as axes:
         axes.stackplot(range(count), *layers.values(), labels=list(layers), colors=COLORS, step="post", linewidth=0)
         for (start, name), (end, _) in itertools.pairwise([*phases, (count, "")]):

@@ -27,6 +27,8 @@ def draw(memory, speed, trials: Sequence[Trial], colors: Sequence[str]) -> None:
     memory.set_yticks(range(len(trials)), [_name(trial) for trial in trials])
     speed.set(xlabel="samples per second, all GPUs" if counted else "optimizer steps per second")
     speed.margins(x=0.18)
+    speed.locator_params(axis="x", nbins=4)  # numbers of five digits are wide
+    speed.xaxis.set_major_formatter("{x:,g}")
     for axes in (memory, speed):
         axes.grid(axis="y", visible=False)
         axes.tick_params(left=False)
