@@ -81,9 +81,8 @@ def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:
 
 def drawn_as(span: Span) -> str:
     """The span's kind; of the two collectives that sharding has, their name: one runs ahead of the computing, the other follows it."""
-    name = (
-        span.name.lower().replace("_", "") if span.kind == "communication" else ""
-    )  # NCCL: ncclDevKernel_AllGather_RING_LL
+    # NCCL's kernels are called ncclDevKernel_AllGather_RING_LL and the like
+    name = span.name.lower().replace("_", "") if span.kind == "communication" else ""
     return next((kind for kind in ("all-gather", "reduce-scatter") if kind.replace("-", "") in name), span.kind)
 
 
