@@ -17,11 +17,12 @@ def stacked(
     ylabel: str,
     origin: Origin,
     phases: Sequence[tuple[int, str]] = (),
+    top: float | None = None,
 ) -> None:
-    """Layers on top of each other, each a value at 0, 1, 2, ...; `phases` are (where it begins, its name)."""
-    count, top = len(next(iter(layers.values()))), 1.12 * max(map(sum, zip(*layers.values(), strict=True)))
+    """Layers on top of each other, each a value at 0, 1, 2, ...; `phases` are (where it begins, its name), `top` the axis's end."""
+    count, top = len(next(iter(layers.values()))), top or 1.12 * max(map(sum, zip(*layers.values(), strict=True)))
     settings = {"xlabel": xlabel, "ylabel": ylabel, "xlim": (0, count - 1), "ylim": (0, top)}
-    style = {"textcoords": "offset points", "va": "top", "fontsize": 8, "color": "#444444"}
+    style = {"textcoords": "offset points", "va": "top", "fontsize": 7, "color": "#444444"}
     with figures.drawn(title, origin, 4.0, **settings) as axes:
         axes.stackplot(range(count), *layers.values(), labels=list(layers), colors=COLORS, step="post", linewidth=0)
         for (start, name), (end, _) in itertools.pairwise([*phases, (count, "")]):
@@ -78,6 +79,8 @@ def _draw(memory, speed, trials: Sequence[Trial]) -> None:
     memory.set_yticks(range(len(trials)), [_name(trial) for trial in trials])
     speed.set(xlabel="samples per second, all GPUs" if counted else "optimizer steps per second")
     speed.margins(x=0.18)
+    speed.locator_params(axis="x", nbins=4)  # numbers of five digits are wide
+    speed.xaxis.set_major_formatter("{x:,g}")
     for axes in (memory, speed):
         axes.grid(axis="y", visible=False)
         axes.tick_params(left=False)

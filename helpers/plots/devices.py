@@ -4,11 +4,12 @@ from helpers.plots import figures
 from helpers.plots.figures import COLORS
 from virtualgpu.monitor import Monitor
 from virtualgpu.timeline import Timeline, computing
-from virtualgpu.timing.trace import passes
+from virtualgpu.timing.trace import drawn_as, passes
 
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
 KINDS |= {"kernel": COLORS[0], "copy": "#444444"}
 BELOW = {"waiting": "#AAAAAA", "communication": COLORS[3]}  # a narrow bar below the kernels
+BELOW |= {"all-gather": "#882255", "reduce-scatter": COLORS[4]}
 KINDS |= BELOW
 
 
@@ -31,7 +32,7 @@ def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel:
     with figures.drawn(title, timeline.origin, 1.2 + 0.55 * len(timeline.rows), xlabel=xlabel, xlim=(0, end)) as axes:
         for row, spans in enumerate(timeline.rows.values()):
             for kind, color in KINDS.items():
-                bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if span.kind == kind]
+                bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if drawn_as(span) == kind]
                 place = (row + 0.38, 0.1) if kind in BELOW else (row - 0.36, 0.72)
                 axes.broken_barh(bars, place, color=color, label=kind if bars else None)
             for start, end, stage, number in passes(spans):

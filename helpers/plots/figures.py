@@ -78,7 +78,7 @@ def legend_above(axes: Axes, columns: int) -> None:
 
 def show(figure: Figure, title: str, origin: Origin) -> None:
     """Draw into the cell (or for a slider), with the title as alternative text. No pyplot: nothing stays open or is shown twice."""
-    figure.suptitle(textwrap.fill(title, 95), x=0.01, ha="left", weight="bold", fontsize=11)
+    figure.suptitle(textwrap.fill(title, 86), x=0.01, ha="left", weight="bold", fontsize=11)
     if origin != "data":
         figure.supxlabel(origin, x=0.99, ha="right", style="italic", color="#666666", fontsize=9)
     picture = io.BytesIO()

@@ -49,11 +49,11 @@ def rungs(
         for trial, (values, end) in enumerate(zip(curves, rounds, strict=True)):
             color = COLORS[5 * list(named).index(trial)] if trial in named else "#b0b0b0"
             style = {"color": color, "zorder": 3 if trial in named else 1, "linewidth": 1.8 if trial in named else 1}
-            axes.plot(range(1, end + 1), values[:end], label=named.get(trial), **style)
+            axes.plot(range(1, end + 1), values[:end], label=named.get(trial) if end == len(values) else None, **style)
             if end < len(values):
                 axes.plot(end, values[end - 1], "x", markersize=6, color=color)
                 if trial in named:
-                    axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", **style)
+                    axes.plot(range(end, len(values) + 1), values[end - 1 :], ":", label=named[trial], **style)
         style = {"fontsize": 8, "color": "#666666", "backgroundcolor": (1, 1, 1, 0.8), "textcoords": "offset points"}
         for rung in at:
             axes.axvline(rung, color="#888888", linestyle="--", linewidth=1)

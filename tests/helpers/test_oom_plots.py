@@ -31,6 +31,12 @@ def test_layers_lie_on_each_other_below_the_names_of_the_phases(figures):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["activations", "parameters"]
 
 
+def test_pictures_of_two_steps_compare_on_one_axis(figures):
+    for held in ([1.0, 2.0], [1.0, 9.0]):
+        plots.stacked({"parameters": held}, "A step", "events", "MiB", "simulated", top=10)
+    assert [figure.axes[0].get_ylim() for figure in figures] == [(0, 10), (0, 10)]
+
+
 def test_segments_of_a_row_follow_each_other_block_by_block(figures):
     used, free = {"state": "active_allocated", "size": 2 * MIB}, {"state": "inactive", "size": 18 * MIB}
     small, large = (

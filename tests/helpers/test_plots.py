@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import math
 
 import numpy as np
@@ -101,6 +102,12 @@ def test_numbered_collectives_show_their_numbers(figures):
     assert [text.get_text() for text in figures[0].axes[0].texts][:3] == ["0", "1", "2"]
 
 
+def test_a_long_title_is_not_cut_off(figures):
+    plots.bars({"a": 1.0}, "Notebook 02's cut, 7 blocks: 388 ms, " * 4, "ms", "simulated")
+    figures[0].canvas.draw()
+    assert figures[0]._suptitle.get_window_extent().x1 < figures[0].bbox.x1
+
+
 def test_the_search_plot_rings_the_best(figures):
     plots.search({"a": [(0.1, 8, 50), (1, 16, 70)], "b": [(0.5, 8, 90)]}, "title", "x", "y", "z")
     panels = figures[0].axes[:2]
@@ -114,6 +121,8 @@ def test_a_stopped_trial_has_a_cross_and_a_named_one_its_rest_dotted(figures):
     assert [line.get_marker() for line in lines].count("x") == 2
     (rest,) = [line for line in lines if line.get_linestyle() == ":"]
     assert list(rest.get_ydata()) == [3, 2, 1]
+    (named,) = figures[0].axes[0].get_legend().legend_handles
+    assert named.get_linestyle() == ":"
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["1 go on", "1 go on"]
 
 
@@ -150,6 +159,19 @@ def test_a_pipelines_bars_have_the_numbers_of_their_micro_batches(figures):
     plots.timeline(Timeline({"cuda:0": row(spans, 0, 4)}, 4, "simulated"), "Two micro-batches")
     drawn = [(text.get_text(), text.get_position()) for text in figures[0].axes[0].texts[:4]]
     assert drawn == [("0", (500, 0)), ("1", (1500, 0)), ("0", (2500, 0)), ("1", (3500, 0))]
+
+
+@pytest.mark.parametrize(
+    "names", [("all_gather 16 MiB", "reduce_scatter 16 MiB"), ("ncclAllGather_RING", "ncclReduceScatter_RING")]
+)
+def test_gathers_and_reduce_scatters_that_follow_each_other_have_a_color_each(figures, names):
+    spans = [Span(0, start, start + 1, "communication", names[start % 2], 7) for start in range(4)]
+    plots.timeline(Timeline({"rank 0": row(spans, 0, 4)}, 4, "simulated"), "A step of FSDP")
+    axes = figures[0].axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["all-gather", "reduce-scatter"]
+    drawn = {bars.get_label(): len(bars.get_paths()) for bars in axes.collections if bars.get_paths()}
+    assert drawn == {"all-gather": 2, "reduce-scatter": 2}
+    assert axes.texts[-1].get_text() == "0 % computing"
 
 
 def test_waiting_for_other_ranks_is_drawn_as_waiting(figures):
@@ -221,6 +243,14 @@ def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
     assert "out of memory" in [text.get_text() for text in speed.texts]
     assert [bar.get_width() for bar in speed.patches] == [16, 32] and "samples" in speed.get_xlabel()
     assert shown[0][1]["image/png"]["alt"] == "Figure (simulated): Eight fit"
+
+
+def test_the_numbers_below_what_fit_tried_find_room(figures):
+    fast = Trial("T4", 1, {}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=50_000, used=1)
+    plots.fits([fast], "A hundred thousand a second")
+    figures[0].canvas.draw()
+    labels = [label.get_window_extent() for label in figures[0].axes[1].get_xticklabels() if label.get_text()]
+    assert len(labels) > 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))
 
 
 def test_each_kind_of_work_has_a_color_of_its_own():

@@ -6,6 +6,7 @@ The format is Google's "Trace Event Format" (JSON objects with name, ph, ts, dur
 
 import contextlib
 import json
+import os
 
 from virtualgpu.memory.ledger import Entry, by_rank
 from virtualgpu.run import left

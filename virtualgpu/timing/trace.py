@@ -71,12 +71,19 @@ def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:
         span = replace(span, start=span.start - start, end=span.end - start)
         if (action := PASS.fullmatch(span.annotation)) and action["way"] == "W" and span.kind == "backward":
             span = replace(span, kind="weight gradient")
-        alike = joined and (joined[-1].kind, joined[-1].annotation) == (span.kind, span.annotation)
+        alike = joined and (drawn_as(joined[-1]), joined[-1].annotation) == (drawn_as(span), span.annotation)
         if alike and span.start - joined[-1].end <= seconds / 2000:
             joined[-1] = replace(joined[-1], end=max(joined[-1].end, span.end))
         else:
             joined.append(span)
     return joined
+
+
+def drawn_as(span: Span) -> str:
+    """The span's kind; of the two collectives that sharding has, their name: one runs ahead of the computing, the other follows it."""
+    # NCCL's kernels are called ncclDevKernel_AllGather_RING_LL and the like
+    name = span.name.lower().replace("_", "") if span.kind == "communication" else ""
+    return next((kind for kind in ("all-gather", "reduce-scatter") if kind.replace("-", "") in name), span.kind)
 
 
 # How torch.distributed.pipelining.schedules calls a micro-batch's work on a stage: F forward, B backward, or its halves I and W
