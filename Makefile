@@ -17,9 +17,9 @@ site: setup        ## the site of the stored outputs, nothing executed: build/si
 lab: setup         ## open them in JupyterLab; in a container, OPTIONS=--allow-root
 	@$(PY) -m jupyter lab --notebook-dir=notebooks $(OPTIONS)
 
-test: setup        ## lint, types, unit tests, guards, strict nbval; two processes, a file or a notebook at a time each
+test: setup        ## lint, types, unit tests, guards, strict nbval; a process a core, three at most, a file or a notebook at a time each
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check . && $(PY) -m mypy --no-error-summary
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not judge" --nbval tests notebooks
+	@$(PY) -m pytest -n logical --maxprocesses 3 --dist loadfile -m "not judge" --nbval tests notebooks
 
 bench: setup       ## timings, side by side in one run
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[bench]' -c constraints.txt && $(PY) -m tests.bench

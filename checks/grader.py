@@ -56,15 +56,17 @@ def launched(
         return f"rank {error.rank} raised {str(error).splitlines()[-1]}"
 
 
-def launched_on_gpus(worker: Callable, *args, nprocs: int = 2, **options) -> list | str:
-    """As `launched`, each rank on a virtual GPU: the notebook's, or others for as long as it takes. Real ones are left alone."""
+def launched_on_gpus(worker: Callable, *args, nprocs: int = 2, gpus: int | None = None, **options) -> list | str:
+    """As `launched`, on so many virtual GPUs, by default one a rank: the notebook's, or others for as long as it takes. Real ones are
+    left alone."""
+    gpus = gpus or nprocs
     with contextlib.ExitStack() as stack:
         machine = virtualgpu.machine()
-        if machine is None or len(machine.gpus) < nprocs:
+        if machine is None or len(machine.gpus) < gpus:
             stack.enter_context(mock.patch.dict(os.environ, HELPERS_GPUS="virtual"))
             stack.enter_context(suspended())  # the notebook's own come back, also those that play real ones
             with contextlib.redirect_stdout(None):
-                stack.enter_context(virtualgpu.gpus(nprocs))
+                stack.enter_context(virtualgpu.gpus(gpus))
         return launched(worker, *args, nprocs=nprocs, **options)
 
 

@@ -15,12 +15,18 @@ QUIET = [
 ]
 
 
-@pytest.fixture(scope="session")
-def browser():
-    """chromium, driven by playwright."""
+def installed() -> str:
+    """The path of this machine's browser; the test that asks fails where there is none."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.fail("no chromium here: apt install chromium", pytrace=False)
+    return program
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """chromium, driven by playwright."""
+    program = installed()
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:

@@ -242,37 +242,32 @@ SCRIPT = """
     import os, time, torch.distributed as dist
     from helpers import launch
 
-    def worker(path):
-        with open(f"{path}{dist.get_rank()}", "w") as file:
+    def worker(seconds):
+        with open(f"{PATH}{dist.get_rank()}", "w") as file:
             file.write(str(os.getpid()))
-        time.sleep(SECONDS)
+        time.sleep(seconds)
         return dist.get_rank()
 
-    print(launch(worker, PATH))
+    print(launch(worker, 0), flush=True)
+    launch(worker, 60)
 """
 
 
-def script(tmp_path, seconds):
-    source = textwrap.dedent(SCRIPT).replace("SECONDS", str(seconds)).replace("PATH", repr(str(tmp_path / "pid")))
-    (tmp_path / "script.py").write_text(source)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def test_from_a_script_without_a_guard(tmp_path):
-    """No `if __name__ == "__main__"` needed: the script is not run again in each process."""
-    out, _ = script(tmp_path, 0).communicate(timeout=60)
-    assert out == "[0, 1]\n"
-
-
-def test_a_dying_kernel_takes_its_workers_along(tmp_path):
+def test_a_script_without_a_guard_and_its_workers_when_it_dies(tmp_path):
+    """No `if __name__ == "__main__"` needed: the script is not run again in each process. Killed, as a kernel may be, it takes them
+    along."""
     files = [tmp_path / f"pid{r}" for r in range(2)]
-    with script(tmp_path, 60) as parent:
-        wait_until(lambda: all(f.exists() and f.read_text() for f in files), 60)
-        pids = [int(f.read_text()) for f in files]
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).replace("{PATH}", str(tmp_path / "pid")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, tmp_path / "script.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        said = [parent.stdout.readline()]
+        first = {file.read_text() for file in files}
+        wait_until(lambda: all(file.read_text() not in {"", *first} for file in files), 60)
+        pids = [int(file.read_text()) for file in files]
         parent.kill()
+        said += parent.stdout.readlines()
+    assert said == ["[0, 1]\n"]
     wait_until(lambda: not any(map(alive, pids)), 10)
 
 

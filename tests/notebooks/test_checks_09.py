@@ -140,7 +140,6 @@ def on_two(dtype=None, offload=True, grouped=True):
 @pytest.mark.parametrize(
     ("shard", "block", "said"),
     [
-        (on_two(torch.float16), "Selective", "[passed]"),
         (on_two(torch.float16), "Full", "[passed]"),
         (on_two(torch.float16), "Block", "out of memory"),
         (on_two(torch.float16, offload=False), "Full", "out of memory"),

@@ -1,13 +1,13 @@
 """`make matrix`: a session whose Python or browser is not there fails; skipped, it would have tested nothing and still be green."""
 
-import os
 import runpy
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import series
+
+from tests.browser.conftest import installed
 
 
 @pytest.fixture
@@ -35,8 +35,7 @@ def test_stored_outputs_are_compared_on_other_processors(noxfile):
     assert {f"processors({name})" for name in noxfile.PROCESSORS} <= set(noxfile.options.sessions)
 
 
-def test_a_missing_browser_is_no_success(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/browser"]
-    environ = os.environ | {"PATH": str(tmp_path)}
-    ran = subprocess.run(command, cwd=series.ROOT, env=environ, capture_output=True, text=True)
-    assert ran.returncode == 1 and "no chromium here: apt install chromium" in ran.stdout
+def test_a_missing_browser_is_no_success(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(pytest.fail.Exception, match="no chromium here: apt install chromium"):
+        installed()

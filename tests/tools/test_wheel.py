@@ -114,32 +114,25 @@ def test_what_is_in_it(wheel):
     assert any(name.endswith("/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory, new_setuptools):
-    """A copy of the series: setuptools leaves its own folders where it builds."""
-    folder = tmp_path_factory.mktemp("checkout")
+BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
+
+
+def test_pip_install_installs_virtualgpu_alone_and_an_editable_one_is_the_checkout(tmp_path, new_setuptools):
+    """`helpers` and `checks` are names that others use, too; after `make setup` the tools and the processes of a lesson find them by the
+    path of the checkout. Built in a copy: setuptools leaves its own folders where it builds."""
+    checkout, usual, editable = (tmp_path / name for name in ("checkout", "usual", "editable"))
     for name in ("virtualgpu", "helpers", "checks", "tests/colab", "tools"):
-        shutil.copytree(series.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(series.ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "conftest.py", "noxfile.py"):
-        shutil.copyfile(series.ROOT / name, folder / name)
-    return folder
-
-
-def test_pip_install_installs_virtualgpu_alone(checkout, tmp_path):
-    """`helpers` and `checks` are names that others use, too."""
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*command, "--no-build-isolation", "-w", str(tmp_path), "."], cwd=checkout, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+        shutil.copyfile(series.ROOT / name, checkout / name)
+    for step, folder in (("build_wheel", usual), ("build_editable", editable)):
+        folder.mkdir()
+        subprocess.run([sys.executable, "-c", BUILD, step, str(folder)], cwd=checkout, check=True, capture_output=True)
+    (wheel,) = usual.glob("*.whl")
     assert files_in(wheel) == files_of_virtualgpu()
     (about,) = metadata.distributions(path=[str(wheel)])
     assert [(entry.group, entry.value) for entry in about.entry_points] == [("pytest11", "virtualgpu.pytest_plugin")]
-
-
-def test_an_editable_install_is_the_checkout_on_the_path(checkout, tmp_path):
-    """So that the tools and the processes of a lesson find `helpers` and `checks` after `make setup`."""
-    code = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=checkout, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = editable.glob("*.whl")
     (name,) = files_in(wheel)
     assert name.endswith(".pth") and zipfile.ZipFile(wheel).read(name).decode().split("\n")[0] == str(checkout)
 

@@ -8,6 +8,7 @@ import torch
 
 import virtualgpu
 from virtualgpu.monitor import VirtualSource
+from virtualgpu.run.ranks import launch
 from virtualgpu.timing import nccl
 
 
@@ -50,7 +51,7 @@ def uneven_ranks():
 
 def test_a_gpu_that_waits_in_a_collective_is_busy(on_gpus):
     """As nvidia-smi and NVML count NCCL's kernels; computing is the other figure."""
-    zero, one = on_gpus(uneven_ranks)
+    zero, one = on_gpus(uneven_ranks, dry=True)
     for busy, computing, seconds, _, read in (zero, one):
         assert 0.97 * seconds < busy <= seconds and computing < busy
         assert read == (
@@ -76,7 +77,7 @@ def kernels_beside():
 
 def test_kernels_beside_a_collective_do_without_its_processors(on_gpus):
     """A channel of NCCL holds one of the 40 multiprocessors of a T4; it opens two there."""
-    zero, one = on_gpus(spans_of(kernels_beside))
+    zero, one = on_gpus(spans_of(kernels_beside), dry=True)
     collective = communication(zero)[-1]
     last, after = [span for span in zero if span[1] == "mm"][-1], next(span for span in zero if span[1] == "relu")
     assert collective[3] < last[3]
@@ -135,8 +136,8 @@ def ddp_steps(cap: int):
         optimizer.step()
 
 
-def test_buckets_overlap_the_backward_pass(on_gpus):
-    zero, one = on_gpus(spans_of(ddp_steps), 2)
+def test_buckets_overlap_the_backward_pass(with_numbers):
+    zero, one = with_numbers["ddp"]
     assert communication(zero) == communication(one)
     buckets = [span for span in communication(one) if span[1].startswith("all_reduce")]
     assert len(buckets) == 1 + 4  # the first step has one bucket, as DDP has it; then 2 MiB each
@@ -146,11 +147,6 @@ def test_buckets_overlap_the_backward_pass(on_gpus):
     assert after[0][2] < first[3] and len(after) > 10  # kernels of the backward pass run beside it
     step = next(span for span in one[::-1] if span[0] == "optimizer")
     assert step[2] >= last[3]  # the optimizer waits for the last
-
-
-def test_every_run_tells_the_same_times(on_gpus):
-    runs = [on_gpus(spans_of(ddp_steps), 2) for _ in range(3)]
-    assert runs[0] == runs[1] == runs[2]
 
 
 def fsdp_steps():
@@ -170,21 +166,51 @@ def fsdp_steps():
         optimizer.zero_grad()
 
 
-def test_fsdp_gathers_the_next_layer_beside_the_kernels(on_gpus):
-    first, second = (on_gpus(spans_of(fsdp_steps), like="A100") for _ in range(2))
-    assert first == second and communication(first[0]) == communication(first[1])
-    gathers = [span for span in communication(first[0]) if span[1].startswith("all_gather")]
-    kernels = [span for span in first[0] if span[0] in ("forward", "backward")]
+def told(dry: bool) -> dict[str, list]:
+    """What each rank's GPU did in the steps of DDP and of FSDP2."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HELPERS_GPUS", "virtual")
+        virtualgpu.reset()
+        virtualgpu.gpus(2, like="T4")
+        try:
+            return {
+                "ddp": launch(spans_of(ddp_steps), 2, nprocs=2, dry=dry),
+                "fsdp": launch(spans_of(fsdp_steps), nprocs=2, dry=dry),
+            }
+        finally:
+            virtualgpu.reset()
+
+
+@pytest.fixture(scope="module")
+def with_numbers():
+    return told(dry=False)
+
+
+@pytest.fixture(scope="module")
+def without():
+    """Two runs."""
+    return told(dry=True), told(dry=True)
+
+
+def test_every_run_tells_the_same_times(without):
+    assert without[0] == without[1]
+
+
+def test_fsdp_gathers_the_next_layer_beside_the_kernels(with_numbers):
+    zero, one = with_numbers["fsdp"]
+    assert communication(zero) == communication(one)
+    gathers = [span for span in communication(zero) if span[1].startswith("all_gather")]
+    kernels = [span for span in zero if span[0] in ("forward", "backward")]
     hidden = [g for g in gathers if any(k[2] < g[3] and g[2] < k[3] for k in kernels)]
     assert len(hidden) >= len(gathers) // 2
 
 
-def test_a_dry_run_of_several_ranks_tells_the_same_times(on_gpus):
+def test_a_dry_run_of_several_ranks_tells_the_same_times(with_numbers, without):
     """With the comparison of shapes that DDP's constructor makes, and whose values a dry run has not."""
 
     def without_names(ranks):  # of a value that is read, and is not there
         return [[(kind, *span) if kind != "copy" else (kind, *span[1:]) for kind, *span in spans] for spans in ranks]
 
-    real, dry = on_gpus(spans_of(ddp_steps), 2), on_gpus(spans_of(ddp_steps), 2, dry=True)
-    assert without_names(real) == without_names(dry)
-    assert on_gpus(spans_of(fsdp_steps)) == on_gpus(spans_of(fsdp_steps), dry=True)
+    for dry in without:
+        assert without_names(with_numbers["ddp"]) == without_names(dry["ddp"])
+        assert with_numbers["fsdp"] == dry["fsdp"]

@@ -48,8 +48,8 @@ def attend(device, *args, dtype=SINGLE, mask=None, **options):
 def test_numbers_and_gradients_are_the_cpus_with_dropout_too(like):
     """Where a card takes plain operations and the CPU a kernel of its own, they differ in the last bit: see the next test."""
     with virtualgpu.gpus(1, like=like):
-        for dtype, dropout, causal, size, heads in itertools.product(
-            (SINGLE, HALF, BRAIN), (0.0, 0.25), (False, True), (16, 12), ((4, 4), (4, 2))
+        for dtype, dropout, causal, (size, heads) in itertools.product(
+            (SINGLE, HALF, BRAIN), (0.0, 0.25), (False, True), ((16, (4, 4)), (16, (4, 2)), (12, (4, 4)))
         ):
             case = {"dropout_p": dropout, "is_causal": causal, "dtype": dtype, "size": size, "heads": heads}
             with RoundedProducts():

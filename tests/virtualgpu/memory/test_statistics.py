@@ -89,15 +89,18 @@ def test_all_figures_on_one_stream(steps, reset_peaks, reset_accumulated):
     )
 
 
-@settings(deadline=None)
-@given(st.lists(STEPS, min_size=30, max_size=100), st.integers(0, 60))
-def test_present_values_and_peaks_with_streams(steps, reset):
+def compare_with_streams(steps, reset):
+    """The peaks since the step of that number, seen after each step and each block that no stream works on any more: of two that
+    end together, the first is a free piece until the second joins it."""
     memory, witness = CachingAllocator(1 << 40, timeline=Time()), Witness()
-    program = Program(memory, streams=True)
+    program, complete = Program(memory, streams=True), memory._complete
+
+    def look_after(block):
+        complete(block)
+        witness.look(memory)
+
+    memory._complete = look_after
     for number, step in enumerate(steps):
-        if step[0] == "malloc":  # first what waits, so that a step changes each figure in one direction
-            memory._finish(memory.timeline.now())
-            witness.look(memory)
         program.step(*step)
         witness.look(memory)
         if number == reset:
@@ -108,6 +111,18 @@ def test_present_values_and_peaks_with_streams(steps, reset):
         assert figures[figure][pool]["current"] == value, (figure, pool)
         assert figures[figure][pool]["peak"] == witness.peak[figure, pool], (figure, pool)
         assert figures[figure][pool]["allocated"] - figures[figure][pool]["freed"] == value, (figure, pool)
+
+
+@settings(deadline=None)
+@given(st.lists(STEPS, min_size=30, max_size=100), st.integers(0, 60))
+def test_present_values_and_peaks_with_streams(steps, reset):
+    compare_with_streams(steps, reset)
+
+
+@pytest.mark.parametrize("last", [("empty_cache", 0, 0), ("malloc", 20 * MIB, 0)])
+def test_two_blocks_of_a_segment_that_streams_finish_together(last):
+    taken = [("malloc", MIB, 0)] * 2 + [("share", 0, 7), ("share", 1, 7), ("pass", 3, 7)]
+    compare_with_streams([*taken, ("free", 0, 0), ("free", 0, 0), ("pass", 0, 0), ("pass", 0, 0), last], reset=6)
 
 
 @settings(deadline=None)

@@ -132,7 +132,6 @@ def test_its_own():
     [
         ((), ["test_marked"]),
         (("--virtual-gpus-sanitize",), ["test_marked", "test_not_marked", "test_its_own"]),
-        (("--virtual-gpus", "2", "--virtual-gpus-sanitize"), ["test_marked", "test_not_marked", "test_its_own"]),
     ],
 )
 def test_the_plugin(pytester, monkeypatch, options, failed):

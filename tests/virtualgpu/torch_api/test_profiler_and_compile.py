@@ -121,21 +121,6 @@ def test_compile_runs_eagerly_and_says_so_once(gpus):
     assert type(model).__name__ == "OptimizedModule" and "_orig_mod.weight" in model.state_dict()
 
 
-def test_compile_works_again_after_reset():
-    code = """
-import torch, virtualgpu, warnings
-warnings.simplefilter("ignore")
-with virtualgpu.gpus(1):
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2, device="cuda"))
-graphs = []
-def backend(module, inputs):
-    graphs.append(module); return module.forward
-print(torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist(), len(graphs))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["[2.0, 2.0] 1"], done.stderr[-2000:]
-
-
 # -- TorchScript
 
 
@@ -172,35 +157,30 @@ def test_constants_of_a_traced_function(gpus, constant):
         assert torch.equal(traced(x), 1 / (x * x + constant)) and traced(x).device == ONE
 
 
-TRANSFORMS = {
+# -- in a process of its own, where it is the first of its kind; forked once PyTorch is there
+
+TRANSFORM = """
+virtualgpu.gpus(2)
+f, cpu = lambda a: (a**3).sum().exp(), torch.tensor([0.1, 0.2])
+found, expected = [{} for x in (cpu.to("cuda:1"), cpu)]
+print(found.device, torch.equal(found.cpu(), expected))
+"""
+TRANSFORMS = {  # PyTorch scripts their decompositions when they are first used
     "hessian": "torch.func.hessian(f)(x)",
     "jvp": "torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]",
     "vjp": "torch.func.vjp(f, x)[1](torch.ones_like(f(x)))[0]",
     "vmap": "torch.func.vmap(torch.func.grad(lambda a: (a**3).sum()))(x.view(-1, 1))",
     "forward mode": "torch.autograd.functional.jacobian(f, x, vectorize=True, strategy='forward-mode')",
 }
-
-
-def test_transforms_first_used_with_gpus_on():
-    """Each in a process of its own, as PyTorch scripts their decompositions when they are first used; forked once torch is there."""
-    code = f"""
-import multiprocessing, torch, virtualgpu
-def first_used(name, transform):
-    virtualgpu.gpus(2)
-    f, cpu = lambda a: (a**3).sum().exp(), torch.tensor([0.1, 0.2])
-    found, expected = [eval(transform, globals() | dict(f=f, x=x)) for x in (cpu.to("cuda:1"), cpu)]
-    print(name, found.device, torch.equal(found.cpu(), expected), flush=True)
-for case in {list(TRANSFORMS.items())}:
-    process = multiprocessing.get_context("fork").Process(target=first_used, args=case)
-    process.start(), process.join()
+COMPILED = """
+with virtualgpu.gpus(1):
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2, device="cuda"))
+graphs = []
+def backend(module, inputs):
+    graphs.append(module); return module.forward
+print(torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist(), len(graphs))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
-    found = [line for line in done.stdout.splitlines() if "virtual GPUs" not in line]
-    assert found == [f"{name} cuda:1 True" for name in TRANSFORMS], done.stderr[-1500:]
-
-
 EXPORTS = """
-import torch, virtualgpu
 from torch import nn
 virtualgpu.gpus(2)
 model, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).to("cuda:1"), torch.ones(4, 3, device="cuda:1")
@@ -221,13 +201,41 @@ with FakeTensorMode() as mode:
     print(y.device, torch.cuda.memory_allocated(1) <= before)
 print("alive", (x + 1).device)
 """
+CASES = {name: TRANSFORM.format(line) for name, line in TRANSFORMS.items()} | {"compile": COMPILED, "export": EXPORTS}
+FORKS = """
+import multiprocessing, os, sys, torch, virtualgpu
+def first(file, code):
+    for stream in (1, 2):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    exec(code, globals())
+for file, code in CASES.items():
+    process = multiprocessing.get_context("fork").Process(target=first, args=(file, code))
+    process.start(), process.join()
+"""
 
 
-def test_export_and_fake_tensors_know_the_gpu():
+@pytest.fixture(scope="module")
+def first_used(tmp_path_factory):
+    """{case: the lines that it printed}, without that of virtualgpu.gpus."""
+    folder = tmp_path_factory.mktemp("first used")
+    program = FORKS.replace("CASES", repr({str(folder / name): code for name, code in CASES.items()}))
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=300)
+    said = {name: (folder / name).read_text().splitlines() for name in CASES}
+    return {name: [line for line in lines if "virtual GPUs, each" not in line] for name, lines in said.items()}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_first_used_with_gpus_on(first_used, name):
+    assert first_used[name] == ["cuda:1 True"]
+
+
+def test_compile_works_again_after_reset(first_used):
+    assert first_used["compile"][-1:] == ["[2.0, 2.0] 1"], first_used["compile"]
+
+
+def test_export_and_fake_tensors_know_the_gpu(first_used):
     """It killed the process, or said cpu."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", EXPORTS], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    exported, *others = done.stdout.splitlines()[1:]
+    exported, *others = first_used["export"]
     without_cuda = torch.version.cuda is None  # there C++ would end the process; a sentence says so
     assert exported.startswith("NotImplementedError torch.export" if without_cuda else "cuda:1 True")
     assert others == ["cuda:1 True"] * 3 + ["alive cuda:1"]
