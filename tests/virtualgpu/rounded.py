@@ -1,10 +1,10 @@
-"""The CPU as virtual GPUs work with float16: products, convolutions and attention in float32, and the results rounded."""
+"""The CPU as virtual GPUs work with float16: products, convolutions, attention and sampled grids in float32, and the results rounded."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-NAMES = "mm addmm bmm baddbmm convolution convolution_backward _scaled_dot_product_flash_attention_for_cpu"
+NAMES = "grid_sampler_2d grid_sampler_3d mm addmm bmm baddbmm convolution convolution_backward _scaled_dot_product_flash_attention_for_cpu"
 NAMES = {*NAMES.split(), "_scaled_dot_product_flash_attention_for_cpu_backward"}
 
 

@@ -23,4 +23,6 @@ def test_a_dry_run_does_not_check_numbers(gpus, validate):
 def test_numbers_are_checked(gpus):
     assert log_prob().shape == (4,)
     with pytest.raises(ValueError, match="satisfy the constraint"):
-        Normal(torch.zeros(2, device="cuda"), -torch.ones(2, device="cuda"))
+        Normal(
+            torch.zeros(2, device="cuda"), -torch.ones(2, device="cuda"), validate_args=True
+        )  # torch._dynamo turns it off
