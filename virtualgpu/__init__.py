@@ -26,19 +26,7 @@ _FROM = {
     "sanitize": "session.blocks",
 }
 
-__all__ = [
-    "SPECS",
-    "Monitor",
-    "Spec",
-    "Timeline",
-    "dry_run",
-    "fit",
-    "gpus",
-    "machine",
-    "recording",
-    "reset",
-    "sanitize",
-]
+__all__ = sorted(_FROM)
 
 
 def __getattr__(name: str):

@@ -7,6 +7,8 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +28,13 @@ class GPU:
     """What the patch knows of a GPU."""
 
     def __init__(self, index: int):
-        self.index = index
+        self.index, self.lock = index, threading.RLock()
         self.memory = CachingAllocator(100 * MIB, index, timeline=Time())
 
-    def only(self) -> contextlib.AbstractContextManager[CachingAllocator]:
-        return contextlib.nullcontext(self.memory)
+    @contextlib.contextmanager
+    def only(self) -> Iterator[CachingAllocator]:
+        with self.lock:
+            yield self.memory
 
 
 @pytest.fixture
