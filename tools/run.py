@@ -29,9 +29,11 @@ from tqdm import tqdm
 
 from virtualgpu import scratch
 from virtualgpu.run import shortage
+from virtualgpu.run.ranks import places
 from virtualgpu.run.trials.programs import ended_by_sigterm
 
 CELL_LIMIT = 600  # seconds
+OPEN_FILES = 128  # that one of a notebook's processes may come to
 ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # a bar redrawn is never the same output twice
     "JUPYTER_PREFER_ENV_PATH": "1",  # this environment's kernel, not one of the same name in the user's home
@@ -178,6 +180,7 @@ async def execute(path: Path) -> dict:
 @contextlib.asynccontextmanager
 async def kernel(client: NotebookClient):
     """A kernel for as long as it takes. nbclient's own async_setup_kernel would catch Ctrl-C."""
+    places.require_files(OPEN_FILES, "the processes of a notebook")  # a kernel that may open fewer dies without a word
     client.km = client.create_kernel_manager()
     folder = (
         scratch.folder()

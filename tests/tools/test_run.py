@@ -132,6 +132,22 @@ def test_what_the_system_lacks_is_a_failure_with_its_cure(folder, capsys, monkey
     )
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
+def test_too_few_open_files_are_said_before_a_kernel_dies_of_it(folder, capsys):
+    import resource
+
+    folder(nb_01_good=GOOD)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = os.open(os.devnull, os.O_RDONLY)
+    os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number + 40, hard))
+    try:
+        assert run.main([]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "the processes of a notebook need 128 more open files" in capsys.readouterr().out
+
+
 def test_store_keeps_the_outputs_of_what_ran_only(folder):
     root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]), nb_02_bad=BAD)
     before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
