@@ -35,8 +35,12 @@ class How:
     again: bool = True
 
 
-ONE_PROCESS = How("pytorch", ["test_cuda_multigpu.py", "distributed/test_data_parallel.py", "test_cuda.py", "test_autograd.py"])
-ON_GPUS = {"test_autograd.py": "CUDA"}  # of these files, where --only says nothing else: their other tests are the CPU's
+ONE_PROCESS = How(
+    "pytorch", ["test_cuda_multigpu.py", "distributed/test_data_parallel.py", "test_cuda.py", "test_autograd.py"]
+)
+ON_GPUS = {
+    "test_autograd.py": "CUDA"
+}  # of these files, where --only says nothing else: their other tests are the CPU's
 
 
 def main(arguments: list[str], how: How = ONE_PROCESS) -> int:

@@ -266,6 +266,28 @@ def test_storages_say_where_they_are(gpus):
     assert torch.UntypedStorage(4, device="cuda:1").device == ONE
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.cpu(),
+        lambda x: x.cuda(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to("cpu", torch.float64),
+        lambda x: nn.ParameterList([x]).to("cpu"),
+        lambda x: torch.ops.aten._to_copy(x, device=CPU),
+    ],
+)
+def test_what_is_on_meta_has_nothing_to_copy(gpus, move):
+    """It stayed there, and nobody said so."""
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        move(torch.ones(2, device="meta"))
+
+
+def test_what_is_on_meta_may_stay_there(gpus):
+    x = torch.ones(2, device="meta")
+    assert x.to("meta") is x and x.double().is_meta and torch.zeros_like(x, device="cuda").device == ZERO
+
+
 def test_storages_on_meta_have_nothing_to_copy(gpus):
     storage = torch.empty(3, device="meta").untyped_storage()
     for move in (storage.cpu, storage.cuda, lambda: storage.to(device="cpu")):
