@@ -35,7 +35,12 @@ class How:
     again: bool = True
 
 
-ONE_PROCESS = How("pytorch", ["test_cuda_multigpu.py", "distributed/test_data_parallel.py", "test_cuda.py"])
+ONE_PROCESS = How(
+    "pytorch", ["test_cuda_multigpu.py", "distributed/test_data_parallel.py", "test_cuda.py", "test_autograd.py"]
+)
+ON_GPUS = {
+    "test_autograd.py": "CUDA"
+}  # of these files, where --only says nothing else: their other tests are the CPU's
 
 
 def main(arguments: list[str], how: How = ONE_PROCESS) -> int:
@@ -47,7 +52,7 @@ def main(arguments: list[str], how: How = ONE_PROCESS) -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     rows, failing = [], 0
     for file in options.files:
-        results = run(options.folder.resolve() / file, how, options.only)
+        results = run(options.folder.resolve() / file, how, options.only or ON_GPUS.get(file))
         passed, judged, excuses = judged_of(results, how.judge)
         rows.append((file, f"{passed} of {judged}", _said(results, excuses)))
         failing += judged - passed

@@ -149,7 +149,9 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.workspace is not None:
                 machine.workspaces.use(op.workspace, args, kwargs, out, gpu)
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
-            if waits:  # the host needs to know how large the result is
+            if waits or (
+                op.indexes and op.writes and _writes_by_mask(args)
+            ):  # the host needs to know how large the result is
                 clock.wait_for(clock.current(gpu.index))
         elif op.returns_value_to_host:
             clock.host_copy(gpu.index, gpu.spec.host.seconds(8), True, op.name, "out")
@@ -200,6 +202,12 @@ class DispatchBesideReal(Dispatch):
 
 
 READ = (torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default)
+
+
+def _writes_by_mask(args) -> bool:
+    """x[mask] = values: PyTorch counts the mask's entries, unless it is one number of the host's, with which it fills."""
+    masks = any(index is not None and index.dtype in MASKS for index in args[1])
+    return masks and not (args[2].numel() == 1 and gpu_of(args[2]) is None)
 
 
 def operation_of(frame):

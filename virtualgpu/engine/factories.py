@@ -95,7 +95,7 @@ class Factories:
             if target is not None:
                 raise RuntimeError("Only dense CPU tensors can be pinned")
             options["pin_memory"] = False
-        if op.converts and target is source:
+        if op.converts and target is source and (machine.dry or not _compat.is_really_meta(tensors[0])):
             del options["device"]
         if machine.dry:
             out = self.dry.run(op, args, options, tensors, target)

@@ -81,8 +81,8 @@ def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_nested:
         return tensor
     sizes = aten._nested_tensor_size.default(tensor)
-    if not sizes.numel():
-        return torch.empty(len(sizes), device="meta")
+    if sizes.dim() < 2 or not sizes.numel():  # no rows, or numbers for rows
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
     last = sizes[0, 1:].tolist()
     length = -(-tensor.numel() // max(len(sizes) * math.prod(last), 1))
     return torch.empty((len(sizes), length, *last), dtype=tensor.dtype, device="meta")

@@ -8,7 +8,7 @@ import opcode
 import torch
 
 from virtualgpu.engine import kernels, mixed_batch_norm, recurrent, sdpa
-from virtualgpu.engine.allocation import allocation_of, gpu_of, is_pinned, pin
+from virtualgpu.engine.allocation import ALLOCATION, allocation_of, gpu_of, is_pinned, pin
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
@@ -70,6 +70,25 @@ def unscale(dispatch, func, args, kwargs):
     return NotImplemented
 
 
+def set_storage(dispatch, func, args, kwargs):
+    """Tensor.set_. Raises RuntimeError for another GPU's storage."""
+    tensor, source = args[:2]
+    here, there = gpu_of(tensor), _gpu_of_source(source)
+    if None not in (here, there) and here is not there:
+        raise RuntimeError(
+            f'Attempted to set the storage of a tensor on device "{here.device}" to a storage on different device "{there.device}".  '
+            "This is no longer allowed; the devices must match."
+        )
+    return NotImplemented
+
+
+def _gpu_of_source(source):
+    if isinstance(source, torch.Tensor):
+        return gpu_of(source)
+    allocation = getattr(source, ALLOCATION, None)
+    return None if allocation is None else allocation.gpu
+
+
 def ask_host(dispatch, func, args, kwargs):
     """What C++ asks of tensors wherever they are, and answers without a kernel: forward mode, whether a tangent has its primal's size."""
     return func(*args, **kwargs)
@@ -93,6 +112,9 @@ OPERATIONS = {
     **sdpa.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    aten.set_.source_Storage: set_storage,
+    aten.set_.source_Storage_storage_offset: set_storage,
+    aten.set_.source_Tensor: set_storage,
     aten.is_same_size.default: ask_host,
     aten._has_same_storage_numel.default: ask_host,
     aten.fill_.Tensor: fill,

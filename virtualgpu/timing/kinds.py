@@ -39,7 +39,12 @@ def batch_norm(args) -> Least | None:
     image, weight = args[0], args[1]
     if image.dim() < 3 or image.stride(1) == 1:
         return None
-    return _least(image.shape, image.dtype == torch.bfloat16 or (weight is not None and weight.itemsize == 2))
+    return _least(image.shape, image.dtype == torch.bfloat16 or _is_half(weight))
+
+
+def _is_half(weight) -> bool:
+    """Also where it goes to the CPU's kernel in single precision (engine/mixed_batch_norm.py)."""
+    return weight is not None and (weight.itemsize == 2 or hasattr(weight, "stands_for_half"))
 
 
 def batch_norm_backward(args) -> Least | None:
@@ -47,7 +52,7 @@ def batch_norm_backward(args) -> Least | None:
     image, weight = args[1], args[2]
     if not args[7] or image.dim() < 3 or image.stride(1) == 1:
         return None
-    return _least_backward(image.shape, image.dtype == torch.bfloat16 or (weight is not None and weight.itemsize == 2))
+    return _least_backward(image.shape, image.dtype == torch.bfloat16 or _is_half(weight))
 
 
 @functools.lru_cache(4096)

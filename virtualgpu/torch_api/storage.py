@@ -5,6 +5,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, PINNED, Allocation, set_allocation
 from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.errors import without_values
 from virtualgpu.torch_api.registry import Patches, standing_in
 
 CPU = torch.device("cpu")
@@ -49,16 +50,21 @@ class Storages:
         return self.machine.place_storage(storage, self.machine.gpu(target))
 
     def to(self, storage, *, device, non_blocking: bool = False):
-        """A copy on `device`; the storage itself where it is there already."""
+        """A copy on `device`; the storage itself where it is there already. What the host does not wait for is pinned there."""
         machine, source, target = self.machine, gpu_of(storage), self.machine.gpu(device)
-        if machine.real_gpus and _compat.real_storage_device(storage).type == "cuda":  # made before these GPUs were on
+        real = _compat.real_storage_device(storage).type
+        if machine.real_gpus and real == "cuda":  # made before these GPUs were on
             with machine.untracked():
                 storage = torch.UntypedStorage(storage.nbytes(), device="cpu").copy_(storage)
+        if real == "meta" and not machine.dry and torch.device(device).type != "meta":
+            raise without_values() if source else NotImplementedError("Cannot copy out of meta tensor; no data!")
         if target is source:
             return storage
         with machine.untracked():
             made = meta_storage(storage) if machine.dry and target else self.copy(storage)
         machine.place_storage(made, target)
+        if target is None and non_blocking:
+            setattr(made, PINNED, True)
         machine.charge_copy(source, target, storage.nbytes(), wait=not non_blocking)
         return made
 

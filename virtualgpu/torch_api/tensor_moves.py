@@ -101,7 +101,11 @@ class Moves:
             return plain
         wait = not kwargs.get("non_blocking", flags[0] if flags else False)
         target = self.machine.gpu(where)
-        return plain if gpu_of(plain) is target else self.move(plain, target, wait)
+        if gpu_of(plain) is not target:
+            return self.move(plain, target, wait)
+        if target is None and _compat.is_really_meta(plain) and not self.machine.dry and not apart:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        return plain
 
     def taken_over(self, original, tensor: torch.Tensor) -> torch.Tensor:
         """From a real GPU to the CPU, by PyTorch's own Tensor.to; any other tensor as it is."""

@@ -41,6 +41,7 @@ def test_places_and_bytes(gpus):
     for part, row in zip(elsewhere[2].unbind(), rows(32, 96), strict=True):
         assert torch.equal(part, row * 2)
     assert torch.nested.nested_tensor(rows(2)).device.type == "cpu"
+    assert torch.nested.nested_tensor([], device=ONE).device == ONE
     assert torch.nested.as_nested_tensor([row.cuda() for row in rows(2, 3)]).device == ZERO
 
 

@@ -266,6 +266,51 @@ def test_storages_say_where_they_are(gpus):
     assert torch.UntypedStorage(4, device="cuda:1").device == ONE
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.cpu(),
+        lambda x: x.cuda(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to("cpu", torch.float64),
+        lambda x: nn.ParameterList([x]).to("cpu"),
+        lambda x: torch.ops.aten._to_copy(x, device=CPU),
+    ],
+)
+def test_what_is_on_meta_has_nothing_to_copy(gpus, move):
+    """It stayed there, and nobody said so."""
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        move(torch.ones(2, device="meta"))
+
+
+def test_what_is_on_meta_may_stay_there(gpus):
+    x = torch.ones(2, device="meta")
+    assert x.to("meta") is x and x.double().is_meta and torch.zeros_like(x, device="cuda").device == ZERO
+
+
+def test_storages_on_meta_have_nothing_to_copy(gpus):
+    storage = torch.empty(3, device="meta").untyped_storage()
+    for move in (storage.cpu, storage.cuda, lambda: storage.to(device="cpu")):
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            move()
+
+
+def test_a_storage_copied_in_the_background_is_pinned(gpus):
+    storage = torch.ones(3, device=ONE).untyped_storage()
+    assert storage.to(device="cpu", non_blocking=True).is_pinned() and not storage.cpu().is_pinned()
+
+
+def test_another_gpus_storage_is_no_tensors_own(gpus):
+    here, there = torch.ones(3, device=ZERO), torch.full((3,), 2.0, device=ONE)
+    storage = there.untyped_storage()
+    for source in ((there,), (storage,), (storage, 0, (3,), (1,))):
+        with pytest.raises(RuntimeError, match='tensor on device "cuda:0" to a storage on different device "cuda:1"'):
+            here.set_(*source)
+    assert here.tolist() == [1] * 3 and here.device == ZERO
+    own = torch.empty(0, device=ONE).set_(storage, 1, (2,), (1,))
+    assert own.device == ONE and own.tolist() == [2, 2]
+
+
 def test_storages_move(gpus):
     storage = torch.arange(4.0).untyped_storage()
     moved = storage.cuda(1)

@@ -30,6 +30,7 @@ WAITING = {
     "copy_": lambda x: torch.empty(4).copy_(x),
     "nonzero": lambda x: x.nonzero(),
     "a mask": lambda x: x[x > 1],
+    "x[mask] = a GPU's number": lambda x: x.__setitem__(x > 1, x.sum()),
     "unique": lambda x: x.unique(),
     "one_hot": lambda x: torch.nn.functional.one_hot(x.long()),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.long, device="cuda")),
