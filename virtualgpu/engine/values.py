@@ -1,6 +1,6 @@
 """Shadow values: small tensors on the CPU keep their numbers in a dry run, so that what a program draws or counts on the host (where to
-crop an image, in which order, which step this is) is a number and not nan. On a GPU, whole numbers do: counts and sizes, which a program
-reads back, or which ranks tell each other.
+crop an image, in which order, which step this is) is a number and not nan. On a GPU, whole numbers and those of float64 do: counts and
+sizes, which a program reads back, or which ranks tell each other.
 
 The tensor itself stays a shape, as all that is made in a dry run. Its shadow, a tensor with the numbers, is an attribute of it. Where
 something without values is written to the tensor, the shadow becomes stale: nan, or 0. Who reads it gets that; no shape depends on it any
@@ -23,7 +23,8 @@ STALE = "_virtual_stale"  # of a storage: not all of its numbers are known. True
 # Each of these is known to be that as soon as one of its tensors is that everywhere
 DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
-WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+COUNTS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
+# of what a program counts on a GPU: a mean over all ranks goes by a number of samples in float64, too
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -71,15 +72,16 @@ def _mark(values, stale: bool | int) -> None:
 
 
 def may_have_shadow(tensor: Tensor) -> bool:
-    """Is it a shape of whole numbers?"""
-    return tensor.dtype in WHOLE and _compat.is_really_meta(tensor)
+    """Is it a shape of counts?"""
+    return tensor.dtype in COUNTS and _compat.is_really_meta(tensor)
 
 
 def shadow_of(tensor: Tensor) -> Tensor:
-    """The shadow of a shape, for others to write (another rank); zeros, where it has none. It counts as stale. Call it untracked."""
+    """The shadow of a shape, for others to write (another rank); zeros, where it has none, or nan. It counts as stale. Call it untracked."""
     values = values_of(tensor)
     if values is None:
-        values = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+        values = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        values.fill_(float("nan") if tensor.is_floating_point() else 0)
         _attach([tensor], [values])
     _mark([values], True)
     return values
@@ -157,11 +159,11 @@ def _decided(op: Operation, tensors, results) -> bool | None:
 
 
 def propagate_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
-    """The same on a GPU, where all results are whole numbers, and not drawn."""
-    if type(out) is Tensor and out.dtype not in WHOLE and not op.writes:
+    """The same on a GPU, where all results are counts, and not drawn."""
+    if type(out) is Tensor and out.dtype not in COUNTS and not op.writes:
         return  # most operations: at no cost
     results = tensors_of([out], {})
-    if results and not op.random and all(result.dtype in WHOLE for result in results):
+    if results and not op.random and all(result.dtype in COUNTS for result in results):
         propagate(op, args, kwargs, tensors, out)
     else:
         invalidate(_targets(op, args, kwargs))
@@ -175,8 +177,8 @@ def propagate_view(func, args, kwargs, out) -> None:
 
 
 def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
-    """A copy to or from a GPU, of whole numbers. Call it untracked."""
-    if copy.dtype in WHOLE and (known := values_of(tensor)) is not None:
+    """A copy to or from a GPU, of counts. Call it untracked."""
+    if copy.dtype in COUNTS and (known := values_of(tensor)) is not None:
         values = known.clone()
         _mark([values], _any_stale([known]))
         _attach([copy], [values])

@@ -94,7 +94,12 @@ def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=N
             obj, copy = obj.to(dtype), None
         dtype = None
     obj = _with_numbers(machine, obj)
-    return original(obj, dtype=dtype, device=device, copy=copy, requires_grad=requires_grad)
+    options = {"dtype": dtype, "copy": copy, "requires_grad": requires_grad}
+    if machine.dry and isinstance(obj, torch.UntypedStorage):  # safetensors: a file's, which keeps its numbers
+        with machine.untracked():
+            made = original(obj, **options)
+        return made if device is None else made.to(device)
+    return original(obj, device=device, **options)
 
 
 def _tensor(machine: Machine, original, data, *args, device=None, pin_memory=False, **kwargs):

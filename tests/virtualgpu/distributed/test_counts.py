@@ -101,3 +101,28 @@ def test_a_rank_that_is_played_alone_takes_the_others_to_be_like_it(rank, length
     own = [rank + 1, 10 * rank]
     reduced = [2 * (2 + rank), 2 + rank, 2 + rank, (2 + rank) ** 2]
     assert found == [length, [own, own], 4 * [rank], 2 * [rank], *reduced, rank == 0]
+
+
+def mean_of_all() -> list:
+    """As many programs average what each rank has measured: a sum and a number of samples, in one tensor of float64."""
+    import torch.distributed as dist
+
+    where = torch.device("cuda", dist.get_rank())
+    loss = torch.ones(3, device=where).mean()
+    both = torch.tensor([3 + dist.get_rank(), loss.item()], dtype=torch.float64, device=where)
+    dist.barrier(device_ids=[where.index])
+    dist.all_reduce(both)
+    unknown = torch.ones(2, device=where).double()
+    dist.all_reduce(unknown)
+    count, total = both.tolist()
+    return [int(count), total != total, unknown.isnan().any().item() or unknown.tolist()[0] != unknown.tolist()[0]]
+
+
+def mean_dry() -> list:
+    with virtualgpu.dry_run():
+        return mean_of_all()
+
+
+@pytest.mark.filterwarnings("ignore:a dry run computes shapes")
+def test_a_mean_over_all_ranks_goes_by_its_number_of_samples(on_gpus):
+    assert on_gpus(mean_dry) == [[7, True, True]] * 2

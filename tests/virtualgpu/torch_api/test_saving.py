@@ -51,6 +51,16 @@ def test_loaded_onto_a_gpu_it_takes_the_same_bytes(gpus, checkpoint, where, mmap
     assert taken[True] == taken[False] == 1024
 
 
+@pytest.mark.parametrize("where", [None, "cuda:1"])
+def test_a_file_that_is_mapped_keeps_its_numbers(gpus, tmp_path, where):
+    """As safetensors reads one."""
+    (tmp_path / "file").write_bytes(bytes(range(16)))
+    with virtualgpu.dry_run():
+        storage = torch.UntypedStorage.from_file(str(tmp_path / "file"), False, 16)
+        read = torch.asarray(storage[4:12], dtype=torch.uint8, device=where)
+        assert read.device == torch.device(where or "cpu") and read.tolist() == list(range(4, 12))
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("collate", [None, torch.stack], ids=["a batch of numbers", "a batch of tensors"])
 def test_loaders_with_workers(gpus, collate, pinned):
