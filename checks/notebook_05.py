@@ -49,8 +49,8 @@ def _tunes(search: Callable) -> str | None:
         if reads < WANTED:
             default, _ = _searched(lambda start, budget: start(0.01).train(budget), scale)
             return (
-                f"on the {words} images your network reads {reads:.0f} % of the test images; lr=0.01 for the whole "
-                f"budget reads {default:.0f} %, and {WANTED} % are asked for"
+                f"on the {words} images your network reads {reads:.0f} % (measured) of the test images; lr=0.01 for the "
+                f"whole budget reads {default:.0f} % (measured), and {WANTED} % are asked for"
             )
     return None
 

@@ -39,11 +39,8 @@ def _apart(guess: float | str, answer: float | str) -> str:
 
 
 def forget_error() -> None:
-    """Free what the last uncaught error keeps alive: the local variables of every function it passed through.
-
-    Python keeps such an error for its debugger (`sys.last_value` and its kind), IPython keeps its traceback once more, and the error
-    itself in the result of the cell that ran last.
-    """
+    """Free what the last uncaught error keeps alive: the local variables of every function it passed through. Python keeps it for its
+    debugger (`sys.last_value` and its kind), IPython its traceback once more, and the error in the result of the last cell."""
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         _clear(vars(sys).pop(name, None))
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None

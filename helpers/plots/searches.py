@@ -67,10 +67,8 @@ def rungs(
 def workers(
     schedules: Mapping[str, Sequence[tuple[int, int, float, float, int]]], title: str, xlabel: str, end: float
 ) -> None:
-    """One panel per schedule, one row per worker up to the time `end`; a bar per (worker, trial, start, end, rung that it reaches).
-
-    Darker bars reach later rungs; white is waiting.
-    """
+    """One panel per schedule, one row per worker up to the time `end`; a bar per (worker, trial, start, end, rung that it reaches),
+    the later the darker; white is waiting."""
     figure, panels = figures.new(1.6 * len(schedules) + 0.9, nrows=len(schedules), **SHARED)
     reached = sorted({bar[4] for bars in schedules.values() for bar in bars})
     for (axes,), (name, bars) in zip(panels, schedules.items(), strict=True):

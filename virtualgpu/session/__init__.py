@@ -105,14 +105,12 @@ def looks_for_races() -> bool:
 
 
 def of_the_runner() -> bool:
-    """Are the virtual GPUs that are on those that the runner gave this process, and gives every process that it starts?"""
+    """Are the virtual GPUs that are on those that the runner gives each process?"""
     return _session is not None and _session.impersonates_real
 
 
 def machine() -> Machine | None:
-    """The virtual GPUs that are on, if any. None, too, where they are to pass for real ones (HELPERS_GPUS=real under the runner), but
-    in a dry run, which real ones cannot do.
-    """
+    """The virtual GPUs that are on. None, too, where they are to pass for real ones (HELPERS_GPUS=real), but in a dry run."""
     if _session is None or (_session.impersonates_real and not _session.machine.dry and _wanted_kind() == "real"):
         return None
     return _session.machine
@@ -167,8 +165,7 @@ def gpus(
         raise RuntimeError(
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
         )
-    # under the runner, which plays real ones, do as where too few are real: reset() leaves those that were there before
-    before = _close()
+    before = _close()  # under the runner, which plays real ones, reset() leaves those that were there before
     _played = before if kind == "real" else None
     return _announce(turn_on(cards, settings=settings), True)
 
@@ -185,8 +182,8 @@ def activate(
 ) -> Machine:
     """Virtual GPUs on, without a word, and passing for real ones: what the runner does in each process, after `import torch`.
 
-    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. gpus_per_node, network, clock, host: as in `gpus`. sanitize: are
-    races looked for, also on others that the program makes? As before unless given.
+    The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. sanitize: are races looked for, also on others that the
+    program makes? As before unless given. The others: as in `gpus`.
     """
     global _played
     _played = None
@@ -194,9 +191,7 @@ def activate(
     if sanitize is not None:
         look_for_races(sanitize)
 
-    def choose() -> list[int]:
-        return visible_gpus(len(cards), gpus_per_node=gpus_per_node)
-
+    choose = functools.partial(visible_gpus, len(cards), gpus_per_node=gpus_per_node)
     settings = hardware_settings.find(len(cards), gpus_per_node, network, clock, host)
     machine = turn_on(cards, choose(), impersonates_real=True, settings=settings).machine
     machine.be_dry(dry)
@@ -264,7 +259,8 @@ def _announce(session: Session, new: bool) -> Devices:
 
 def _limit(shares: Sequence[float]) -> None:
     """Of each real GPU's memory, what this process may take."""
-    list(map(torch.cuda.set_per_process_memory_fraction, shares, range(len(shares))))
+    for index, share in enumerate(shares):
+        torch.cuda.set_per_process_memory_fraction(share, index)
 
 
 @_one_at_a_time
