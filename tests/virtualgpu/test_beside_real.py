@@ -287,8 +287,9 @@ def test_by_the_runner_and_in_ranks_before_virtual_ones_are_on(monkeypatch):
     order = []
     monkeypatch.setattr(_compat, "hide_real_gpus", lambda: order.append("hidden"))
     monkeypatch.setattr(child, "activate", lambda *_: order.append("on"))
-    settings = child.environment.Settings((), False, None)
-    child._Process(settings).start()
+    monkeypatch.setattr(child.environment, "settings", lambda: child.environment.Settings((), False, None))
+    monkeypatch.setattr(child, "_started", False)
+    child.start()
     assert order == ["hidden", "on"]
     virtualgpu.gpus(2)
     inherit.import_state(inherit.export_state(dry=False))
