@@ -34,7 +34,6 @@ PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 LIMIT = 60  # seconds in which a trial has to begin where there is room: starting a worker takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
-OPEN_FILES = 128  # that one of Ray's processes may come to: its raylet has 56 with two workers, and each has this process's limit
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
 WATCH = """
@@ -81,7 +80,7 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
     stop_ray()
     if gpus and (there := torch.cuda.device_count()) < gpus:
         raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
-    places.require_files(OPEN_FILES, "Ray's processes")  # where one ends for want of them, others wait for it
+    places.require_files(places.OPEN_FILES, "Ray's processes")  # where one ends for want of them, others wait for it
     atexit.register(stop_ray)
     _started.callback(atexit.unregister, stop_ray)
     _started.callback(_read_environment)

@@ -33,7 +33,6 @@ from virtualgpu.run.ranks import places
 from virtualgpu.run.trials.programs import ended_by_sigterm
 
 CELL_LIMIT = 600  # seconds
-OPEN_FILES = 128  # that one of a notebook's processes may come to
 ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # a bar redrawn is never the same output twice
     "JUPYTER_PREFER_ENV_PATH": "1",  # this environment's kernel, not one of the same name in the user's home
@@ -180,11 +179,11 @@ async def execute(path: Path) -> dict:
 @contextlib.asynccontextmanager
 async def kernel(client: NotebookClient):
     """A kernel for as long as it takes. nbclient's own async_setup_kernel would catch Ctrl-C."""
-    places.require_files(OPEN_FILES, "the processes of a notebook")  # a kernel that may open fewer dies without a word
+    # a kernel that may open fewer dies without a word
+    places.require_files(places.OPEN_FILES, "the processes of a notebook")
     client.km = client.create_kernel_manager()
-    folder = (
-        scratch.folder()
-    )  # of the file that says where the kernel listens: where this process is killed, the next removes it
+    # of the file that says where the kernel listens: where this process is killed, the next removes it
+    folder = scratch.folder()
     try:
         client.km.connection_file = os.path.join(folder, "kernel.json")
         await client.async_start_new_kernel()

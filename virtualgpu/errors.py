@@ -106,6 +106,11 @@ def of_real_gpu(what: str) -> RuntimeError:
     return RuntimeError(f"this {what} belongs to a real GPU, which virtual ones hide: make it again")
 
 
+def no_data(made_in_dry_run: bool) -> RuntimeError:
+    """A shape is to be copied to where numbers are: of a dry run, or the program's own, on meta (PyTorch's words)."""
+    return without_values() if made_in_dry_run else NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+
 def without_values() -> RuntimeError:
     """A tensor that was made in a dry run meets an operation with numbers."""
     return RuntimeError("a tensor of this line was made in a dry run and has no values: make it outside dry_run(), too")

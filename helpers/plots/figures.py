@@ -28,9 +28,8 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",  # also in a dark theme, where black text would vanish on nothing
 }
-FRAMES: ContextVar[list[tuple[str, str]] | None] = ContextVar(
-    "frames", default=None
-)  # a slider's: (words, PNG in base64)
+# (words, PNG in base64) for a slider, which shows them later
+FRAMES: ContextVar[list[tuple[str, str]] | None] = ContextVar("frames", default=None)
 WIDTH, DPI = 8.0, 150  # inches; shown at 100 pixels an inch, so that it stays sharp on a fine screen
 
 

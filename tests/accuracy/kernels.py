@@ -15,12 +15,11 @@ from statistics import median
 from typing import NamedTuple
 
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.kernels import Kernels, together
 
 TABLE = Path(__file__).parent / "kernels.csv"
 BYTES = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 COLUMN_MAJOR = "baidu-research/DeepBench"
-ROW = 16  # bytes that rows of a matrix should be a multiple of
 
 
 class Product(NamedTuple):
@@ -49,9 +48,7 @@ def products() -> list[Product]:
             size = BYTES[row["dtype"]]
             # numbers of a row of the result: cuBLAS and DeepBench have columns one after the other, PyTorch has rows
             wide = rows if row["source"] == COLUMN_MAJOR else columns
-            shared = math.gcd(ROW, wide * size, length * size)
-            together = 0 if shared == ROW else shared // size
-            seconds = kernels.product(count, rows, columns, length, row["dtype"], size, together)
+            seconds = kernels.product(count, rows, columns, length, row["dtype"], size, together(size, wide, length))
             found.append(Product(row["card"], row["dtype"], row["source"], float(row["us"]), 1e6 * seconds))
     return found
 

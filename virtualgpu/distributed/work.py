@@ -137,9 +137,8 @@ class VirtualWork(SimulatedWork):
         """Holds the outputs. In a backward pass it is complete at the pass's end, or when somebody in Python asks for it; at once after wait()."""
         if self._future is None:
             self._future = torch.futures.Future()
-            outside = (
-                graph_task() == -1 or current_node() is None
-            )  # outside of a backward pass, or in its last callbacks
+            # outside of a backward pass, or in its last callbacks
+            outside = graph_task() == -1 or current_node() is None
             if outside or self._joined:
                 self.wait()
             else:

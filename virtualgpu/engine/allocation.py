@@ -140,6 +140,12 @@ def storage_of(tensor: torch.Tensor):
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def gpu_of_storage(storage):
+    """The GPU on which a storage is; None: on the CPU."""
+    allocation = getattr(storage, ALLOCATION, None)
+    return None if allocation is None else allocation.gpu
+
+
 def gpu_of(tensor: torch.Tensor):
     """The GPU on which a tensor lives; None: on the CPU."""
     if type(tensor) in PLAIN:  # as storage_of, written out for speed

@@ -149,9 +149,8 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.workspace is not None:
                 machine.workspaces.use(op.workspace, args, kwargs, out, gpu)
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
-            if waits or (
-                op.indexes and op.writes and _writes_by_mask(args)
-            ):  # the host needs to know how large the result is
+            # the host needs to know how large the result is
+            if waits or (op.indexes and op.writes and _writes_by_mask(args)):
                 clock.wait_for(clock.current(gpu.index))
         elif op.returns_value_to_host:
             clock.host_copy(gpu.index, gpu.spec.host.seconds(8), True, op.name, "out")
@@ -186,9 +185,8 @@ class DispatchBesideReal(Dispatch):
             return super()._run(func, args, kwargs)
         self._check(args, kwargs)
         out = super()._run(func, args, kwargs)
-        if any(
-            type(made) is Tensor and _compat.is_really_on_gpu(made) for made in tensors_of((out,), {})
-        ):  # no fake one
+        # no fake one
+        if any(type(made) is Tensor and _compat.is_really_on_gpu(made) for made in tensors_of((out,), {})):
             raise errors.made_on_real_gpu(func)
         return out
 

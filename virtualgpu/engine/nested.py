@@ -68,9 +68,8 @@ def _place(dispatch, op: Operation, args, kwargs, tensors):
     if device is None:
         return dispatch.place(op, args, kwargs, tensors), kwargs
     gpu = dispatch.machine.gpu(device) if device.type == "cuda" else None
-    by_cpp = (
-        "layout" in kwargs if op.converts else "pin_memory" not in kwargs
-    )  # what C++ copied from a GPU's tensor says CPU
+    # what C++ copied from a GPU's tensor says CPU
+    by_cpp = "layout" in kwargs if op.converts else "pin_memory" not in kwargs
     if gpu is None and by_cpp:
         gpu = dispatch.place(op, args, kwargs, tensors)
     return gpu, {**kwargs, "device": CPU}

@@ -8,7 +8,7 @@ import opcode
 import torch
 
 from virtualgpu.engine import kernels, mixed_batch_norm, recurrent, sdpa
-from virtualgpu.engine.allocation import ALLOCATION, allocation_of, gpu_of, is_pinned, pin
+from virtualgpu.engine.allocation import allocation_of, gpu_of, gpu_of_storage, is_pinned, pin
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
@@ -73,20 +73,13 @@ def unscale(dispatch, func, args, kwargs):
 def set_storage(dispatch, func, args, kwargs):
     """Tensor.set_. Raises RuntimeError for another GPU's storage."""
     tensor, source = args[:2]
-    here, there = gpu_of(tensor), _gpu_of_source(source)
+    here, there = gpu_of(tensor), (gpu_of if isinstance(source, torch.Tensor) else gpu_of_storage)(source)
     if None not in (here, there) and here is not there:
         raise RuntimeError(
             f'Attempted to set the storage of a tensor on device "{here.device}" to a storage on different device "{there.device}".  '
             "This is no longer allowed; the devices must match."
         )
     return NotImplemented
-
-
-def _gpu_of_source(source):
-    if isinstance(source, torch.Tensor):
-        return gpu_of(source)
-    allocation = getattr(source, ALLOCATION, None)
-    return None if allocation is None else allocation.gpu
 
 
 def ask_host(dispatch, func, args, kwargs):

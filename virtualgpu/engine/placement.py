@@ -57,9 +57,8 @@ class Placement:
             gpu = inferred
         if gpu is UNSET or gpu is None:
             for tensor in unplaced or ():
-                if (
-                    gpu is None and allocation_of(tensor).gpu is not None
-                ):  # an inference that was wrong: it is the CPU's
+                # an inference that was wrong: it is the CPU's
+                if gpu is None and allocation_of(tensor).gpu is not None:
                     label(tensor, None)
             return None
         if op.mixed:

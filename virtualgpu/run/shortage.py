@@ -2,11 +2,12 @@
 
 import re
 
+MORE_FILES = "raise this process's limit, by `ulimit -n 1024` before it starts"
 CURES = {
     # unexpected EOF: multiprocessing's, of a forkserver that ended at once
     r"can't start new thread|Resource temporarily unavailable|unexpected EOF": "no process or thread more: raise this user's limit, "
     "`ulimit -u`, start fewer, or free memory of this machine",
-    r"Too many open files": "raise this process's limit, by `ulimit -n 1024` before it starts",
+    r"Too many open files": MORE_FILES,
 }
 
 

@@ -3,14 +3,12 @@
 `seconds` is asked with the operation's own arguments; what it finds in them is a few sizes, which `kernels` turns into time.
 """
 
-import math
 from collections.abc import Callable
 
 from virtualgpu.hardware.datasheet import FLOAT32, TF32
 from virtualgpu.timing import convolutions
-from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.kernels import Kernels, together
 
-ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
 SHORT = 100  # keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384)
 # The memory-efficient kernels, over products of the same type: xformers' benchmarks on an A100 (64 x 16 heads of 64 over 1024 keys:
 # 164 TFLOPS forward, 61 to 68 backward in float16; 47 and 26 in float32)
@@ -39,9 +37,8 @@ def _matrices(first: int) -> Callable:
         if left.is_complex():
             count *= 4
         widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
-        shared = math.gcd(ROW, *(width * left.itemsize for width in widths))
-        together = 0 if shared == ROW else shared // left.itemsize
-        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, together)
+        loaded = together(left.itemsize, *widths)
+        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, loaded)
 
     return rule
 

@@ -27,7 +27,8 @@ SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum that several multiprocessors s
 # and torch_benchmark's products (Hopper: 2048 x 2048 x 2048). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
 # ISA, target architectures): its products of 2048 say 64, too
 FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 512
-# Rows that are no multiple of 16 bytes are read in narrower loads, beside the multiplications: cycles of a multiprocessor for each
+ROW = 16  # bytes: what a row of a matrix should be a multiple of (the same guide)
+# Other rows are read in narrower loads, beside the multiplications: cycles of a multiprocessor for each
 # number of a tile's edges. Of an odd length one number at a time: 1.67 ms for 16 x 248077 x 2560 in bfloat16 on an A100, 128 x 64 tiles
 # (pegainfer, docs/models/qwen35/decode-kernel-attribution.md, 2026). Else: 130.56 us for 9477 x 1152 x 588 on an H100 at 1200 MHz
 # (kestrel, pull request 143, 2026). Where the tensor cores take longer, nothing is lost: DeepBench's on V100 and T4 (lengths of 1530),
@@ -41,6 +42,12 @@ WINOGRAD = 0.62  # the time of a 3x3 convolution in float32 over that of its pro
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
 WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half of one on average
 L2_READS = 0.5  # of what a kernel moves, the part that it reads
+
+
+def together(size: int, *widths: int) -> int:
+    """How many numbers of `size` bytes one load takes, of matrices with rows of so many numbers; 0 where all are a multiple of ROW bytes."""
+    shared = math.gcd(ROW, *(size * width for width in widths))
+    return 0 if shared == ROW else shared // size
 
 
 class Kernels:
@@ -90,7 +97,7 @@ class Kernels:
         return spec.kernel + max(flops / peak, moved / self.bandwidth["memory"])
 
     def product(self, count: int, rows: int, columns: int, length: int, key, size: int, together: int = 0) -> float:
-        """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates. together: as below."""
+        """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates. together: the function's."""
         moved = count * size * (rows * length + length * columns + rows * columns)
         return self.spec.kernel + self.multiplying(count, rows, columns, length, key, moved, together)
 
@@ -106,8 +113,8 @@ class Kernels:
         share: float = 1.0,
         fill: int | None = None,
     ) -> float:
-        """The same, for a kernel that moves so many bytes; without its launch. together: the numbers that one load takes, where rows are
-        no multiple of 16 bytes (else 0). share: of what products reach of the peak. fill: as above, for a kernel that is not of the
+        """The same, for a kernel that moves so many bytes; without its launch. together: what the
+        function of that name says of the matrices. share: of what products reach of the peak. fill: as above, for a kernel that is not of the
         card's generation."""
         spec = self.spec
         peak = spec.rates.get(key, spec.rates[FLOAT32])

@@ -47,9 +47,8 @@ def _attention(
     __tracebackhide__ = True
     tensors = (query, key, value, attn_mask)
     elsewhere = machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None
-    if (
-        not elsewhere and query.is_nested
-    ):  # plain operations, one by one, which want it contiguous; a fused kernel would not
+    # plain operations, one by one, which want it contiguous; a fused kernel would not
+    if not elsewhere and query.is_nested:
         tensors, elsewhere = (query.contiguous(), key.contiguous(), value.contiguous(), attn_mask), True
     if elsewhere:
         return original(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -3,9 +3,9 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import ALLOCATION, PINNED, Allocation, set_allocation
-from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.errors import without_values
+from virtualgpu.engine.allocation import ALLOCATION, PINNED, Allocation, gpu_of_storage, set_allocation
+from virtualgpu.engine.machine import Machine
+from virtualgpu.errors import no_data
 from virtualgpu.torch_api.registry import Patches, standing_in
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ class Storages:
 
     def device(self, storage) -> torch.device:
         """UntypedStorage.device."""
-        gpu = None if self.local.bypass else gpu_of(storage)
+        gpu = None if self.local.bypass else gpu_of_storage(storage)
         if gpu is not None:
             return gpu.device
         real = _compat.real_storage_device(storage)
@@ -51,13 +51,13 @@ class Storages:
 
     def to(self, storage, *, device, non_blocking: bool = False):
         """A copy on `device`; the storage itself where it is there already. What the host does not wait for is pinned there."""
-        machine, source, target = self.machine, gpu_of(storage), self.machine.gpu(device)
+        machine, source, target = self.machine, gpu_of_storage(storage), self.machine.gpu(device)
         real = _compat.real_storage_device(storage).type
         if machine.real_gpus and real == "cuda":  # made before these GPUs were on
             with machine.untracked():
                 storage = torch.UntypedStorage(storage.nbytes(), device="cpu").copy_(storage)
         if real == "meta" and not machine.dry and torch.device(device).type != "meta":
-            raise without_values() if source else NotImplementedError("Cannot copy out of meta tensor; no data!")
+            raise no_data(made_in_dry_run=source is not None)
         if target is source:
             return storage
         with machine.untracked():
@@ -77,7 +77,7 @@ class Storages:
         """On the same GPU."""
         with self.machine.untracked():
             copy = original(storage)
-        gpu = gpu_of(storage)
+        gpu = gpu_of_storage(storage)
         return copy if gpu is None else self.machine.place_storage(copy, gpu)
 
     def data_ptr(self, original, storage) -> int:
@@ -86,12 +86,6 @@ class Storages:
         if allocation is None or allocation.gpu is None or self.local.bypass:
             return original(storage)
         return 0 if allocation.block is None else allocation.block.address
-
-
-def gpu_of(storage) -> GPU | None:
-    """Where a storage is; None: on the CPU."""
-    allocation = getattr(storage, ALLOCATION, None)
-    return None if allocation is None else allocation.gpu
 
 
 def resize_(original, storage, size: int):
@@ -107,7 +101,7 @@ def resize_(original, storage, size: int):
 
 def share_cuda(original, storage, *args, **kwargs):
     """For another process. Raises NotImplementedError on a GPU."""
-    if gpu_of(storage) is None:
+    if gpu_of_storage(storage) is None:
         return original(storage, *args, **kwargs)
     raise NotImplementedError(
         "GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()"

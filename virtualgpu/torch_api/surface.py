@@ -48,8 +48,8 @@ ANSWERED = {  # {the module of virtualgpu whose `install` puts the answers in pl
         _accelerator_hooks_get_current_device _accelerator_hooks_maybe_exchange_device _accelerator_hooks_set_current_device
         _accelerator_maybeExchangeDevice _accelerator_setDeviceIndex _accelerator_synchronizeDevice
         _cuda_canDeviceAccessPeer _cuda_exchangeDevice _cuda_getArchFlags _cuda_getDevice _cuda_getDeviceCount
-        _cuda_get_sync_debug_mode _cuda_set_sync_debug_mode _cuda_hasPrimaryContext _cuda_init _cuda_ipc_collect _cuda_isCurrentStreamCapturing _cuda_isInBadFork
-        _cuda_maybeExchangeDevice _cuda_setDevice _cuda_sleep _cuda_synchronize _cudart _get_accelerator
+        _cuda_get_sync_debug_mode _cuda_hasPrimaryContext _cuda_init _cuda_ipc_collect _cuda_isCurrentStreamCapturing
+        _cuda_isInBadFork _cuda_maybeExchangeDevice _cuda_setDevice _cuda_set_sync_debug_mode _cuda_sleep _cuda_synchronize _cudart _get_accelerator
         _is_cudnn_attention_decode_disabled _nvtx""",
     "torch_api.data_parallel": """
         _broadcast _broadcast_coalesced _broadcast_out _gather _gather_out _nccl_reduce _scatter _scatter_out""",

@@ -9,7 +9,7 @@ from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, type_name
-from virtualgpu.errors import without_values
+from virtualgpu.errors import no_data
 
 CPU = torch.device("cpu")
 
@@ -30,20 +30,15 @@ class Moves:
         """As `move`, without gradients. Raises torch.OutOfMemoryError where there is no room."""
         machine, source = self.machine, gpu_of(tensor)
         batched = _compat.is_batched_gradient(tensor)
-        if batched or takes_itself_apart(
-            tensor
-        ):  # as an operation, what it is made of comes by; C++'s `to` would find it on the CPU
+        if batched or takes_itself_apart(tensor):
+            # as an operation, what it is made of comes by; C++'s `to` would find it on the CPU
             device = CPU if target is None else target.device
             plain = tensor if batched else tensor.detach()  # a batch of gradients cannot, and need not
             return torch.ops.aten._to_copy.default(plain, device=device, non_blocking=not wait)
         if source is not None:
             machine.own(source)
         if _compat.is_really_meta(tensor) and not machine.dry and (source or target) is not None:
-            raise (
-                without_values()
-                if source is not None
-                else NotImplementedError("Cannot copy out of meta tensor; no data!")
-            )
+            raise no_data(made_in_dry_run=source is not None)
         nbytes = tensor.numel() * tensor.element_size()
         if target is not None and nbytes >= LARGE:
             target.require(nbytes) if machine.dry else require_room([nbytes], target)
@@ -87,9 +82,8 @@ class Moves:
             if where is not None and where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
             if apart and where is not None and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
-                return original(
-                    tensor, *args, **kwargs
-                )  # its parts come by; where it is already, there is nothing to do
+                # its parts come by; where it is already, there is nothing to do
+                return original(tensor, *args, **kwargs)
             if where is not None:
                 tensor = self.taken_over(original, tensor)
             copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
@@ -104,7 +98,7 @@ class Moves:
         if gpu_of(plain) is not target:
             return self.move(plain, target, wait)
         if target is None and _compat.is_really_meta(plain) and not self.machine.dry and not apart:
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+            raise no_data(made_in_dry_run=False)
         return plain
 
     def taken_over(self, original, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tests.accuracy import convolutions as convolved
 from tests.accuracy import kernels as measured
 from virtualgpu.hardware import achieved, tables
 from virtualgpu.hardware.specs import SPECS, TF32
-from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.kinds import KINDS, PLAIN
 
 HALF = torch.float16
@@ -103,7 +103,7 @@ def test_rows_that_are_no_multiple_of_16_bytes():
 
     def against_a_multiple_of_64(columns, like):
         kernels = Kernels(SPECS[like])
-        narrow = kernels.product(1, 4096, columns, 768, "float16", 2, math.gcd(8, columns) % 8)
+        narrow = kernels.product(1, 4096, columns, 768, "float16", 2, together(2, columns, 768))
         return narrow / kernels.product(1, 4096, 50304, 768, "float16", 2)
 
     assert 2 < against_a_multiple_of_64(50257, "A100") < 3
@@ -119,9 +119,9 @@ def test_an_operation_finds_how_its_rows_lie():
         return lambda: x @ w
 
     a100 = Kernels(SPECS["A100"])
-    for width, together in ((50257, 1), (50258, 2), (50260, 4), (50304, 0)):
+    for width, loaded in ((50257, 1), (50258, 2), (50260, 4), (50304, 0)):
         assert seconds(lambda: logits(width)) == pytest.approx(  # noqa: B023
-            a100.product(1, 4096, width, 768, "float16", 2, together), rel=1e-6
+            a100.product(1, 4096, width, 768, "float16", 2, loaded), rel=1e-6
         )
 
 

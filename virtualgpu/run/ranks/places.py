@@ -15,6 +15,7 @@ from virtualgpu import scratch
 from virtualgpu.run import shortage
 
 LONG = 64  # bytes of a folder's path: ours and multiprocessing's names add 39
+OPEN_FILES = 128  # that a process of Ray's (its raylet has 56 with two workers), or of a notebook, may come to
 FILES, FILES_PER_RANK = 20, 6  # that a launch opens here: pipes, sentinels, the store and its connections
 
 
@@ -71,8 +72,7 @@ def require_files(number: int, what: str) -> None:
         if error.errno != errno.EMFILE:
             raise
         raise OSError(
-            errno.EMFILE,
-            f"{what} need {number} more open files than there are: raise this process's limit, by `ulimit -n 1024` before it starts",
+            errno.EMFILE, f"{what} need {number} more open files than there are: {shortage.MORE_FILES}"
         ) from None
     finally:
         for opened_file in opened:
