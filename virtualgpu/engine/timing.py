@@ -8,7 +8,7 @@ from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing import arithmetic
-from virtualgpu.timing.costs import OF_CUDNN, moved, rate
+from virtualgpu.timing.costs import OF_CUDNN, moved, parts, rate
 from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
 
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
@@ -133,4 +133,5 @@ FLAGS = (bool, int)
 
 
 def _shape(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.stride() if tensor.layout is torch.strided else None, tensor.dtype
+    layout = tensor.stride() if tensor.layout is torch.strided else sum(part.numel() for part in parts(tensor))
+    return tensor.shape, layout, tensor.dtype

@@ -5,8 +5,11 @@
 
 from collections.abc import Callable
 
+import torch
+
 from virtualgpu.hardware.datasheet import FLOAT32, TF32
 from virtualgpu.timing import convolutions
+from virtualgpu.timing.costs import parts
 from virtualgpu.timing.kernels import Kernels, together
 
 SHORT = 100  # keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384)
@@ -34,6 +37,8 @@ def _matrices(first: int) -> Callable:
         left, right = args[first], args[first + 1]
         count = left.shape[0] if left.dim() == 3 else 1
         rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+        if left.layout is not torch.strided or right.layout is not torch.strided:
+            return _sparse(kernels, left, right, flops, moved, key)
         if left.is_complex():
             count *= 4
         widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
@@ -41,6 +46,14 @@ def _matrices(first: int) -> Callable:
         return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, loaded)
 
     return rule
+
+
+def _sparse(kernels: Kernels, left, right, flops, moved, key) -> float:
+    """As cuSPARSE multiplies: each number of the sparse matrix with a row of the other, which is fetched for it. flops: of dense ones."""
+    sparse, other = (left, right) if left.layout is not torch.strided else (right, left)
+    held = parts(sparse)[-1].numel()
+    fetched = held * (other.shape[-1] if sparse is left else other.shape[-2]) * other.itemsize
+    return kernels.plain(flops * held / max(sparse.numel(), 1), moved + fetched, key)
 
 
 def _attention(which: str, efficient: bool = False) -> Callable:

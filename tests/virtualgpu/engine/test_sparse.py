@@ -65,6 +65,49 @@ def test_sparse_operations(gpus, line):
     assert found.device == ONE and torch.equal(found.cpu(), expected)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda x, d: x @ d,
+        lambda x, d: d.t() @ x.to_dense().t().to_sparse_csr(),
+        lambda x, d: torch.addmm(torch.ones(2, 2, device=d.device), x, d),
+        lambda x, d: torch.sparse.sampled_addmm(x, torch.ones(2, 2, device=d.device), d.t()),
+    ],
+)
+def test_compressed_rows_are_multiplied(gpus, line):
+    expected = line(coo("cpu").to_sparse_csr(), torch.arange(6.0).view(3, 2))
+    found = line(coo("cuda:1").to_sparse_csr(), torch.arange(6.0, device=ONE).view(3, 2))
+    assert found.device == ONE and torch.equal(found.to_dense().cpu(), expected.to_dense())
+
+
+def test_gradients_of_compressed_rows(gpus):
+    def gradients(device):
+        x = coo(device).to_sparse_csr().requires_grad_()
+        left, right = (torch.ones(*shape, device=device, requires_grad=True) for shape in ((2, 4), (4, 3)))
+        torch.sparse.sampled_addmm(x, left, right).backward(coo(device).to_sparse_csr())
+        return left.grad.cpu(), right.grad.cpu()
+
+    for found, expected in zip(gradients("cuda:1"), gradients("cpu"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_product_costs_by_what_a_sparse_matrix_holds(gpus):
+    def seconds(matrix):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        matrix @ dense
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    dense = torch.ones(2048, 2048, device=ONE)
+    torch.cuda.set_device(ONE)
+    eye, tenth = torch.eye(2048, device=ONE), (torch.arange(2048 * 2048, device=ONE) % 10 == 0).view(2048, 2048)
+    times = [seconds(matrix) for matrix in (eye.to_sparse_csr(), tenth.float().to_sparse_csr(), tenth.float())]
+    assert times[0] < times[2] / 10  # one number a row
+    assert times[1] > times[2]  # at a tenth, cuSPARSE is slower than dense products, too
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
 def test_an_embedding_with_sparse_gradients_trains(gpus, optimizer):
     def trained(device):
