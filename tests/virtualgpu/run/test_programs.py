@@ -62,24 +62,6 @@ def test_gpus_everywhere(run, tmp_path):
     assert sorted(event["name"] for event in events if event["ph"] == "X") == ["mm"] + ["ones"] * 5
 
 
-def test_torchrun_ranks_in_a_dry_run(run, tmp_path):
-    (tmp_path / "rank.py").write_text(
-        "import os, torch\n"
-        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
-        "x = torch.empty(1 << 30, device='cuda')\n"
-        "print(x.device, torch.cuda.memory_allocated(), flush=True)\n"
-    )
-    found = run(
-        *("--gpus", "1", "--like", "A100", "--dry", "-m", "torch.distributed.run"),
-        *("--standalone", "--nproc-per-node", "1", tmp_path / "rank.py"),
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == f"cuda:0 {4 << 30}\n"
-    title, _, row = found.stderr.splitlines()[-3:]
-    assert title == "virtualgpu: 1 x NVIDIA A100-SXM4-40GB, dry run, 1 process"
-    assert row.split()[:5] == ["0", "4.00", "GiB", "4.00", "GiB"]
-
-
 DRY = """
 import torch, torch.multiprocessing as mp
 from torch.utils.data import DataLoader

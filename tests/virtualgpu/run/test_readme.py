@@ -1,5 +1,6 @@
 """The README's examples do what it says."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -24,10 +25,10 @@ def written(name, folder):
     return command, shown.splitlines()
 
 
-def example(name, folder, environ, status=0):
-    """Run the command; its output's lines, and those that the README shows."""
+def example(name, folder, environ, *options, status=0):
+    """Run the command, with options before its own; its output's lines, and those that the README shows."""
     command, shown = written(name, folder)
-    words = shlex.split(command)
+    words = shlex.split(command.replace("virtualgpu", shlex.join(["virtualgpu", *options]), 1))
     words = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
     found = subprocess.run(words, cwd=folder, env=environ, text=True, capture_output=True)
     assert found.returncode == status, found.stdout + found.stderr
@@ -64,8 +65,18 @@ def test_the_runner(tmp_path, clean_environ):
 
 @of_2_15
 def test_several_processes(tmp_path, clean_environ):
-    told, shown = example("ddp.py", tmp_path, clean_environ)
-    assert told[-len(shown) :] == shown  # torchrun has words of its own before
+    """And the trace of the ranks, in which a collective takes place on all of them at once."""
+    told, shown = example("ddp.py", tmp_path, clean_environ, "--trace", "trace.json")
+    assert told[-len(shown) - 1 : -1] == shown  # torchrun has words of its own before
+    assert told[-1].startswith("Trace of 2 processes in ")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(name.split(" (")[0] for name in names.values()) == ["rank 0", "rank 1"]
+    zero, one = (
+        [(e["name"], e["ts"], e["dur"]) for e in events if e.get("cat") == "communication" and e["pid"] == pid]
+        for pid in names
+    )
+    assert zero == one and len(zero) > 12
 
 
 @of_2_15
