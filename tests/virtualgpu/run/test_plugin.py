@@ -5,7 +5,7 @@ from importlib import metadata
 
 import pytest
 
-from virtualgpu import pytest_plugin
+from virtualgpu import pytest_plugin, session
 
 pytest_plugins = "pytester"
 RACE = """
@@ -143,3 +143,13 @@ def test_bad_options(given, words):
     )
     with pytest.raises(pytest.UsageError, match=words):
         pytest_plugin._begin(Namespace(stash=pytest.Stash()), options)
+
+
+def test_races_of_gpus_that_tests_make_themselves():
+    """The option without --virtual-gpus."""
+    options = Namespace(virtual_gpus=None, virtual_gpus_like=None, virtual_gpus_memory=None, virtual_gpus_sanitize=True)
+    try:
+        pytest_plugin._begin(Namespace(stash=pytest.Stash()), options)
+        assert session.looks_for_races()
+    finally:
+        session.look_for_races(False)
