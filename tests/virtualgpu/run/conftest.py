@@ -51,6 +51,8 @@ def warm_python():
 
 
 @pytest.fixture
-def warm(monkeypatch, warm_python):
-    """What `fit` and `--explain` try, in this process, starts warm: for what they make of it, not for the start itself."""
-    monkeypatch.setattr(programs, "subprocess", warm_python)
+def warm(monkeypatch, request):
+    """What `fit` and `--explain` try, in this process, starts warm: for what they make of it, not for the start itself. On Linux; elsewhere
+    a fork of so much is not safe, or there is none."""
+    if sys.platform == "linux":
+        monkeypatch.setattr(programs, "subprocess", request.getfixturevalue("warm_python"))

@@ -62,7 +62,8 @@ def main(rank, port, width, rows):
         optimizer.step()
 if __name__ == "__main__":
     port, width, *rows = map(int, sys.argv[1:])
-    torch.multiprocessing.start_processes(main, (port, width, rows), nprocs=2, start_method="fork")
+    method = "fork" if sys.platform == "linux" else "spawn"
+    torch.multiprocessing.start_processes(main, (port, width, rows), nprocs=2, start_method=method)
 """
 ALONE = """
 import contextlib, sys, time, torch
