@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-HURRY = 2  # seconds, a time limit for what does not end; that of ranks begins when all of them have begun
+HURRY = 1  # seconds, a time limit for what does not end; that of ranks begins when all of them have begun
 
 
 def ranks(below: psutil.Process | None = None) -> list[psutil.Process]:

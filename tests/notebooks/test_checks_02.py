@@ -1,5 +1,7 @@
 """The graders of notebook 02: a skip over the cut, and a model that the reader splits."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -169,7 +171,7 @@ def test_a_model_that_fits_on_one_gpu_must_use_both(capsys):
 
 def for_ever(*what):
     while True:
-        pass
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The graders of notebook 04: averaging by hand, and talking beside backward. Numbers are drawn anew each time."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,7 +69,7 @@ def test_averages(capsys, average_gradients, complaint):
 
 def loop_for_ever(model):
     while True:
-        pass
+        time.sleep(0.01)
 
 
 def test_an_endless_loop_is_told(capsys, hurried):

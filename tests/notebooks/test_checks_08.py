@@ -1,5 +1,7 @@
 """The graders of notebook 08: a training with three faults, and one that stays together."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,7 +103,7 @@ def test_stays_together(capsys, train, complaint):
 
 def trains_for_ever(model, batches):
     while True:
-        pass
+        time.sleep(0.01)
 
 
 def test_an_endless_training_is_told(capsys, hurried):

@@ -144,7 +144,6 @@ def on_two(dtype=None, offload=True, grouped=True):
         (on_two(torch.float16), "Block", "out of memory"),
         (on_two(torch.float16, offload=False), "Full", "out of memory"),
         (on_two(torch.float16, grouped=False), "Full", "out of memory"),
-        (on_two(), "Full", "s are possible"),
         (on_two(torch.bfloat16), "Full", "s are possible"),
         (none_at_all, "Full", "is not sharded: each of the two GPUs"),
         (half, "Full", "look at words.weight"),

@@ -1,5 +1,7 @@
 """The graders of notebook 10: 1F1B's table, and an exchange that must not wait for ever."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
 def for_ever(*what):
     while True:
-        pass
+        time.sleep(0.01)
 
 
 def table(stages, number, first=lambda stages, stage: stages - 1 - stage):

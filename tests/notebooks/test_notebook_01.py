@@ -11,7 +11,6 @@ import nbformat
 import pytest
 import series
 import stamp
-from nbclient import NotebookClient
 
 PATH = series.NOTEBOOKS / "01_save_load_transfer_learning.ipynb"
 
@@ -59,15 +58,6 @@ def test_the_prose_is_true_of_the_stored_pictures():
     assert 65 < frozen < 78, "frozen, about seven in ten"
 
 
-def test_the_notebook_starts_in_another_folder(tmp_path, monkeypatch):
-    """Copied elsewhere and run from there, with the checkout on sys.path (`pip install -e .`): its first cells work."""
-    monkeypatch.setenv("PYTHONPATH", str(series.ROOT))
-    notebook = series.read(PATH)
-    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:4]
-    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert notebook.cells[3].outputs[0].text.startswith("1258 images")
-
-
 @pytest.fixture
 def repository(tmp_path):
     """What git would clone: helpers, virtualgpu and data in a repository of one commit, reached under the name in pyproject."""
@@ -82,14 +72,9 @@ def repository(tmp_path):
             "GIT_CONFIG_VALUE_0": f"https://github.com/{stamp.settings()['repository']}"}  # fmt: skip
 
 
-THERE = """
-import os, subprocess
-program = "import os, checks, helpers, virtualgpu; print(*(os.path.relpath(m.__path__[0]) for m in (checks, helpers, virtualgpu)))"
-subprocess.run([sys.executable, "-S", "-c", program])
-"""
-
-
-USES = f"from helpers import data; print(len(data.digits()[1]), flush=True)\n{THERE}"
+DIGITS = "from helpers import data; print(len(data.digits()[1]), flush=True)"
+WHERE = "import os, checks, helpers, virtualgpu; print(*(os.path.relpath(m.__path__[0]) for m in (checks, helpers, virtualgpu)))"
+USES = f"import subprocess\n{DIGITS}\nsubprocess.run([sys.executable, '-S', '-c', {WHERE!r}])"
 
 
 def bootstrap(folder, environment=None, then=USES):
@@ -133,6 +118,14 @@ def test_beside_the_helpers_it_finds_them(tmp_path):
     path = os.pathsep.join([str(tmp_path / "installed"), sysconfig.get_path("purelib")])
     done = bootstrap(tmp_path / "notebooks", {"PYTHONPATH": path})
     assert done.stdout.splitlines() == ["again", "1797", "../checks ../helpers ../virtualgpu"], done.stderr
+
+
+def test_in_another_folder_it_finds_the_installed_ones(tmp_path):
+    """Copied elsewhere and run from there, with the checkout on sys.path (`pip install -e .`)."""
+    path = os.pathsep.join([str(series.ROOT), sysconfig.get_path("purelib")])
+    done = bootstrap(tmp_path, {"PYTHONPATH": path}, then=f"{DIGITS}\n{WHERE}")
+    found = " ".join(os.path.relpath(series.ROOT / name, tmp_path) for name in ("checks", "helpers", "virtualgpu"))
+    assert done.stdout.splitlines() == ["again", "1797", found], done.stderr
 
 
 def test_without_helpers_and_network_it_names_the_cure(tmp_path, repository):

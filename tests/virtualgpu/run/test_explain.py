@@ -74,11 +74,11 @@ def test_real_gpus_are_taken_where_nobody_asks_for_virtual_ones():
     "fault, words",
     [("key", "KeyError: 'missing' (train it.py:12)"), ("memory", "out of memory: 38.15 GiB more were asked for")],
 )
-def test_a_program_that_fails_says_how(script, fault, words):
+def test_a_program_that_fails_says_how(script, fault, words, warm):
     assert start(script, fault).failed == words
 
 
-def test_a_program_that_uses_no_gpu(script):
+def test_a_program_that_uses_no_gpu(script, warm):
     with open(script, "w") as file:
         file.write(PROGRAM.replace(".cuda()", "").replace(', device="cuda"', ""))
     assert start(script, "").failed == "the program used no GPU"
@@ -109,7 +109,7 @@ def test_what_is_not_known_is_said():
     )
 
 
-def test_one_step_is_too_few(script, capsys):
+def test_one_step_is_too_few(script, capsys, warm):
     assert cli.main(["--explain", "--gpus", "1", "--json", script, "one"]) == 2
     words = "the program ended after 1 step of an optimizer of torch.optim: two at least can be told of"
     assert json.loads(capsys.readouterr().out)["failed"] == words
@@ -209,7 +209,7 @@ def test_many_ranks_are_three_columns():
     assert table[2].split()[:2] == ["computing", "100"] and table[2].split()[-4:] == ["450", "ms", "45", "%"]
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])  # SIGKILL: test_fit
 def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, status):
     monkeypatch.setenv("MARK", str(tmp_path))
     words = [sys.executable, "-m", "virtualgpu", "--explain", "--gpus", "1", "--steps", "0", script, ""]

@@ -44,7 +44,7 @@ for step in range(1000):
     optimizer.step()
 """
 # Ranks of a program's own, which know who they are from their group alone; its port is taken where two of its runs are there at a time.
-SPAWN = """
+OWN_RANKS = """
 import sys, torch
 from torch import nn
 from torch.distributed import init_process_group
@@ -62,7 +62,8 @@ def main(rank, port, width, rows):
         optimizer.step()
 if __name__ == "__main__":
     port, width, *rows = map(int, sys.argv[1:])
-    torch.multiprocessing.spawn(main, args=(port, width, rows), nprocs=2)
+    method = "fork" if sys.platform == "linux" else "spawn"
+    torch.multiprocessing.start_processes(main, (port, width, rows), nprocs=2, start_method=method)
 """
 ALONE = """
 import contextlib, sys, time, torch
@@ -91,7 +92,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def told(tmp_path):
+def told(tmp_path, warm):
     """told("T4", 2, DDP, "{}", 4): what explain finds out; only=True: what its ranks tell, without reruns. of: one rank of so
     many plays alone."""
 
@@ -99,8 +100,6 @@ def told(tmp_path):
         path = tmp_path / "train.py"
         path.write_text(program)
         command = [str(path), *map(str, arguments)]
-        if program is DDP and gpus > 1:
-            command = ["torchrun", "--standalone", f"--nproc-per-node={gpus}", *command]
         settings = environment.Settings(cards.find(gpus, like, None), host=host, single_rank=of and (of, 0, 8))
         if only:
             settings = settings._replace(dry=True, steps=explain.STEPS, explain={})
@@ -170,10 +169,10 @@ def test_a_collective_for_each_parameter(told):
 def test_unequal_ranks(told):
     port = free_port()
     # one program at a time, as unless asked otherwise: ranks of two at one port meet each other
-    found = told("A100", 2, SPAWN, port, 2048, 65536, 131072, jobs=None)
+    found = told("A100", 2, OWN_RANKS, port, 2048, 65536, 131072, jobs=None)
     ((change, step, _),) = found.tried
     assert change.name == first(found)[0] == "equal ranks"
-    assert step == pytest.approx(step_of(told("A100", 2, SPAWN, port, 2048, 98304, only=True)), rel=0.03)
+    assert step == pytest.approx(step_of(told("A100", 2, OWN_RANKS, port, 2048, 98304, only=True)), rel=0.03)
 
 
 @pytest.mark.parametrize("workers, layers, width, rows", [(0, 100, 64, 8), (2, 4, 1024, 512)])

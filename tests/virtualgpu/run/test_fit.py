@@ -45,7 +45,7 @@ for step in range(10**6):
 """
 
 
-def test_what_fits_and_what_does_not(script):
+def test_what_fits_and_what_does_not(script, warm):
     samples = "{batch-size}*{gpus}*3"
     trials = fit.run([script], like=["T4", "A100"], vary={"batch-size": ["300000"]}, samples=samples)
     assert [(t.card, t.values["batch-size"], t.status, t.samples) for t in trials] == [
@@ -91,7 +91,7 @@ def test_more_gpus_by_torchrun(script):
 @pytest.mark.parametrize(
     "options, samples", [(["--micro-steps", "2"], 64 * 2 * 16), (["--micro-steps", "3", "--total"], 64 * 3)]
 )
-def test_one_rank_that_plays_alone_counts_for_all(script, options, samples):
+def test_one_rank_that_plays_alone_counts_for_all(script, options, samples, warm):
     (trial,) = fit.run([script, "--batch-size", "64", *options], world_size=16)
     assert trial.samples == samples
 
@@ -134,7 +134,7 @@ for step in range(99):
 
 
 @pytest.mark.parametrize("program, option, samples", [(GAN, "--batchSize", 16), (CHECKPOINTED, "--batch-size", 48)])
-def test_samples_count_once(tmp_path, program, option, samples):
+def test_samples_count_once(tmp_path, program, option, samples, warm):
     path = tmp_path / "train.py"
     path.write_text(program)
     (trial,) = fit.run([str(path), option, "16"])
@@ -148,14 +148,14 @@ def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
     assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
 
 
-def test_a_rank_that_fails_is_named_and_not_torchrun_nor_who_waited(script):
+def test_a_rank_that_fails_is_named_and_not_torchrun_nor_who_waited(script, warm):
     command = ["torchrun", "--standalone", "--nproc-per-node={gpus}", script, "--fault", "key"]
     (trial,) = fit.run(command, gpus=[2])
     assert trial.status == "failed" and trial.words == "KeyError: 'missing' (train it.py:24)", trial
     assert trial.words in fit_table.lines([trial], {})[-1]
 
 
-def test_gpus_that_stay_idle_and_a_program_that_decides_by_a_value_are_said(script):
+def test_gpus_that_stay_idle_and_a_program_that_decides_by_a_value_are_said(script, warm):
     one, two = trials = fit.run([script, "--fault", "value"], gpus=[1, 2])
     assert (one.used, two.used) == (1, 1) and fit_table.efficiency(two, trials) == pytest.approx(0.5)
     assert one.status == "fits" and one.reads == "train it.py:25"
@@ -164,7 +164,7 @@ def test_gpus_that_stay_idle_and_a_program_that_decides_by_a_value_are_said(scri
     assert "\ntrain it.py:25 reads a value of the GPU: a dry run has nan there" in told
 
 
-def test_what_the_engine_does_otherwise_is_said(tmp_path):
+def test_what_the_engine_does_otherwise_is_said(tmp_path, warm):
     path = tmp_path / "compiled.py"
     path.write_text(
         "import torch\nmodel = torch.compile(torch.nn.Linear(8, 8).cuda())\n"
@@ -176,7 +176,7 @@ def test_what_the_engine_does_otherwise_is_said(tmp_path):
     assert trial.notes[0] in fit_table.lines([trial], {})
 
 
-def test_a_program_that_looks_for_gpus_and_goes(tmp_path):
+def test_a_program_that_looks_for_gpus_and_goes(tmp_path, warm):
     path = tmp_path / "two.py"
     path.write_text("import torch\nif torch.cuda.device_count() < 2:\n    print('I need two.')\n    exit()\n")
     (trial,) = fit.run([str(path)])

@@ -30,7 +30,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_search_for_the_largest(here):
+def test_a_search_for_the_largest(here, warm):
     trials = virtualgpu.fit("train.py --epochs 1", ["T4"], memory="1GB", vary={"batch-size": "80000..160000"}, steps=2)
     assert repr(trials).splitlines()[0].split()[:3] == ["card", "GPUs", "batch-size"]
     assert "$ per GPU and hour: T4 0.35" in repr(trials) and 2**28 < trials[0].reserved < 2**30

@@ -3,9 +3,9 @@
 import pytest
 
 FIRST = [
-    "from virtualgpu.hardware import specs; import virtualgpu.session as s; assert s._session.cards[0] == specs.find('T4')",
     "from virtualgpu.torch_api import streams",
-    "import importlib.util; assert importlib.util.find_spec('virtualgpu.session'); import virtualgpu.session",
+    "import importlib.util; assert importlib.util.find_spec('virtualgpu.session'); from virtualgpu.hardware import specs; "
+    "import virtualgpu.session as s; assert s._session.cards[0] == specs.find('T4')",
 ]
 THEN = """
 import torch

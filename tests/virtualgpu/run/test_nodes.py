@@ -19,7 +19,8 @@ import virtualgpu
 
 local = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(local)
-dist.init_process_group("nccl")
+dist.init_process_group()
+assert "cuda:nccl" in str(dist.get_backend_config())
 x = torch.full((1000, 1000), 1.0 + dist.get_rank(), device="cuda")
 with virtualgpu.recording() as spans:
     dist.all_reduce(x)

@@ -1,13 +1,24 @@
-"""The pytest plugin: GPUs before conftest.py, fresh ones for each test, other ones by marker."""
+"""The pytest plugin: GPUs before conftest.py, fresh ones for each test, other ones by marker; races by option and by marker."""
 
 from argparse import Namespace
 from importlib import metadata
 
 import pytest
 
-from virtualgpu import pytest_plugin
+from virtualgpu import pytest_plugin, session
 
 pytest_plugins = "pytester"
+RACE = """
+        def races(torch):
+            from virtualgpu.sanitizer import UnsynchronizedAccessError
+            side, x = torch.cuda.Stream(), torch.zeros(8, device="cuda")
+            try:
+                with torch.cuda.stream(side):
+                    x.add_(1)
+            except UnsynchronizedAccessError:
+                return True
+            return False
+"""
 INSTALLED = metadata.entry_points(group="pytest11", name="virtualgpu")
 PLUGIN = () if INSTALLED else ("-p", "virtualgpu.pytest_plugin")  # a checkout that was not installed again
 
@@ -23,7 +34,7 @@ def test_option(run, pytester):
     pytester.makeconftest("import torch\nAT_IMPORT = torch.cuda.device_count()\n")
     pytester.makepyfile(
         """
-        import os, pytest, torch
+        import os, pytest, torch, virtualgpu
         from conftest import AT_IMPORT
         import torch.multiprocessing as mp
 
@@ -59,13 +70,22 @@ def test_option(run, pytester):
             mp.spawn(rank, (tmp_path,), nprocs=1)
             assert (tmp_path / "0").read_text() == "cuda:0"
 
+        def test_races():
+            assert races(torch)
+
+        def test_races_on_its_own():
+            virtualgpu.gpus(1)
+            assert races(torch)
+            virtualgpu.reset()
+
         @pytest.mark.virtual_gpus(like="A99")
         def test_bad_marker():
             pass
         """
+        + RACE
     )
-    found = run("--virtual-gpus", "2", "--virtual-gpus-like", "V100")
-    found.assert_outcomes(passed=5, errors=1)
+    found = run("--virtual-gpus", "2", "--virtual-gpus-like", "V100", "--virtual-gpus-sanitize")
+    found.assert_outcomes(passed=7, errors=1)
     found.stdout.fnmatch_lines(
         ["virtual GPUs: Tesla V100-SXM2-16GB, Tesla V100-SXM2-16GB", "*virtual_gpus: there is no GPU called 'A99'*"]
     )
@@ -84,6 +104,16 @@ def test_without_the_option(run, pytester):
             import torch
             assert torch.cuda.device_count() == 1 and torch.ones(1, device="cuda").is_cuda
 
+        @pytest.mark.virtual_gpus(2)
+        def test_no_races():
+            import torch
+            assert not races(torch)
+
+        @pytest.mark.virtual_gpus(2, sanitize=True)
+        def test_races():
+            import torch
+            assert races(torch)
+
         def test_off_again():
             import torch
             assert "VIRTUALGPU" not in os.environ
@@ -93,8 +123,9 @@ def test_without_the_option(run, pytester):
         def test_fixture(virtual_gpus):
             assert len(virtual_gpus) == 2
         """
+        + RACE
     )
-    run("--strict-markers").assert_outcomes(passed=4)
+    run("--strict-markers").assert_outcomes(passed=6)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +143,13 @@ def test_bad_options(given, words):
     )
     with pytest.raises(pytest.UsageError, match=words):
         pytest_plugin._begin(Namespace(stash=pytest.Stash()), options)
+
+
+def test_races_of_gpus_that_tests_make_themselves():
+    """The option without --virtual-gpus."""
+    options = Namespace(virtual_gpus=None, virtual_gpus_like=None, virtual_gpus_memory=None, virtual_gpus_sanitize=True)
+    try:
+        pytest_plugin._begin(Namespace(stash=pytest.Stash()), options)
+        assert session.looks_for_races()
+    finally:
+        session.look_for_races(False)

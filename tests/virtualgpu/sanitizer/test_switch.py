@@ -1,4 +1,4 @@
-"""On and off: the with-block, the runner's option, the marker and the option of pytest; while it is off, nothing is in the way."""
+"""On and off: the with-block and the runner's option (those of pytest: test_plugin); while it is off, nothing is in the way."""
 
 import subprocess
 import sys
@@ -16,7 +16,6 @@ from virtualgpu.run import inherit
 from virtualgpu.sanitizer import UnsynchronizedAccessError
 from virtualgpu.timing.clock import Clock
 
-pytest_plugins = "pytester"
 REPLACED = [(Dispatch, "_work"), (Factories, "make"), (Factories, "make_like"), (GPU, "malloc"), (GPU, "free")]
 REPLACED += [(Clock, "wait"), (Clock, "wait_for"), (Clock, "between"), (Clock, "_enter_node")]
 
@@ -83,66 +82,15 @@ with torch.cuda.stream(side):
 """
 
 
-def runner(environ, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "virtualgpu", "--quiet", *arguments], env=environ, text=True, capture_output=True
-    )
-
-
-def test_the_runner(clean_environ):
-    assert runner(clean_environ, "-c", RACE).returncode == 0
-    dry = runner(clean_environ, "--sanitize", "--dry", "-c", RACE)
-    assert dry.returncode == 1 and "a race: aten::add_.Tensor on stream 3" in dry.stderr
-
-
 def test_what_the_runners_program_starts_has_it(clean_environ, tmp_path):
+    """Also in a dry run. The program itself: test_readme."""
     child = tmp_path / "child.py"
     child.write_text(RACE)
     starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(child)!r}]))"
-    done = runner(clean_environ, "--sanitize", "-c", starts)
+    command = [sys.executable, "-m", "virtualgpu", "--quiet", "--sanitize", "--dry", "-c", starts]
+    done = subprocess.run(command, env=clean_environ, text=True, capture_output=True)
     assert done.returncode == 1
     assert "virtualgpu.sanitizer.UnsynchronizedAccessError: a race: aten::add_.Tensor on stream 3" in done.stderr
-
-
-TESTS = """
-import pytest, torch, virtualgpu
-
-def race():
-    side, x = torch.cuda.Stream(), torch.zeros(8, device="cuda")
-    with torch.cuda.stream(side):
-        x.add_(1)
-
-@pytest.mark.virtual_gpus(2, sanitize=True)
-def test_marked():
-    race()
-
-@pytest.mark.virtual_gpus(2)
-def test_not_marked():
-    race()
-
-def test_its_own():
-    virtualgpu.gpus(1)
-    race()
-    virtualgpu.reset()
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "failed"),
-    [
-        ((), ["test_marked"]),
-        (("--virtual-gpus-sanitize",), ["test_marked", "test_not_marked", "test_its_own"]),
-    ],
-)
-def test_the_plugin(pytester, monkeypatch, options, failed):
-    from tests.virtualgpu.run.test_plugin import PLUGIN
-
-    monkeypatch.delenv("VIRTUALGPU", raising=False)
-    pytester.makepyfile(TESTS)
-    found = pytester.runpytest_subprocess(*PLUGIN, *options, "-p", "no:cacheprovider")
-    found.assert_outcomes(failed=len(failed), passed=3 - len(failed))
-    for name in failed:
-        found.stdout.fnmatch_lines([f"FAILED *::{name} - virtualgpu.sanitizer.Unsynchroni*"])
 
 
 def test_activate_leaves_it_as_it_is_unless_told():
