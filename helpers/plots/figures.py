@@ -60,7 +60,7 @@ def lines(axes: Axes, x: Sequence[float], series: Mapping[str, Sequence[float]])
 def rows(axes: Axes, names: Collection[str], grid: bool = True) -> None:
     """A row a name, the first on top. grid: with lines across them."""
     axes.set_yticks(range(len(names)), list(names))
-    axes.set(ylim=(len(names) - 0.5, -0.5))
+    axes.set(ylim=(max(len(names), 1) - 0.5, -0.5))
     axes.grid(visible=grid, axis="y")
 
 

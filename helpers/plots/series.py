@@ -45,8 +45,7 @@ def sweep(
         figures.lines(axes, x, series)
         for (name, values), color in zip(points.items(), COLORS[len(series) :], strict=False):
             axes.plot(list(values), list(values.values()), "*", markersize=12, color=color, label=name)
-        # a legend of many names would hide what it names
-        crowded = len(series) + len(points) > 4
+        crowded = len(series) + len(points) > 4  # a legend of many names would hide what it names
         where = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if crowded else {"loc": "best"}
         axes.legend(**where, frameon=False)
         axes.set(xlabel=xlabel, xscale=xscale)

@@ -31,6 +31,15 @@ def test_layers_lie_on_each_other_below_the_names_of_the_phases(figures):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["activations", "parameters"]
 
 
+def test_a_peak_of_one_event_among_thousands_is_seen(figures):
+    layers = {"parameters": [1.0] * 20_000, "temporary": [0.0] * 20_000}
+    layers["temporary"][12_345] = 7.0
+    plots.stacked(layers, "A step", "events", "MiB", "simulated")
+    _, temporary = figures[0].axes[0].collections
+    high = [x for x, y in temporary.get_paths()[0].vertices if y == 8.0]
+    assert min(high) <= 12_345 <= max(high) and max(high) - min(high) >= 20_000 / 600
+
+
 def test_pictures_of_two_steps_compare_on_one_axis(figures):
     for held in ([1.0, 2.0], [1.0, 9.0]):
         plots.stacked({"parameters": held}, "A step", "events", "MiB", "simulated", top=10)
