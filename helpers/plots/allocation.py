@@ -32,9 +32,7 @@ def stacked(
         for (start, name), (end, _) in itertools.pairwise([*phases, (count, "")]):
             axes.axvline(start, color="#666666", linestyle=":", linewidth=1)
             if end - start > count / 15:  # or its name would run into the next one
-                axes.annotate(
-                    name, (start, top), (3, -2), textcoords="offset points", va="top", fontsize=7, color="#444"
-                )
+                axes.annotate(name, (start, top), (3, -2), textcoords="offset points", va="top", size=7, color="#444")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)  # as they lie
 
 
