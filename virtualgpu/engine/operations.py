@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import halves
+from virtualgpu.engine import halves, histograms
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.nondeterministic import ALERTS
@@ -118,7 +118,7 @@ class Operation:
         self.apart = self.random or func in halves.OPERATIONS
         self.drawn_with = with_generator(func) if self.random else None
         self.on_cpu = from_default(func) if self.random else func
-        self.on_gpu = func
+        self.on_gpu = histograms.OPERATIONS.get(func, func)
         self.generator = any(argument.name == "generator" for argument in arguments)
         self.takes_device = any(argument.name == "device" for argument in arguments)
         tensors = any("Tensor" in str(argument.type) for argument in arguments if not argument.is_out)

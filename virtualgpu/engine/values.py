@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
+from virtualgpu.engine import histograms
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 from virtualgpu.engine.thread_context import dry_runs
@@ -125,7 +126,8 @@ def propagate(op, args, kwargs, tensors, out) -> None:
         if decided is not None:
             _mark_valid([shadow_of(results[0]).fill_(decided)])
     elif any(map(_compat.is_really_meta, results)):
-        shadows = tensors_of([_with(values, tensors, op.func, args, kwargs)], {})
+        kernel = histograms.OPERATIONS.get(op.func, op.func)
+        shadows = tensors_of([_with(values, tensors, kernel, args, kwargs)], {})
         _attach(results, shadows)
         _pass_on(op, values, shadows)
 
