@@ -81,6 +81,12 @@ def _cut(work: Path) -> None:
     (work / "cut.pt").write_bytes(whole[: len(whole) // 3])
 
 
+def _cut_alone(work: Path) -> None:
+    """The same, without the whole one: it is not the state of the script that looks for it."""
+    _cut(work)
+    (work / "model.pt").unlink()
+
+
 def _notebook(work: Path) -> None:
     from tests.faults.programs import notebooks
 
@@ -214,7 +220,7 @@ TORCHRUN = Subject(
         "a truncated checkpoint": Misuse(
             [*RUNNER, *TORCH, "--standalone", "--nproc-per-node=2", TRAIN_DDP, "--checkpoint", "cut.pt"],
             "truncated",
-            _cut,
+            _cut_alone,
         ),
         "the port is taken": Misuse(
             [*RUNNER, *TORCH, "--nproc-per-node=2", f"--master-port={PORT}", TRAIN_DDP, "--checkpoint=a.pt"],
