@@ -12,11 +12,7 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def on_gpu(tensor, bins=100, min=0, max=0, *, out=None):
     """How many numbers lie in each of `bins` equal parts of [min, max], of their own type. Raises RuntimeError as CUDA does. Call it untracked."""
     if tensor.dtype not in WHOLE:
-        return (
-            aten.histc.default(tensor, bins, min, max)
-            if out is None
-            else aten.histc.out(tensor, bins, min, max, out=out)
-        )
+        return torch.histc(tensor, bins, min, max, out=out)
     if bins <= 0:
         raise RuntimeError(f"bins must be > 0, but got {bins}")
     numbers, low, high = tensor.flatten().long(), int(min), int(max)

@@ -35,10 +35,10 @@ def _matrices(first: int) -> Callable:
     def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
         """[count, rows, length] times [count, length, columns], from argument `first` on."""
         left, right = args[first], args[first + 1]
-        count = left.shape[0] if left.dim() == 3 else 1
-        rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
         if left.layout is not torch.strided or right.layout is not torch.strided:
             return _sparse(kernels, left, right, flops, moved, key)
+        count = left.shape[0] if left.dim() == 3 else 1
+        rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
         if left.is_complex():
             count *= 4
         widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
