@@ -149,7 +149,12 @@ def _geqrf(matrix):
     return torch.empty_like(matrix), matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:])))
 
 
+def _like_first(tensor, *rest, **options):
+    return torch.empty_like(tensor)
+
+
 FOR_SHAPES = {
+    "_transformer_encoder_layer_fwd": _like_first,  # PyTorch 2.11
     "mish_backward": _like_second,
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,

@@ -20,6 +20,7 @@ def install(machine: Machine, patches: Patches) -> None:
         ForkingPickler.register(kind, replaced)
     patches.undo(lambda: [ForkingPickler.register(kind, reduce_tensor) for kind in KINDS])
     patches.stand_in(torch.UntypedStorage, "share_memory_", _share)
+    patches.wrap(torch.UntypedStorage, "_new_shared", lambda original: staticmethod(standing_in(original, _new_shared)))
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
         patches.stand_in(torch.UntypedStorage, name, _untracked, machine)
 
@@ -43,6 +44,13 @@ def _reduce(machine: Machine, original, tensor: torch.Tensor):
 def _share(original, storage):
     """What has no values has none to share."""
     return storage if _compat.real_storage_device(storage).type == "meta" else original(storage)
+
+
+def _new_shared(original, size: int, *, device="cpu"):
+    """Nor to be shared: a loader's batch. PyTorch 2.11 makes it on the CPU, where no shape of it can lie."""
+    if torch.device(device).type == "meta":
+        return torch.UntypedStorage(size, device="meta")
+    return original(size, device=device)
 
 
 def _untracked(machine: Machine, original, storage, *args, **kwargs):

@@ -31,16 +31,16 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_search_for_the_largest(here, warm):
-    trials = virtualgpu.fit("train.py --epochs 1", ["T4"], memory="1GB", vary={"batch-size": "80000..160000"}, steps=2)
+    trials = virtualgpu.fit("train.py --epochs 1", ["T4"], memory="1GB", vary={"batch-size": "70000..140000"}, steps=2)
     assert repr(trials).splitlines()[0].split()[:3] == ["card", "GPUs", "batch-size"]
     assert "$ per GPU and hour: T4 0.35" in repr(trials) and 2**28 < trials[0].reserved < 2**30
     assert [(trial.values["batch-size"], trial.status) for trial in trials] == [
-        ("80000", "fits"),
-        ("160000", "out of memory"),
+        ("70000", "fits"),
+        ("140000", "out of memory"),
     ]
     (best,) = trials.largest
-    assert best.fits and best.values == {"batch-size": "80000"}
-    assert "Largest that fits: T4: batch-size=80000." in repr(trials)
+    assert best.fits and best.values == {"batch-size": "70000"}
+    assert "Largest that fits: T4: batch-size=70000." in repr(trials)
     assert call.Trials(trials, {}, None, "").largest == []
 
 
