@@ -4,7 +4,8 @@ A share of time is that of simulated time since the program last asked. A virtua
 draws its power limit for as long as it works, nothing in between: a bound for energy. It has no temperature.
 """
 
-import sys
+import functools
+from types import ModuleType
 
 import torch
 
@@ -12,21 +13,22 @@ from virtualgpu import environment
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.hardware.specs import MIB
 from virtualgpu.timing.usage import Utilization
+from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.nvml import DRIVER
 from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace functions of torch.cuda and, where it is installed, GPUtil's list."""
+    """Replace functions of torch.cuda and, once somebody imports it, GPUtil's list: it brings setuptools along."""
     monitor = Monitor(machine)
     for name in ("utilization", "memory_usage", "clock_rate", "power_draw"):
         patches.replace(torch.cuda, name, getattr(monitor, name))
-    try:
-        from GPUtil import GPUtil as module
-    except ImportError:
-        return
-    for owner in (module, sys.modules["GPUtil"]):
-        patches.replace(owner, "getGPUs", lambda: monitor.rows(module.GPU))
+    when_imported("GPUtil", functools.partial(_replace_list, monitor, patches), patches)
+
+
+def _replace_list(monitor: "Monitor", patches: Patches, package: ModuleType) -> None:
+    for owner in (package, package.GPUtil):
+        patches.replace(owner, "getGPUs", lambda: monitor.rows(package.GPU))
 
 
 class Monitor:
