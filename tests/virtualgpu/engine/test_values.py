@@ -52,6 +52,14 @@ def test_the_host_computes_with_them():
     assert torch.log(torch.tensor([1.0, math.e]))[1].item() == pytest.approx(1)
 
 
+def test_a_list_is_written_to_in_place():
+    steps = [torch.zeros(()), torch.ones(2)]
+    torch._foreach_add_(steps, 1)
+    assert [step.tolist() for step in steps] == [1, [2, 2]]
+    torch._foreach_mul_(steps, [on_gpu(1).cpu().sum(), torch.tensor(2.0)])
+    assert unknown(steps[0].item(), *steps[1].tolist())
+
+
 def test_what_came_from_a_gpu_is_not_known():
     assert unknown(*on_gpu(3).cpu().tolist(), on_gpu(1).cpu().item())
     x, total, copy, part = torch.zeros(3), torch.tensor(0.0), torch.zeros(2), torch.zeros(2, 2)
@@ -105,6 +113,27 @@ def test_on_a_gpu_whole_numbers_are_known():
     assert list(counts_on("cuda")) == list(counts_on("cpu"))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_fused_optimizers_steps_are_known():
+    """It counts them on the GPU, in a single float32."""
+    model = nn.Linear(3, 2, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(on_gpu(4, 3)).sum().backward()
+        optimizer.step()
+    steps = [state["step"] for state in optimizer.state.values()]
+    assert [step.item() for step in steps] == [step.cpu().item() for step in steps] == [2, 2]
+    assert torch.equal(steps[0].cpu(), steps[1].cpu())
+
+
+@pytest.mark.parametrize("read", (torch.Tensor.item, float))
+def test_a_single_number_that_something_unknown_is_added_to_is_not_known(read):
+    loss = torch.zeros((), device="cuda")
+    loss += on_gpu(2).sum()
+    with pytest.warns(UserWarning, match="a dry run computes shapes"):
+        assert unknown(read(loss))
+
+
 def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
     with pytest.warns(UserWarning, match="a dry run computes shapes"):
         drawn = torch.randint(5, 9, (3,), device="cuda")
@@ -115,7 +144,7 @@ def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
     assert counts.tolist() == [0, 2, 3]
     more = torch.tensor([1, 2, 3], device="cuda")
     more.random_()
-    torch._foreach_add_([counts], 1)
+    torch._foreach_add_([counts], [on_gpu(3).argmax()])
     assert more.tolist() == counts.tolist() == [0, 0, 0]
 
 
