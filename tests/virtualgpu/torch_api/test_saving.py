@@ -94,6 +94,20 @@ def test_a_file_stays_as_it_is(gpus, checkpoint):
     assert checkpoint.read_bytes() == before and os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_safetensors_leaves_a_file_as_it_is(gpus, tmp_path, device):
+    """A Trainer of transformers saves by it at the end."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(3)}, path)
+    with virtualgpu.dry_run():
+        with pytest.warns(UserWarning, match=r"a dry run has no values to save: .*model\.safetensors is not written"):
+            save_file(nn.Linear(3, 2, device=device).state_dict(), path)
+        save_file(load_file(path), tmp_path / "copy")
+    assert load_file(path)["weight"].tolist() == load_file(tmp_path / "copy")["weight"].tolist() == [1, 1, 1]
+
+
 def test_what_has_values_is_saved_in_a_dry_run(gpus, checkpoint):
     with virtualgpu.dry_run():
         state = torch.get_rng_state()
