@@ -1,6 +1,7 @@
 """Shadow values: small tensors on the CPU keep their numbers in a dry run, so that what a program draws or counts on the host (where to
 crop an image, in which order, which step this is) is a number and not nan. On a GPU, whole numbers and those of float64 do: counts and
-sizes, which a program reads back, or which ranks tell each other. So does a single float32: a fused optimizer counts its steps in one.
+sizes, which a program reads back, or which ranks tell each other. So does a single float32: a fused optimizer counts its steps in one,
+and by one ranks tell each other whether they have come to an end.
 
 The tensor itself stays a shape, as all that is made in a dry run. Its shadow, a tensor with the numbers, is an attribute of it. Where
 something without values is written to the tensor, the shadow becomes stale: nan, or 0. Who reads it gets that; no shape depends on it any
@@ -78,8 +79,8 @@ def _mark(values, stale: bool | int) -> None:
 
 
 def may_have_shadow(tensor: Tensor) -> bool:
-    """Is it a shape of counts?"""
-    return tensor.dtype in COUNTS and _compat.is_really_meta(tensor)
+    """Is it a shape of what is kept?"""
+    return is_kept(tensor) and _compat.is_really_meta(tensor)
 
 
 def shadow_of(tensor: Tensor) -> Tensor:
