@@ -193,6 +193,29 @@ def test_they_stay_shapes_and_parameters_themselves():
     assert optimizer.state[bias]["step"].item() == 2
 
 
+def tied():
+    """As transformers makes one from a file: its parameters are the file's tensors."""
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
+    model[0].weight = model[1].weight = nn.Parameter(
+        torch.from_numpy(pytest.importorskip("numpy").ones((7, 4), "float32"))
+    )
+    return model
+
+
+def test_parameters_from_a_file_stay_tied():
+    model = tied()
+    weight, optimizer = model[0].weight, torch.optim.SGD(model.parameters())
+    before = torch.cuda.memory_allocated()
+    model.cuda()
+    assert model[0].weight is model[1].weight is weight is optimizer.param_groups[0]["params"][0]
+    assert weight.device.type == "cuda" and torch.cuda.memory_allocated() - before == 512
+    model(torch.tensor([1, 2], device="cuda")).sum().backward()
+    model.half()
+    assert model[1].weight is weight and weight.dtype is weight.grad.dtype is torch.float16
+    model.cpu()
+    assert model[1].weight is weight and weight.device.type == weight.grad.device.type == "cpu"
+
+
 def test_numpys_arrays_change_as_the_program_says():
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(10_000.0)
