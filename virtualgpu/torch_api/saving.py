@@ -59,12 +59,14 @@ class Files:
 
     def rebuild_tensor(self, original, storage, *geometry):
         """A dry run keeps what comes from a file, or from a loader's worker, with its values, as it does NumPy's arrays. What has none
-        comes from a worker: its storage is meta's, and the empty tensor that PyTorch would lay on it has values here, being small."""
+        comes from a worker, or goes to a GPU: its storage is meta's, and the empty tensor that PyTorch would lay on it has values here,
+        being small."""
         untyped = _compat.untyped(storage)
-        if not self.machine.dry or getattr(untyped, ALLOCATION, None) is not None:
+        without = self.machine.dry and _has_no_values(untyped)
+        if not self.machine.dry or (getattr(untyped, ALLOCATION, None) is not None and not without):
             return original(storage, *geometry)
         with self.machine.untracked():
-            if _has_no_values(untyped):
+            if without:
                 return torch.empty(0, dtype=storage.dtype, device="meta").set_(untyped, *geometry)
             return original(storage, *geometry)
 
