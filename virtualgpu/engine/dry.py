@@ -34,7 +34,11 @@ class DryRun:
         """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.returns_value_to_host:
             value = values.computed(op, args, kwargs, tensors)
-            return self.placeholder_value(op, tensors, gpu) if value is NotImplemented else value
+            if value is NotImplemented:
+                return self.placeholder_value(op, tensors, gpu)
+            if gpu is not None and value != value:  # nan: something without values was written to it
+                self.machine.warn_of_nan()
+            return value
         if op.host_result is not None:
             return self.packed(op, args)
         key = [op, *[setting() for setting in SETTINGS]]

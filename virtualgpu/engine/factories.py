@@ -50,7 +50,7 @@ class Factories:
         if machine.dry:
             out = self.dry.run(op, args, options, [], gpu)
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11
-            if (gpu is None and (by_python or number)) or (by_python and out.dtype in values.COUNTS and not op.random):
+            if (gpu is None and (by_python or number)) or (by_python and values.is_kept(out) and not op.random):
                 values.propagate_factory(op, args, {**options, "device": CPU}, out)
         elif gpu is None:
             out = op.on_cpu(*args, **options)

@@ -1,6 +1,7 @@
 """Shadow values: small tensors on the CPU keep their numbers in a dry run, so that what a program draws or counts on the host (where to
 crop an image, in which order, which step this is) is a number and not nan. On a GPU, whole numbers and those of float64 do: counts and
-sizes, which a program reads back, or which ranks tell each other.
+sizes, which a program reads back, or which ranks tell each other. So does a single float32: a fused optimizer counts its steps in one,
+and by one ranks tell each other whether they have come to an end.
 
 The tensor itself stays a shape, as all that is made in a dry run. Its shadow, a tensor with the numbers, is an attribute of it. Where
 something without values is written to the tensor, the shadow becomes stale: nan, or 0. Who reads it gets that; no shape depends on it any
@@ -26,6 +27,11 @@ DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwis
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
 COUNTS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 # of what a program counts on a GPU: a mean over all ranks goes by a number of samples in float64, too
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Does this tensor on a GPU keep its numbers, where they are known?"""
+    return tensor.dtype in COUNTS or (tensor.dtype is torch.float32 and not tensor.dim())
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -73,8 +79,8 @@ def _mark(values, stale: bool | int) -> None:
 
 
 def may_have_shadow(tensor: Tensor) -> bool:
-    """Is it a shape of counts?"""
-    return tensor.dtype in COUNTS and _compat.is_really_meta(tensor)
+    """Is it a shape of what is kept?"""
+    return is_kept(tensor) and _compat.is_really_meta(tensor)
 
 
 def shadow_of(tensor: Tensor) -> Tensor:
@@ -118,7 +124,7 @@ def invalidate(tensors) -> None:
 
 def propagate(op, args, kwargs, tensors, out) -> None:
     """After an operation on the CPU has given shapes: the same with values, where all have some and are small."""
-    results = tensors_of([out], {})
+    results = _results(op, args, kwargs, out)
     values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
     if values is None or any(value is None for value in values):
         decided = None if values is None else _decided(op, tensors, results)
@@ -127,9 +133,15 @@ def propagate(op, args, kwargs, tensors, out) -> None:
             _mark_valid([shadow_of(results[0]).fill_(decided)])
     elif any(map(_compat.is_really_meta, results)):
         kernel = histograms.OPERATIONS.get(op.func, op.func)
-        shadows = tensors_of([_with(values, tensors, kernel, args, kwargs)], {})
+        made = _with(values, tensors, kernel, args, kwargs)
+        shadows = tensors_of([made], {}) if op.returns else list(map(values_of, results))
         _attach(results, shadows)
         _pass_on(op, values, shadows)
+
+
+def _results(op: Operation, args, kwargs, out) -> list[Tensor]:
+    """What an operation returns, or, where that is nothing, what it writes to: _foreach_add_ counts a fused optimizer's steps."""
+    return tensors_of([out], {}) if op.returns else _targets(op, args, kwargs)
 
 
 def _pass_on(op: Operation, values, shadows, mark: bool | int = True) -> None:
@@ -161,11 +173,11 @@ def _decided(op: Operation, tensors, results) -> bool | None:
 
 
 def propagate_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
-    """The same on a GPU, where all results are counts, and not drawn."""
-    if type(out) is Tensor and out.dtype not in COUNTS and not op.writes:
+    """The same on a GPU, where all results are kept, and not drawn."""
+    if type(out) is Tensor and not op.writes and not is_kept(out):
         return  # most operations: at no cost
-    results = tensors_of([out], {})
-    if results and not op.random and all(result.dtype in COUNTS for result in results):
+    results = _results(op, args, kwargs, out)
+    if results and not op.random and all(map(is_kept, results)):
         propagate(op, args, kwargs, tensors, out)
     else:
         invalidate(_targets(op, args, kwargs))
@@ -179,8 +191,8 @@ def propagate_view(func, args, kwargs, out) -> None:
 
 
 def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
-    """A copy to or from a GPU, of counts. Call it untracked."""
-    if copy.dtype in COUNTS and (known := values_of(tensor)) is not None:
+    """A copy to or from a GPU, of what is kept there. Call it untracked."""
+    if is_kept(copy) and (known := values_of(tensor)) is not None:
         values = known.clone()
         _mark([values], _any_stale([known]))
         _attach([copy], [values])

@@ -1,6 +1,7 @@
 """torch.save and torch.load: tensors come back to the GPU that they were on, and a dry run destroys no file."""
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -13,13 +14,15 @@ from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.values import is_stale
+from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches, standing_in
 from virtualgpu.torch_api.storage import meta_storage
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace torch.save, and answer where a storage is and where it goes."""
+    """Replace torch.save and safetensors' save_file, and answer where a storage is and where it goes."""
     patches.replace_everywhere(torch.serialization, "save", standing_in(torch.save, _save, machine))
+    when_imported("safetensors.torch", functools.partial(_install_safetensors, machine, patches), patches)
     files = Files(machine)
     package = (0, files.tag, files.restore)  # before PyTorch's own, which have 10 and more
     patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
@@ -56,12 +59,14 @@ class Files:
 
     def rebuild_tensor(self, original, storage, *geometry):
         """A dry run keeps what comes from a file, or from a loader's worker, with its values, as it does NumPy's arrays. What has none
-        comes from a worker: its storage is meta's, and the empty tensor that PyTorch would lay on it has values here, being small."""
+        comes from a worker, or goes to a GPU: its storage is meta's, and the empty tensor that PyTorch would lay on it has values here,
+        being small."""
         untyped = _compat.untyped(storage)
-        if not self.machine.dry or getattr(untyped, ALLOCATION, None) is not None:
+        without = self.machine.dry and _has_no_values(untyped)
+        if not self.machine.dry or (getattr(untyped, ALLOCATION, None) is not None and not without):
             return original(storage, *geometry)
         with self.machine.untracked():
-            if _has_no_values(untyped):
+            if without:
                 return torch.empty(0, dtype=storage.dtype, device="meta").set_(untyped, *geometry)
             return original(storage, *geometry)
 
@@ -76,12 +81,32 @@ def _save(machine: Machine, original, obj, f, *args, **kwargs):
             original(obj, held, *args, **kwargs)
         except NoValues:
             if machine.dry and isinstance(f, (str, os.PathLike)):
-                message = f"a dry run has no values to save: {os.fspath(f)} is not written"
-                return warnings.warn(message, stacklevel=3)
+                return _warn_that_it_stays(f, stacklevel=4)
             raise
         held.seek(0)
         with open(f, "wb") if isinstance(f, (str, os.PathLike)) else contextlib.nullcontext(f) as file:
             shutil.copyfileobj(held, file)
+
+
+def _warn_that_it_stays(file, stacklevel: int) -> None:
+    warnings.warn(f"a dry run has no values to save: {os.fspath(file)} is not written", stacklevel=stacklevel)
+
+
+def _install_safetensors(machine: Machine, patches: Patches, module) -> None:
+    """It reads a tensor by its address, and transformers, accelerate and diffusers save by it when a training ends."""
+    patches.stand_in_everywhere(module, "save_file", _save_file, machine)
+
+
+def _save_file(machine: Machine, original, tensors, filename, *args, **kwargs):
+    """As torch.save: what has no values leaves the file as it is. It comes to the CPU all the same, which takes its time."""
+    if not machine.dry or not isinstance(tensors, dict):
+        return original(tensors, filename, *args, **kwargs)
+    held = {name: tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor for name, tensor in tensors.items()}
+    if any(
+        isinstance(tensor, torch.Tensor) and _made_dry(tensor.untyped_storage(), machine) for tensor in held.values()
+    ):
+        return _warn_that_it_stays(filename, stacklevel=4)
+    return original(held, filename, *args, **kwargs)
 
 
 IN_MEMORY = 64 << 20  # bytes; a larger file goes to the disk

@@ -25,6 +25,10 @@ def told() -> list:
         count = torch.tensor([2 + rank], dtype=torch.int32, device=where)
         dist.all_reduce(count, op=op, async_op=True).wait()
         found.append(count.item())
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        unfinished = torch.tensor(0.0 if rank == 0 else 1.0, device=where)  # of transformers' generate, under FSDP
+        dist.all_reduce(unfinished, op=op)
+        found.append(unfinished.item())
     ready = torch.tensor([rank == 0], device=where)
     dist.all_reduce(ready, op=dist.ReduceOp.MIN)
     return [*found, bool(ready)]
@@ -100,7 +104,7 @@ def test_a_rank_that_is_played_alone_takes_the_others_to_be_like_it(rank, length
         found = told()
     own = [rank + 1, 10 * rank]
     reduced = [2 * (2 + rank), 2 + rank, 2 + rank, (2 + rank) ** 2]
-    assert found == [length, [own, own], 4 * [rank], 2 * [rank], *reduced, rank == 0]
+    assert found == [length, [own, own], 4 * [rank], 2 * [rank], *reduced, 2 * rank, rank, rank, rank == 0]
 
 
 def mean_of_all() -> list:

@@ -51,3 +51,23 @@ def test_weights_are_those_of_one_process(on_gpus):
 
 def test_a_dry_run_has_the_same_memory(on_gpus):
     assert on_gpus(training, False, dry=True) == on_gpus(training, False)
+
+
+def steps_saved():
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.cuda.set_device(dist.get_rank())
+    model = FullyShardedDataParallel(net(), device_id=dist.get_rank(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(STEPS):
+        model(torch.ones(ROWS, WIDTH).cuda()).sum().backward()
+        optimizer.step()
+    state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    return {name: (values["step"].item(), values["exp_avg"].shape) for name, values in state.items()}
+
+
+def test_a_dry_run_saves_a_fused_optimizer(on_gpus):
+    """Ranks compare their steps, which it counts on the GPU."""
+    given, dry = on_gpus(steps_saved), on_gpus(steps_saved, dry=True)
+    assert given == dry and {step for step, _ in dry[0].values()} == {STEPS}

@@ -52,6 +52,14 @@ def test_the_host_computes_with_them():
     assert torch.log(torch.tensor([1.0, math.e]))[1].item() == pytest.approx(1)
 
 
+def test_a_list_is_written_to_in_place():
+    steps = [torch.zeros(()), torch.ones(2)]
+    torch._foreach_add_(steps, 1)
+    assert [step.tolist() for step in steps] == [1, [2, 2]]
+    torch._foreach_mul_(steps, [on_gpu(1).cpu().sum(), torch.tensor(2.0)])
+    assert unknown(steps[0].item(), *steps[1].tolist())
+
+
 def test_what_came_from_a_gpu_is_not_known():
     assert unknown(*on_gpu(3).cpu().tolist(), on_gpu(1).cpu().item())
     x, total, copy, part = torch.zeros(3), torch.tensor(0.0), torch.zeros(2), torch.zeros(2, 2)
@@ -105,6 +113,27 @@ def test_on_a_gpu_whole_numbers_are_known():
     assert list(counts_on("cuda")) == list(counts_on("cpu"))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_fused_optimizers_steps_are_known():
+    """It counts them on the GPU, in a single float32."""
+    model = nn.Linear(3, 2, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(on_gpu(4, 3)).sum().backward()
+        optimizer.step()
+    steps = [state["step"] for state in optimizer.state.values()]
+    assert [step.item() for step in steps] == [step.cpu().item() for step in steps] == [2, 2]
+    assert torch.equal(steps[0].cpu(), steps[1].cpu())
+
+
+@pytest.mark.parametrize("read", (torch.Tensor.item, float))
+def test_a_single_number_that_something_unknown_is_added_to_is_not_known(read):
+    loss = torch.zeros((), device="cuda")
+    loss += on_gpu(2).sum()
+    with pytest.warns(UserWarning, match="a dry run computes shapes"):
+        assert unknown(read(loss))
+
+
 def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
     with pytest.warns(UserWarning, match="a dry run computes shapes"):
         drawn = torch.randint(5, 9, (3,), device="cuda")
@@ -115,7 +144,7 @@ def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
     assert counts.tolist() == [0, 2, 3]
     more = torch.tensor([1, 2, 3], device="cuda")
     more.random_()
-    torch._foreach_add_([counts], 1)
+    torch._foreach_add_([counts], [on_gpu(3).argmax()])
     assert more.tolist() == counts.tolist() == [0, 0, 0]
 
 
@@ -162,6 +191,29 @@ def test_they_stay_shapes_and_parameters_themselves():
         model(on_gpu(4, 3)).sum().backward()
         optimizer.step()
     assert optimizer.state[bias]["step"].item() == 2
+
+
+def tied():
+    """As transformers makes one from a file: its parameters are the file's tensors."""
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
+    model[0].weight = model[1].weight = nn.Parameter(
+        torch.from_numpy(pytest.importorskip("numpy").ones((7, 4), "float32"))
+    )
+    return model
+
+
+def test_parameters_from_a_file_stay_tied():
+    model = tied()
+    weight, optimizer = model[0].weight, torch.optim.SGD(model.parameters())
+    before = torch.cuda.memory_allocated()
+    model.cuda()
+    assert model[0].weight is model[1].weight is weight is optimizer.param_groups[0]["params"][0]
+    assert weight.device.type == "cuda" and torch.cuda.memory_allocated() - before == 512
+    model(torch.tensor([1, 2], device="cuda")).sum().backward()
+    model.half()
+    assert model[1].weight is weight and weight.dtype is weight.grad.dtype is torch.float16
+    model.cpu()
+    assert model[1].weight is weight and weight.device.type == weight.grad.device.type == "cpu"
 
 
 def test_numpys_arrays_change_as_the_program_says():

@@ -23,7 +23,12 @@ WHERE = {
 @pytest.fixture
 def checkpoint(tmp_path):
     path = tmp_path / "checkpoint.pt"
-    torch.save({"weight": torch.arange(6.0).view(2, 3), "bias": nn.Parameter(torch.ones(2))}, path)
+    content = {
+        "weight": torch.arange(6.0).view(2, 3),
+        "bias": nn.Parameter(torch.ones(2)),
+        "count": torch.tensor([3, 4]),
+    }
+    torch.save(content, path)
     return path
 
 
@@ -31,6 +36,7 @@ def test_what_is_loaded_has_its_values(gpus, checkpoint):
     with virtualgpu.dry_run():
         found = torch.load(checkpoint)
         assert found["weight"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["bias"].requires_grad
+        assert found.pop("count").tolist() == [3, 4]
         model = nn.Linear(3, 2).cuda()
         model.load_state_dict(found)
         assert model(torch.ones(4, 3, device="cuda")).shape == (4, 2)
@@ -48,7 +54,7 @@ def test_loaded_onto_a_gpu_it_takes_the_same_bytes(gpus, checkpoint, where, mmap
             assert {t.device for t in found.values()} == {torch.device("cuda", 1)}
             assert (found["weight"] @ found["weight"].T).shape == (2, 2)
             del found
-    assert taken[True] == taken[False] == 1024
+    assert taken[True] == taken[False] == 3 * 512
 
 
 @pytest.mark.parametrize("where", [None, "cuda:1"])
@@ -92,6 +98,20 @@ def test_a_file_stays_as_it_is(gpus, checkpoint):
     with pytest.raises(RuntimeError, match="no values to save"):
         torch.save(nn.ModuleList([model]), checkpoint)
     assert checkpoint.read_bytes() == before and os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_safetensors_leaves_a_file_as_it_is(gpus, tmp_path, device):
+    """A Trainer of transformers saves by it at the end."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(3)}, path)
+    with virtualgpu.dry_run():
+        with pytest.warns(UserWarning, match=r"a dry run has no values to save: .*model\.safetensors is not written"):
+            save_file(nn.Linear(3, 2, device=device).state_dict(), path)
+        save_file(load_file(path), tmp_path / "copy")
+    assert load_file(path)["weight"].tolist() == load_file(tmp_path / "copy")["weight"].tolist() == [1, 1, 1]
 
 
 def test_what_has_values_is_saved_in_a_dry_run(gpus, checkpoint):
