@@ -36,6 +36,7 @@ class WarmPython:
 
     def end(self) -> None:
         self._socket.close()
+        self._process.kill()  # it does not see that: what tests have forked meanwhile may hold the socket, too
         self._process.wait()
 
     def Popen(self, command, **options):
