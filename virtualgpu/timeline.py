@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from virtualgpu import session
 from virtualgpu.session.blocks import recording
 from virtualgpu.timing.clock import Span
+from virtualgpu.timing.profiled import gpu_spans
 from virtualgpu.timing.trace import row
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
@@ -109,26 +110,6 @@ class Timeline:
         start = min((span.start for own in spans for span in own), default=0.0)
         self.seconds = max((span.end for own in spans for span in own), default=0.0) - start
         self.rows = {f"cuda:{gpu}": row(own, start, self.seconds) for gpu, own in enumerate(spans)}
-
-
-def gpu_spans(events: Iterable[dict]) -> list[Span]:
-    """What GPUs did, of a Chrome trace by torch.profiler ("traceEvents"), in seconds: kernels, those of NCCL (communication) and copies.
-    They were issued at the end of the driver's call with the same correlation."""
-    events = [event for event in events if event.get("ph") == "X" and "ts" in event]
-    issued = {
-        event.get("args", {}).get("correlation", -1): (event["ts"] + event.get("dur", 0)) * 1e-6
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver")
-    }
-    spans = []
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            args, name, start = event.get("args", {}), event["name"], event["ts"] * 1e-6
-            kind = "copy" if event["cat"] == "gpu_memcpy" else "communication" if "nccl" in name.lower() else "kernel"
-            call = min(issued.get(args.get("correlation", -1), start), start)
-            end, gpu, stream = (event["ts"] + event.get("dur", 0)) * 1e-6, args.get("device", 0), args.get("stream", 0)
-            spans.append(Span(int(gpu), start, end, kind, name, int(stream), "", call))
-    return spans
 
 
 def computing(spans: Sequence[Span]) -> float:

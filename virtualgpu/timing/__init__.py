@@ -3,5 +3,5 @@
 `clock` is the host and the work of its GPUs, on `streams` made of `queues`, with `collectives` beside it: `beside` is what NCCL's
 kernels take of a GPU, `priorities` who goes before whom. `costs` counts an operation's FLOPs and bytes, with `convolutions` and
 `attention`; `kernels` and `arithmetic` make seconds of them, `kinds` knows what is bound by memory. `nccl` is PyTorch's model of a
-collective. `usage` says how busy GPUs were, `trace` what they did.
+collective. `usage` says how busy GPUs were, `trace` what they did, `profiled` what real ones did.
 """

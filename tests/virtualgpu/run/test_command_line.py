@@ -98,6 +98,7 @@ def test_the_runner_itself_imports_no_torch():
     code = """if True:
         import sys
         from virtualgpu.run import cards, cli, program
+        import virtualgpu.run.explain.cli, virtualgpu.run.fit.cli
         cli._settings(cli.parse("--dry --world-size 8 --network NDR --like A100 x.py".split()))
         print(cards.find(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

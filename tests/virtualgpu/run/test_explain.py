@@ -12,11 +12,11 @@ from tests.processes import command, family, wait_until
 from virtualgpu import environment
 from virtualgpu.hardware import specs
 from virtualgpu.run import cards, cli
-from virtualgpu.run.explain import candidates, changes
+from virtualgpu.run.explain import candidates, nvlink
 from virtualgpu.run.explain import runs as explain
 from virtualgpu.run.explain import table as explain_table
+from virtualgpu.run.explain.explained import Explained
 from virtualgpu.run.explain.parts import Parts
-from virtualgpu.run.explain.watch import Explained
 
 PROGRAM = """
 import sys, torch
@@ -160,10 +160,10 @@ def test_what_is_tried(explained, names):
     ],
 )
 def test_whose_nvlink(like, gpus, words):
-    spec, told = changes.nvlinked(specs.find(like), gpus)
+    spec, told = nvlink.nvlinked(specs.find(like), gpus)
     assert told == words and spec.nvlink and spec.peer_access
     with pytest.raises(ValueError, match="has NVLink"):
-        changes.nvlinked(spec, gpus)
+        nvlink.nvlinked(spec, gpus)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.environment import Settings
-from virtualgpu.run.explain.changes import DEFAULT_BUCKET, nvlinked
+from virtualgpu.run.explain.explained import Explained
+from virtualgpu.run.explain.nvlink import nvlinked
 from virtualgpu.run.explain.parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, WAITING, Parts
-from virtualgpu.run.explain.watch import Explained
 
 LEAST = 0.02  # of the step
+DEFAULT_BUCKET = 25  # MB: DistributedDataParallel's bucket_cap_mb where a program says none
 LARGE_BUCKET = 100  # MB
 COMPUTING = "computing"
 FASTEST = "InfiniBand NDR"

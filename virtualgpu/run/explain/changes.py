@@ -3,7 +3,7 @@
 `Settings.explain` says it; nothing of the program is changed but by these:
 
     launches: 0            the host launches in no time, as CUDA graphs come near to
-    link: 2                so many GPUs of a node are joined by NVLink (`nvlinked` says of which card)
+    link: 2                so many GPUs of a node are joined by NVLink (nvlink.py says of which card)
     communication: 0       collectives and copies between GPUs take no time
     buckets: 100           DistributedDataParallel's bucket_cap_mb; None: PyTorch's own
     compress: 1            DistributedDataParallel sends gradients by fp16_compress_hook
@@ -25,32 +25,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.hardware import bridges
 from virtualgpu.hardware.datasheet import Link, Spec
 from virtualgpu.hardware.hosts import FREE, Host
-from virtualgpu.hardware.specs import SPECS
+from virtualgpu.run.explain.nvlink import nvlinked
 from virtualgpu.timing.clock import Clock
 from virtualgpu.torch_api.registry import Patches
-
-DEFAULT_BUCKET = 25  # MB: DistributedDataParallel's bucket_cap_mb where a program says none
-NVLINKS = {6: "P100-SXM2", 7: "V100", 8: "A100", 9: "H100"}  # by the first number of the capability; later ones: B200
-
-
-def nvlinked(spec: Spec, gpus: int) -> tuple[Spec, str]:
-    """The card with NVLink, and a word for it: its own bridge, where there is one for so many; otherwise the links of the server
-    card of its generation. Raises ValueError for a card that has NVLink."""
-    if spec.nvlink is not None:
-        raise ValueError(f"{spec.name} has NVLink")
-    try:
-        bridged, why = bridges.bridged(spec), "its bridge joins two"
-        if gpus == 2:
-            return bridged, "NVLink (the bridge of two such cards)"
-    except ValueError:
-        why = "this card takes none"
-    like = NVLINKS.get(spec.capability[0], "B200")
-    article, other = "an" if like[0] in "AH" else "a", SPECS[like]
-    linked = replace(spec, nvlink=other.nvlink, peer=other.peer, peer_access=True)
-    return linked, f"NVLink as {article} {like} has it ({why})"
 
 
 def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from virtualgpu.timeline import gpu_spans
+from virtualgpu.timing.profiled import gpu_spans
 from virtualgpu.timing.queues import Span
 
 MARK = "virtualgpu: a step has ended"

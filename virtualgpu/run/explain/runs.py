@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.run import program
-from virtualgpu.run.explain import candidates, watch
+from virtualgpu.run.explain import candidates
 from virtualgpu.run.explain.candidates import Change
+from virtualgpu.run.explain.explained import Explained, collect
 from virtualgpu.run.explain.parts import Parts, mean
-from virtualgpu.run.explain.watch import Explained
 from virtualgpu.run.trials import messages, steps
 from virtualgpu.run.trials.programs import Programs, side_by_side
 
@@ -127,7 +127,7 @@ def once(
         environ = {name: value for name, value in os.environ.items() if name not in without}
         environ = program.environment_of(settings._replace(folder=path), environ)
         status, output = programs.output_of(command, environ, path, limit)
-        stepped, explained = steps.collect(path), watch.collect(path)
+        stepped, explained = steps.collect(path), collect(path)
     return Run(explained, _failed(status, output, stepped, explained), messages.reads(output))
 
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -15,29 +14,14 @@ from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.run import left
 from virtualgpu.run.explain import changes
+from virtualgpu.run.explain.explained import LEFT, Explained
 from virtualgpu.run.explain.loader import Loader
-from virtualgpu.run.explain.parts import Parts, parts
+from virtualgpu.run.explain.parts import parts
 from virtualgpu.run.trials import steps
 from virtualgpu.timing.trace import Recording
 from virtualgpu.torch_api.registry import Patches
 
-LEFT = "explained"
 HALF = (torch.float16, torch.bfloat16)
-
-
-class Explained(NamedTuple):
-    """One process's. gpus: {index: its steps}. together: what its collectives of each kind come to in a step: how many, bytes, seconds, and
-    seconds as one. bucket_cap: DDP's smallest, in MB; None without DDP. compressible: DDP sends gradients of float32, without a hook of the
-    program's. half: it has parameters in half precision, or autocasts. tf32: products of float32 are in TF32. batch: seconds of the loader."""
-
-    rank: int
-    gpus: dict[str, list[Parts]]
-    together: dict[str, list[float]]
-    bucket_cap: float | None
-    compressible: bool
-    half: bool
-    tf32: bool
-    batch: float | None
 
 
 class Watch(steps.Watch):
@@ -73,7 +57,7 @@ class Watch(steps.Watch):
         self.marks = []
 
     def leave(self, folder: str) -> None:
-        """For `collect`; and what `steps` leaves."""
+        """For `explained.collect`; and what `steps` leaves."""
         super().leave(folder)
         clock = self.machine.clock
         clock.collectives.settle()
@@ -138,12 +122,3 @@ class Watch(steps.Watch):
 def rank() -> int:
     """Of this process, as far as it knows by now: of its process group, or its launcher's word; -1 where there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else environment.rank()
-
-
-def collect(folder: str) -> list[Explained]:
-    """What the processes left that stepped, by rank."""
-    processes = [Explained(*record) for _, record in left.collect(folder, LEFT) if record is not None]
-    read = [
-        one._replace(gpus={gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()}) for one in processes
-    ]
-    return sorted((one for one in read if one.gpus), key=lambda one: one.rank)
