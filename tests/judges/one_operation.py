@@ -215,8 +215,6 @@ def _gpus() -> None:
     """One virtual GPU, fresh."""
     virtualgpu.reset()
     os.environ["HELPERS_GPUS"], os.environ["VIRTUALGPU_CROSSCHECK"] = "virtual", "1"
-    # bytes are those of the operation: before PyTorch 2.15 each product would leave cuBLAS's workspace behind
-    os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["CUBLASLT_WORKSPACE_SIZE"] = ":0:0", "0"
     with contextlib.redirect_stdout(io.StringIO()):
         virtualgpu.gpus(1)
 
