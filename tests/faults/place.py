@@ -18,6 +18,7 @@ from tests.processes import family
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "FAULTS_ATTEMPT"  # a variable by which an attempt's processes are known
 IN_NAMESPACE = "FAULTS_MOUNTS"  # set where mounts are this script's own
+TEMPORARY = ("/tmp", "/dev/shm")
 DISKS = {"work": 200, "tmp": 400, "shm": 600}  # MB
 BOUND = 'mount --bind "$1" /tmp && mount --bind "$2" /dev/shm && shift 2 && exec "$@"'
 # The tools of the project start their processes with the environment that they have; these would change what is tried
@@ -27,6 +28,9 @@ LEFT_OUT = ("VIRTUALGPU", "HELPERS_GPUS", "RANK", "WORLD_SIZE", "MASTER_PORT", "
 def enter_namespace() -> None:
     """Start this script again where its mounts are its own and end with it, if that can be done."""
     if os.environ.get(IN_NAMESPACE) or not shutil.which("unshare"):
+        return
+    if any(ROOT.is_relative_to(folder) for folder in TEMPORARY):
+        print("The project lies among temporary files, which a program could not have for its own: no disk is filled.")
         return
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
         os.environ[IN_NAMESPACE] = "1"
