@@ -22,7 +22,7 @@ from tests.judges.report import BUILD, excused, table
 
 CHUNK = 120  # operations a process judges
 # Bytes are those of the operation: before PyTorch 2.15, each product would leave cuBLAS's workspace behind
-ALWAYS = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 SLOW = 900  # seconds a process may take; one operation has its own limit, which a kernel in C++ may not heed
 
 
@@ -45,7 +45,9 @@ def main(arguments: list[str]) -> int:
             *left[:CHUNK],
         ]
         with open(out.with_suffix(".log"), "a") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ALWAYS})
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
             try:
                 code = process.wait(SLOW * (10 if options.all else 1))
             except subprocess.TimeoutExpired:
@@ -114,7 +116,10 @@ def _worker(options) -> int:
     from torch.testing._internal.common_methods_invocations import op_db
 
     from tests.judges.one_operation import judge
+    from virtualgpu import _compat
 
+    if _compat.KEEPS_WORKSPACES:
+        os.environ.update(WITHOUT_WORKSPACES)
     torch.set_num_threads(1)
     by_key = {f"{op.name}@{op.variant_test_name}": op for op in op_db}
     for name in options.names:

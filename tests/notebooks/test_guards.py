@@ -202,10 +202,7 @@ def test_other_versions_differ_in_simulated_figures_memory_and_tpe_alone():
         for name in ("sanitize.cfg", "sanitize_versions.cfg")
     )
     simulated = (r".*\bsimulated\b.*", "A LINE OF SIMULATED FIGURES")
-    memory = (
-        r".*(\b[MG]iB\b|\bx the time\b).*",
-        "A LINE OF MEMORY FIGURES",
-    )
+    memory = (r".*(\b[MG]iB\b|\bx the time\b).*", "A LINE OF MEMORY FIGURES")
     assert [pair for pair in others if pair not in ours] == [simulated, memory, (r"TPE\s+[\d.]+ %", "TPE SHARE")]
     assert [pair for pair in ours if pair not in others] == []
 

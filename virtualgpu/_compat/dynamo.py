@@ -17,6 +17,11 @@ DYNAMO = "torch._dynamo"
 CONFIG, UTILS, RULES = f"{DYNAMO}.config", f"{DYNAMO}.utils", f"{DYNAMO}.trace_rules"
 
 
+def import_compiler() -> None:
+    """Now. DDP's constructor and optimizers do, where no virtual GPUs are on; FSDP and pipelines everywhere."""
+    importlib.import_module(DYNAMO)
+
+
 def import_when_needed() -> Callable[[], None]:
     """From here on, unless it is there already. Returns what undoes it."""
     if DYNAMO in sys.modules:
@@ -133,9 +138,8 @@ class _Finder:
         if name.startswith(f"{DYNAMO}.") and name != CONFIG and _waits(DYNAMO) and not _loading:
             sys.modules[DYNAMO].run()  # type: ignore[attr-defined]
             if name in sys.modules and (spec := sys.modules[name].__spec__) is not None:
-                spec.loader = _Loader(
-                    spec.loader, sys.modules[name]
-                )  # the importer, which takes this spec, must not run it twice
+                # the importer, which takes this spec, must not run it twice
+                spec.loader = _Loader(spec.loader, sys.modules[name])
                 return spec
         return None
 

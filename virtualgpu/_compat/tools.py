@@ -12,11 +12,6 @@ WORKER_LOOP = "_worker_loop"  # of loader_workers()
 saving = torch.serialization._package_registry  # [(priority, tag, restore)] of torch.save and torch.load
 
 
-def import_compiler() -> None:
-    """torch._dynamo: DDP's constructor and optimizers import it."""
-    importlib.import_module("torch._dynamo")
-
-
 def register_as_builtin(function, name: str):
     """TorchScript knows PyTorch's functions by identity: let it know one that stands in for another. Returns what undoes it."""
     table = torch.jit._builtins._get_builtin_table()

@@ -113,8 +113,8 @@ class Kernels:
         share: float = 1.0,
         fill: int | None = None,
     ) -> float:
-        """The same, for a kernel that moves so many bytes; without its launch. together: the function's. share: of what products reach of the peak. fill: as above, for a kernel that is not of the
-        card's generation."""
+        """The same, for a kernel that moves so many bytes; without its launch. together: what the function of that name says of the matrices.
+        share: of what products reach of the peak. fill: as above, for a kernel that is not of the card's generation."""
         spec = self.spec
         peak = spec.rates.get(key, spec.rates[FLOAT32])
         flops = 2.0 * count * rows * columns * length

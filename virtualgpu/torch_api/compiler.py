@@ -16,7 +16,8 @@ AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Leave the compiler until it is needed; replace torch.compile, whose first call warns, and the tracing of score_mod; flex_attention's operators get a kernel for autocast."""
+    """Leave the compiler until it is needed; replace torch.compile, whose first call warns, and the tracing of score_mod; flex_attention's
+    operators get a kernel for autocast."""
     patches.undo(_compat.import_when_needed())
     patches.stand_in(torch, "compile", _compile, patches, [])
     patches.stand_in(_compat.flex, "create_fw_bw_graph", _trace, machine)

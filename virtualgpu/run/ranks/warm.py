@@ -14,14 +14,12 @@ try:
     import virtualgpu.session  # noqa: F401
     from virtualgpu import _compat
 
-    _compat.import_compiler()  # DDP's constructor and optimizers import it
+    _compat.import_compiler()
     # What each rank would import by itself, half of the time until its function begins
     with contextlib.suppress(ImportError):  # not installed; or PyTorch without torch.distributed
         import cloudpickle  # noqa: F401
 
         from virtualgpu.distributed import ddp, dtensor, groups, join, libraries, objects, operations, rpc  # noqa: F401
-    with contextlib.suppress(ImportError):
-        import GPUtil  # noqa: F401
 finally:
     gc.enable()
 gc.freeze()
