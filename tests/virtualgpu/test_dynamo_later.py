@@ -1,10 +1,8 @@
 """torch._dynamo is imported when a program needs it (_compat/dynamo.py): what trains eagerly does without, and whoever asks finds all of it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.forks import outcomes
 
 TRAINED = """
 import torch, torch.distributed as dist
@@ -107,11 +105,14 @@ assert not failed and not waits(), failed
 }
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """{case: its exit status and what it wrote}."""
+    programs = [WAITS + "virtualgpu.gpus(1)\n" + code for code in CASES.values()]
+    return dict(zip(CASES, outcomes(programs, tmp_path_factory.mktemp("programs")), strict=True))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_in_a_process_of_its_own(case):
-    environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "RANK")}
-    program = WAITS + "import torch, virtualgpu\nvirtualgpu.gpus(1)\n" + CASES[case]
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_in_a_process_of_its_own(ended, case):
+    status, said = ended[case]
+    assert status == 0, said

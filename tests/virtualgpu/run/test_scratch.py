@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 import pytest
+from jupyter_client.manager import start_new_kernel
 
 from tests.judges.report import ROOT
 from tests.processes import family, wait_until
@@ -144,3 +145,27 @@ def test_a_killed_notebook(temporary, tmp_path_factory, clean_environ):
     make_old(*left)
     subprocess.run([*command, ""], env=environ, check=True)
     assert list(temporary.iterdir()) == []
+
+
+RANKS = """
+import tempfile
+from virtualgpu.run.ranks import launch
+
+scratch = tempfile.TemporaryDirectory(prefix="of-a-cell-")
+launch(lambda: 0, nprocs=2)
+"""
+
+
+def test_a_notebook_that_had_ranks_ends_when_it_is_asked_to(temporary, clean_environ):
+    """ipykernel waited half a minute for what ranks are forked from; Jupyter waits five seconds, then kills."""
+    environ = {**clean_environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    manager, client = start_new_kernel(cwd=ROOT, env=environ)
+    try:
+        reply = client.execute(RANKS, reply=True, timeout=100)
+        assert reply["content"]["status"] == "ok", reply["content"]
+        assert list(temporary.glob("of-a-cell-*"))
+    finally:
+        client.stop_channels()
+        manager.shutdown_wait_time = 20  # the kernel is killed after half of it
+        manager.shutdown_kernel()
+    assert not list(temporary.glob("of-a-cell-*"))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 import virtualgpu
+from tests.forks import outcomes
 
 ONE = torch.device("cuda:1")
 
@@ -20,6 +21,7 @@ import sys, warnings
 import torch
 from torch.profiler import ProfilerActivity, profile
 import virtualgpu
+from tests.forks import outcomes
 virtualgpu.gpus(2)
 x = torch.ones(64, 64, device="cuda:1")
 with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True, profile_memory=True) as prof:
@@ -202,26 +204,13 @@ with FakeTensorMode() as mode:
 print("alive", (x + 1).device)
 """
 CASES = {name: TRANSFORM.format(line) for name, line in TRANSFORMS.items()} | {"compile": COMPILED, "export": EXPORTS}
-FORKS = """
-import multiprocessing, os, sys, torch, virtualgpu
-def first(file, code):
-    for stream in (1, 2):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
-    exec(code, globals())
-for file, code in CASES.items():
-    process = multiprocessing.get_context("fork").Process(target=first, args=(file, code))
-    process.start(), process.join()
-"""
 
 
 @pytest.fixture(scope="module")
 def first_used(tmp_path_factory):
-    """{case: the lines that it printed}, without that of virtualgpu.gpus."""
-    folder = tmp_path_factory.mktemp("first used")
-    program = FORKS.replace("CASES", repr({str(folder / name): code for name, code in CASES.items()}))
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=300)
-    said = {name: (folder / name).read_text().splitlines() for name in CASES}
-    return {name: [line for line in lines if "virtual GPUs, each" not in line] for name, lines in said.items()}
+    """{case: the lines that it printed}."""
+    ended = outcomes(list(CASES.values()), tmp_path_factory.mktemp("programs"))
+    return {name: lines for name, (_, lines) in zip(CASES, ended, strict=True)}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -1,7 +1,6 @@
 """One rank of a launch, as the notebook sees it."""
 
 import contextlib
-import multiprocessing
 import sys
 import threading
 import time
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from virtualgpu.run.process_tree import kill_tree
-from virtualgpu.run.ranks import output, places, worker
+from virtualgpu.run.ranks import forkserver, output, worker
 
 _starting = threading.Lock()
 
@@ -30,17 +29,13 @@ class Rank:
 
     def start(self, world_size: int, port: int, payload: bytes) -> None:
         """Start the process. payload: what `worker` reads from the pipe."""
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(["virtualgpu.run.ranks.warm"])
-            places.for_sockets()
+        context = forkserver.context()
         self.pipe, child_pipe = context.Pipe()
         printed, child_stdout = context.Pipe(duplex=False)
         self.printed = output.Printed(printed)
         arguments = (child_pipe, child_stdout, self.index, world_size, port, str(self.stacks), str(self.words))
         self.process = context.Process(target=worker.work, args=arguments, name=f"rank {self.index}", daemon=True)
-        with _starting, _no_main_module():
+        with _starting, _no_main_module(), forkserver.in_a_group_of_its_own():
             try:
                 self.process.start()
             except (EOFError, ConnectionError):  # what ranks are forked from has just died (out of memory, say)
