@@ -3,6 +3,7 @@
 nox                             all of them (each makes an environment of about 6 GB under .nox/, shared files once)
 nox -s "test-3.13(newest)"      one
 nox -s colab -- 05              one notebook as in Colab
+nox -s "test-3.11(oldest)" -- -m judge tests    the random programs and sweeps of `make judges` with other versions
 """
 
 import os
@@ -18,7 +19,6 @@ nox.options.sessions = [
     "test-3.13(newest)",
     "processors(default)",
     "processors(avx2)",
-    "processors(one-thread)",
     "colab",
     "browser",
 ]  # 3.11 with the pinned versions is `make test`
@@ -27,7 +27,10 @@ nox.options.sessions = [
 @nox.session(python=["3.11", "3.12", "3.13"])
 @nox.parametrize("versions", ["oldest", "pinned", "newest"], ids=["oldest", "pinned", "newest"])
 def test(session: nox.Session, versions: str) -> None:
-    """The whole suite with the oldest versions that requirements.txt admits, those behind the stored outputs, or the newest."""
+    """`make test` with the oldest versions that requirements.txt admits, those behind the stored outputs, or the newest.
+
+    The second on one thread, which must not show either: it is the one whose outputs are all compared.
+    """
     constraints = "constraints.txt"
     if versions != "pinned":
         constraints = (
@@ -40,8 +43,10 @@ def test(session: nox.Session, versions: str) -> None:
         )
     session.install("-e", ".[dev]", "pip", "-c", constraints)  # pip: tools/wheel.py builds with it
     options = [] if versions == "pinned" else ["--nbval-sanitize-with=tests/sanitize_versions.cfg"]
+    chosen = session.posargs or ["-m", "not judge", "--nbval", "tests", "notebooks"]
     session.run(
-        "pytest", "-n", "2", "--dist", "loadfile", "--nbval", *options, *(session.posargs or ["tests", "notebooks"])
+        *("pytest", "-n", "logical", "--maxprocesses", "3", "--dist", "loadfile", *options, *chosen),
+        env={"OMP_NUM_THREADS": "1"} if versions == "pinned" else {},
     )
 
 
@@ -49,7 +54,6 @@ def test(session: nox.Session, versions: str) -> None:
 PROCESSORS = {
     "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
-    "one-thread": {"OMP_NUM_THREADS": "1"},
 }
 
 
