@@ -2,16 +2,19 @@
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -34,6 +37,7 @@ PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 LIMIT = 60  # seconds in which a trial has to begin where there is room: starting a worker takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
+MEBIBYTE = 1 << 20
 OBJECT_STORE = 100 << 20  # bytes of shared memory; Ray's default is a third of the machine's
 # Two of Ray's agents outlive a killed notebook by minutes. This process sees its stdin close, and ends what was Ray's.
 WATCH = """
@@ -75,7 +79,7 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
     gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
     of virtual GPUs with each other and with the notebook, as processes do on real ones.
 
-    Raises ValueError where the GPUs are not there, OSError where too few files may be open.
+    Raises ValueError where the GPUs are not there, OSError where too few files may be open or the disk is full.
     """
     stop_ray()
     if gpus and (there := torch.cuda.device_count()) < gpus:
@@ -98,17 +102,28 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
         # Ray puts the interpreter's path into a line for bash as it stands: a folder such as "my course" ends it
         options["runtime_env"] = {"py_executable": quoted}
     with _environment(inherit.variables() if gpus else {}):  # Ray's processes, and all they start, have it from here
-        try:
-            ray.init(**options)
-        except Exception as error:  # 30 s: from a cold disk too little, and enough the second time
-            if "timed out during startup" not in str(error):
-                stop_ray()
-                raise
-            ray.shutdown()
-            ray.init(**options)
+        for again in (True, False):
+            try:
+                ray.init(**options)
+                break
+            except Exception as error:  # 30 s: from a cold disk too little, and enough the second time
+                if not again or "timed out during startup" not in str(error):
+                    _with_its_cause(error)
+                ray.shutdown()
     ray._private.worker._worker_logs_enabled = False  # what Ray says of a node that died, which no option turns off
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # a trial's error is in its result
     return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
+
+
+def _with_its_cause(error: Exception) -> NoReturn:
+    """On a full disk Ray's processes write nothing, and Ray says that it timed out waiting for a file."""
+    full = shutil.disk_usage(SHORT).free < MEBIBYTE
+    stop_ray()
+    if full:
+        raise OSError(
+            errno.ENOSPC, f"Ray did not start, for {SHORT} is full: free some space, then try again"
+        ) from error
+    raise error
 
 
 def stop_ray() -> None:

@@ -1,5 +1,6 @@
 """Ray as notebook 05 uses it: started and ended without a trace, restored after a kill."""
 
+import errno
 import os
 import signal
 import stat
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,6 +157,21 @@ def test_a_start_that_ray_found_too_slow_is_tried_again(monkeypatch, words, trie
         tuning.start_ray(cpus=1)
     assert len(calls) == tries
     tuning.stop_ray()
+
+
+def test_a_full_disk_is_said(monkeypatch):
+    """Ray's own words, where nothing can be written: it timed out waiting for a file."""
+    import ray
+
+    def init(**options):
+        raise RuntimeError("Timed out waiting for file gcs_server_port")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
+    with pytest.raises(OSError, match="is full: free some space") as raised:
+        tuning.start_ray(cpus=1)
+    assert raised.value.errno == errno.ENOSPC and "gcs_server_port" in str(raised.value.__cause__)
+    assert not any(name.startswith("RAY_TMPDIR") for name in os.environ)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
