@@ -71,7 +71,10 @@ class DryRun:
 
     def _by_meta_kernel(self, op: Operation, args, kwargs, tensors):
         """What PyTorch's meta kernel gives for these arguments. Call it untracked."""
-        shapes, options = _on_meta(args), _on_meta(kwargs)
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and not op.name.endswith("_like")
+        ):  # its result has no history
+            shapes, options = _on_meta(args), _on_meta(kwargs)
         if "device" in options:
             options["device"] = torch.device("meta")
         try:
@@ -219,7 +222,8 @@ def _on_meta(value):
             return value
         if value.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"a tensor of shape {tuple(value.shape)} that wants gradients was made outside dry_run(). Make the model inside, too"
+                f"a tensor of shape {tuple(value.shape)} that wants gradients was made outside dry_run(), or came from a file. "
+                "Make the model inside, too, and move it to its device before you use it"
             )
         return _empty(value.shape, value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):

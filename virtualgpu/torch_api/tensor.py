@@ -20,7 +20,7 @@ from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.tensor_moves import CPU, Moves, takes_itself_apart
 from virtualgpu.torch_api.tensor_reads import Reads
 
-GRAD = _compat.TensorBase.grad
+GRAD, DATA = _compat.TensorBase.grad, _compat.TensorBase.data
 MOVES = ("to", "cuda", "cpu")
 METHODS = [*MOVES, "type_as", "type", "numpy", "tolist", "data_ptr", "new", "new_tensor", "pin_memory", "is_pinned"]
 METHODS += ["__array__", "__repr__", "__deepcopy__"]
@@ -39,20 +39,23 @@ class TensorPatches(Moves, Reads):
         self.machine, self.patches, self.local = machine, patches, machine.local
 
     def install(self) -> None:
-        """Replace device, is_cuda, is_cpu, is_meta, get_device, grad and METHODS."""
+        """Replace device, is_cuda, is_cpu, is_meta, get_device, grad, data and METHODS."""
         replace, Tensor = self.patches.replace, torch.Tensor
         replace(Tensor, "device", property(self.device))
         replace(Tensor, "is_cuda", property(lambda tensor: self.device(tensor).type == "cuda"))
         replace(Tensor, "is_cpu", property(lambda tensor: self.device(tensor).type == "cpu"))
         replace(Tensor, "is_meta", property(self.is_meta))
         replace(Tensor, "get_device", lambda tensor: -1 if (d := self.device(tensor)).index is None else d.index)
-        unwrapped = torch.overrides.get_default_nowrap_functions()  # whose results stay plain tensors: kept by PyTorch
-        grad = Grad(GRAD.__get__, self.set_grad, GRAD.__delete__)
-        replace(Tensor, "grad", grad)
-        unwrapped.add(grad.__get__)
-        self.patches.undo(lambda: unwrapped.discard(grad.__get__))
+        self._replace_attribute(Grad(GRAD.__get__, self.set_grad, GRAD.__delete__))
+        self._replace_attribute(Data(DATA.__get__, self.set_data))
         for name in METHODS:
             replace(Tensor, name, self._wrap_method(name))
+
+    def _replace_attribute(self, value: "Grad | Data") -> None:
+        self.patches.replace(torch.Tensor, value.__name__, value)
+        unwrapped = torch.overrides.get_default_nowrap_functions()  # whose results stay plain tensors: kept by PyTorch
+        unwrapped.add(value.__get__)
+        self.patches.undo(lambda: unwrapped.discard(value.__get__))
 
     # -- where a tensor is
 
@@ -77,6 +80,27 @@ class TensorPatches(Moves, Reads):
             if not (self.local.bypass or made_by_cpp(gradient) or (allocation is not None and allocation.inferred)):
                 raise RuntimeError("assigned grad has data located on a different device")
         GRAD.__set__(tensor, gradient)
+
+    def set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Tensor.data = value. In a dry run what came with its numbers (from a file) takes a shape, and the other way round, by becoming
+        another tensor: PyTorch's C++ refuses, for one lies on the CPU and one on meta."""
+        if self.local.bypass or not self.machine.dry or not self._becomes(tensor, value):
+            return DATA.__set__(tensor, value)
+        with torch.no_grad():
+            other = value.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            other = torch.nn.Parameter(other, tensor.requires_grad)
+        vars(other).update(vars(tensor))
+        torch.utils.swap_tensors(tensor, other.requires_grad_(tensor.requires_grad))
+
+    def _becomes(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """One of them is a shape, and nothing in C++ knows the tensor yet by its old self: a graph, a gradient, a hook."""
+        if type(tensor) not in PLAIN or type(value) not in PLAIN:
+            return False
+        if _compat.is_really_meta(tensor) == _compat.is_really_meta(value):
+            return False
+        known = tensor.grad is not None or tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+        return tensor.is_leaf and not known and not _compat.is_view(tensor)
 
     # -- copies, pinned memory
 
@@ -151,3 +175,9 @@ class Grad(property):
     """Tensor.grad. torch._dynamo asks such attributes of Tensor for their class and name."""
 
     __objclass__, __name__ = _compat.TensorBase, "grad"
+
+
+class Data(property):
+    """Tensor.data, likewise."""
+
+    __objclass__, __name__ = _compat.TensorBase, "data"

@@ -216,6 +216,36 @@ def test_parameters_from_a_file_stay_tied():
     assert model[1].weight is weight and weight.device.type == weight.grad.device.type == "cpu"
 
 
+def test_data_of_a_parameter_from_a_file_can_be_replaced():
+    """As a library cuts a weight for tensor parallel, or gives a new one its numbers."""
+    weight = tied()[0].weight
+    weight.mark = "mine"
+    optimizer = torch.optim.SGD([weight])
+    before = torch.cuda.memory_allocated()
+    weight.data = weight.data[:3].cuda()
+    assert weight.shape == weight.data.shape == (3, 4) and weight.device.type == "cuda" and weight.requires_grad
+    assert type(weight) is nn.Parameter and weight.mark == "mine" and torch.cuda.memory_allocated() - before == 512
+    weight.sum().backward()
+    assert weight.grad.shape == (3, 4) and optimizer.param_groups[0]["params"][0] is weight
+
+    weight = nn.Parameter(torch.empty(3, 4, device="cuda"))
+    before = torch.cuda.memory_allocated()
+    weight.data = tied()[0].weight.data[:3]
+    assert weight.device.type == "cpu" and weight.data.sum().item() == 12 and weight.requires_grad
+    assert torch.cuda.memory_allocated() == before - 512
+    plain = torch.empty(2)
+    plain.data = torch.from_numpy(pytest.importorskip("numpy").ones(2))
+    assert plain.tolist() == [1, 1] and plain.dtype is torch.float64 and not plain.requires_grad
+
+
+def test_data_that_a_graph_knows_stays():
+    """A hook stays with what swap_tensors would put away."""
+    weight = tied()[0].weight
+    weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        weight.data = torch.empty(7, 4)
+
+
 def test_numpys_arrays_change_as_the_program_says():
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(10_000.0)
