@@ -5,7 +5,6 @@ import functools
 import os
 import shutil
 import tempfile
-import warnings
 
 import torch
 
@@ -17,12 +16,14 @@ from virtualgpu.engine.values import is_stale
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches, standing_in
 from virtualgpu.torch_api.storage import meta_storage
+from virtualgpu.torch_api.unwritten import Unwritten
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch.save and safetensors' save_file, and answer where a storage is and where it goes."""
-    patches.replace_everywhere(torch.serialization, "save", standing_in(torch.save, _save, machine))
-    when_imported("safetensors.torch", functools.partial(_install_safetensors, machine, patches), patches)
+    unwritten = Unwritten(machine, patches)
+    patches.replace_everywhere(torch.serialization, "save", standing_in(torch.save, _save, machine, unwritten))
+    when_imported("safetensors.torch", functools.partial(_install_safetensors, machine, unwritten, patches), patches)
     files = Files(machine)
     package = (0, files.tag, files.restore)  # before PyTorch's own, which have 10 and more
     patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
@@ -71,7 +72,7 @@ class Files:
             return original(storage, *geometry)
 
 
-def _save(machine: Machine, original, obj, f, *args, **kwargs):
+def _save(machine: Machine, unwritten: Unwritten, original, obj, f, *args, **kwargs):
     """torch.save empties a file before it looks at what it is to write. Where tensors of a dry run may be among that, it writes to a
     temporary file first: once, since what is pickled may do something by that."""
     if not machine.some_dry and dry_runs.epoch == 1:
@@ -81,23 +82,19 @@ def _save(machine: Machine, original, obj, f, *args, **kwargs):
             original(obj, held, *args, **kwargs)
         except NoValues:
             if machine.dry and isinstance(f, (str, os.PathLike)):
-                return _warn_that_it_stays(f, stacklevel=4)
+                return unwritten.warn(f, stacklevel=3)
             raise
         held.seek(0)
         with open(f, "wb") if isinstance(f, (str, os.PathLike)) else contextlib.nullcontext(f) as file:
             shutil.copyfileobj(held, file)
 
 
-def _warn_that_it_stays(file, stacklevel: int) -> None:
-    warnings.warn(f"a dry run has no values to save: {os.fspath(file)} is not written", stacklevel=stacklevel)
-
-
-def _install_safetensors(machine: Machine, patches: Patches, module) -> None:
+def _install_safetensors(machine: Machine, unwritten: Unwritten, patches: Patches, module) -> None:
     """It reads a tensor by its address, and transformers, accelerate and diffusers save by it when a training ends."""
-    patches.stand_in_everywhere(module, "save_file", _save_file, machine)
+    patches.stand_in_everywhere(module, "save_file", _save_file, machine, unwritten)
 
 
-def _save_file(machine: Machine, original, tensors, filename, *args, **kwargs):
+def _save_file(machine: Machine, unwritten: Unwritten, original, tensors, filename, *args, **kwargs):
     """As torch.save: what has no values leaves the file as it is. It comes to the CPU all the same, which takes its time."""
     if not machine.dry or not isinstance(tensors, dict):
         return original(tensors, filename, *args, **kwargs)
@@ -105,7 +102,7 @@ def _save_file(machine: Machine, original, tensors, filename, *args, **kwargs):
     if any(
         isinstance(tensor, torch.Tensor) and _made_dry(tensor.untyped_storage(), machine) for tensor in held.values()
     ):
-        return _warn_that_it_stays(filename, stacklevel=4)
+        return unwritten.warn(filename, stacklevel=3)
     return original(held, filename, *args, **kwargs)
 
 

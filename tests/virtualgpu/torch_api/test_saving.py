@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -112,6 +113,60 @@ def test_safetensors_leaves_a_file_as_it_is(gpus, tmp_path, device):
             save_file(nn.Linear(3, 2, device=device).state_dict(), path)
         save_file(load_file(path), tmp_path / "copy")
     assert load_file(path)["weight"].tolist() == load_file(tmp_path / "copy")["weight"].tolist() == [1, 1, 1]
+
+
+WAYS = {
+    "replaced": lambda part, final: os.replace(part, final),
+    "renamed by pathlib": lambda part, final: part.rename(final),
+    "moved": lambda part, final: shutil.move(str(part), str(final)),
+    "copied, then removed": lambda part, final: (shutil.copy2(part, final), part.unlink()),
+    "linked, then removed": lambda part, final: (os.link(part, final), os.remove(part)),
+    "copied into the folder": lambda part, final: (shutil.copy(part, final.parent), part.unlink()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_checkpoint_written_beside_the_old_one(gpus, tmp_path, way, there):
+    """What lesson 01 teaches; the old one stays, and where there was none there is none."""
+    part, final = tmp_path / "parts" / "good.pt", tmp_path / "good.pt"
+    part.parent.mkdir()
+    if there:
+        torch.save({"epoch": 1}, final)
+    originals = os.replace, os.rename, os.link, os.remove, os.unlink, shutil.copyfile, shutil.copy, shutil.copy2
+    with virtualgpu.dry_run():
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="good.pt is not written") as warned:
+                torch.save(nn.Linear(3, 2).cuda().state_dict(), part)
+            assert warned[0].filename == __file__
+            WAYS[way](part, final)
+        with pytest.raises(FileNotFoundError):
+            os.replace(tmp_path / "another", final)
+    virtualgpu.reset()
+    assert originals == (
+        os.replace,
+        os.rename,
+        os.link,
+        os.remove,
+        os.unlink,
+        shutil.copyfile,
+        shutil.copy,
+        shutil.copy2,
+    )
+    assert list(part.parent.iterdir()) == [] and final.exists() is there
+    assert not there or torch.load(final) == {"epoch": 1}
+    with pytest.raises(FileNotFoundError):
+        WAYS[way](part, final)
+
+
+def test_what_is_there_moves_in_a_dry_run_too(gpus, tmp_path):
+    part, final = tmp_path / "good.pt.part", tmp_path / "good.pt"
+    with virtualgpu.dry_run():
+        with pytest.warns(UserWarning, match="is not written"):
+            torch.save(nn.Linear(3, 2).cuda().state_dict(), part)
+        torch.save({"epoch": 1}, part)
+        os.replace(part, final)
+    assert torch.load(final) == {"epoch": 1} and not part.exists()
 
 
 def test_what_has_values_is_saved_in_a_dry_run(gpus, checkpoint):
