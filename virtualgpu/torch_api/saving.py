@@ -5,11 +5,12 @@ import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import ALLOCATION
+from virtualgpu.engine.allocation import ALLOCATION, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.values import is_stale
@@ -82,11 +83,34 @@ def _save(machine: Machine, unwritten: Unwritten, original, obj, f, *args, **kwa
             original(obj, held, *args, **kwargs)
         except NoValues:
             if machine.dry and isinstance(f, (str, os.PathLike)):
+                _charge_copies(machine, obj)
                 return unwritten.warn(f, stacklevel=3)
             raise
         held.seek(0)
         with open(f, "wb") if isinstance(f, (str, os.PathLike)) else contextlib.nullcontext(f) as file:
             shutil.copyfileobj(held, file)
+
+
+def _charge_copies(machine: Machine, obj) -> None:
+    """What is saved comes to the CPU, storage by storage, which takes its time. PyTorch has not come so far."""
+    storages = {}
+    for tensor in _tensors_in(obj):
+        if (gpu := gpu_of(tensor)) is not None:
+            storage = tensor.untyped_storage()
+            storages[_compat.address(storage)] = gpu, storage.nbytes()
+    for gpu, nbytes in storages.values():
+        machine.charge_copy(gpu, None, nbytes, wait=True)
+
+
+def _tensors_in(obj) -> Iterator[torch.Tensor]:
+    """Of state_dicts, and of lists and modules of such."""
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif isinstance(obj, torch.nn.Module):
+        yield from obj.state_dict().values()
+    elif isinstance(obj, (Mapping, list, tuple)):
+        for part in obj.values() if isinstance(obj, Mapping) else obj:
+            yield from _tensors_in(part)
 
 
 def _install_safetensors(machine: Machine, unwritten: Unwritten, patches: Patches, module) -> None:

@@ -115,6 +115,28 @@ def test_safetensors_leaves_a_file_as_it_is(gpus, tmp_path, device):
     assert load_file(path)["weight"].tolist() == load_file(tmp_path / "copy")["weight"].tolist() == [1, 1, 1]
 
 
+def time_of_saving(path, what):
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    start = virtualgpu.machine().clock.host
+    if what == "state_dicts":
+        torch.save({"model": model.state_dict(), "more": [1, (optimizer.state_dict(),)]}, path)
+    else:
+        torch.save(model, path)
+    return virtualgpu.machine().clock.host - start
+
+
+@pytest.mark.filterwarnings("ignore:a dry run has no values to save")
+@pytest.mark.parametrize("what", ["state_dicts", "the model"])
+def test_the_copies_to_the_cpu_take_their_time_in_a_dry_run_too(gpus, tmp_path, what):
+    expected = time_of_saving(tmp_path / "model.pt", what)
+    with virtualgpu.dry_run():
+        assert time_of_saving(tmp_path / "another.pt", what) == pytest.approx(expected, rel=1e-9)
+
+
 WAYS = {
     "replaced": lambda part, final: os.replace(part, final),
     "renamed by pathlib": lambda part, final: part.rename(final),
