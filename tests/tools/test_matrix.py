@@ -31,8 +31,19 @@ def test_a_missing_python_is_no_success(noxfile):
 def test_stored_outputs_are_compared_on_other_processors(noxfile):
     """02 once printed a loss that hung on the processor's vector instructions: `make test` was red elsewhere."""
     assert {settings.get("ATEN_CPU_CAPABILITY") for settings in noxfile.PROCESSORS.values()} >= {"default", "avx2"}
-    assert {"OMP_NUM_THREADS": "1"} in noxfile.PROCESSORS.values()
     assert {f"processors({name})" for name in noxfile.PROCESSORS} <= set(noxfile.options.sessions)
+
+
+def test_they_are_compared_on_one_thread(noxfile):
+    """In the session of Python 3.12, with the versions behind them."""
+    runs = []
+    session = SimpleNamespace(
+        posargs=[], install=lambda *words: None, run=lambda *words, env: runs.append((words, env))
+    )
+    noxfile.test(session, "pinned")
+    ((words, env),) = runs
+    assert env == {"OMP_NUM_THREADS": "1"} and {"--nbval", "notebooks"} <= set(words)
+    assert "test-3.12(pinned)" in noxfile.options.sessions
 
 
 def test_a_missing_browser_is_no_success(tmp_path, monkeypatch):
