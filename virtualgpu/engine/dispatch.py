@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import extensions, flex_attention, nested, nondeterministic, overrides, values
+from virtualgpu.engine import extensions, flex_attention, nested, nondeterministic, on_meta, overrides, values
 from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
@@ -116,6 +116,8 @@ class Dispatch(_compat.TorchDispatchMode):
         waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
         asserts = False
         if (dry_runs.some or machine.always_dry) and machine.dry:
+            if on_meta.Marks.some:
+                on_meta.check(op, args, tensors)
             if waits:
                 out = self.dry.sized(op, args, kwargs, tensors)
             elif gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
@@ -125,6 +127,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 if not op.returns_value_to_host:
                     on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
                     (values.propagate if on_host else values.propagate_on_gpu)(op, args, kwargs, tensors, out)
+            if on_meta.Marks.some and gpu is None:
+                on_meta.propagate(op, tensors, out)
         elif gpu is None:
             out = op.on_cpu(*args, **kwargs)
         else:

@@ -6,6 +6,7 @@ import torch
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import halves
+from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import GENERATORS, as_default
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
@@ -32,8 +33,8 @@ class Eager:
                     return halves.run(op, args, kwargs, tensors), False
             return op.on_gpu(*args, **kwargs), False
         except (IndexError, RuntimeError) as error:
-            if any(map(_compat.is_really_meta, tensors)):
-                raise errors.without_values() from None
+            if shapes := [tensor for tensor in tensors if _compat.is_really_meta(tensor)]:
+                raise errors.no_data(made_in_dry_run=any(gpu_of(shape) for shape in shapes)) from None
             if errors.in_kernel(error):
                 with self.machine.untracked():
                     return errors.undefined(op.func, op.returns, args, kwargs), True

@@ -10,6 +10,7 @@ from virtualgpu.engine.allocation import Allocation, MadeByCpp, gpu_of, label, m
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.on_meta import is_on_meta, put_on_meta
 from virtualgpu.engine.operations import EMPTY, Operation
 from virtualgpu.engine.placement import Placement, place_output
 from virtualgpu.engine.timing import Timing
@@ -27,8 +28,10 @@ class Factories:
         """A tensor from no other: on the GPU or the CPU that `device` says."""
         machine, device = self.machine, kwargs.get("device")
         by_python, pinned = "pin_memory" in kwargs, kwargs.get("pin_memory")
-        if (device is not None and self._is_elsewhere(device, by_python)) or _compat.fake_mode_is_on():
+        if _compat.fake_mode_is_on():
             return op.func(*args, **kwargs)
+        if device is not None and self._is_elsewhere(device, by_python):
+            return self._made_elsewhere(op.func(*args, **kwargs))
         gpu = machine.gpu(device) if device is not None and device.type == "cuda" else None
         if gpu is None and not by_python and machine.local.target is not None:
             if device is None:
@@ -86,7 +89,10 @@ class Factories:
         own = op.converts and made_by_cpp(tensors[0])  # what C++ has made for the call, it moves
         from_options = own or ("layout" in kwargs if op.converts else "pin_memory" not in kwargs)
         if self._is_elsewhere(device, not from_options):
-            return op.func(*args, **kwargs)
+            out = op.func(
+                *args, **kwargs
+            )  # what C++ converts may say meta as well; what Python does, Tensor.to has marked
+            return out if op.converts and not is_on_meta(tensors[0]) else self._made_elsewhere(out)
         target = machine.gpu(device) if device.type == "cuda" else None
         if source is not None and target is None and from_options:
             target = source  # options that C++ copied from a GPU tensor: the backward of a cast, say
@@ -117,6 +123,9 @@ class Factories:
         if kwargs.get("pin_memory") and target is None:
             pin(out)
         return out
+
+    def _made_elsewhere(self, out: torch.Tensor) -> torch.Tensor:
+        return put_on_meta(out) if self.machine.dry and _compat.is_really_meta(out) else out
 
     def _is_elsewhere(self, device: torch.device, by_python: bool) -> bool:
         """Neither the CPU nor a GPU? What C++ copies from a tensor of a dry run says meta."""

@@ -39,7 +39,8 @@ class Storages:
         if gpu is not None:
             return gpu.device
         real = _compat.real_storage_device(storage)
-        return CPU if real.type == "meta" and self.machine.dry and not self.local.bypass else real
+        as_cpu = self.machine.dry and not self.local.bypass and not storage._virtual_on_meta
+        return CPU if real.type == "meta" and as_cpu else real
 
     def make(self, original, cls, *args, device=None, **kwargs):
         """UntypedStorage(4, device="cuda")."""

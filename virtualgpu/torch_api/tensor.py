@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import PLAIN, allocation_of, gpu_of, is_pinned, made_by_cpp, pin, storage_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.on_meta import is_on_meta
 from virtualgpu.errors import foreign
 from virtualgpu.torch_api import fused
 from virtualgpu.torch_api.registry import Patches
@@ -46,16 +47,14 @@ class TensorPatches(Moves, Reads):
         replace(Tensor, "is_cpu", property(lambda tensor: self.device(tensor).type == "cpu"))
         replace(Tensor, "is_meta", property(self.is_meta))
         replace(Tensor, "get_device", lambda tensor: -1 if (d := self.device(tensor)).index is None else d.index)
-        self._replace_attribute(Grad(GRAD.__get__, self.set_grad, GRAD.__delete__))
-        self._replace_attribute(Data(DATA.__get__, self.set_data))
+        replace(Tensor, "data", Data(DATA.__get__, self.set_data))
+        unwrapped = torch.overrides.get_default_nowrap_functions()  # whose results stay plain tensors: kept by PyTorch
+        grad = Grad(GRAD.__get__, self.set_grad, GRAD.__delete__)
+        replace(Tensor, "grad", grad)
+        unwrapped.add(grad.__get__)
+        self.patches.undo(lambda: unwrapped.discard(grad.__get__))
         for name in METHODS:
             replace(Tensor, name, self._wrap_method(name))
-
-    def _replace_attribute(self, value: "Grad | Data") -> None:
-        self.patches.replace(torch.Tensor, value.__name__, value)
-        unwrapped = torch.overrides.get_default_nowrap_functions()  # whose results stay plain tensors: kept by PyTorch
-        unwrapped.add(value.__get__)
-        self.patches.undo(lambda: unwrapped.discard(value.__get__))
 
     # -- where a tensor is
 
@@ -67,11 +66,11 @@ class TensorPatches(Moves, Reads):
         if gpu is not None:
             return gpu.device
         real = _compat.real_device(tensor)
-        return CPU if real.type == "meta" and self.machine.dry else real
+        return CPU if real.type == "meta" and self.machine.dry and not is_on_meta(tensor) else real
 
     def is_meta(self, tensor: torch.Tensor) -> bool:
-        """Tensor.is_meta: False in a dry run, but inside `untracked`."""
-        return _compat.is_really_meta(tensor) and (self.local.bypass or not self.machine.dry)
+        """Tensor.is_meta: in a dry run False, but inside `untracked`, for what the program has not put there itself."""
+        return _compat.is_really_meta(tensor) and (self.local.bypass or not self.machine.dry or is_on_meta(tensor))
 
     def set_grad(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Tensor.grad = gradient. Raises PyTorch's RuntimeError where they are on different devices."""

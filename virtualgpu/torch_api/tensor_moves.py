@@ -8,6 +8,7 @@ from virtualgpu.engine.allocation import gpu_of, is_pinned, pin, sparse_parts, s
 from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.on_meta import is_on_meta, put_on_meta
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, type_name
 from virtualgpu.errors import no_data
 
@@ -37,7 +38,7 @@ class Moves:
             return torch.ops.aten._to_copy.default(plain, device=device, non_blocking=not wait)
         if source is not None:
             machine.own(source)
-        if _compat.is_really_meta(tensor) and not machine.dry and (source or target) is not None:
+        if self._has_nothing(tensor) and (source or target) is not None:
             raise no_data(made_in_dry_run=source is not None)
         nbytes = tensor.numel() * tensor.element_size()
         if target is not None and nbytes >= LARGE:
@@ -58,6 +59,10 @@ class Moves:
         machine.charge_copy(source, target, nbytes, wait or not (pinned or (source and target)))
         return copy
 
+    def _has_nothing(self, tensor: torch.Tensor) -> bool:
+        """Is it on meta, in a dry run because the program has put it there?"""
+        return _compat.is_really_meta(tensor) and (not self.machine.dry or is_on_meta(tensor))
+
     def to(self, original, tensor, *args, **kwargs):
         """Tensor.to, also to another tensor's place; what takes itself apart (DTensor) moves part by part."""
         apart = takes_itself_apart(tensor)
@@ -65,6 +70,8 @@ class Moves:
         flags = [a for a in args if isinstance(a, bool)]  # non_blocking, copy
         if isinstance(first, torch.Tensor):  # .to(other): its device and dtype
             where, dtype = self.device(first), first.dtype
+            if where.type == "meta" and self.machine.dry and not apart:
+                return self.to_meta(tensor, dtype)
             if where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
             if apart and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
@@ -76,9 +83,8 @@ class Moves:
                 *(_as_cuda_device(a) for a in args if not isinstance(a, bool)),
                 **{k: _as_cuda_device(v) for k, v in kwargs.items() if k not in ("copy", "non_blocking")},
             )
-            if where is not None and where.type == "meta" and gpu_of(tensor) is not None and self.machine.dry:
-                with self.machine.untracked():  # a shape, and no memory of that GPU
-                    return torch.empty_like(tensor.detach(), dtype=dtype, device="meta")
+            if where is not None and where.type == "meta" and self.machine.dry and not apart:
+                return self.to_meta(tensor, dtype)
             if where is not None and where.type not in ("cpu", "cuda"):
                 return original(tensor, *args, **kwargs)
             if apart and where is not None and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
@@ -97,9 +103,16 @@ class Moves:
         target = self.machine.gpu(where)
         if gpu_of(plain) is not target:
             return self.move(plain, target, wait)
-        if target is None and _compat.is_really_meta(plain) and not self.machine.dry and not apart:
+        if target is None and self._has_nothing(plain) and not apart:
             raise no_data(made_in_dry_run=False)
         return plain
+
+    def to_meta(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """In a dry run: a shape that no GPU has memory for. The tensor itself where it is one."""
+        if is_on_meta(tensor) and dtype in (None, tensor.dtype):
+            return tensor
+        with self.machine.untracked():
+            return put_on_meta(torch.empty_like(tensor.detach(), dtype=dtype, device="meta"))
 
     def taken_over(self, original, tensor: torch.Tensor) -> torch.Tensor:
         """From a real GPU to the CPU, by PyTorch's own Tensor.to; any other tensor as it is."""

@@ -10,6 +10,7 @@ from virtualgpu import _compat
 from virtualgpu.engine import values
 from virtualgpu.engine.allocation import gpu_of, storage_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.on_meta import is_on_meta
 from virtualgpu.errors import without_values
 from virtualgpu.torch_api.tensor_moves import CPU, takes_itself_apart
 
@@ -60,7 +61,7 @@ class Reads:
         if takes_itself_apart(tensor):
             return original(tensor, tensor_contents=tensor_contents)
         gpu = gpu_of(tensor)
-        if _compat.is_really_meta(tensor) and (self.machine.dry or gpu is not None):
+        if _compat.is_really_meta(tensor) and (self.machine.dry or gpu is not None) and not is_on_meta(tensor):
             where = f"device='{gpu.device}', " if gpu else ""
             return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
         if gpu is not None:
@@ -79,7 +80,7 @@ class Reads:
                 self.machine.some_dry and self.machine.dry and gpu_of(tensor) is None and values.is_unknown(tensor)
             ):
                 return tensor
-        elif not self.machine.dry:
+        elif not self.machine.dry or is_on_meta(tensor):
             if gpu_of(tensor) is not None:
                 raise without_values()
             return tensor
