@@ -160,6 +160,13 @@ def test_real_places_behind_the_stand_ins(gpus):
         assert not x.is_meta and _compat.is_really_meta(x) and _compat.real_device(x).type == "meta"
 
 
+def test_hooks_of_a_gradient():
+    x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
+    y.register_hook(lambda gradient: None)
+    z.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert [_compat.has_hooks(tensor) for tensor in (x, y, z, torch.ones(2))] == [False, True, True, False]
+
+
 def test_functions_that_make_shapes():
     assert _compat.empty((2, 3), device="meta").shape == (2, 3)
     assert _compat.empty_strided((2, 3), (1, 2), device="meta").stride() == (1, 2)

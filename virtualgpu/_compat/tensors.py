@@ -35,6 +35,11 @@ next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that th
 sequence_number = methodcaller("_sequence_nr")  # (node)
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Does its gradient call somebody?"""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def in_forward_mode() -> bool:
     """Is torch.autograd.forward_ad.dual_level on? Any tensor may have a tangent then, also one that requires no gradient."""
     return torch.autograd.forward_ad._current_level >= 0

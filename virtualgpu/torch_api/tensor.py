@@ -98,8 +98,8 @@ class TensorPatches(Moves, Reads):
             return False
         if _compat.is_really_meta(tensor) == _compat.is_really_meta(value):
             return False
-        known = tensor.grad is not None or tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-        return tensor.is_leaf and not known and not _compat.is_view(tensor)
+        known = tensor.grad is not None or _compat.has_hooks(tensor) or _compat.is_view(tensor)
+        return tensor.is_leaf and not known
 
     # -- copies, pinned memory
 
