@@ -9,6 +9,7 @@ from torch.nn import functional
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.on_meta import put_on_meta
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
 from virtualgpu.engine.values import known_of
 from virtualgpu.errors import on_real_gpu
@@ -73,7 +74,7 @@ def _as_tensor(machine: Machine, original, data, dtype=None, device=None):
     """Of a tensor: itself, where neither dtype nor device ask for another."""
     data = _with_numbers(machine, data)
     if not _on_gpu(machine, data):
-        return original(data, dtype=dtype, device=device)
+        return _marked(machine, original(data, dtype=dtype, device=device), device)
     device = device if device is not None else _compat.default_device()
     return data.to(data.device if device is None else device, data.dtype if dtype is None else dtype)
 
@@ -99,7 +100,7 @@ def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=N
         with machine.untracked():
             made = original(obj, **options)
         return made if device is None else made.to(device)
-    return original(obj, device=device, **options)
+    return _marked(machine, original(obj, device=device, **options), device)
 
 
 def _tensor(machine: Machine, original, data, *args, device=None, pin_memory=False, **kwargs):
@@ -107,8 +108,15 @@ def _tensor(machine: Machine, original, data, *args, device=None, pin_memory=Fal
     if device is None and _on_gpu(machine, data) and _compat.default_device() is None:
         device = data.device
     data = _with_numbers(machine, data)
-    made = original(data, *args, device=device, **kwargs)
+    made = _marked(machine, original(data, *args, device=device, **kwargs), device)
     return made.pin_memory() if pin_memory else made
+
+
+def _marked(machine: Machine, made: torch.Tensor, device) -> torch.Tensor:
+    """Where the program has asked for meta in a dry run: C++ copies it there, and dispatch cannot tell that from copies of its own."""
+    device = device if device is not None else _compat.default_device()
+    asked = device is not None and torch.device(device).type == "meta"
+    return put_on_meta(made) if asked and machine.dry else made
 
 
 def _ctc_loss(machine: Machine, original, log_probs, targets, input_lengths, target_lengths, *args, **kwargs):

@@ -12,6 +12,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, gpu_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.on_meta import put_on_meta
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.values import is_stale
 from virtualgpu.torch_api.imports import when_imported
@@ -21,9 +22,10 @@ from virtualgpu.torch_api.unwritten import Unwritten
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace torch.save and safetensors' save_file, and answer where a storage is and where it goes."""
+    """Replace torch.save, torch.load and safetensors' save_file, and answer where a storage is and where it goes."""
     unwritten = Unwritten(machine, patches)
     patches.replace_everywhere(torch.serialization, "save", standing_in(torch.save, _save, machine, unwritten))
+    patches.replace_everywhere(torch.serialization, "load", standing_in(torch.load, _load, machine))
     when_imported("safetensors.torch", functools.partial(_install_safetensors, machine, unwritten, patches), patches)
     files = Files(machine)
     package = (0, files.tag, files.restore)  # before PyTorch's own, which have 10 and more
@@ -89,6 +91,15 @@ def _save(machine: Machine, unwritten: Unwritten, original, obj, f, *args, **kwa
         held.seek(0)
         with open(f, "wb") if isinstance(f, (str, os.PathLike)) else contextlib.nullcontext(f) as file:
             shutil.copyfileobj(held, file)
+
+
+def _load(machine: Machine, original, f, map_location=None, *args, **kwargs):
+    """torch.load. map_location="meta" is for the program's own shapes, in a dry run, too."""
+    loaded = original(f, map_location, *args, **kwargs)
+    if machine.dry and isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta":
+        for tensor in _tensors_in(loaded):
+            put_on_meta(tensor)
+    return loaded
 
 
 def _charge_copies(machine: Machine, obj) -> None:

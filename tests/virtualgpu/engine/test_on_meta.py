@@ -1,6 +1,7 @@
 """What a program puts on meta itself is there in a dry run, too, where every tensor of the CPU's is really on meta."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -23,11 +24,28 @@ def on_meta():
         return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def test_where_it_says_it_is(run):
+def by_default():
+    torch.set_default_device("meta")
+    try:
+        return [torch.ones(2), torch.tensor([1.0]), torch.as_tensor([1.0]), nn.Linear(2, 2).weight]
+    finally:
+        torch.set_default_device(None)
+
+
+def test_where_it_says_it_is(run, tmp_path):
     x = torch.empty(3, device="meta")
+    torch.save({"weights": [torch.from_numpy(pytest.importorskip("numpy").ones(3))]}, tmp_path / "file.pt")
     made = [x, x + 1, x[1:], torch.ones_like(x), torch.ones(3).to("meta"), torch.ones(3).to(x), x.double(), *x.chunk(2)]
     made += [*on_meta().parameters(), *nn.Linear(3, 2).to("meta").parameters(), torch.ones(3).cuda().to("meta")]
     made += [nn.Linear(3, 2, device="meta")(torch.ones(1, 3, device="meta"))]
+    made += [
+        *by_default(),
+        torch.tensor([1.0], device="meta"),
+        torch.asarray([1.0], device="meta"),
+        x.new_tensor([1.0]),
+    ]
+    made += torch.load(tmp_path / "file.pt", map_location="meta")["weights"]
+    made += [*copy.deepcopy(on_meta()).buffers(), *nn.BatchNorm1d(2, device="meta").buffers(), torch.cat([x, x])]
     assert all(tensor.is_meta and tensor.device == tensor.untyped_storage().device == META for tensor in made)
     others = [torch.ones(3), torch.ones_like(x, device="cpu"), torch.ones_like(x, device="cuda")]
     others += [*nn.Linear(3, 2).parameters(), torch.ones(3).cuda() + 1]
