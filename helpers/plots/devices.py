@@ -35,11 +35,12 @@ def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel:
                 bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans if drawn_as(span) == kind]
                 place = (row + 0.38, 0.1) if kind in BELOW else (row - 0.36, 0.72)
                 axes.broken_barh(bars, place, color=color, label=kind if bars else None)
-            for start, end, stage, number in passes(spans):
+            for start, end, stage, number, way in passes(spans):
                 style = {"facecolor": (1, 1, 1, 0.4 * min(stage, 1)), "edgecolor": "white", "linewidth": 0.5}
                 axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (row - 0.36, 0.72), **style)
                 if end - start > timeline.seconds / 80:  # two digits are as wide
-                    axes.text((start + end) * 500, row, number, fontsize=7, ha="center", va="center")
+                    ink = "white" if way == "F" and not stage else "black"  # on dark blue
+                    axes.text((start + end) * 500, row, number, fontsize=7, ha="center", va="center", color=ink)
             for span in spans:
                 if span.kind == "communication" and span.annotation.isdecimal():
                     middle = (span.start + span.end) * 500

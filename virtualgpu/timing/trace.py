@@ -91,12 +91,14 @@ PASS = re.compile(r"PP:(?P<stage>\d+)(?P<way>[FBIW])(?P<number>\d+)")
 
 
 class Pass(NamedTuple):
-    """A micro-batch on a stage, forward or backward. stage: counted among those of this GPU, from 0. number: the micro-batch's."""
+    """A micro-batch on a stage. way: F(orward), B(ackward), or a part of it: I(nput's gradient), W(eight's). stage: counted among those
+    of this GPU, from 0. number: the micro-batch's."""
 
     start: float
     end: float
     stage: int
     number: int
+    way: str
 
 
 def passes(spans: Sequence[Span]) -> list[Pass]:
@@ -109,4 +111,4 @@ def passes(spans: Sequence[Span]) -> list[Pass]:
             start, end = times.get(key, (span.start, span.end))
             times[key] = min(start, span.start), max(end, span.end)
     stages = sorted({stage for stage, *_ in times})
-    return sorted(Pass(*when, stages.index(stage), number) for (stage, _, number), when in times.items())
+    return sorted(Pass(*when, stages.index(stage), number, way) for (stage, way, number), when in times.items())

@@ -31,5 +31,6 @@ def test_passes_of_micro_batches():
     spans += [part(5, 6, "PP:5W0"), part(6, 7, "PP:1B0"), part(7, 8, "PP:1REDUCE_GRAD"), part(8, 9, "Optimizer.step")]
     drawn = row(spans, 0, seconds=9)
     assert [span.kind for span in drawn][4:6] == ["weight gradient", "backward"]
-    assert passes(drawn) == [Pass(0, 1, 0, 0), Pass(1, 2, 1, 0), Pass(2, 5, 1, 0), Pass(5, 6, 1, 0), Pass(6, 7, 0, 0)]
+    ways = [Pass(0, 1, 0, 0, "F"), Pass(1, 2, 1, 0, "F"), Pass(2, 5, 1, 0, "I"), Pass(5, 6, 1, 0, "W")]
+    assert passes(drawn) == [*ways, Pass(6, 7, 0, 0, "B")]
     assert len(row([part(0, 1, "PP:1F0"), part(1, 2, "PP:1F1")], 0, seconds=2)) == 2
