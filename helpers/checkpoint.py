@@ -56,9 +56,11 @@ def save(state: Any, path: str | Path) -> None:
         cause = error  # torch.save wraps a full disk in an error of its own
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
+        place = "Choose another folder or free some space, then save again."
+        what = "Save tensors, numbers, text and the state_dict() of objects."
         raise CheckpointError(
             f"{path.name} could not be written to {path.parent}: {cause.strerror if cause else error}. An earlier "
-            "checkpoint of that name is untouched. Choose another folder or free some space, then save again."
+            f"checkpoint of that name is untouched. {place if cause else what}"
         ) from error
     finally:
         with contextlib.suppress(OSError):
