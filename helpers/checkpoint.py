@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+import virtualgpu
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or read. The message says why, what is safe, and what to do."""
@@ -25,6 +27,7 @@ class CheckpointError(RuntimeError):
 def save(state: Any, path: str | Path) -> None:
     """Write `state` (a state_dict, or a dict of them) to `path`, whole or not at all; behind a link, to the file it names.
 
+    In a dry run what has no values is not written, with a warning.
     Raises CheckpointError where load() would refuse a part of `state`, the place cannot be written, or the disk is full;
     an earlier file stays as it was.
     """
@@ -38,6 +41,10 @@ def save(state: Any, path: str | Path) -> None:
         for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
             if time.time() - left.stat().st_mtime > 3600:  # its writer was killed: a living one wrote within the hour
                 left.unlink(missing_ok=True)
+        if (machine := virtualgpu.machine()) and machine.dry:
+            torch.save(state, part)
+            if not part.exists():
+                return  # a dry run has no values to write, and torch.save has said so
         with open(part, "wb") as file:
             torch.save(state, file)
             file.flush()

@@ -172,6 +172,17 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_dry_run_writes_nothing_and_goes_on(tmp_path):
+    path = tmp_path / "a.pt"
+    checkpoint.save({"epoch": 1}, path)
+    with virtualgpu.dry_run(like="T4"):
+        with pytest.warns(UserWarning, match="no values to save"):
+            checkpoint.save(torch.nn.Linear(3, 2).cuda().state_dict(), path)
+        checkpoint.save({"epoch": 2}, tmp_path / "b.pt")
+    assert checkpoint.load(path) == {"epoch": 1} and checkpoint.load(tmp_path / "b.pt") == {"epoch": 2}
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
+
+
 @pytest.mark.parametrize("keep", [10, 0.3, 0.9, -1])
 def test_truncated(tmp_path, keep):
     path = tmp_path / "a.pt"
