@@ -110,8 +110,10 @@ def test_fsdp_refuses_what_was_never_given_memory():
     with virtualgpu.dry_run(like="T4", world_size=2):
         dist.init_process_group("nccl")
         x = torch.ones(1, 3, device="cuda")
+        before = torch.cuda.max_memory_allocated()
         without, model = fully_shard(on_meta()), fully_shard(on_meta())
         assert all(p.is_meta for p in without.parameters())
+        assert torch.cuda.max_memory_allocated() == before  # it was given memory here, and once more by to_empty
         with pytest.raises(RuntimeError, match=r"should be materialized from meta device .* \['0.weight', '0.bias'"):
             without(x)
         model.to_empty(device="cuda")
