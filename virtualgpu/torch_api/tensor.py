@@ -176,7 +176,7 @@ class Grad(property):
     __objclass__, __name__ = _compat.TensorBase, "grad"
 
 
-class Data(property):
+class Data(Grad):
     """Tensor.data, likewise."""
 
-    __objclass__, __name__ = _compat.TensorBase, "data"
+    __name__ = "data"

@@ -21,7 +21,6 @@ import sys, warnings
 import torch
 from torch.profiler import ProfilerActivity, profile
 import virtualgpu
-from tests.forks import outcomes
 virtualgpu.gpus(2)
 x = torch.ones(64, 64, device="cuda:1")
 with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True, profile_memory=True) as prof:
