@@ -79,12 +79,14 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
     gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
     of virtual GPUs with each other and with the notebook, as processes do on real ones.
 
-    Raises ValueError where the GPUs are not there, OSError where too few files may be open or the disk is full.
+    Raises ValueError where the GPUs are not there, OSError where too few files may be open, or too small ones
+    written, or the disk is full.
     """
     stop_ray()
     if gpus and (there := torch.cuda.device_count()) < gpus:
         raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
     places.require_files(places.OPEN_FILES, "Ray's processes")  # where one ends for want of them, others wait for it
+    places.require_file_size(OBJECT_STORE, "Ray's shared objects")
     atexit.register(stop_ray)
     _started.callback(atexit.unregister, stop_ray)
     _started.callback(_read_environment)

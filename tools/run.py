@@ -33,6 +33,7 @@ from virtualgpu.run.ranks import places
 from virtualgpu.run.trials.programs import ended_by_sigterm
 
 CELL_LIMIT = 600  # seconds
+DAMAGED = " (too little memory? free some; or a damaged set-up? make clean, then make run)"
 ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # a bar redrawn is never the same output twice
     "JUPYTER_PREFER_ENV_PATH": "1",  # this environment's kernel, not one of the same name in the user's home
@@ -165,7 +166,7 @@ async def execute(path: Path) -> dict:
             error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
         except Exception as failure:  # of jupyter_client, zmq, the system
             what = f"cell {at} of {len(cells)}: " if at else "the kernel did not start: "
-            error = f"{what}{failure}{shortage.cure(str(failure)) or '. Cure: make clean, then make run'}"
+            error = f"{what}{failure}{shortage.cure(str(failure)) or DAMAGED}"
     seconds = time.perf_counter() - start
     tidy(notebook)
     try:

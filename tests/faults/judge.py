@@ -39,7 +39,7 @@ def faults(subject: Subject, fault: Fault, place: Place, struck: str, status: in
         wrong.append(f"{len(left)} processes left: {'; '.join(left[:3])}")
     place.unlock()
     wrong += subject.lost(place.work)
-    wrong += _files(place)
+    wrong += _files(subject, place)
     return end, wrong
 
 
@@ -66,19 +66,21 @@ def _raw(subject: Subject, complaint: str) -> list[str]:
     return wrong
 
 
-def _files(place: Place) -> list[str]:
-    """What a sweep at the next run's start leaves of the temporary files."""
+def _files(subject: Subject, place: Place) -> list[str]:
+    """What a sweep at the next run's start leaves of the temporary files; not what Python leaves of any program's killed worker."""
     for disk in (place.tmp, place.shm):
         for entry in disk.iterdir():
             os.utime(entry, (0, 0), follow_symlinks=False)  # a young one may be somebody's who has not locked it yet
         scratch.sweep(str(disk))
     left = [f"{path.parent.name}/{path.name}" for disk in (place.tmp, place.shm) for path in disk.iterdir()]
-    left = [name for name in left if not re.search(KNOWN, name)]
+    known = f"{KNOWN}|{OF_A_WORKER}" if subject.passes_on else KNOWN
+    left = [name for name in left if not re.search(known, name)]
     return [f"files left: {', '.join(sorted(left)[:4])}"] if left else []
 
 
 # Of others: what Triton and PyTorch's compiler keep for the next time, torchrun's log folder
 KNOWN = r"torchinductor_|torchelastic_|/triton"
+OF_A_WORKER = r"/pymp-"  # the folder of multiprocessing's socket
 
 
 def last(text: str) -> str:

@@ -190,6 +190,20 @@ def test_too_few_open_files_are_said_at_once():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
+def test_too_small_files_are_said_at_once():
+    """Ray itself times out after half a minute, twice, and suspects an overload."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, hard))
+    try:
+        with pytest.raises(OSError, match=r"need a file of 104,857,600 bytes, .* 8,388,608: .* `ulimit -f unlimited`"):
+            tuning.start_ray(cpus=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_what_was_not_started_can_be_stopped():
     before = dict(os.environ)
     tuning.stop_ray()

@@ -114,7 +114,10 @@ def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, m
 
     monkeypatch.setattr(run.NotebookClient, "async_start_new_kernel", broken)
     assert run.main([]) == 1
-    assert "01_good: the kernel did not start: Kernel died" in capsys.readouterr().out
+    assert (
+        "01_good: the kernel did not start: Kernel died before replying to kernel_info (too little memory? free some; or "
+        "a damaged set-up? make clean, then make run)" in capsys.readouterr().out
+    )
 
 
 def test_what_the_system_lacks_is_a_failure_with_its_cure(folder, capsys, monkeypatch):

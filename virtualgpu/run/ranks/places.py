@@ -14,6 +14,11 @@ from multiprocessing import util
 from virtualgpu import scratch
 from virtualgpu.run import shortage
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 LONG = 64  # bytes of a folder's path: ours and multiprocessing's names add 39
 OPEN_FILES = 128  # that a process of Ray's (its raylet has 56 with two workers), or of a notebook, may come to
 FILES, FILES_PER_RANK = 20, 6  # that a launch opens here: pipes, sentinels, the store and its connections
@@ -77,6 +82,19 @@ def require_files(number: int, what: str) -> None:
     finally:
         for opened_file in opened:
             os.close(opened_file)
+
+
+def require_file_size(nbytes: int, what: str) -> None:
+    """OSError where no process started from here may write a file of so many bytes. what: needs it."""
+    if resource is None:
+        return
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < nbytes:
+        raise OSError(
+            errno.EFBIG,
+            f"{what} need a file of {nbytes:,} bytes, and this process may write {most:,}: raise its limit, by "
+            "`ulimit -f unlimited` before it starts",
+        )
 
 
 @contextlib.contextmanager
