@@ -16,6 +16,15 @@ def leave(folder: str, kind: str, record: object) -> None:
         json.dump(record, file)
 
 
+def lost(folder: str) -> str:
+    """A sentence where nothing can be left there, with the cure; "" where it can."""
+    try:
+        leave(folder, "tried", " " * 4096)
+    except OSError as error:
+        return f"its figures could not be written: {error.strerror} in {folder}: free some space, or set TMPDIR to another folder"
+    return ""
+
+
 def collect(folder: str, kind: str) -> list[tuple[int, Any]]:
     """Each process's number and what it left; None for what was cut off: the process was killed, or the disk is full."""
     found: list[tuple[int, Any]] = []

@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.processes import command, family, wait_until
 from virtualgpu import environment
 from virtualgpu.hardware import specs
-from virtualgpu.run import cards, cli
+from virtualgpu.run import cards, cli, left
 from virtualgpu.run.explain import candidates, nvlink
 from virtualgpu.run.explain import runs as explain
 from virtualgpu.run.explain import table as explain_table
@@ -99,6 +100,18 @@ def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys):
     (half,) = told["tried"]
     assert (half["change"], half["step"], told["failed"]) == ("half precision", None, "")
     assert half["failed"].startswith("out of memory")
+
+
+def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    ended = SimpleNamespace(output_of=lambda *args: (0, ""))
+    settings = environment.Settings(cards.find(1, "T4", None))
+    assert explain.once(ended, settings, ["a.py"]).failed.startswith("the program ended after 0 steps of an optimizer")
+    monkeypatch.setattr(left, "leave", full)
+    failed = explain.once(ended, settings, ["a.py"]).failed
+    assert failed.startswith("its figures could not be written: No space left on device in ") and "TMPDIR" in failed
 
 
 def test_what_is_not_known_is_said():

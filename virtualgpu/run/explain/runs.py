@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.run import program
+from virtualgpu.run import left, program
 from virtualgpu.run.explain import candidates
 from virtualgpu.run.explain.candidates import Change
 from virtualgpu.run.explain.explained import Explained, collect
@@ -128,7 +128,10 @@ def once(
         environ = program.environment_of(settings._replace(folder=path), environ)
         status, output = programs.output_of(command, environ, path, limit)
         stepped, explained = steps.collect(path), collect(path)
-    return Run(explained, _failed(status, output, stepped, explained), messages.reads(output))
+        failed = _failed(status, output, stepped, explained)
+        if failed and status == 0:
+            failed = left.lost(path) or failed
+    return Run(explained, failed, messages.reads(output))
 
 
 def _failed(status: int | None, output: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
