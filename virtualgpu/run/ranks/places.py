@@ -17,7 +17,7 @@ from virtualgpu.run import shortage
 try:
     import resource
 except ImportError:  # Windows
-    resource = None
+    resource = None  # type: ignore[assignment]
 
 LONG = 64  # bytes of a folder's path: ours and multiprocessing's names add 39
 OPEN_FILES = 128  # that a process of Ray's (its raylet has 56 with two workers), or of a notebook, may come to
