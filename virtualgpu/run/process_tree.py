@@ -42,6 +42,24 @@ def end_tree(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def end_marked(words: str) -> None:
+    """End all processes in whose environment these words stand, whoever their parent is by now; stopped first, so that none starts another.
+    Only Linux tells an environment."""
+    for number in (signal.SIGSTOP, signal.SIGKILL) * 2:
+        for pid in _marked(os.fsencode(words)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _marked(words: bytes) -> list[int]:
+    marked = []
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.exists("/proc/self/environ") else []):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # ended, or another user's
+            if words in file.read():
+                marked.append(int(name))
+    return marked
+
+
 def _below(pid: int) -> list[int]:
     """The living processes below this one; none on Windows, which has neither /proc nor ps."""
     parents: dict[int, int] = {}

@@ -5,7 +5,8 @@ A terminal sends Ctrl-C to the whole process group, so the program has it alread
 second process in its group, the supervisor: what the supervisor hears as well was sent to the group.
 
 The supervisor also notices when the runner itself is killed (a pipe closes): then it kills the program, and what the program started
-(torchrun's ranks, and theirs), and removes its folder.
+(torchrun's ranks, and theirs), and removes its folder. Where all of the group is killed, and the supervisor with it, as at the restart
+of a notebook's kernel, torchrun's ranks are in groups of their own: a third process, which is in none of these, ends them.
 """
 
 import contextlib
@@ -17,8 +18,9 @@ import signal
 import struct
 import subprocess
 import time
+from collections.abc import Callable, Iterable
 
-from virtualgpu.run.process_tree import end_tree
+from virtualgpu.run.process_tree import end_marked, end_tree
 
 PASSED_ON = [
     getattr(signal, name)
@@ -34,20 +36,17 @@ class Supervisor:
     """Started before the program. What was ignored when the runner started stays ignored (nohup)."""
 
     def __init__(self, folder: str):
-        from_runner, self._to_supervisor = _pipe()
-        self._heard, to_runner = _pipe()
         self._program: subprocess.Popen | None = None
         self._early: list[int] = []  # signals that came before there was a program
         self._words: list[tuple[int, float]] = []  # what the supervisor heard, and when
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until both of us are ready for them
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.close(self._to_supervisor)
-                os.close(self._heard)
-                _keep_watch(from_runner, to_runner, folder, before)
-            finally:
-                os._exit(0)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until all of us are ready for them
+        from_living, self._living = _pipe()  # which the runner alone holds open
+        self._last = _forked(lambda: _outlive(from_living, self._living, folder))
+        os.close(from_living)
+        from_runner, self._to_supervisor = _pipe()
+        self._heard, to_runner = _pipe()
+        runners = (self._living, self._to_supervisor, self._heard)
+        self.pid = _forked(lambda: _keep_watch(runners, from_runner, to_runner, folder, before))
         os.close(from_runner)
         os.close(to_runner)
         self._before = {}
@@ -76,8 +75,9 @@ class Supervisor:
         """Signals are again what they were before."""
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        for pid in (self.pid, self._last):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def _pass_on(self, number: int, frame) -> None:
         if self._program is None:
@@ -114,18 +114,45 @@ def _pipe() -> tuple[int, int]:
     return read, write
 
 
-def _keep_watch(from_runner: int, to_runner: int, folder: str, mask: set[int]) -> None:
+def _forked(watch: Callable[[], None]) -> int:
+    """The number of a new process that does this and ends."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            watch()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _keep_watch(runners: Iterable[int], from_runner: int, to_runner: int, folder: str, mask: set[int]) -> None:
+    for end in runners:
+        os.close(end)
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: os.write(to_runner, _HEARD.pack(number, time.monotonic())))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # whoever reads the program's output must not wait for us
-        os.dup2(nothing, stream)
+    _let_go()
     program = os.read(from_runner, 32)
     os.read(from_runner, 1)  # returns when the runner is gone
     if program:
         end_tree(int(program))
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _outlive(from_living: int, living: int, folder: str) -> None:
+    os.close(living)
+    os.setsid()
+    _let_go()
+    os.read(from_living, 1)  # returns when the runner is gone
+    end_marked(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _let_go() -> None:
+    """Of the runner's streams: whoever reads the program's output must not wait for us."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
 
 
 def end_as(status: int) -> int:

@@ -38,7 +38,7 @@ def start(clean_environ, tmp_path):
     def start(code, **options):
         command = [sys.executable, "-m", "virtualgpu", "--quiet", "-c", code]
         options = {"stdout": subprocess.PIPE, "start_new_session": True, **options}
-        environ = {**clean_environ, "TMPDIR": str(tmp_path)}  # a whole group that is killed leaves its folder behind
+        environ = {**clean_environ, "TMPDIR": str(tmp_path)}
         started.append(subprocess.Popen(command, env=environ, text=True, **options))
         return started[-1]
 
@@ -69,8 +69,9 @@ def test_each_signal_comes_once(start):
     assert runner.stdout.readline() == "SIGTERM\n"
     runner.send_signal(signal.SIGINT)
     assert runner.stdout.readline() == "SIGINT\n"
-    (supervisor,) = (child for child in psutil.Process(runner.pid).children() if child.pid != program)
-    supervisor.kill()  # it is not missed
+    for child in psutil.Process(runner.pid).children():
+        if child.pid != program:
+            child.kill()  # nobody that watches is missed
     runner.send_signal(signal.SIGUSR1)
     assert runner.stdout.readline() == "SIGUSR1\n"
     os.kill(program, signal.SIGKILL)
@@ -169,11 +170,12 @@ while True:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
-def test_a_killed_runner_takes_the_ranks_along(start, tmp_path):
-    """torchrun's ranks have sessions of their own, and their own children."""
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])
+def test_a_killed_runner_takes_the_ranks_along(start, tmp_path, kill):
+    """torchrun's ranks have sessions of their own, and their own children. A kernel's restart kills all of its group."""
     runner = start(FAMILY)
     mine = {"name": "TMPDIR", "value": str(tmp_path)}
     assert runner.stdout.readline() == "ready\n"
-    wait_until(lambda: len(family(**mine)) == 7)  # runner, supervisor, program, two ranks, a leaf of each
-    runner.kill()
-    wait_until(lambda: not family(**mine))
+    wait_until(lambda: len(family(**mine)) == 8)  # runner, its two watchers, program, two ranks, a leaf of each
+    kill(runner.pid, signal.SIGKILL)
+    wait_until(lambda: not family(**mine) and not os.listdir(tmp_path))
