@@ -51,7 +51,7 @@ class Place:
         for name, size in DISKS.items() if self.own else ():
             _mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(folder / name))
         for path in (self.work, self.tmp, self.shm, self.home):
-            path.chmod(0o1777)  # another user may be the one
+            path.chmod(0o777)  # another user may be the one
 
     def start(self, command: list[str], environ: dict[str, str], prepare=None, before: list[str] = ()) -> None:
         """The program, in a session of its own. prepare: called in the new process; before: words in front of the command."""

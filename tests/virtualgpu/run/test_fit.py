@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.processes import command, family, wait_until
+from virtualgpu import environment
+from virtualgpu.run import cards, left
 from virtualgpu.run.fit import cli as fit_cli
 from virtualgpu.run.fit import search as fit
 from virtualgpu.run.fit import table as fit_table
@@ -58,6 +61,18 @@ def test_what_fits_and_what_does_not(script, warm):
     lines = fit_table.lines(trials, {"T4": Price(1.0), "A100": Price(1000.0)})
     assert lines[0].split()[:3] == ["card", "GPUs", "batch-size"] and "samples/s" in lines[0]
     assert [line for line in lines if line.endswith("<")] == [lines[2]]
+
+
+def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    ended = SimpleNamespace(output_of=lambda *args: (0, ""))
+    tried = ended, environment.Settings(cards.find(1, "T4", None)), ["a.py"], fit.Trial("T4", 1, {}, "fits"), None
+    assert fit._trial(*tried).words == "the program used no GPU"
+    monkeypatch.setattr(left, "leave", full)
+    trial = fit._trial(*tried)
+    assert trial.status == "failed" and trial.words.startswith("its figures could not be written: No space left")
 
 
 @pytest.mark.parametrize(

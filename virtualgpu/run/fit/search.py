@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import cards, program
+from virtualgpu.run import cards, left, program
 from virtualgpu.run.fit.command import batch, filled, product, put, rows
 from virtualgpu.run.trials import messages, steps
 from virtualgpu.run.trials.programs import Programs, side_by_side
@@ -149,19 +149,22 @@ def _trial(
     with program.folder() as path:
         settings = settings._replace(folder=path)
         status, output = programs.output_of(command, program.environment_of(settings, os.environ), path, limit)
-        left, used = steps.collect(path), entries(path)
+        processes, used = steps.collect(path), entries(path)
+        lost = "" if processes or status else left.lost(path)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
-    stepped = [rank for rank in left if rank.ends]
+    stepped = [rank for rank in processes if rank.ends]
     trial = trial._replace(
         capacity=settings.cards[0].memory,
         reserved=max(peaks, default=0),
         used=sum(map(bool, peaks)),
-        step=max((rank.seconds for rank in left if rank.seconds is not None), default=None),
+        step=max((rank.seconds for rank in processes if rank.seconds is not None), default=None),
         ranks=len(stepped),
         samples=_samples(stepped, batch(command, trial.values), settings),
         reads=messages.reads(output),
         notes=tuple(messages.warnings(output)),
     )
+    if lost:
+        return trial._replace(status="failed", words=lost)
     if status == 0 and not trial.used:
         last = messages.last_line(output)
         return trial._replace(
@@ -172,7 +175,7 @@ def _trial(
     trial = trial._replace(step=None, samples=None)
     if status is None:
         return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
-    if lacking := steps.lacking(left, output):
+    if lacking := steps.lacking(processes, output):
         return trial._replace(status="out of memory", words=lacking)
     return trial._replace(status="failed", words=messages.end(status, output))
 
