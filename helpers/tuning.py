@@ -196,7 +196,8 @@ def _lacking(trial: Trial) -> str:
     there = ray.cluster_resources()
     for name, wanted in trial.placement_group_factory.required_resources.items():
         if wanted > there.get(name, 0):
-            return f"a trial asks for {wanted:g} {name}, and the cluster has {there.get(name, 0):g}: it would wait for ever"
+            died = "" if there.get("CPU") else " (has a process of Ray's died? start_ray() starts it afresh)"
+            return f"a trial asks for {wanted:g} {name}, and the cluster has {there.get(name, 0):g}: it would wait for ever{died}"
     return ""
 
 

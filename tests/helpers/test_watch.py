@@ -47,6 +47,13 @@ def test_a_resource_that_nobody_has(watch):
         watch.on_step_begin(1, [trial(Trial.PENDING, tpu=1.0)])
 
 
+def test_a_cluster_of_which_nothing_is_left(watch, monkeypatch):
+    """Its raylet was killed."""
+    monkeypatch.setattr(tuning.ray, "cluster_resources", dict)
+    with pytest.raises(ValueError, match=r"the cluster has 0: .*has a process of Ray's died\? start_ray\(\) starts it"):
+        watch.on_step_begin(1, [trial(Trial.PENDING)])
+
+
 def test_room_and_no_trial_begins(watch, clock, monkeypatch):
     monkeypatch.setattr(tuning, "_last_words", lambda: "; the last one said: bash: /my: No such file or directory")
     waiting = [trial(Trial.PENDING)]
