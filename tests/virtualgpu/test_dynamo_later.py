@@ -84,6 +84,14 @@ assert function() is False
 """,
     "a module": STEP
     + "layer = torch._dynamo.disable(torch.nn.Linear(2, 2)); assert layer(torch.ones(1, 2)).shape == (1, 2)",
+    "torchvision": STEP
+    + """
+import torchvision.ops.roi_align
+asked = torchvision.ops.roi_align.__globals__["is_compile_supported"]
+assert waits(".utils")
+assert asked("mps") is False and not waits(".utils")
+assert asked("cpu") == torch._dynamo.utils.is_compile_supported("cpu")
+""",
     "threads": STEP
     + """
 import threading

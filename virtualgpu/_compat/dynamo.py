@@ -57,13 +57,18 @@ def get_optimize_ddp_mode() -> str:
     return _real(UTILS, "get_optimize_ddp_mode")()
 
 
+def is_compile_supported(device_type: Any) -> Any:
+    """torchvision takes it at its import, for an operation that few programs call."""
+    return _real(UTILS, "is_compile_supported")(device_type)
+
+
 def clear_lru_cache() -> None:
     """What is not there has kept nothing."""
 
 
 ANSWERS: dict[str, dict[str, Callable]] = {
     DYNAMO: {"graph_break": graph_break, "disable": disable},
-    UTILS: {"get_optimize_ddp_mode": get_optimize_ddp_mode},
+    UTILS: {"get_optimize_ddp_mode": get_optimize_ddp_mode, "is_compile_supported": is_compile_supported},
     RULES: {"clear_lru_cache": clear_lru_cache},
 }
 
