@@ -1,7 +1,7 @@
 """torch._dynamo, the front of PyTorch's compiler, imported when it is needed.
 
-Each optimizer's step, DDP's constructor and init_process_group call it, and torchvision names it, which means nothing to a program that runs eagerly, as all do on virtual
-GPUs. Its import brings FSDP, DTensor and SymPy along: 0.9 s in each process. Until something else of it is asked for, these calls are answered here.
+Each optimizer's step, DDP's constructor and init_process_group call it, and torchvision names it, which means nothing to a program that runs
+eagerly, as all do on virtual GPUs. Its import brings FSDP, DTensor and SymPy along: 0.9 s in each process. Until something else of it is asked for, these calls are answered here.
 """
 
 import functools
