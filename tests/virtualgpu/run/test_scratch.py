@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 
+import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
@@ -103,8 +104,10 @@ def test_a_killed_runner(temporary, clean_environ):
     with subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes) as runner:
         assert runner.stdout.readline() == "up\n"
         [left] = temporary.glob("virtualgpu-*")
-        os.killpg(runner.pid, signal.SIGKILL)
-    wait_until(lambda: nobody_holds(left))  # the program and the supervisor end a moment after
+        runner.send_signal(signal.SIGSTOP)  # nobody may clean up
+        for process in [*psutil.Process(runner.pid).children(recursive=True), runner]:
+            process.kill()
+    wait_until(lambda: nobody_holds(left))  # they end a moment after
     make_old(left)
     mine = scratch.folder()
     assert list(map(str, temporary.glob("virtualgpu-*"))) == [mine]
