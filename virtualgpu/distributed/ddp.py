@@ -42,6 +42,10 @@ class Reducer(dist.Reducer):
         with self._on_first_gpu():
             return super()._rebuild_buckets()
 
+    def _set_static_graph(self):
+        with self._on_first_gpu():  # C++ makes the map of used parameters anew
+            super()._set_static_graph()
+
     def _set_forward_pass_work_handle(self, work, use_static_world_size):
         self._joined = (
             work  # C++ asks it for its result at the end of the backward pass, if its Python object is still there
