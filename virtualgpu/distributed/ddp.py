@@ -29,18 +29,27 @@ class Reducer(dist.Reducer):
 
     machine: Machine
 
-    def __init__(self, params, bucket_indices, *args, **kwargs):
+    def __init__(self, params, bucket_indices, limits, process_group, *args, **kwargs):
         params, bucket_indices = list(params), list(bucket_indices)
+        self._group = process_group
         self._gpus = list(_by_gpu(params))
         buckets = [(sum(params[i].numel() for i in bucket), gpu_of(params[bucket[0]])) for bucket in bucket_indices]
         with self._on_first_gpu(), _InTurn(self.machine, buckets if len(self._gpus) > 1 else []):
-            super().__init__(params, bucket_indices, *args, **kwargs)
+            super().__init__(params, bucket_indices, limits, process_group, *args, **kwargs)
 
     def _rebuild_buckets(self):
         if len(self._gpus) > 1:
             return False
         with self._on_first_gpu():
             return super()._rebuild_buckets()
+
+    def _set_static_graph(self):
+        with self._on_first_gpu():  # C++ makes the map of used parameters anew
+            super()._set_static_graph()
+
+    def _run_allreduce_hook(self, bucket):
+        """C++ hides the future that completes when it is asked, and whoever waits for it in the backward pass waits for ever."""
+        return dist.all_reduce(bucket.buffer(), group=self._group, async_op=True).get_future()
 
     def _set_forward_pass_work_handle(self, work, use_static_world_size):
         self._joined = (

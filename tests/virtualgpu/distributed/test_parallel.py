@@ -240,3 +240,31 @@ def test_weights_equal_those_of_cpus_and_gloo(both, name):
         assert not isinstance(on_gpu[name], str), on_gpu[name]
         assert not isinstance(on_cpu[name], str), on_cpu[name]
         assert on_gpu[name] == on_cpu[name]
+
+
+def ddp_in_a_group_of_nccl_alone(**options):
+    """init_process_group("nccl"), as most programs write it: a tensor of the CPU has nobody to send it."""
+    import torch.distributed as dist
+
+    return ddp(process_group=dist.new_group(backend="nccl"), **options)
+
+
+def ddp_with_the_optimizer_in_the_backward_pass():
+    from torch.distributed.optim import _apply_optimizer_in_backward as in_backward
+    from torch.nn.parallel import DistributedDataParallel
+
+    _, device = place()
+    model = net().to(device)
+    in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(model)
+    return trained(model, torch.optim.SGD([torch.zeros(1)], 0.1))
+
+
+def test_a_static_graph_in_a_group_of_nccl_alone(on_gpus):
+    for weights in on_gpus(functools.partial(ddp_in_a_group_of_nccl_alone, static_graph=True)):
+        assert weights == on_gpus(ddp)[0]
+
+
+def test_ddp_with_the_optimizer_in_the_backward_pass(on_gpus):
+    for weights in on_gpus(ddp_with_the_optimizer_in_the_backward_pass, timeout=60):
+        assert weights == on_gpus(ddp)[0]
