@@ -122,6 +122,26 @@ def of_functional(dispatch, func, args, kwargs):
     return results if "inputs" in values else results[0]
 
 
+def of_dtensor(dispatch, func, args, kwargs):
+    """A DTensor's shards of one dimension become those of another: an all_to_all and its wait, as PyTorch's C++ makes it."""
+    communicators = dispatch.machine.communicators
+    values = {**dict(zip(_signature(func)[0], args, strict=False)), **kwargs}
+    if packet(func).__name__ != "shard_dim_alltoall":
+        return func(*args, **kwargs)
+    tensor, name = values["input"], values["group_name"]
+    group = _compat.named(name) if isinstance(name, str) else _compat.group_of(name)
+    if communicators.place(group, [tensor]) is None:
+        return func(*args, **kwargs)
+    if communicators.foreign(group):
+        with dispatch.machine.untracked():
+            return dispatch.machine.place(func(*args, **kwargs), gpu_of(tensor))
+    functional, ones = torch.ops._c10d_functional, [1] * group.size()
+    with dispatch:
+        parts = torch.stack(tensor.chunk(group.size(), values["shard_dim"]))
+        parts = functional.wait_tensor(functional.all_to_all_single(parts, ones, ones, name))
+        return torch.cat(parts.unbind(), values["gather_dim"])
+
+
 def wait(tensor: torch.Tensor) -> None:
     """The current stream waits for the collective that fills this tensor."""
     storage = storage_of(tensor)

@@ -1,7 +1,11 @@
 """DTensor on virtual GPUs: random numbers, checkpoints, SyncBatchNorm's and gloo's ways with GPU tensors."""
 
+import pytest
 import torch
 from torch import nn
+
+import virtualgpu
+from virtualgpu.run.ranks import launch
 
 
 def random_numbers():
@@ -40,6 +44,39 @@ def checkpoint(folder):
 
 def test_checkpoints_of_shards(on_gpus, tmp_path):
     assert on_gpus(checkpoint, str(tmp_path)) == [(list(range(8)), "cuda:0"), (list(range(8)), "cuda:1")]
+
+
+def another_dimension(alone):
+    """alone: in a group that has nobody for a tensor of the CPU, as init_process_group("nccl") makes it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    group = dist.new_group(backend="nccl") if alone else dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, "cuda", mesh=[0, 1])
+    whole = torch.arange(24.0, device="cuda").view(2, 4, 3)
+    rows = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    torch.cuda.synchronize()
+    start = virtualgpu.machine().clock.host
+    columns = rows.redistribute(mesh, [Shard(1)])
+    torch.cuda.synchronize()
+    lasted = virtualgpu.machine().clock.host - start
+    part = columns.to_local()
+    part.mul(part.detach()).sum().backward()
+    return str(part.device), lasted, part.tolist(), rows.grad.to_local().tolist()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_shards_of_another_dimension(on_gpus, alone):
+    """Which sent the CPU's tensor by gloo, in no time, or had nobody to send it."""
+    whole = torch.arange(24.0).view(2, 4, 3)
+    for rank, (device, lasted, part, gradient) in enumerate(on_gpus(another_dimension, alone)):
+        assert device == f"cuda:{rank}" and part == whole[:, 2 * rank : 2 * rank + 2].tolist()
+        assert gradient == whole[rank : rank + 1].tolist()
+        assert lasted > 10e-6  # a collective's latency
+    with virtualgpu.dry_run():
+        dry = launch(another_dimension, alone, nprocs=2)
+    assert [one[:2] for one in dry] == [(f"cuda:{rank}", pytest.approx(lasted, rel=1e-6)) for rank in range(2)]
 
 
 def copied_to_the_cpu():
