@@ -57,14 +57,24 @@ def _prepared(patches: Patches, original, *args, **kwargs):
 
 def _make_wrapper_subclass(machine: Machine, original, cls, *args, device=None, **kwargs):
     """A wrapper of tensors says where it is by what it wraps, or was told; for C++ it is on the CPU, as what it wraps really is."""
+    is_named = len(args) <= DEVICE
+    device = device if is_named else args[DEVICE]
     if device is None:
         return original(cls, *args, **kwargs)
-    if torch.device(device).type != "cuda":
-        return original(cls, *args, device=device, **kwargs)
-    wrapper = original(cls, *args, device=torch.device(machine.base), **kwargs)
+    is_virtual = torch.device(device).type == "cuda"
+    told = torch.device(machine.base) if is_virtual else device
+    if is_named:
+        wrapper = original(cls, *args, device=told, **kwargs)
+    else:  # a nested tensor of the jagged layout says it so
+        wrapper = original(cls, *args[:DEVICE], told, *args[DEVICE + 1 :], **kwargs)
+    if not is_virtual:
+        return wrapper
     if not hasattr(cls, "__tensor_flatten__"):
         label(wrapper, Allocation(machine.gpu(device), 0))
     return wrapper
+
+
+DEVICE = 6  # its place among the arguments after the class
 
 
 class _Entered(threading.local):

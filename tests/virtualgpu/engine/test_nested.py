@@ -88,3 +88,27 @@ def test_dropout_draws_from_the_gpu(gpus):
 def test_a_dry_run_names_the_cure(gpus):
     with virtualgpu.dry_run(), pytest.raises(NotImplementedError, match=r"layout=torch\.jagged"):
         torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], device="cuda")
+
+
+def jagged(device):
+    """What two sequences in one tensor come to, forward and backward."""
+    torch.manual_seed(0)
+    layer, norm = nn.Linear(4, 4).to(device), nn.LayerNorm(4).to(device)
+    rows = torch.arange(32.0).view(8, 4).to(device).requires_grad_()
+    nested = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, 8], device=device))
+    heads = nested.detach().unflatten(-1, (2, 2)).transpose(1, 2)
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+    out = norm(torch.relu(layer(nested)))
+    padded = torch.nested.to_padded_tensor(out, 0.0)
+    (out.values().sum() + padded.square().sum()).backward()
+    return out, attended.values(), padded, rows.grad, layer.weight.grad
+
+
+def test_the_jagged_layout_trains(gpus):
+    """C++ took the wrapper to be on a real GPU, and the backward pass asked the driver."""
+    on_gpu, on_cpu = jagged("cuda"), jagged("cpu")
+    assert {str(tensor.device) for tensor in on_gpu} == {"cuda:0"} and on_gpu[0].is_cuda
+    assert {str(tensor.device) for tensor in on_cpu} == {"cpu"}
+    assert str(on_gpu[0].cpu().values().device) == "cpu"
+    for ours, theirs in zip(on_gpu[1:], on_cpu[1:], strict=True):
+        assert torch.equal(ours.cpu(), theirs)
