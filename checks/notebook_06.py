@@ -122,7 +122,7 @@ def causes(cause: Callable, device: torch.device, timeout: float = 20) -> str | 
     if unknown := [name for name, *_ in wrong if name not in SITUATIONS]:
         return f"it returns {unknown[0]!r}; the names are {sorted(SITUATIONS)}"
     name, _, curve, output = wrong[0]
-    return f"it names {len(runs) - len(wrong)} of {len(runs)} runs. One that it takes for {name!r}: {_described(curve, output)}"
+    return f"it is right about {len(runs) - len(wrong)} of {len(runs)} runs. One that it wrongly calls {name!r}: {_described(curve, output)}"
 
 
 def _described(curve: Sequence[float], output: float) -> str:
@@ -190,7 +190,7 @@ def culprits(culprit: Callable, timeout: float = 20) -> str | None:
     for got, (_, wanted) in zip(said, cases, strict=True):
         if got != wanted:
             right = sum(a == b for a, (_, b) in zip(said, cases, strict=True))
-            return f"it is right for {right} of {len(cases)} snapshots. One more: {_mistaken(got)}"
+            return f"it is right about {right} of {len(cases)} snapshots. In one of the others {_mistaken(got)}"
     return None
 
 

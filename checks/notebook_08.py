@@ -22,8 +22,8 @@ def trains_on_all(train: Callable[[nn.Module, TensorDataset, int], list[float]])
     found = launched_on_gpus(_histories, train, draw(), nprocs=RANKS, ask="do all ranks call all_reduce?")
     if isinstance(found, str):
         if calls := re.findall(r"came to (\w+) of ([\d,]+)", found):  # whichever rank was the first to see it
-            return "the ranks do not do the same: " + " meets ".join(
-                f"{call} of {count}" for call, count in sorted(calls, key=str)
+            return "the ranks do not call the same collectives: one is in " + ", another in ".join(
+                f"{call} of {count} {'number' if count == '1' else 'numbers'}" for call, count in sorted(calls, key=str)
             )
         return found
     for rank, (history, references) in enumerate(found):

@@ -64,8 +64,11 @@ def test_the_riddle_shows_each_cause_once_and_the_same_each_time(gpu):
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        (lambda curve, output: "graph kept", "it names 4 of 16 runs. One that it takes for 'graph kept': it starts at"),
-        (by_size, "of 16 runs. One that it takes for 'graph kept'"),
+        (
+            lambda curve, output: "graph kept",
+            "it is right about 4 of 16 runs. One that it wrongly calls 'graph kept': it starts at",
+        ),
+        (by_size, "of 16 runs. One that it wrongly calls 'graph kept'"),
         (lambda curve, output: "a leak", "it returns 'a leak'; the names are ['graph kept', 'longer inputs', "),
         (lambda curve, output: curve[12], "your code raised IndexError: list index out of range"),
         (lambda curve, output: None, "it returns None"),
@@ -82,7 +85,7 @@ def test_a_table_of_answers_by_trial_does_not_pass(gpu, capsys):
     curves, outputs = checks.riddle(gpu)
     table = {tuple(curve): right(curve, outputs[name]) for name, curve in curves.items()}
     checks.causes(lambda curve, output: table.get(tuple(curve), "graph kept"), gpu)
-    named = int(re.search(r"it names (\d+) of 16", capsys.readouterr().out)[1])
+    named = int(re.search(r"it is right about (\d+) of 16", capsys.readouterr().out)[1])
     assert named <= 8  # those that look like one of the four by chance, and each "graph kept"
 
 
@@ -161,7 +164,7 @@ def accused(snapshot, live=True, own=True, innermost=True, by_line=True):
         (lambda snapshot: accused(snapshot, own=False), "a line of an installed library"),
         (lambda snapshot: accused(snapshot, innermost=False), "the outermost frame"),
         (lambda snapshot: accused(snapshot)[1], "a pair of file name and line number is asked for"),
-        (lambda snapshot: ("train.py", 49), "right for"),
+        (lambda snapshot: ("train.py", 49), "right about"),
         (lambda snapshot: blocks_of(snapshot)[0]["frames"][9], "your code raised IndexError"),
     ],
 )

@@ -43,7 +43,7 @@ def train_on_all(model, data, epochs, shuffled=True, means=False, reduced=lambda
         (lambda *a: train_on_all(*a, reduced=lambda rank: False), "the ranks return different losses"),
         (
             lambda *a: train_on_all(*a, reduced=lambda rank: rank == 0),
-            "the ranks do not do the same: all_reduce of 2 meets all_reduce of 212",
+            "the ranks do not call the same collectives: one is in all_reduce of 2 numbers, another in all_reduce of 212 numbers",
         ),
         (lambda *a: train_on_all(*a, grouped=False), "epoch "),
         (lambda *a: train_on_all(*a)[:1], "3 numbers are wanted, one an epoch"),
