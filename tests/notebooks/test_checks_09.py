@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 import checks
 from tests.processes import HURRY
-from virtualgpu import _compat
 
 SIZES = {"dim": 256, "words": 40000, "length": 16}
 BUDGET = 0.21  # GiB, between one group for both of the large layers and a group for each
@@ -144,11 +143,7 @@ def on_two(dtype=None, offload=True, grouped=True):
         (on_two(torch.float16), "Full", "[passed]"),
         (on_two(torch.float16), "Block", "out of memory"),
         (on_two(torch.float16, offload=False), "Full", "out of memory"),
-        (
-            on_two(torch.float16, grouped=False),
-            "Full",
-            "out of memory" if _compat.VERSION >= (2, 15) else "s are possible",
-        ),
+        (on_two(torch.float16, grouped=False), "Full", "out of memory"),
         (on_two(torch.bfloat16), "Full", "s are possible"),
         (none_at_all, "Full", "is not sharded: each of the two GPUs"),
         (half, "Full", "look at words.weight"),
