@@ -1,6 +1,7 @@
 """The clocks of several ranks: when collectives begin, what they cost, what kernels hide; the same in every run."""
 
 import random
+import threading
 import time
 
 import pytest
@@ -16,7 +17,7 @@ def spans_of(program):
     """What this rank's GPU did, with the real processes held up at random."""
 
     def run(*args):
-        time.sleep(random.random() / 20)
+        threading.Event().wait(random.random() / 20)  # time.sleep would pass on the simulated clock
         with virtualgpu.recording() as spans:
             program(*args)
             torch.cuda.synchronize()
@@ -214,3 +215,22 @@ def test_a_dry_run_of_several_ranks_tells_the_same_times(with_numbers, without):
     for dry in without:
         assert without_names(with_numbers["ddp"]) == without_names(dry["ddp"])
         assert with_numbers["fsdp"] == dry["fsdp"]
+
+
+def late_rank():
+    """Simulated seconds that this rank needs for an all_reduce, where rank 1 sleeps before it."""
+    from torch import distributed as dist
+
+    clock, x = virtualgpu.machine().clock, torch.ones(10, device=f"cuda:{dist.get_rank()}")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    start = clock.host
+    if dist.get_rank() == 1:
+        time.sleep(0.05)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    return clock.host - start
+
+
+def test_all_wait_for_a_rank_that_sleeps(on_gpus):
+    assert on_gpus(late_rank) == [pytest.approx(0.05, abs=1e-3)] * 2

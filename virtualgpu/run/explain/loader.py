@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from virtualgpu import _compat
 from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.sleeping import measuring
 
 SUFFIX = ".fetched"
 NUMBER = struct.Struct("d")
@@ -47,7 +48,8 @@ class Loader:
 
     def _next(self, original, iterator):
         start = time.perf_counter()
-        batch = original(iterator)
+        with measuring():
+            batch = original(iterator)
         seconds, workers, now = time.perf_counter() - start, self.workers.get(iterator), self.clock.host
         if (known := self.seconds_of()) is not None:
             seconds = known
