@@ -1,6 +1,7 @@
 """Who is alive, and waiting for it: what tests ask when nobody may be left behind. And where processes can meet."""
 
 import contextlib
+import os
 import re
 import socket
 import time
@@ -49,12 +50,11 @@ def family(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def command(process: psutil.Process) -> list[str]:
-    """Its words; none where it has ended meanwhile."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def runs(script: str, name: str, value: str) -> bool:
+    """Is one of these processes a program forked for that script?"""
+    with contextlib.suppress(psutil.Error):  # one may have ended meanwhile
+        return any(process.name() == os.path.basename(script) for process in family(name, value))
+    return False
 
 
 def listening(process: psutil.Process, kind: str = "tcp") -> set[tuple[str, int]]:

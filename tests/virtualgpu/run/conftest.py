@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.warm_python import WarmPython
 from virtualgpu.run.trials import programs
+from virtualgpu.run.trials.warm import WarmPython
 
 
 @pytest.fixture(scope="session")
@@ -42,17 +42,25 @@ def script(request, tmp_path):
     return str(path)
 
 
+class Shared(WarmPython):
+    """One for all searches of a session: no test waits until PyTorch is imported again."""
+
+    def start(self, command, environ, output):
+        environ = {name: value for name, value in environ.items() if name != "PYTEST_CURRENT_TEST"}
+        return super().start(command, environ, output)
+
+    def end(self):
+        """A search has ended, not the session."""
+
+
 @pytest.fixture(scope="session")
-def warm_python():
-    """Forks programs in a tenth of the time that they take to import PyTorch."""
-    python = WarmPython()
+def shared():
+    python = Shared()
     yield python
-    python.end()
+    WarmPython.end(python)
 
 
 @pytest.fixture
-def warm(monkeypatch, request):
-    """What `fit` and `--explain` try, in this process, starts warm: for what they make of it, not for the start itself. On Linux; elsewhere
-    a fork of so much is not safe, or there is none."""
-    if sys.platform == "linux":
-        monkeypatch.setattr(programs, "subprocess", request.getfixturevalue("warm_python"))
+def warm(monkeypatch, shared):
+    """What `fit` and `--explain` try in this test starts from the session's warm Python."""
+    monkeypatch.setattr(programs, "WarmPython", lambda: shared)

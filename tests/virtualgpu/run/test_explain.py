@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import command, family, wait_until
+from tests.processes import family, runs, wait_until
 from virtualgpu import environment
 from virtualgpu.hardware import specs
 from virtualgpu.run import cards, cli, left
@@ -227,13 +227,7 @@ def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, statu
     monkeypatch.setenv("MARK", str(tmp_path))
     words = [sys.executable, "-m", "virtualgpu", "--explain", "--gpus", "1", "--steps", "0", script, ""]
     search = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    wait_until(
-        lambda: any(
-            words[-2:] == [script, ""] and "--explain" not in words
-            for words in map(command, family("MARK", str(tmp_path)))
-        ),
-        120,
-    )
+    wait_until(lambda: runs(script, "MARK", str(tmp_path)), 120)
     search.send_signal(number)
     _, errors = search.communicate(timeout=60)
     assert search.returncode == status, errors

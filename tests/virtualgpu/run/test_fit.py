@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import command, family, wait_until
+from tests.processes import family, runs, wait_until
 from virtualgpu import environment
 from virtualgpu.run import cards, left
 from virtualgpu.run.fit import cli as fit_cli
@@ -250,12 +250,7 @@ def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, statu
     monkeypatch.setenv("MARK", str(tmp_path))
     words = [sys.executable, "-m", "virtualgpu", "fit", "--gpus", "1,2", "--steps", "0", script]
     search = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    wait_until(
-        lambda: any(
-            words[-1:] == [script] and "fit" not in words for words in map(command, family("MARK", str(tmp_path)))
-        ),
-        60,
-    )
+    wait_until(lambda: runs(script, "MARK", str(tmp_path)), 60)
     search.send_signal(number)
     told, errors = search.communicate(timeout=60)
     assert search.returncode == status, errors

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from virtualgpu.run import program
 from virtualgpu.run.process_tree import kill_tree
 from virtualgpu.run.trials.warden import Warden
+from virtualgpu.run.trials.warm import WarmPython
 
 LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|^torch\.distributed\.(run|launch)$")
 ROOM = 2 << 30  # bytes of this machine's memory that a trial may take: PyTorch, and a model's shapes
@@ -51,7 +52,7 @@ class Programs:
         self._lock, self._running, self._ended = threading.Lock(), set(), False
 
     def __enter__(self) -> "Programs":
-        self._warden = Warden()
+        self._warden, self._warm = Warden(), WarmPython()
         return self
 
     def __exit__(self, *error) -> None:
@@ -66,7 +67,7 @@ class Programs:
         with self._lock:
             if self._ended:
                 raise InterruptedError("the search was ended")
-            child = subprocess.Popen(
+            child = self._warm.start(command, environ, output) or subprocess.Popen(
                 command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -127,6 +128,7 @@ class Programs:
 
     def end(self) -> None:
         """All of them are ended, with what they started, and no other begins."""
+        self._warm.end()  # nobody waits for it to be warm
         with self._lock:
             self._ended, running = True, list(self._running)
         for child in running:
