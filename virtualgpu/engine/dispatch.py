@@ -167,18 +167,15 @@ class Dispatch(_compat.TorchDispatchMode):
                 moves = args[:2] if isinstance(args[1], Tensor) else args[:1]  # what it writes it does not read
                 self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
-                free = len(args) > 2 and args[2] and self._may_run_on(args[0], args[1])
-                machine.charge_copy(source, target, args[1].nbytes, wait=not free)
+                between = source is not None and target is not None
+                pinned = not between and is_pinned(args[1] if source is None else args[0])
+                free = (
+                    len(args) > 2 and args[2] and (between or pinned)
+                )  # an asynchronous copy leaves the host free only then
+                machine.charge_copy(source, target, args[1].nbytes, not free, pinned)
         if asserts:
             clock.stop(gpu.index)
         return out
-
-    def _may_run_on(self, target: Tensor, source: Tensor) -> bool:
-        """Does an asynchronous copy between host and GPU leave the host free? Only where the host's side is pinned."""
-        if gpu_of(target) is not None and gpu_of(source) is not None:
-            return True
-        host = source if gpu_of(source) is None else target
-        return is_pinned(host)
 
 
 class DispatchBesideReal(Dispatch):

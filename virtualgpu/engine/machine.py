@@ -14,9 +14,11 @@ from virtualgpu.engine.thread_context import ThreadContext, dry_runs
 from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking
 from virtualgpu.errors import forked, invalid_ordinal, no_gpus
+from virtualgpu.hardware import links
+from virtualgpu.hardware.datasheet import Link
 from virtualgpu.hardware.hosts import HOSTS
 from virtualgpu.hardware.networks import Network
-from virtualgpu.hardware.settings import MachineSettings
+from virtualgpu.hardware.settings import DATASHEET, MachineSettings
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.memory.ledger import Ledger
 from virtualgpu.timing.clock import Clock
@@ -224,18 +226,23 @@ class Machine:
             )
         return gpu
 
-    def charge_copy(self, source: GPU | None, target: GPU | None, nbytes: int, wait: bool) -> None:
-        """The time of a copy between two places. Only a copy from or to pinned memory leaves the host free."""
+    def charge_copy(
+        self, source: GPU | None, target: GPU | None, nbytes: int, wait: bool, pinned: bool = False
+    ) -> None:
+        """The time of a copy between two places. pinned: is the host's memory? Only then may a copy leave the host free."""
         if self.local.nccl:
             return
         if source is not None and target is not None:
             self.clock.between(source.index, target.index, source.spec.peer.seconds(nbytes))
         elif target is not None:
-            seconds = target.spec.host.seconds(nbytes)
+            seconds = self._host_link(target, "in", pinned).seconds(nbytes)
             self.clock.host_copy(target.index, seconds, wait, "copy from the host", "in")
         elif source is not None:
-            seconds = source.spec.host.seconds(nbytes)
+            seconds = self._host_link(source, "out", pinned).seconds(nbytes)
             self.clock.host_copy(source.index, seconds, wait, "copy to the host", "out")
+
+    def _host_link(self, gpu: GPU, way: str, pinned: bool) -> Link:
+        return gpu.spec.host if self.settings.clock == DATASHEET else links.to_host(gpu.spec.host, way, pinned)
 
     def place(self, tensor: torch.Tensor, gpu: GPU | None) -> torch.Tensor:
         """Let this tensor's storage live on `gpu`. Raises torch.OutOfMemoryError where there is no room."""

@@ -70,6 +70,17 @@ def unscale(dispatch, func, args, kwargs):
     return NotImplemented
 
 
+def foreach_copy(dispatch, func, args, kwargs):
+    """Lists on different devices are copied one by one, as CUDA's slow path does."""
+    if len({gpu_of(tensor) for tensors in args[:2] for tensor in tensors}) == 1:
+        return NotImplemented
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    with dispatch:
+        for target, source in zip(*args[:2], strict=True):
+            target.copy_(source, non_blocking)
+    return None
+
+
 def set_storage(dispatch, func, args, kwargs):
     """Tensor.set_. Raises RuntimeError for another GPU's storage."""
     tensor, source = args[:2]
@@ -105,6 +116,7 @@ OPERATIONS = {
     **sdpa.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    aten._foreach_copy_.default: foreach_copy,
     aten.set_.source_Storage: set_storage,
     aten.set_.source_Storage_storage_offset: set_storage,
     aten.set_.source_Tensor: set_storage,

@@ -1,6 +1,6 @@
-"""Between GPUs that do not reach each other's memory: what the way through the host's gives, as others measured it (data/links.toml).
+"""What the ways to the host give, and those between GPUs through its memory, as others measured them (data/links.toml).
 
-The host matters more than the lanes: a card takes the median of what was measured with its own compute capability, and where nothing
+Between two GPUs the host matters more than the lanes: a card takes the median of what was measured with its own compute capability, and where nothing
 was that of all with its PCI Express.
 
 What a ring sends and receives at once is what copies both ways do, so half of their sum stands for the all-reduce where no table of it
@@ -17,6 +17,23 @@ GENERATIONS = {3: PCIE3, 4: PCIE4, 5: PCIE5}
 LATENCY = 12e-6  # of such a copy: two RTX 4090, 11.4 to 13.1 us (p2pBandwidthLatencyTest)
 
 
+@functools.cache
+def to_host(link: Link, way: str, pinned: bool) -> Link:
+    """What copies from the host's memory ("in") or to it ("out") reach of that link: the median of its PCI Express generation, whatever the
+    card. Faster links than these are taken at their word.
+
+    Memory that a copy to the host is the first to touch takes longer, up to eight times (1.1 and 1.4 GB/s were measured): not modelled.
+    """
+    if link.bandwidth > 1.5 * PCIE5.bandwidth:
+        return link
+    generation = _generation(link)
+    rows = [row for row in tables.rows("links")["host"] if row["pcie"] == generation]
+    own = [row for row in rows if row["memory"] == ("pinned" if pinned else "pageable")]
+    rate = median(row["rate"] for row in [row for row in own if row["way"] == way] or own) * 1e9
+    lanes = min(link.bandwidth / GENERATIONS[generation].bandwidth, 1.0)
+    return Link(rate * lanes if pinned else min(rate, to_host(link, way, True).bandwidth), link.latency)
+
+
 def copies(capability: tuple[int, int], host: Link) -> Link:
     """Of a card with that way to the host, to another one like it."""
     rate = _measured("copy", capability, host) or 0.0
@@ -31,10 +48,14 @@ def ring(capability: tuple[int, int], host: Link) -> float:
 
 def _measured(what: str, capability: tuple[int, int], host: Link) -> float | None:
     """GB/s; None where nobody measured it over that PCI Express."""
-    generation = min(GENERATIONS, key=lambda number: abs(GENERATIONS[number].bandwidth - host.bandwidth))
+    generation = _generation(host)
     rows = [row for row in tables.rows("links")["measured"] if row["what"] == what and row["pcie"] == generation]
     own = [row for row in rows if row["capability"] == "{}.{}".format(*capability)]
     return median(row["rate"] for row in own or rows) if rows else None
+
+
+def _generation(host: Link) -> int:
+    return min(GENERATIONS, key=lambda number: abs(GENERATIONS[number].bandwidth - host.bandwidth))
 
 
 @functools.cache

@@ -66,7 +66,8 @@ class Storages:
         machine.place_storage(made, target)
         if target is None and non_blocking:
             setattr(made, PINNED, True)
-        machine.charge_copy(source, target, storage.nbytes(), wait=not non_blocking)
+        pinned = getattr(storage, PINNED, False) or getattr(made, PINNED, False)
+        machine.charge_copy(source, target, storage.nbytes(), not (non_blocking and pinned), pinned)
         return made
 
     def cuda(self, storage, device=None, non_blocking: bool = False):

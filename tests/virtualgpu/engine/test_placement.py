@@ -497,6 +497,18 @@ def test_what_is_written_must_be_there_too(gpus, line):
     assert "cuda:0" in str(found.value) and ("cpu" in str(found.value) or "cuda:1" in str(found.value))
 
 
+@pytest.mark.parametrize("dry", [False, True])
+def test_foreach_copies_go_from_place_to_place(dry):
+    with (virtualgpu.dry_run if dry else virtualgpu.gpus)(2):
+        values = [torch.arange(3.0), torch.arange(4.0)]
+        for target in ("cuda:0", "cuda:1", "cpu"):
+            copies = [torch.zeros_like(value, device=target) for value in values]
+            torch._foreach_copy_(copies, values)
+            assert [copy.device for copy in copies] == [torch.device(target)] * 2
+            assert dry or all(torch.equal(copy.cpu(), torch.arange(len(copy) * 1.0)) for copy in copies)
+            values = copies
+
+
 def test_foreach_lists_must_lie_together(gpus):
     here, there, cpu = (torch.ones(3, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
     for pair in ([here], [there]), ([here], [cpu]), ([here, there], [there, here]):
