@@ -1,6 +1,6 @@
-"""What the ways to the host give, and those between GPUs through its memory, as others measured them (data/links.toml).
+"""What the ways to the host give, and those between GPUs, as others measured them (data/links.toml).
 
-Between two GPUs the host matters more than the lanes: a card takes the median of what was measured with its own compute capability, and where nothing
+Between two GPUs that do not reach each other's memory the host matters more than the lanes: a card takes the median of what was measured with its own compute capability, and where nothing
 was that of all with its PCI Express.
 
 What a ring sends and receives at once is what copies both ways do, so half of their sum stands for the all-reduce where no table of it
@@ -32,6 +32,19 @@ def to_host(link: Link, way: str, pinned: bool) -> Link:
     rate = median(row["rate"] for row in [row for row in own if row["way"] == way] or own) * 1e9
     lanes = min(link.bandwidth / GENERATIONS[generation].bandwidth, 1.0)
     return Link(rate * lanes if pinned else min(rate, to_host(link, way, True).bandwidth), link.latency)
+
+
+@functools.cache
+def to_peer(link: Link, capability: tuple[int, int], nvlink: bool) -> Link:
+    """What copies reach of a link between GPUs that reach each other's memory: the share that others measured of NVLink in that generation,
+    or in the last one before it that anybody measured; of PCI Express in any.
+    """
+    rows = [row for row in tables.rows("links")["peer"] if row["nvlink"] == nvlink]
+    if nvlink:
+        generations = sorted({tuple(map(int, row["capability"].split("."))) for row in rows})
+        generation = max((one for one in generations if one <= capability), default=generations[0])
+        rows = [row for row in rows if row["capability"] == "{}.{}".format(*generation)]
+    return Link(link.bandwidth * median(row["rate"] / row["promised"] for row in rows), link.latency)
 
 
 def copies(capability: tuple[int, int], host: Link) -> Link:

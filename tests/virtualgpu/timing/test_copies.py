@@ -1,4 +1,4 @@
-"""Copies between a GPU and its host: what they take from pinned memory and from memory that is not, by PCI Express."""
+"""Copies between a GPU and its host, pinned and not, and between GPUs: what others measured, not what a link promises."""
 
 import pytest
 import torch
@@ -54,6 +54,26 @@ def test_pinned_memory_is_faster(run, card, clock, rates):
         assert [rate(copy) for copy in same] == pytest.approx(rates, rel=0.005)
         assert rate(lambda: host.untyped_storage().cuda()) == pytest.approx(rates[0], rel=0.005)
         assert rate(lambda: pinned.untyped_storage().cuda()) == pytest.approx(rates[1], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "card, clock, expected",
+    [
+        ("V100", None, 47.9),
+        ("A100", None, 274),
+        ("H200", None, 376),
+        ("B200", None, 752),  # as of the H100's NVLink
+        ("RTX A6000", None, 25.2),
+        ("P100", None, 12.6),
+        ("T4", None, 4.4),  # through the host's memory
+        ("TITAN RTX NVLink", None, 47.9),
+        ("A100", "datasheet", 300),
+    ],
+)
+def test_copies_between_gpus_reach_what_others_measured(run, card, clock, expected):
+    with run(2, like=card, clock=clock):
+        here = torch.ones(NBYTES, dtype=torch.uint8, device="cuda:0")
+        assert rate(lambda: here.to("cuda:1")) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
