@@ -42,6 +42,10 @@ class Eager:
                 needed = self._result_bytes(op, args, kwargs)
                 gpu.require(needed)
                 raise errors.host_full(sum(needed), host_free()) from None
+            if isinstance(error, NotImplementedError) and "the 'CPU' backend" in str(error):
+                raise NotImplementedError(
+                    f"{op.func.name()} runs on GPUs alone: PyTorch has no CPU kernel of it, with which virtual GPUs compute"
+                ) from None
             raise
 
     def check_generator(self, args, kwargs, gpu: GPU | None) -> None:

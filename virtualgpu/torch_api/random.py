@@ -73,3 +73,16 @@ class Generator(Plain, metaclass=Kind):
         )
 
     graphsafe_set_state = graphsafe_get_state
+
+    def get_offset(self, *args):
+        """The CPU's has none. Raises NotImplementedError for a GPU's."""
+        if self._gpu is None:
+            return super().get_offset(*args)
+        raise NotImplementedError(
+            "how many numbers a GPU's generator has drawn is not modelled by virtual GPUs, which draw as the CPU does: "
+            "keep and restore it by get_state() and set_state()"
+        )
+
+    def set_offset(self, *args):
+        """As `get_offset`."""
+        return super().set_offset(*args) if self._gpu is None else self.get_offset()

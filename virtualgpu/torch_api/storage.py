@@ -20,6 +20,9 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(Storage, "cuda", lambda *args, **kwargs: storages.cuda(*args, **kwargs))
     patches.replace(Storage, "cpu", lambda storage: storages.to(storage, device=CPU))
     patches.replace(Storage, "is_pinned", lambda storage, device=None: getattr(storage, PINNED, False))
+    patches.stand_in(
+        Storage, "is_shared", lambda original, storage: gpu_of_storage(storage) is not None or original(storage)
+    )
     patches.stand_in(Storage, "clone", storages.clone)
     patches.stand_in(Storage, "resize_", resize_)
     patches.stand_in(Storage, "_share_cuda_", share_cuda)

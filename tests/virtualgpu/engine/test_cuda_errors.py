@@ -167,3 +167,8 @@ def test_torchsummary_runs_on_its_default_device(capsys):
     virtualgpu.gpus(1)
     summary(nn.Sequential(nn.Conv2d(3, 8, 3)).to(CUDA0), (3, 32, 32))
     assert "[-1, 8, 30, 30]" in capsys.readouterr().out
+
+
+def test_what_the_cpu_has_no_kernel_of_says_so(gpus):
+    with pytest.raises(NotImplementedError, match="aten::_cslt_compress runs on GPUs alone"):
+        torch._cslt_compress(torch.ones(32, 32, dtype=torch.float16, device="cuda"))

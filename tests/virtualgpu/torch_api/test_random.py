@@ -234,3 +234,12 @@ def test_native_dropout_is_the_cpus_to_the_last_bit(gpus):
         found = torch.native_dropout(x.to(ONE), p, train)
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one, other.cpu()) and one.stride() == other.stride()
+
+
+def test_how_many_numbers_were_drawn_is_not_told(gpus):
+    generator = torch.Generator("cuda")
+    for call in (generator.get_offset, lambda: generator.set_offset(4)):
+        with pytest.raises(NotImplementedError, match="get_state"):
+            call()
+    with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
+        torch.Generator().get_offset()

@@ -53,3 +53,10 @@ def test_queues_and_arguments(answered):
 def test_a_gpu_tensor_is_refused(gpus):
     with virtualgpu.dry_run(), pytest.raises(NotImplementedError, match="CUDA IPC"):
         ForkingPickler.dumps(torch.ones(2, device="cuda"))
+
+
+def test_a_gpus_memory_counts_as_shared(gpus):
+    tensor = torch.ones(3)
+    assert not tensor.is_shared() and tensor.share_memory_().is_shared()
+    assert torch.ones(3, device="cuda").is_shared() and torch.ones(3, device="cuda").untyped_storage().is_shared()
+    assert not torch.ones(3, device="cuda").cpu().is_shared()
