@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import refused, values
+from virtualgpu.engine import meta_results, refused, values
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -90,10 +90,7 @@ class DryRun:
                 f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
                 "Run this line outside dry_run()"
             ) from error
-        if op.convolves:
-            out = _as_convolved(op, shapes, out)
-        elif op.name == "col2im":
-            out = _as_folded(shapes[0], out)
+        out = meta_results.corrected(op, shapes, options, out)
         results = out if isinstance(out, (tuple, list)) else [out]
         if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in (*tensors, *results)):
             raise _sparse(op)
@@ -154,28 +151,6 @@ def _describe(values, key: list) -> None:
             key.append(type(value))
         else:
             key += (type(value), value)  # True, 1 and 1+0j are equal, and give three types
-
-
-def _as_convolved(op: Operation, args, out):
-    """Channels come last in what a convolution returns where they do in its input or weight; the meta kernels do not heed it."""
-    first = 1 if op.name == "convolution_backward" else 0
-    formats = {_compat.suggest_memory_format(tensor) for tensor in args[first : first + 2]}
-    last = formats & {torch.channels_last, torch.channels_last_3d}
-    layout = last.pop() if last else torch.contiguous_format
-
-    def laid_out(tensor):
-        if tensor is None or tensor.dim() not in (4, 5):
-            return tensor
-        return _compat.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
-
-    return laid_out(out) if isinstance(out, torch.Tensor) else tuple(map(laid_out, out))
-
-
-def _as_folded(columns, out):
-    """The kernel makes it as large as its input and then gives it its shape; memory that is left over stays (cuda/Col2Im.cu)."""
-    if columns.numel() <= out.numel():
-        return out
-    return _empty((columns.numel(),), (1,), out.dtype).as_strided(out.shape, out.stride())
 
 
 def _fills_its_storage(tensor) -> bool:
