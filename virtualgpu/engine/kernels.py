@@ -153,7 +153,13 @@ def _like_first(tensor, *rest, **options):
     return torch.empty_like(tensor)
 
 
+def _in_place(*args, **options) -> None:
+    """All that it returns is in what it was given."""
+
+
+FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
 FOR_SHAPES = {
+    **dict.fromkeys((*FUSED, *(f"{name}.tensor_lr" for name in FUSED)), _in_place),
     "_transformer_encoder_layer_fwd": _like_first,  # PyTorch 2.11
     "mish_backward": _like_second,
     "multi_margin_loss_backward": _like_second,
