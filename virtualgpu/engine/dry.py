@@ -18,6 +18,13 @@ from virtualgpu.engine.operations import Operation
 SETTINGS = torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled
 SETTINGS += (torch.are_deterministic_algorithms_enabled,)
 BY_TYPE = float, complex, torch.Generator  # their value decides over no shape, and a generator would be kept
+# What makes quantized tensors
+QUANTIZED = {"quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized"}
+QUANTIZED |= {
+    "_empty_per_channel_affine_quantized",
+    "_make_per_tensor_quantized_tensor",
+    "_make_per_channel_quantized_tensor",
+}
 MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
 
@@ -77,6 +84,10 @@ class DryRun:
 
     def _by_meta_kernel(self, op: Operation, args, kwargs, tensors):
         """What PyTorch's meta kernel gives for these arguments. Call it untracked."""
+        if op.name in QUANTIZED or any(tensor.is_quantized for tensor in tensors):
+            raise NotImplementedError(
+                f"quantized tensors are not modelled in a dry run ({op.name}). Run this line outside dry_run()"
+            )
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not op.name.endswith("_like")
         ):  # its result has no history
