@@ -4,6 +4,7 @@ how large the storage behind a result is."""
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine import layouts
 
 
 def corrected(op, args, kwargs, out):
@@ -69,6 +70,10 @@ def _as_type(tensor, out):
     return _compat.empty_strided(out.shape, out.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _contiguous(args, kwargs, out):
+    return out if out.is_contiguous() else out.contiguous()
+
+
 def _batch_norm(args, kwargs, out):
     """Nothing is kept of running figures that are used as they are."""
     if args[5]:
@@ -91,6 +96,7 @@ def _norm_backward(args, kwargs, out):
 aten = torch.ops.aten
 NONE, MEAN = 0, 1
 CORRECTIONS = {
+    **dict.fromkeys(layouts.FUNCS, _contiguous),
     aten.convolution.default: _convolved(0),
     aten._convolution.default: _convolved(0),
     aten.convolution_backward.default: _convolved(1),

@@ -76,3 +76,37 @@ def test_norms(kind, types, last):
     if norm is F.batch_norm and types == (HALF, HALF) and not last:  # mixed with running figures: see test_kernels
         return
     same(step)
+
+
+CONTIGUOUS = {
+    "shuffled pixels": lambda x: F.pixel_shuffle(x, 2),
+    "pixels shuffled back": lambda x: F.pixel_unshuffle(x, 2),
+    "shuffled channels": lambda x: F.channel_shuffle(x, 2),
+    "reflected": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replicated": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "rolled": lambda x: x.roll(1, 1),
+}
+AS_THE_INPUT = {
+    "padded": lambda x: F.pad(x, (1, 1, 1, 1)),
+    "gated": lambda x: F.glu(x, 1),
+    "larger": lambda x: F.interpolate(x, scale_factor=2),
+    "pooled": lambda x: F.max_pool2d(x, 2),
+}
+
+
+@pytest.mark.parametrize("how", [*CONTIGUOUS, *AS_THE_INPUT])
+def test_layouts_are_cudas(how):
+    """With numbers, too, whose kernels are the CPU's; the numbers are right."""
+    function = (CONTIGUOUS | AS_THE_INPUT)[how]
+    picture = torch.arange(2 * 8 * 4 * 4.0).view(2, 8, 4, 4).to(memory_format=torch.channels_last)
+
+    def step():
+        x = torch.rand(2, 8, 4, 4, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        out = function(x)
+        out.square().sum().backward()
+        return out, x.grad
+
+    results = same(step)[0]
+    assert (results[0][2][1] == 1) is (how in AS_THE_INPUT)  # the step from channel to channel
+    with virtualgpu.gpus(1):
+        assert torch.equal(function(picture.cuda()).cpu(), function(picture))
