@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import values
+from virtualgpu.engine import meta_results, refused, values
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -18,6 +18,13 @@ from virtualgpu.engine.operations import Operation
 SETTINGS = torch.is_grad_enabled, torch.get_default_dtype, torch.is_inference_mode_enabled
 SETTINGS += (torch.are_deterministic_algorithms_enabled,)
 BY_TYPE = float, complex, torch.Generator  # their value decides over no shape, and a generator would be kept
+# What makes quantized tensors
+QUANTIZED = {"quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized"}
+QUANTIZED |= {
+    "_empty_per_channel_affine_quantized",
+    "_make_per_tensor_quantized_tensor",
+    "_make_per_channel_quantized_tensor",
+}
 MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
 
@@ -41,6 +48,8 @@ class DryRun:
             return value
         if op.host_result is not None:
             return self.packed(op, args)
+        if op.writes and len(tensors) > 1:
+            refused.check_overlap(op, args, kwargs, tensors)
         key = [op, *[setting() for setting in SETTINGS]]
         try:
             _describe(args, key)
@@ -58,7 +67,11 @@ class DryRun:
                     crosscheck(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
             return made(args)
         with self.machine.untracked():
-            out = self._by_meta_kernel(op, args, kwargs, tensors)
+            refused.check(op, args, kwargs, tensors, gpu)
+            try:
+                out = self._by_meta_kernel(op, args, kwargs, tensors)
+            except refused.ERRORS as error:
+                raise refused.in_its_words(op, args, kwargs, tensors, gpu, error) from None
             # numbers are not in the key: that of arange's steps, say, decides over a shape
             again = _recipe(op, out, tensors) if op.cacheable and (tensors or not op.kernel) else None
         if again is not None:
@@ -71,6 +84,10 @@ class DryRun:
 
     def _by_meta_kernel(self, op: Operation, args, kwargs, tensors):
         """What PyTorch's meta kernel gives for these arguments. Call it untracked."""
+        if op.name in QUANTIZED or any(tensor.is_quantized for tensor in tensors):
+            raise NotImplementedError(
+                f"quantized tensors are not modelled in a dry run ({op.name}). Run this line outside dry_run()"
+            )
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not op.name.endswith("_like")
         ):  # its result has no history
@@ -84,10 +101,7 @@ class DryRun:
                 f"a dry run cannot tell what {op.name} returns: PyTorch has no kernel of it for shapes alone. "
                 "Run this line outside dry_run()"
             ) from error
-        if op.convolves:
-            out = _as_convolved(op, shapes, out)
-        elif op.name == "col2im":
-            out = _as_folded(shapes[0], out)
+        out = meta_results.corrected(op, shapes, options, out)
         results = out if isinstance(out, (tuple, list)) else [out]
         if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in (*tensors, *results)):
             raise _sparse(op)
@@ -148,28 +162,6 @@ def _describe(values, key: list) -> None:
             key.append(type(value))
         else:
             key += (type(value), value)  # True, 1 and 1+0j are equal, and give three types
-
-
-def _as_convolved(op: Operation, args, out):
-    """Channels come last in what a convolution returns where they do in its input or weight; the meta kernels do not heed it."""
-    first = 1 if op.name == "convolution_backward" else 0
-    formats = {_compat.suggest_memory_format(tensor) for tensor in args[first : first + 2]}
-    last = formats & {torch.channels_last, torch.channels_last_3d}
-    layout = last.pop() if last else torch.contiguous_format
-
-    def laid_out(tensor):
-        if tensor is None or tensor.dim() not in (4, 5):
-            return tensor
-        return _compat.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
-
-    return laid_out(out) if isinstance(out, torch.Tensor) else tuple(map(laid_out, out))
-
-
-def _as_folded(columns, out):
-    """The kernel makes it as large as its input and then gives it its shape; memory that is left over stays (cuda/Col2Im.cu)."""
-    if columns.numel() <= out.numel():
-        return out
-    return _empty((columns.numel(),), (1,), out.dtype).as_strided(out.shape, out.stride())
 
 
 def _fills_its_storage(tensor) -> bool:

@@ -153,7 +153,17 @@ def _like_first(tensor, *rest, **options):
     return torch.empty_like(tensor)
 
 
+def _with_mask(tensor, *rest, **options):
+    return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
+
+
+def _in_place(*args, **options) -> None:
+    """All that it returns is in what it was given."""
+
+
+FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
 FOR_SHAPES = {
+    **dict.fromkeys((*FUSED, *(f"{name}.tensor_lr" for name in FUSED)), _in_place),
     "_transformer_encoder_layer_fwd": _like_first,  # PyTorch 2.11
     "mish_backward": _like_second,
     "multi_margin_loss_backward": _like_second,
@@ -161,6 +171,9 @@ FOR_SHAPES = {
     "fractional_max_pool3d_backward": _like_second,
     "_ctc_loss_backward": _like_second,
     "geqrf": _geqrf,
+    "fake_quantize_per_tensor_affine_cachemask": _with_mask,
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _with_mask,
+    "fake_quantize_per_channel_affine_cachemask": _with_mask,
 }
 KERNELS = {
     "record_stream": record_stream,

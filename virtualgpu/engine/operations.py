@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import halves, histograms
+from virtualgpu.engine import halves, histograms, layer_norm, layouts
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.nondeterministic import ALERTS
@@ -23,6 +23,11 @@ STRICT = {aten.cat, aten.stack, aten.index_select, aten.gather, aten.take, aten.
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 # Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
 OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
+ON_GPU = {
+    **histograms.OPERATIONS,
+    **layer_norm.OPERATIONS,
+    **layouts.OPERATIONS,
+}  # what stands for an operation with numbers
 MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
@@ -118,7 +123,7 @@ class Operation:
         self.apart = self.random or func in halves.OPERATIONS
         self.drawn_with = with_generator(func) if self.random else None
         self.on_cpu = from_default(func) if self.random else func
-        self.on_gpu = histograms.OPERATIONS.get(func, func)
+        self.on_gpu = ON_GPU.get(func, func)
         self.generator = any(argument.name == "generator" for argument in arguments)
         self.takes_device = any(argument.name == "device" for argument in arguments)
         tensors = any("Tensor" in str(argument.type) for argument in arguments if not argument.is_out)

@@ -48,11 +48,14 @@ class Call:
 
     def is_flash_on_cpu(self) -> bool:
         """Does the CPU take its own flash kernel, which says the logarithm of the sum as well?"""
-        if self.bias is not None and self.bias.requires_grad:
-            return False  # that kernel has no gradient for it
+        if self.dropout or (self.bias is not None and self.bias.requires_grad):
+            return False  # that kernel has neither dropout nor a gradient for its bias
         groups = self.query.shape[1] != self.key.shape[1]
         args = (*self.inputs[:3], self.bias, self.dropout, self.is_causal)
-        return _compat.fused_choice(*args, scale=self.scale, enable_gqa=groups) == FLASH_ON_CPU
+        try:
+            return _compat.fused_choice(*args, scale=self.scale, enable_gqa=groups) == FLASH_ON_CPU
+        except RuntimeError:  # the program left on kernels alone that the CPU does not have
+            return False
 
 
 def forward(dispatch, func, args, kwargs):

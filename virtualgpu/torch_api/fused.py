@@ -46,6 +46,11 @@ def _attention(
     """As aten/src/ATen/native/transformers/attention.cpp prepares its arguments for each kernel."""
     __tracebackhide__ = True
     tensors = (query, key, value, attn_mask)
+    if query.is_nested and machine.dry and not machine.local.bypass:
+        raise NotImplementedError(
+            "attention of nested tensors is not modelled in a dry run: give it padded ones (to_padded_tensor), or run this line "
+            "outside dry_run()"
+        )
     elsewhere = machine.local.bypass or torch.overrides.has_torch_function(tensors) or gpu_of(query) is None
     # plain operations, one by one, which want it contiguous; a fused kernel would not
     if not elsewhere and query.is_nested:

@@ -143,6 +143,21 @@ def test_what_the_program_chooses(gpus):
     assert torch._fused_sdp_choice(*leaves) == SDPBackend.EFFICIENT_ATTENTION.value
 
 
+@pytest.mark.parametrize(
+    "kind", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_one_kernel_alone_that_the_cpu_lacks(kind, dropout):
+    """The CPU has a flash kernel of its own, without dropout; what it lacks has the numbers of its plain operations."""
+    plain = kind is not SDPBackend.FLASH_ATTENTION or dropout
+    with sdpa_kernel(SDPBackend.MATH if plain else kind):
+        expected = attend("cpu", dtype=BRAIN, dropout_p=dropout)[1]
+    with virtualgpu.gpus(1, like="A100"), sdpa_kernel(kind):
+        kernel, results = attend("cuda", dtype=BRAIN, dropout_p=dropout)
+    assert kernel == kind.name.partition("_")[0].capitalize()
+    assert all(map(torch.equal, results, expected))
+
+
 def test_inputs_without_a_batch(gpus):
     """As on the CPU; PyTorch 2.15 gives them a batch of one, and so a fused kernel, where 2.11 takes plain operations."""
     both = []

@@ -87,6 +87,48 @@ def test_sparse_tensors(dry, how):
         SPARSE[how]()
 
 
+QUANTIZED = {
+    "per tensor": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "by its own range": lambda x: torch.quantize_per_tensor_dynamic(x, torch.qint8, False),
+    "per channel": lambda x: torch.quantize_per_channel(x, x[0], x[0], 0, torch.qint8),
+    "of the CPU": lambda x: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    "empty": lambda x: torch._empty_affine_quantized([4], scale=0.1, zero_point=0, dtype=torch.qint8, device="cuda"),
+}
+
+
+@pytest.mark.parametrize("how", QUANTIZED)
+def test_quantized_tensors(dry, how):
+    with pytest.raises(
+        NotImplementedError, match=r"quantized tensors are not modelled in a dry run \(.*outside dry_run"
+    ):
+        QUANTIZED[how](torch.ones(4, 4, device="cuda"))
+
+
+@pytest.mark.parametrize("kind", ["per tensor", "per channel"])
+def test_rounding_as_if_quantized_works(gpus, kind):
+    def train():
+        x = torch.ones(40, 50, device="cuda", requires_grad=True)
+        if kind == "per tensor":
+            out = torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 0, 255)
+        else:
+            scales, zeros = torch.ones(50, device="cuda"), torch.zeros(50, device="cuda", dtype=torch.int32)
+            out = torch.fake_quantize_per_channel_affine(x, scales, zeros, 1, 0, 255)
+        out.sum().backward()
+        return out.dtype, out.shape, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+    with virtualgpu.gpus(1):
+        real = train()
+    with virtualgpu.dry_run(1):
+        assert train() == real
+
+
+def test_attention_of_jagged_tensors(dry):
+    parts = [torch.ones(length, 2, 8) for length in (3, 5)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, device="cuda").transpose(1, 2)
+    with pytest.raises(NotImplementedError, match=r"attention of nested tensors .* padded ones \(to_padded_tensor\)"):
+        F.scaled_dot_product_attention(x, x, x)
+
+
 def test_one_hot_wants_the_number_of_classes_of_what_is_not_known(dry):
     classes = torch.randn(3, 5, device="cuda").argmax(1)
     with pytest.raises(NotImplementedError, match="Give num_classes"):
