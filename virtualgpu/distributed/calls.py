@@ -57,6 +57,17 @@ class Call:
             self.outputs += outputs
             self.tensors += outputs if outputs is inputs else (*outputs, *inputs)
 
+    def uses(self, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Those that `rank` gets numbers in, and those that it only reads: where one rank gives, or takes, it in place."""
+        filled, read = [], []
+        for outputs, inputs in self.pairs:
+            one_way = outputs is inputs and self.collective.root
+            keeps = one_way and (rank == self.root) == (self.collective.root == "from")
+            (read if keeps else filled).extend(outputs)
+            if outputs is not inputs:
+                read.extend(inputs)
+        return filled, read
+
     def release(self) -> None:
         """It is over: its tensors are not held."""
         self.pairs, self.outputs, self.tensors = (), [], []

@@ -101,6 +101,8 @@ class Communicator:
                 ):
                     self.unlike = work
             if self.unlike is None:
+                if self.machine.in_flight.parts:
+                    self.machine.in_flight.let_finish(call.tensors, call.uses(self.rank)[0])
                 work.carry()
         except RuntimeError as error:
             self.explain(error, call.kind)
@@ -168,6 +170,12 @@ class Communicator:
     def forget(self, work: VirtualWork) -> None:
         """Hold it no longer: its end is known, or it failed."""
         self.works.pop(work.number, None)
+
+    def leave(self) -> None:
+        """Its group is destroyed: nobody waits here any more."""
+        self.arrivals.leave()
+        for work in self.works.values():
+            self.machine.in_flight.remove(work, work.call.tensors)
 
     def fail(self, work: VirtualWork, error: RuntimeError) -> None:
         """A work failed: nothing begins after it."""

@@ -7,9 +7,11 @@ import torch
 from torch.distributed import device_mesh
 
 from virtualgpu import _compat
+from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed.objects import with_numbers
 from virtualgpu.engine.allocation import Allocation, label
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.values import values_of
 from virtualgpu.torch_api.registry import Patches, standing_in
 
 AS_IT_IS = ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__")  # of a mesh: no tensors in these
@@ -24,14 +26,12 @@ def install(machine: Machine, patches: Patches) -> None:
         if name in AS_IT_IS or isinstance(value, (type, classmethod)):
             continue
         if isinstance(value, property):
-            patches.replace(mesh, name, property(standing_in(value.fget, with_numbers, machine), value.fset))
+            patches.replace(mesh, name, property(standing_in(value.fget, _with_numbers, machine), value.fset))
         elif isinstance(value, staticmethod):
-            patches.replace(mesh, name, staticmethod(standing_in(value.__func__, with_numbers, machine)))
+            patches.replace(mesh, name, staticmethod(standing_in(value.__func__, _with_numbers, machine)))
         elif callable(value):
-            patches.stand_in(mesh, name, with_numbers, machine)
+            patches.stand_in(mesh, name, _with_numbers, machine)
     patches.stand_in(mesh, "__init__", _prepared, patches)
-    init = standing_in(device_mesh.init_device_mesh, with_numbers, machine)
-    patches.replace_everywhere(device_mesh, "init_device_mesh", standing_in(init, _prepared, patches))
     wrap = standing_in(tensor._make_wrapper_subclass, _make_wrapper_subclass, machine)
     patches.replace(tensor, "_make_wrapper_subclass", staticmethod(wrap))
     entered = _Entered()
@@ -45,6 +45,23 @@ def install(machine: Machine, patches: Patches) -> None:
         original = table[operator]
         table[operator] = standing_in(original, _uniform)
         patches.undo(lambda: table.update({operator: original}))
+
+
+def _with_numbers(machine: Machine, original, *args, **kwargs):
+    """Also those of a tensor of ranks that was made in a dry run: the program's, or that of an init_device_mesh imported earlier."""
+    if machine.some_dry:
+        args = tuple(_known(machine, arg) for arg in args)
+        kwargs = {name: _known(machine, arg) for name, arg in kwargs.items()}
+    return with_numbers(machine, original, *args, **kwargs)
+
+
+def _known(machine: Machine, ranks):
+    if not isinstance(ranks, torch.Tensor) or not is_really_meta(ranks):
+        return ranks
+    there = ranks.cpu()
+    with machine.untracked():
+        values = values_of(there)
+    return ranks if values is None else values
 
 
 def _prepared(patches: Patches, original, *args, **kwargs):

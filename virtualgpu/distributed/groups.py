@@ -96,7 +96,7 @@ class Communicators:
             if group is None or name == group.group_name:
                 communicator = self.known.pop((name, index), None)
                 if communicator is not None:
-                    communicator.arrivals.leave()
+                    communicator.leave()
         if group is None:
             self._backends.clear()
             transport.let_go()

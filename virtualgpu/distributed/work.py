@@ -75,6 +75,8 @@ class VirtualWork(SimulatedWork):
                 return
             if comm.gloo is not None:
                 self._transfer = Transfer(comm.gloo, call, comm.rank, comm.size, comm.timeout)
+                filled, read = self.call.uses(comm.rank)
+                comm.machine.in_flight.add(self, filled, read)
             elif comm.machine.dry:
                 call.collective.alike(call, comm.rank, comm.size)
 
@@ -96,6 +98,7 @@ class VirtualWork(SimulatedWork):
             self.communicator.fail(self, error)
             if self._transfer is not None:
                 transport.LOST.append(self.call)
+                self._arrived()
             raise
 
     def _receive(self, transfer: Transfer) -> None:
@@ -105,7 +108,11 @@ class VirtualWork(SimulatedWork):
         except RuntimeError as error:
             self.communicator.explain(error, self.call.kind)
             raise
+        self._arrived()
+
+    def _arrived(self) -> None:
         self._transfer = None
+        self.communicator.machine.in_flight.remove(self, self.call.tensors)
 
     def join(self) -> None:
         """The current stream waits for it; after a barrier the host does, too."""

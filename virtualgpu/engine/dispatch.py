@@ -84,6 +84,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 return out
         if op.plain:
             tensors = tensors_of(args, kwargs)
+            if self.machine.in_flight.parts:
+                self.machine.in_flight.let_finish(tensors, op.written(args, kwargs))
             return self._work(op, args, kwargs, tensors, self.place(op, args, kwargs, tensors))
         if op.composite:  # in inference mode; otherwise autograd has taken it apart
             with self:
@@ -100,6 +102,8 @@ class Dispatch(_compat.TorchDispatchMode):
         if op.factory:
             return self.factories.make(op, args, kwargs)
         tensors = tensors_of(args, kwargs)
+        if self.machine.in_flight.parts:
+            self.machine.in_flight.let_finish(tensors, op.written(args, kwargs))
         gpu = self.place(op, args, kwargs, tensors)
         if op.generator:
             self.eager.check_generator(args, kwargs, gpu)

@@ -10,6 +10,7 @@ from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, Allocation, gpu_of, set_allocation, storage_of, stream_of_leaf
 from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.gpu import CONTEXT, GPU
+from virtualgpu.engine.in_flight import InFlight
 from virtualgpu.engine.thread_context import ThreadContext, dry_runs
 from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking
@@ -32,7 +33,7 @@ class Machine:
     local: what the thread that asks is doing. always_dry: are all threads in a dry run? initialized: somebody has used a GPU
     (torch.cuda.is_initialized). forked: this process was forked from one that had. ledger: shared with the other processes of a run.
     real_gpus: how many real ones there are beside these. single_rank: the rank that this process plays alone
-    (distributed.rank_config.RankConfig). communicators: of process groups.
+    (distributed.rank_config.RankConfig). communicators: of process groups. in_flight: numbers that these have on their way.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Machine:
         self._warns_of_nan = True
         self.workspaces = Workspaces()
         self.local = ThreadContext()
+        self.in_flight = InFlight()
 
     def _make_gpus(self) -> list[GPU]:
         return [GPU(index, self.specs[physical], self, physical) for index, physical in enumerate(self.visible)]

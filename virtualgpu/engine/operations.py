@@ -138,6 +138,10 @@ class Operation:
         in_place = torch.Tag.inplace_view in func.tags
         self.cacheable = not (self.resizes or self.returns_value_to_host or in_place or self.name.startswith("rand"))
 
+    def written(self, args, kwargs) -> list[torch.Tensor]:
+        """The arguments that it writes to, those in lists included."""
+        return tensors_of([args[index] if index < len(args) else kwargs.get(name) for index, name in self.writes], {})
+
 
 def _alias(info) -> str | None:
     """The letter by which a schema says that a result is an argument: "a" of Tensor(a!)."""

@@ -97,7 +97,7 @@ def shadow_of(tensor: Tensor) -> Tensor:
 def written(op, args, kwargs, tensors):
     """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in is known. Otherwise they stay
     as they are, and count as stale; whole numbers are carried out all the same. NotImplemented for what is a shape."""
-    targets = _targets(op, args, kwargs)
+    targets = op.written(args, kwargs)
     if op.returns not in ([], [0]) or any(map(_compat.is_really_meta, targets)):
         return NotImplemented
     values = [values_of(tensor) if _compat.is_really_meta(tensor) else tensor for tensor in tensors]
@@ -128,7 +128,7 @@ def propagate(op, args, kwargs, tensors, out) -> None:
     values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
     if values is None or any(value is None for value in values):
         decided = None if values is None else _decided(op, tensors, results)
-        invalidate(_targets(op, args, kwargs))
+        invalidate(op.written(args, kwargs))
         if decided is not None:
             _mark_valid([shadow_of(results[0]).fill_(decided)])
     elif any(map(_compat.is_really_meta, results)):
@@ -141,7 +141,7 @@ def propagate(op, args, kwargs, tensors, out) -> None:
 
 def _results(op: Operation, args, kwargs, out) -> list[Tensor]:
     """What an operation returns, or, where that is nothing, what it writes to: _foreach_add_ counts a fused optimizer's steps."""
-    return tensors_of([out], {}) if op.returns else _targets(op, args, kwargs)
+    return tensors_of([out], {}) if op.returns else op.written(args, kwargs)
 
 
 def _pass_on(op: Operation, values, shadows, mark: bool | int = True) -> None:
@@ -180,7 +180,7 @@ def propagate_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
     if results and not op.random and all(map(is_kept, results)):
         propagate(op, args, kwargs, tensors, out)
     else:
-        invalidate(_targets(op, args, kwargs))
+        invalidate(op.written(args, kwargs))
 
 
 def propagate_view(func, args, kwargs, out) -> None:
@@ -218,7 +218,7 @@ def sized(op, args, kwargs, tensors):
     has to be. Call it untracked."""
     result = computed(op, args, kwargs, tensors, known_of)
     if op.writes:  # out=...: computed into its shadow
-        (out,) = _targets(op, args, kwargs)
+        (out,) = op.written(args, kwargs)
         return (
             result if result is NotImplemented else out.resize_(result.shape).as_strided_(result.shape, result.stride())
         )
@@ -275,7 +275,3 @@ def _with(values, tensors, func, args, kwargs):
     if isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "meta":
         kwargs["device"] = torch.device("cpu")
     return func(*map(replaced, args), **kwargs)
-
-
-def _targets(op, args, kwargs) -> list[Tensor]:
-    return tensors_of([args[index] if index < len(args) else kwargs.get(name) for index, name in op.writes], {})

@@ -9,7 +9,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine import values
 from virtualgpu.engine.allocation import gpu_of, storage_of
-from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.on_meta import is_on_meta
 from virtualgpu.errors import without_values
 from virtualgpu.torch_api.tensor_moves import CPU, takes_itself_apart
@@ -53,7 +53,7 @@ class Reads:
     def tolist(self, original, tensor):
         """Tensor.tolist: the host waits for the current stream. In a dry run, nan or 0 for what has no numbers."""
         if (gpu := gpu_of(tensor)) is not None:
-            self.machine.clock.wait_for(self.machine.clock.current(gpu.index))
+            self._wait(tensor, gpu)
         with self.machine.untracked():
             return original(self._with_values(tensor))
 
@@ -65,13 +65,19 @@ class Reads:
             where = f"device='{gpu.device}', " if gpu else ""
             return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
         if gpu is not None:
-            self.machine.clock.wait_for(self.machine.clock.current(gpu.index))
+            self._wait(tensor, gpu)
         with self.machine.untracked():
             text = original(self._with_values(tensor), tensor_contents=tensor_contents)
         if gpu is None:
             return text
         end = re.search(r"(, (size|dtype|requires_grad|grad_fn|layout|tangent|nnz)=[^\n]*)?\)$", text)
         return text if end is None else f"{text[: end.start()]}, device='{gpu.device}'{text[end.start() :]}"
+
+    def _wait(self, tensor: torch.Tensor, gpu: GPU) -> None:
+        """The host waits for the current stream, and this process for the tensor's numbers."""
+        self.machine.clock.wait_for(self.machine.clock.current(gpu.index))
+        if self.machine.in_flight.parts:
+            self.machine.in_flight.let_finish([tensor])
 
     def _with_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """In a dry run few have some; for the others nan, or zero. Raises RuntimeError for what was made in one, outside it."""

@@ -114,6 +114,28 @@ def test_names_that_were_imported_before(monkeypatch):
     assert module.init_process_group is init_process_group and module.init_device_mesh is init_device_mesh
 
 
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_mesh_of_a_tensor_of_ranks(where):
+    """Which had no values there; nor had that of an init_device_mesh that was imported by another name."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import init_device_mesh as make_mesh
+
+    with virtualgpu.dry_run(world_size=4, rank=2):
+        dist.init_process_group("nccl")
+        ranks = torch.arange(4, device=where).view(2, 2)
+        meshes = [
+            DeviceMesh("cuda", ranks),
+            DeviceMesh.from_group(
+                [dist.new_group([0, 2]), dist.new_group([2, 3])], "cuda", mesh=ranks, mesh_dim_names=("a", "b")
+            ),
+            make_mesh("cuda", (2, 2)),
+        ]
+        for mesh in meshes:
+            assert mesh.mesh.tolist() == [[0, 1], [2, 3]] and tuple(mesh.get_coordinate()) == (1, 0)
+        assert DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh=ranks.flatten()).get_local_rank() == 2
+
+
 def test_three_dimensions():
     """Replicated, sharded and by tensor, on 64 ranks: what this one holds, and whom it talks to."""
     import torch.distributed as dist
