@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import halves, histograms, layer_norm, layouts
+from virtualgpu.engine import halves, histograms, layer_norm, layouts, scaled_products
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.nondeterministic import ALERTS
@@ -23,11 +23,8 @@ STRICT = {aten.cat, aten.stack, aten.index_select, aten.gather, aten.take, aten.
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 # Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
 OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
-ON_GPU = {
-    **histograms.OPERATIONS,
-    **layer_norm.OPERATIONS,
-    **layouts.OPERATIONS,
-}  # what stands for an operation with numbers
+# What stands for an operation with numbers
+ON_GPU = {**histograms.OPERATIONS, **layer_norm.OPERATIONS, **layouts.OPERATIONS, **scaled_products.OPERATIONS}
 MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given

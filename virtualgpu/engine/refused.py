@@ -30,7 +30,7 @@ OF_TYPES = re.compile(
     r"dtype|scalar type|not implemented for|result type|not supported for|complex|[Bb]ool|same type|Found type"
     r"|Dimension out of range|supposed to be a vector|must be 1 dimension"
 )
-OF_VALUES = re.compile(r"ZeroDivisionError|offsets|lengths|invalid multinomial|sum to|[Ss]ingular|converge")
+OF_VALUES = re.compile(r"ZeroDivisionError|[Pp]ivots|offsets|lengths|invalid multinomial|sum to|[Ss]ingular|converge")
 # No partial overlap with what is read; none at all
 PARTIAL = {"copy_", "cat", "masked_fill_"}
 WHOLE = {"scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "index_put_", "gather"}

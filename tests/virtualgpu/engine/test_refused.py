@@ -94,6 +94,8 @@ def test_in_cudas_words():
         lambda: F.embedding(ones(300, dtype=LONG), ones(300, 64)),
         lambda: torch.where(ones(90, 90) > 0, ones(90, 90), ones(90, 90, dtype=HALF)),
         lambda: torch.linalg.solve(ones(3, 3), ones(3, 1)),
+        lambda: torch.lu_unpack(*torch.linalg.lu_factor(ones(3, 3)))[0],
+        lambda: torch.linalg.det(ones(3, 3).requires_grad_()),
         lambda: ones(8, 8)[torch.tensor([7, 7])],
         lambda: torch.histc(ones(9, dtype=LONG)),
         lambda: torch.multinomial(ones(9), 3),
