@@ -21,7 +21,9 @@ from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 from virtualgpu.engine.thread_context import dry_runs
 
 SHADOW = "_virtual_shadow"
-STALE = "_virtual_stale"  # of a storage: not all of its numbers are known. True, or the epoch for which that holds
+# Of a storage: not all of its numbers are known. True, or the epoch for which that holds; minus the epoch, where its memory holds the
+# numbers that it has all the same (what another rank has told)
+STALE = "_virtual_stale"
 # Each of these is known to be that as soon as one of its tensors is that everywhere
 DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
@@ -57,13 +59,23 @@ def _any_stale(values) -> bool:
 def is_stale(storage) -> bool:
     """Was something without values written to it, in a dry run that is still on?"""
     mark = getattr(storage, STALE, False)
-    return mark is True or (mark is not False and mark == dry_runs.epoch)
+    return mark is True or (mark is not False and abs(mark) == dry_runs.epoch)
+
+
+def _holds_its_numbers(storage) -> bool:
+    """Stale or not, are they those in its memory?"""
+    return not is_stale(storage) or getattr(storage, STALE) == -dry_runs.epoch
 
 
 def is_unknown(tensor: Tensor) -> bool:
     """Are the numbers in its memory not those that it would have? Whole numbers that are really there stay to be read (DDP's C++ reads
     its buckets from such a tensor, which came back from a broadcast)."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and _any_stale([tensor])
+    return _is_real(tensor) and not _holds_its_numbers(tensor.untyped_storage())
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Has it a nan for what is not known?"""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -95,19 +107,32 @@ def shadow_of(tensor: Tensor) -> Tensor:
 
 
 def written(op, args, kwargs, tensors):
-    """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in is known. Otherwise they stay
-    as they are, and count as stale; whole numbers are carried out all the same. NotImplemented for what is a shape."""
+    """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in is known, or was told by
+    another rank. Otherwise they stay as they are, and count as stale; whole numbers are carried out all the same. NotImplemented for what
+    is a shape."""
     targets = op.written(args, kwargs)
     if op.returns not in ([], [0]) or any(map(_compat.is_really_meta, targets)):
         return NotImplemented
     values = [values_of(tensor) if _compat.is_really_meta(tensor) else tensor for tensor in tensors]
-    real = any(target.is_floating_point() or target.is_complex() for target in targets)
-    if any(value is None for value in values) or (real and _any_stale(_read(op, values))):
+    real = any(map(_is_real, targets))
+    if any(value is None for value in values) or (real and not all(map(_has_numbers, _read(op, values)))):
         invalidate(targets)
     else:
+        unknown = [target for target in targets if is_unknown(target)]  # elsewhere than it is written to now
         _with(values, tensors, op.func, args, kwargs)
-        _pass_on(op, values, targets, dry_runs.epoch)
+        _pass_on(op, values, targets, -dry_runs.epoch if real and not unknown else dry_runs.epoch)
     return args[0] if op.returns else None
+
+
+def _has_numbers(values: Tensor) -> bool:
+    """Is each of them known, or told by another rank? Whole numbers do not say which of them stand for nothing, as a nan in a shadow does,
+    and a mark where there is memory."""
+    storage = values.untyped_storage()
+    if not is_stale(storage):
+        return True
+    shadow = getattr(storage, STALE) is True
+    told = shadow or _holds_its_numbers(storage)
+    return told and values.dtype in (torch.float32, torch.float64) and not bool(values.isnan().any())
 
 
 def invalidate(tensors) -> None:

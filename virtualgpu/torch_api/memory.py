@@ -69,7 +69,10 @@ class Memory:
             return memory.statistics.nested()
 
     def _cuda_resetPeakMemoryStats(self, device: int) -> None:
-        with self._gpu(device).only() as memory:
+        gpu = self._gpu(device)
+        with gpu.only() as memory:
+            if self.machine.ledger is not None and memory.peak_reserved:
+                gpu.note(self.machine.ledger, memory)  # the runner's table has the peak of the whole run
             memory.statistics.reset_peaks()
 
     def _cuda_resetAccumulatedMemoryStats(self, device: int) -> None:

@@ -60,6 +60,34 @@ def sent() -> list:
     return [*found, other.tolist()]
 
 
+def heard() -> list:
+    """mmengine's broadcast of a moment: over the GPU, and back into a tensor of the CPU, whole and in parts."""
+    import torch.distributed as dist
+
+    where, moment = torch.device("cuda", dist.get_rank()), torch.tensor(5.5 + dist.get_rank(), dtype=torch.float64)
+    gpus = moment.to(where)
+    dist.broadcast(gpus, src=0)
+    both = torch.tensor([1.5, 2.5], dtype=torch.float64)
+    both[1] += gpus.cpu()
+    moment.copy_(gpus.cpu())
+    return [moment.item(), both.tolist(), (moment + 1).item()]
+
+
+def heard_of_nothing() -> list:
+    """A tensor of the CPU with one number that another rank has told, and one that nobody knows; and what no shape may depend on."""
+    import torch.distributed as dist
+
+    where, told = torch.device("cuda", dist.get_rank()), torch.tensor([1.5, 2.5], dtype=torch.float64)
+    gpus = torch.tensor(5.5, dtype=torch.float64, device=where)
+    dist.broadcast(gpus, src=0)
+    told[0] = gpus.cpu()
+    with pytest.raises(NotImplementedError, match="depends on values"):
+        told.nonzero()
+    told[1] = torch.ones(3, device=where).sum().cpu()
+    told[0] = gpus.cpu()
+    return list(map(str, told.tolist()))
+
+
 def unknown() -> list:
     """What is of no use to who counts: parts, and other numbers."""
     import torch.distributed as dist
@@ -88,10 +116,12 @@ def chosen_by_another() -> str:
 def test_counts_are_those_of_a_run_with_numbers(on_gpus):
     assert on_gpus(told, dry=True) == on_gpus(told)
     assert on_gpus(sent, dry=True) == on_gpus(sent)
+    assert on_gpus(heard, dry=True) == on_gpus(heard) == 2 * [[5.5, [1.5, 8.0], 6.5]]
 
 
 def test_what_is_not_carried_is_not_known(on_gpus):
     assert on_gpus(unknown, dry=True) == 2 * [[[7, 8], [0], "nan"]]
+    assert on_gpus(heard_of_nothing, dry=True) == 2 * [["nan", "nan"]]
     assert len(on_gpus(chosen_by_another, dry=True)) == 2
 
 

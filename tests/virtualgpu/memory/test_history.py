@@ -42,7 +42,7 @@ def gpus(monkeypatch):
     """Two GPUs, of which the first is current, under torch.cuda.memory."""
     gpus = [GPU(0), GPU(1)]
     clock = SimpleNamespace(check=lambda index: None)
-    machine = SimpleNamespace(gpus=gpus, clock=clock, gpu=lambda device: gpus[0])
+    machine = SimpleNamespace(gpus=gpus, clock=clock, ledger=None, gpu=lambda device: gpus[0])
     for name, value in (("_cuda_getDevice", lambda: 0), ("_cuda_exchangeDevice", lambda index: 0)):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "_initialized", True)

@@ -126,3 +126,24 @@ def test_collections_leave_pytorchs_objects_alone(run):
     )
     found = run("--quiet", "-c", code)
     assert (found.stdout, found.stderr) == ("True True True\n", "")
+
+
+RESETS = """
+import torch
+
+def step():
+    return torch.empty(20 << 20, dtype=torch.uint8, device="cuda"), torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+
+first = torch.empty(24 << 20, dtype=torch.uint8, device="cuda")
+del first
+step(); step()
+torch.cuda.reset_peak_memory_stats()
+print(torch.cuda.max_memory_allocated())
+"""
+
+
+def test_the_table_has_the_peak_of_the_whole_run(run, tmp_path):
+    """Many programs look at the peak of each step, and reset it; no segment is taken meanwhile."""
+    (tmp_path / "resets.py").write_text(RESETS)
+    found = run("--gpus", 1, tmp_path / "resets.py")
+    assert found.stdout == "0\n" and " 24.00 MiB      24.00 MiB " in found.stderr
