@@ -32,6 +32,7 @@ def install(machine: Machine, patches: Patches) -> None:
         elif callable(value):
             patches.stand_in(mesh, name, _with_numbers, machine)
     patches.stand_in(mesh, "__init__", _prepared, patches)
+    patches.stand_in_everywhere(device_mesh, "init_device_mesh", _with_numbers, machine)
     wrap = standing_in(tensor._make_wrapper_subclass, _make_wrapper_subclass, machine)
     patches.replace(tensor, "_make_wrapper_subclass", staticmethod(wrap))
     entered = _Entered()

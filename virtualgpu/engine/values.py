@@ -106,6 +106,11 @@ def shadow_of(tensor: Tensor) -> Tensor:
     return values
 
 
+def know(tensor: Tensor, value) -> None:
+    """All numbers of a shape are this one. Call it untracked."""
+    _mark_valid([shadow_of(tensor).fill_(value)])
+
+
 def written(op, args, kwargs, tensors):
     """In place, on what came with its numbers (from NumPy, say): carried out on them, where all that goes in is known, or was told by
     another rank. Otherwise they stay as they are, and count as stale; whole numbers are carried out all the same. NotImplemented for what
@@ -155,7 +160,7 @@ def propagate(op, args, kwargs, tensors, out) -> None:
         decided = None if values is None else _decided(op, tensors, results)
         invalidate(op.written(args, kwargs))
         if decided is not None:
-            _mark_valid([shadow_of(results[0]).fill_(decided)])
+            know(results[0], decided)
     elif any(map(_compat.is_really_meta, results)):
         kernel = histograms.OPERATIONS.get(op.func, op.func)
         made = _with(values, tensors, kernel, args, kwargs)

@@ -1,7 +1,7 @@
 """Functions of torch that ask C++ where a tensor is before they come to the dispatch mode, and would be told: on the CPU; and those in
 which C++ writes numbers of its own, for which a dry run has no memory."""
 
-import threading
+import contextlib
 
 import torch
 from torch.nn import functional
@@ -11,7 +11,7 @@ from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.on_meta import put_on_meta
 from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
-from virtualgpu.engine.values import known_of
+from virtualgpu.engine.values import know, known_of
 from virtualgpu.errors import on_real_gpu
 from virtualgpu.torch_api.registry import Patches, standing_in
 
@@ -30,10 +30,8 @@ def install(machine: Machine, patches: Patches) -> None:
     for owner in (functional, _compat.NN):
         patches.stand_in(owner, "one_hot", _one_hot, machine)
     patches.stand_in(_compat.VF, "_pad_packed_sequence", _pad_packed_sequence, machine)
-    inside, batch_norm = threading.local(), _compat.SyncBatchNormFunction
-    forward = standing_in(batch_norm.forward, _sync_batch_norm, machine, inside)
-    patches.replace(batch_norm, "forward", staticmethod(forward))
-    patches.stand_in(torch.cuda, "is_current_stream_capturing", lambda asked: getattr(inside, "dry", False) or asked())
+    batch_norm = _compat.SyncBatchNormFunction
+    patches.replace(batch_norm, "forward", staticmethod(standing_in(batch_norm.forward, _sync_batch_norm, machine)))
     patches.replace(_compat.C, "_group_tensors_by_device_and_dtype", group_by_device)
     for owner, name in (
         (_compat.C, "_to_dlpack"),
@@ -182,14 +180,25 @@ def _to_dlpack(original, what, *args, **kwargs):
     return original(what, *args, **kwargs)
 
 
-def _sync_batch_norm(machine: Machine, inside: threading.local, original, *args):
-    """torch.nn.SyncBatchNorm leaves out ranks that have no rows, by a mask whose values a dry run does not have. While a CUDA graph is
-    captured, shapes may not depend on values either, and PyTorch takes the statistics of all ranks: here, too."""
-    inside.dry = machine.dry
-    try:
+def _sync_batch_norm(machine: Machine, original, *args):
+    """torch.nn.SyncBatchNorm leaves out ranks that have no rows, by a mask whose values a dry run does not have: there all have some."""
+    with _EachHasRows(machine) if machine.dry else contextlib.nullcontext():
         return original(*args)
-    finally:
-        inside.dry = False
+
+
+class _EachHasRows(_compat.TorchDispatchMode):
+    """What is compared in here is True."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.ge.Scalar:
+            with self.machine.untracked():
+                know(out, True)
+        return out
 
 
 def _linearize(machine: Machine, original, *args, **kwargs):

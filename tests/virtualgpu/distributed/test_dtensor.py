@@ -139,9 +139,10 @@ def batch_norm_at_its_peak():
     norm = nn.SyncBatchNorm(64).to(device)
     for _ in range(2):
         norm(torch.randn(256, 64, device=device)).square().sum().backward()
-    return torch.cuda.max_memory_allocated(), torch.cuda.is_current_stream_capturing()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), round(virtualgpu.machine().clock.host * 1e9)
 
 
 def test_synchronized_batch_norm_in_a_dry_run(on_gpus):
-    """It has a mask of the ranks that have rows, whose values a dry run does not know."""
+    """It has a mask of the ranks that have rows, whose values a dry run does not know, and for which the host waits."""
     assert on_gpus(batch_norm_at_its_peak, dry=True) == on_gpus(batch_norm_at_its_peak)

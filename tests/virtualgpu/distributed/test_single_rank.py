@@ -114,6 +114,30 @@ def test_names_that_were_imported_before(monkeypatch):
     assert module.init_process_group is init_process_group and module.init_device_mesh is init_device_mesh
 
 
+def test_an_optimizers_state_of_all_ranks_is_refused():
+    """By an EOFError of pickle, or as if a weight had no state."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with virtualgpu.dry_run(world_size=4, rank=1):
+        dist.init_process_group("nccl")
+        sharded = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda(), use_orig_params=True
+        )
+        layer = nn.Linear(64, 64).cuda()
+        adam = torch.optim.AdamW(sharded.parameters())
+        zero = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.Adam)
+        for model, optimizer in ((sharded, adam), (layer, zero)):
+            model(torch.randn(2, 64, device="cuda")).sum().backward()
+            optimizer.step()
+        with pytest.raises(NotImplementedError, match=r"plays rank 1 alone.*start all ranks"):
+            FullyShardedDataParallel.optim_state_dict(sharded, adam)
+        for to in (0, 1):
+            with pytest.raises(NotImplementedError, match="consolidate_state_dict gathers what other ranks hold"):
+                zero.consolidate_state_dict(to)
+
+
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_a_mesh_of_a_tensor_of_ranks(where):
     """Which had no values there; nor had that of an init_device_mesh that was imported by another name."""
