@@ -53,7 +53,7 @@ def check(op: Operation, args, kwargs, tensors, gpu) -> None:
     if not _is_asked(op, tensors):
         return
     error = None
-    if _is_small(args, tensors):
+    if _is_small(args, kwargs, tensors):
         error = _error(op, gpu, _filled(args), _filled(kwargs))
         if error is not None and (_is_of_values(error) or _is_gpus_affair(op, tensors, error)):
             error = None
@@ -75,7 +75,7 @@ def check(op: Operation, args, kwargs, tensors, gpu) -> None:
 
 def in_its_words(op: Operation, args, kwargs, tensors, gpu, error: Exception) -> Exception:
     """What the CPU says of operands that the meta kernel refused; that error itself, where the CPU takes them or they are large."""
-    if not _is_asked(op, tensors) or not _is_small(args, tensors, 256 * SMALL):
+    if not _is_asked(op, tensors) or not _is_small(args, kwargs, tensors, 256 * SMALL):
         return error
     own = _error(op, gpu, _filled(args), _filled(kwargs))
     return error if own is None or _is_of_values(own) else own
@@ -147,9 +147,9 @@ def _is_asked(op: Operation, tensors) -> bool:
     )
 
 
-def _is_small(args, tensors, most: int = SMALL) -> bool:
+def _is_small(args, kwargs, tensors, most: int = SMALL) -> bool:
     total = sum(_span(tensor) for tensor in tensors)
-    for value in args:
+    for value in (*args, *kwargs.values()):
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if type(number) is int and number > LONG:
                 total *= number
@@ -157,12 +157,11 @@ def _is_small(args, tensors, most: int = SMALL) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Numbers from its first to its last."""
-    return (
-        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.numel()
-        else 0
-    )
+    """Numbers from its first to its last, or as many as it has, where some of them lie at one place."""
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return max(1 + steps, tensor.numel())
 
 
 def _is_odd(op: Operation, tensors) -> bool:

@@ -107,6 +107,13 @@ def test_what_is_right_is_taken(function):
         assert function().device.type == "cuda"
 
 
+def test_asking_takes_no_more_than_the_operands_are():
+    """A billion numbers at one place in memory are not small: the CPU would go through them all."""
+    with virtualgpu.dry_run():
+        far = torch.ones(1).expand(1 << 40)
+        assert torch.empty_like(far, device="meta").shape == (far + far).shape == far.shape
+
+
 def test_asking_draws_no_random_numbers(gpus):
     torch.manual_seed(0)
     expected = torch.rand(3)
