@@ -161,7 +161,8 @@ class Dispatch(_compat.TorchDispatchMode):
             if waits or (op.indexes and op.writes and _writes_by_mask(args)):
                 clock.wait_for(clock.current(gpu.index))
         elif op.returns_value_to_host:
-            clock.host_copy(gpu.index, gpu.spec.host.seconds(8), True, op.name, "out")
+            seconds = machine.host_link(gpu, "out", False).seconds(8)
+            clock.host_copy(gpu.index, seconds, True, op.name, "out")
         elif op.foreach:
             self.timing.launch_foreach(op, args, tensors)
         elif op.copies:

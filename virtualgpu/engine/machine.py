@@ -237,13 +237,14 @@ class Machine:
         if source is not None and target is not None:
             self.clock.between(source.index, target.index, self._peer_link(source.spec).seconds(nbytes))
         elif target is not None:
-            seconds = self._host_link(target, "in", pinned).seconds(nbytes)
+            seconds = self.host_link(target, "in", pinned).seconds(nbytes)
             self.clock.host_copy(target.index, seconds, wait, "copy from the host", "in")
         elif source is not None:
-            seconds = self._host_link(source, "out", pinned).seconds(nbytes)
+            seconds = self.host_link(source, "out", pinned).seconds(nbytes)
             self.clock.host_copy(source.index, seconds, wait, "copy to the host", "out")
 
-    def _host_link(self, gpu: GPU, way: str, pinned: bool) -> Link:
+    def host_link(self, gpu: GPU, way: str, pinned: bool) -> Link:
+        """What copies from the host ("in") or to it ("out") reach."""
         return gpu.spec.host if self.settings.clock == DATASHEET else links.to_host(gpu.spec.host, way, pinned)
 
     def _peer_link(self, spec: Spec) -> Link:

@@ -157,11 +157,10 @@ def _is_small(args, kwargs, tensors, most: int = SMALL) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Numbers from its first to its last, or as many as it has, where some of them lie at one place."""
-    if not tensor.numel():
-        return 0
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return max(1 + steps, tensor.numel())
+    """Numbers from its first to its last; as many as it has, where these are too many to be gone through."""
+    if not tensor.numel() or tensor.numel() > 256 * SMALL:
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_odd(op: Operation, tensors) -> bool:

@@ -4,7 +4,6 @@ A script finds PyTorch not yet imported: virtual GPUs are on when it imports it,
 """
 
 import array
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -13,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import types
 from importlib.machinery import ModuleSpec, SourceFileLoader
 
@@ -46,7 +44,9 @@ def serve(number: int) -> None:
         pid = os.fork()
         if not pid:
             os.close(telling)
-            _end(_run(message.decode(errors="surrogateescape").split("\0"), output))
+            sys.exit(
+                _run(message.decode(errors="surrogateescape").split("\0"), output)
+            )  # as a script ends, flushed and with atexit
         os.close(output)
         os.write(telling, b"%d\n" % pid)
         os.write(telling, b"%d\n" % os.waitpid(pid, 0)[1])
@@ -56,12 +56,13 @@ def serve(number: int) -> None:
 def _run(words: list[str], output: int) -> int:
     """The script's status."""
     os.setsid()
-    ctypes.CDLL(None).prctl(SET_NAME, os.path.basename(words[2]).encode(errors="surrogateescape"), 0, 0, 0)
+    ctypes.CDLL(None).prctl(SET_NAME, os.path.basename(words[3]).encode(errors="surrogateescape"), 0, 0, 0)
     for number in (1, 2):
         os.dup2(output, number)
     os.close(output)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
-    os.environ[environment.VARIABLE], os.environ["PATH"], *sys.argv[:] = words
+    folder, os.environ[environment.VARIABLE], os.environ["PATH"], *sys.argv[:] = words
+    os.chdir(folder)
     _as_if_not_imported()
     try:
         _run_script(sys.argv[0])
@@ -117,16 +118,3 @@ class _Loaded:
         torch.__spec__ = self._spec
         sys.modules.update(self._modules)
         sys.meta_path.remove(self)
-
-
-def _end(status: int) -> None:
-    """As Python ends, but for taking PyTorch apart."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # no space, or the script has closed it
-            status = status or 120
-    ctypes.CDLL(None).fflush(None)
-    os._exit(status & 0xFF)

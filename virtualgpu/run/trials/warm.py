@@ -46,7 +46,7 @@ class WarmPython:
             if self._socket is None or _common(environ) != self._environ:
                 return None
             theirs, ours = os.pipe()
-            words = [*(environ.get(name, "") for name in OF_ONE), *command[1:]]
+            words = [os.getcwd(), *(environ.get(name, "") for name in OF_ONE), *command[1:]]
             try:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [output.fileno(), ours]))]
                 self._socket.sendmsg(["\0".join(words).encode(errors="surrogateescape")], rights)
