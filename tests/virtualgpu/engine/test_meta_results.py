@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import virtualgpu
+from virtualgpu import _compat
 
 HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 LOSSES = [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy, F.huber_loss, F.l1_loss, F.kl_div]
@@ -38,7 +39,10 @@ def test_losses(loss, types, reduction):
             value.sum().backward()
         return value, x.grad
 
-    if loss in (F.binary_cross_entropy, F.huber_loss) and types[0] is not types[1]:  # huber's backward pass
+    refusing = [F.binary_cross_entropy, F.huber_loss]  # huber's backward pass
+    if _compat.KEEPS_WORKSPACES:  # before PyTorch 2.15
+        refusing.append(F.mse_loss)
+    if loss in refusing and types[0] is not types[1]:
         for run in (virtualgpu.gpus, virtualgpu.dry_run):
             with run(1), pytest.raises(RuntimeError, match="Found dtype"):
                 step()
@@ -60,6 +64,8 @@ NORMS = {
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms(kind, types, last):
     norm, training = NORMS[kind]
+    if training is None and last and _compat.KEEPS_WORKSPACES:
+        return  # before PyTorch 2.15 CUDA made such inputs contiguous, as a dry run does; with numbers they stay as on the CPU
 
     def step():
         x = torch.rand(8, 6, 10, 10, device="cuda").to(types[0])
