@@ -7,7 +7,6 @@ import torch
 from torch.distributed import device_mesh
 
 from virtualgpu import _compat
-from virtualgpu._compat import is_really_meta
 from virtualgpu.distributed.objects import with_numbers
 from virtualgpu.engine.allocation import Allocation, label
 from virtualgpu.engine.machine import Machine
@@ -57,7 +56,7 @@ def _with_numbers(machine: Machine, original, *args, **kwargs):
 
 
 def _known(machine: Machine, ranks):
-    if not isinstance(ranks, torch.Tensor) or not is_really_meta(ranks):
+    if not isinstance(ranks, torch.Tensor) or not _compat.is_really_meta(ranks):
         return ranks
     there = ranks.cpu()
     with machine.untracked():

@@ -20,6 +20,7 @@ from virtualgpu.distributed.counts import message_of
 from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog
 from virtualgpu.distributed.transport import flat
 from virtualgpu.distributed.work import SimulatedWork
+from virtualgpu.engine.allocation import reach
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
 from virtualgpu.timing.queues import Queue
@@ -236,9 +237,7 @@ class Exchange(SimulatedWork):
 
 def _extent(tensor: torch.Tensor) -> int:
     """How many bytes of memory the tensor reaches over: fewer than its elements have where these share memory (expand)."""
-    return tensor.element_size() * (
-        1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    )
+    return tensor.element_size() * reach(tensor)
 
 
 def _tag(message: Message) -> int:

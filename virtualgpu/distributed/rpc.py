@@ -165,7 +165,7 @@ class Rpc:
         gpu = self.machine.gpu(device)
         if gpu is not None:  # not a copy: distributed autograd is still to set where this very tensor has come from
             self.machine.place(tensor, gpu)
-            self.machine.charge_copy(None, gpu, tensor.nbytes, wait=True)
+            self.machine.charge_copy(None, gpu, tensor.nbytes)
         return tensor
 
 

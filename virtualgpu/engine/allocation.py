@@ -192,6 +192,11 @@ def stream_of_leaf(tensor: torch.Tensor):
     return getattr(tensor.untyped_storage()._virtual_allocation, "used_on", None)
 
 
+def reach(tensor: torch.Tensor) -> int:
+    """Elements of memory from a tensor's first to its last, of a tensor that has some: fewer than it has where these share memory (expand)."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def pin(tensor: torch.Tensor) -> None:
     """Mark a tensor's storage as pinned memory of the host."""
     setattr(storage_of(tensor), PINNED, True)

@@ -153,7 +153,7 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.indexes:
                 for index in args[1]:
                     if index is not None and gpu_of(index) is None:  # copied at every call; the host waits
-                        machine.charge_copy(None, gpu, index.nbytes, wait=True)
+                        machine.charge_copy(None, gpu, index.nbytes)
             if op.workspace is not None:
                 machine.workspaces.use(op.workspace, args, kwargs, out, gpu)
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
@@ -172,12 +172,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 moves = args[:2] if isinstance(args[1], Tensor) else args[:1]  # what it writes it does not read
                 self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
-                between = source is not None and target is not None
-                pinned = not between and is_pinned(args[1] if source is None else args[0])
-                free = (
-                    len(args) > 2 and args[2] and (between or pinned)
-                )  # an asynchronous copy leaves the host free only then
-                machine.charge_copy(source, target, args[1].nbytes, not free, pinned)
+                pinned = is_pinned(args[0]) or is_pinned(args[1])
+                machine.charge_copy(source, target, args[1].nbytes, len(args) > 2 and args[2], pinned)
         if asserts:
             clock.stop(gpu.index)
         return out

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
 from virtualgpu.engine import meta_results, refused, values
+from virtualgpu.engine.allocation import reach
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 
@@ -165,8 +166,7 @@ def _describe(values, key: list) -> None:
 
 
 def _fills_its_storage(tensor) -> bool:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() == (last + 1 if tensor.numel() else 0) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() == (reach(tensor) if tensor.numel() else 0) * tensor.element_size()
 
 
 def _recipe(op: Operation, out, tensors):

@@ -6,7 +6,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine import values
-from virtualgpu.engine.allocation import Allocation, MadeByCpp, gpu_of, label, made_by_cpp, pin
+from virtualgpu.engine.allocation import Allocation, MadeByCpp, gpu_of, is_pinned, label, made_by_cpp, pin
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.machine import GPU, Machine
@@ -115,9 +115,11 @@ class Factories:
         elif own:
             label(out, MadeByCpp())
         if op.converts and target is not source:
-            machine.charge_copy(
-                source, target, math.prod(out.shape) * out.element_size(), wait=not kwargs.get("non_blocking")
+            nbytes, pinned = (
+                math.prod(out.shape) * out.element_size(),
+                bool(kwargs.get("pin_memory")) or is_pinned(tensors[0]),
             )
+            machine.charge_copy(source, target, nbytes, bool(kwargs.get("non_blocking")), pinned)
         elif target is not None:
             self.timing.write(op, out, target)
         if kwargs.get("pin_memory") and target is None:

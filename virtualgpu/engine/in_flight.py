@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import storage_of
+from virtualgpu.engine.allocation import reach, storage_of
 
 
 class _Part(NamedTuple):
@@ -68,5 +68,4 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     size, begin = tensor.element_size(), tensor.storage_offset()
     if not tensor.numel():
         return 0, 0
-    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * size, (begin + reach) * size
+    return begin * size, (begin + reach(tensor)) * size

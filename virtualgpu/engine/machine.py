@@ -229,11 +229,12 @@ class Machine:
         return gpu
 
     def charge_copy(
-        self, source: GPU | None, target: GPU | None, nbytes: int, wait: bool, pinned: bool = False
+        self, source: GPU | None, target: GPU | None, nbytes: int, non_blocking: bool = False, pinned: bool = False
     ) -> None:
-        """The time of a copy between two places. pinned: is the host's memory? Only then may a copy leave the host free."""
+        """The time of a copy between two places. pinned: is the host's memory? Only then does non_blocking leave the host free."""
         if self.local.nccl:
             return
+        wait = not (non_blocking and pinned)
         if source is not None and target is not None:
             self.clock.between(source.index, target.index, self._peer_link(source.spec).seconds(nbytes))
         elif target is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
+from virtualgpu.engine.allocation import reach
 from virtualgpu.engine.operations import MASKS, Operation, type_name
 
 ERRORS = (RuntimeError, IndexError, TypeError, ValueError)  # NotImplementedError is one of the first
@@ -160,7 +161,7 @@ def _span(tensor: Tensor) -> int:
     """Numbers from its first to its last; as many as it has, where these are too many to be gone through."""
     if not tensor.numel() or tensor.numel() > 256 * SMALL:
         return tensor.numel()
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach(tensor)
 
 
 def _is_odd(op: Operation, tensors) -> bool:

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from virtualgpu.engine.allocation import reach
 from virtualgpu.sanitizer.frames import Frames
 from virtualgpu.sanitizer.order import Order
 from virtualgpu.timing.queues import Queue
@@ -42,9 +43,9 @@ class Access:
         self.number, self.recorded, self.freed = 0, False, None
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         offset, stride, size = tensor.storage_offset(), tensor.stride(), tensor.element_size()
-        reach = 1 + sum((n - 1) * step for n, step in zip(self.shape, stride, strict=True))
-        self.start, self.end = offset * size, (offset + reach) * size
-        self.view = None if reach == tensor.numel() else (offset, self.shape, stride, size)
+        elements = reach(tensor)
+        self.start, self.end = offset * size, (offset + elements) * size
+        self.view = None if elements == tensor.numel() else (offset, self.shape, stride, size)
 
     def inside(self, start: int, end: int, shift: int) -> "Access":
         """The part of it between two addresses, as of memory that begins `shift` later."""

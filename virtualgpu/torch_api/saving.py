@@ -58,7 +58,7 @@ class Files:
                 f"{len(machine.gpus)}. Please use torch.load with map_location to map your storages to an existing device."
             )
         gpu = machine.gpu(index)
-        machine.charge_copy(None, gpu, storage.nbytes(), wait=True)
+        machine.charge_copy(None, gpu, storage.nbytes())
         return machine.place_storage(meta_storage(storage) if machine.dry else storage, gpu)
 
     def rebuild_tensor(self, original, storage, *geometry):
@@ -110,7 +110,7 @@ def _charge_copies(machine: Machine, obj) -> None:
             storage = tensor.untyped_storage()
             storages[_compat.address(storage)] = gpu, storage.nbytes()
     for gpu, nbytes in storages.values():
-        machine.charge_copy(gpu, None, nbytes, wait=True)
+        machine.charge_copy(gpu, None, nbytes)
 
 
 def _tensors_in(obj) -> Iterator[torch.Tensor]:

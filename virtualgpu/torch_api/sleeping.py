@@ -14,9 +14,8 @@ import time
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
 
-measured = (
-    threading.local()
-)  # .here: the sleep of this thread is part of what is measured on this machine and passes by that
+# .here: the sleep of this thread is part of what is measured on this machine, and passes by that
+measured = threading.local()
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

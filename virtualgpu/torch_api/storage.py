@@ -70,7 +70,7 @@ class Storages:
         if target is None and non_blocking:
             setattr(made, PINNED, True)
         pinned = getattr(storage, PINNED, False) or getattr(made, PINNED, False)
-        machine.charge_copy(source, target, storage.nbytes(), not (non_blocking and pinned), pinned)
+        machine.charge_copy(source, target, storage.nbytes(), non_blocking, pinned)
         return made
 
     def cuda(self, storage, device=None, non_blocking: bool = False):

@@ -56,7 +56,7 @@ class Moves:
         if target is None and source is not None and not wait:
             pin(copy)  # PyTorch pins what it copies to in the background
         pinned = is_pinned(tensor) or is_pinned(copy)
-        machine.charge_copy(source, target, nbytes, wait or not (pinned or (source and target)), pinned)
+        machine.charge_copy(source, target, nbytes, not wait, pinned)
         return copy
 
     def _has_nothing(self, tensor: torch.Tensor) -> bool:

@@ -44,9 +44,8 @@ def serve(number: int) -> None:
         pid = os.fork()
         if not pid:
             os.close(telling)
-            sys.exit(
-                _run(message.decode(errors="surrogateescape").split("\0"), output)
-            )  # as a script ends, flushed and with atexit
+            status = _run(message.decode(errors="surrogateescape").split("\0"), output)
+            sys.exit(status)  # as a script ends, flushed and with atexit
         os.close(output)
         os.write(telling, b"%d\n" % pid)
         os.write(telling, b"%d\n" % os.waitpid(pid, 0)[1])

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from virtualgpu import environment
+from virtualgpu.run.trials.warden import PACKAGE
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CODE = f"""
 import sys
 sys.path[0] = {os.path.dirname(PACKAGE)!r}
