@@ -84,13 +84,23 @@ def _save(machine: Machine, unwritten: Unwritten, original, obj, f, *args, **kwa
         try:
             original(obj, held, *args, **kwargs)
         except NoValues:
-            if machine.dry and isinstance(f, (str, os.PathLike)):
-                _charge_copies(machine, obj)
-                return unwritten.warn(f, stacklevel=3)
-            raise
+            file = f if isinstance(f, (str, os.PathLike)) else _opened(f)
+            if not machine.dry or file is None:
+                raise
+            _charge_copies(machine, obj)
+            return unwritten.warn(file, stacklevel=3, is_open=file is not f)
         held.seek(0)
         with open(f, "wb") if isinstance(f, (str, os.PathLike)) else contextlib.nullcontext(f) as file:
             shutil.copyfileobj(held, file)
+
+
+def _opened(file) -> str | None:
+    """The path of a file that the program opened to write to, and in which nothing stands; None for what has no path, as BytesIO."""
+    name = getattr(file, "name", None)
+    if not isinstance(name, str) or not os.path.isfile(name) or file.tell():
+        return None
+    file.flush()
+    return name if not os.path.getsize(name) else None
 
 
 def _load(machine: Machine, original, f, map_location=None, *args, **kwargs):

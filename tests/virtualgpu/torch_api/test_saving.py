@@ -181,6 +181,35 @@ def test_a_checkpoint_written_beside_the_old_one(gpus, tmp_path, way, there):
         WAYS[way](part, final)
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("linked")])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_checkpoint_that_the_program_opens_beside_the_old_one(gpus, tmp_path, way, there):
+    """As ignite's DiskSaver: the program's own file is empty, and never takes the place of the old one."""
+    part, final = tmp_path / "parts" / "good.pt", tmp_path / "good.pt"
+    part.parent.mkdir()
+    if there:
+        torch.save({"epoch": 1}, final)
+    with virtualgpu.dry_run():
+        for _ in range(2):
+            with open(part, "wb") as file, pytest.warns(UserWarning, match="good.pt is left empty") as warned:
+                torch.save(nn.Linear(3, 2).cuda().state_dict(), file)
+            assert warned[0].filename == __file__
+            WAYS[way](part, final)
+    assert list(part.parent.iterdir()) == []
+    assert torch.load(final) == {"epoch": 1} if there else not final.read_bytes()
+
+
+def test_a_file_that_holds_something_or_has_no_path_is_refused_in_a_dry_run(gpus, tmp_path):
+    with virtualgpu.dry_run():
+        weights = nn.Linear(3, 2).cuda().state_dict()
+        with open(tmp_path / "all.pt", "wb") as file:
+            file.write(b"header")
+            with pytest.raises(RuntimeError, match="no values to save"):
+                torch.save(weights, file)
+        with pytest.raises(RuntimeError, match="no values to save"):
+            torch.save(weights, io.BytesIO())
+
+
 def test_what_is_there_moves_in_a_dry_run_too(gpus, tmp_path):
     part, final = tmp_path / "good.pt.part", tmp_path / "good.pt"
     with virtualgpu.dry_run():
