@@ -18,9 +18,9 @@ def figures(name: str) -> dict[str, int]:
     model, x, y = model.to("cuda"), x.to("cuda"), y.to("cuda")
     kept = steps(model, x, y)
     torch.cuda.synchronize()
-    found = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     del model, x, y, kept
-    return found
+    return {"allocated": allocated, "reserved": reserved}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -31,8 +31,9 @@ def test_allocated_to_the_byte_and_reserved_within_two_percent(name, monkeypatch
     with virtualgpu.gpus(1, like=Spec(**{**vars(spec), "memory": total})):
         expected = figures(name)
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # the virtual GPU was new, and its cuBLAS had none yet
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    found = figures(name)
-    assert found["allocated"] - before == expected["allocated"]
-    assert found["reserved"] == pytest.approx(expected["reserved"], rel=0.02)
+    measured = figures(name)
+    assert measured["allocated"] - before == expected["allocated"]
+    assert measured["reserved"] == pytest.approx(expected["reserved"], rel=0.02)

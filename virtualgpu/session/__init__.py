@@ -159,6 +159,8 @@ def gpus(
     if real >= n:
         before = [torch.cuda.get_per_process_memory_fraction(i) for i in range(n)]
         _limit([1.0 if memory is None else min(1.0, cards[i].memory / torch.cuda.mem_get_info(i)[1]) for i in range(n)])
+        if memory is not None:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", SMALL_WORKSPACE)
         print(f"{n} real GPU{'s' * (n > 1)}: {', '.join(torch.cuda.get_device_name(i) for i in range(n))}.")
         return Devices((torch.device("cuda", i) for i in range(n)), functools.partial(_limit, before))
     if kind == "real" and _session is None:
@@ -223,6 +225,10 @@ def suspended() -> Iterator[None]:
         _close()
         _reopen(kept)
         _played = kept_played
+
+
+# What PyTorch has cuBLAS work in before Hopper, 8 MiB. On Hopper it is 32 MiB for each thread, which a limit of a few hundred MiB does not bear
+SMALL_WORKSPACE = ":4096:2:16:8"
 
 
 def _wanted_kind() -> str:

@@ -1,6 +1,7 @@
 """What the process of one rank does: the reader's function, in a process group, and its answer through a pipe."""
 
 import contextlib
+import datetime
 import faulthandler
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from virtualgpu.run import inherit
 from virtualgpu.run.process_tree import keep_tree, kill_tree
 from virtualgpu.run.ranks import output
 
+FOR_EVER = datetime.timedelta(days=365)  # the parent ends a rank that waits when another one fails
 ASK = getattr(signal, "SIGUSR1", None)  # makes a rank write down its stack (faulthandler); there is none on Windows
 
 
@@ -87,10 +89,17 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
     if machine is not None:
         machine.communicators.returned(store, rank)
     if dist.is_initialized():
-        dist.barrier()
+        _meet(store, rank, world_size)
         pipe.send(("left", inherit.export_trace(offered)))
-        dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):  # of a GPU that an assertion in a kernel has left unusable
+            dist.destroy_process_group()
     return result
+
+
+def _meet(store, rank: int, world_size: int) -> None:
+    """Wait for all ranks: no socket may close while another rank reads from it. Not by `dist.barrier`, which needs GPUs that work."""
+    store.set(f"ended/{rank}", "")
+    store.wait([f"ended/{other}" for other in range(world_size)], FOR_EVER)
 
 
 def _backend(machine, rank: int, world_size: int) -> str:
