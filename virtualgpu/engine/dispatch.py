@@ -164,12 +164,12 @@ class Dispatch(_compat.TorchDispatchMode):
             seconds = machine.host_link(gpu, "out", False).seconds(8)
             clock.host_copy(gpu.index, seconds, True, op.name, "out")
         elif op.foreach:
-            self.timing.launch_foreach(op, args, tensors)
+            self.timing.launch_foreach(op, args, [*tensors, *op.written(args, kwargs)])
         elif op.copies:
             target = gpu_of(args[0])
             source = gpu_of(args[1]) if isinstance(args[1], Tensor) else target  # a number is no copy
             if target is source:
-                moves = args[:2] if isinstance(args[1], Tensor) else args[:1]  # what it writes it does not read
+                moves = args[1::-1] if isinstance(args[1], Tensor) else args[:1]  # what it writes it does not read
                 self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
                 pinned = is_pinned(args[0]) or is_pinned(args[1])

@@ -8,6 +8,7 @@ from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.nondeterministic import ALERTS
 from virtualgpu.engine.workspaces import USERS
+from virtualgpu.timing import weights
 from virtualgpu.timing.costs import CONVOLUTIONS, WRITE_ONLY, formula
 from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
 
@@ -68,8 +69,8 @@ class Operation:
     draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
     shape_from_values: the host must wait to know the result's shape. override: how dispatch handles it, where not like
-    the others. strict: see STRICT. takes_device: has an argument `device`. write_only: reads none. writes: position and
-    name of each argument that it writes to.
+    the others. strict: see STRICT. takes_device: has an argument `device`. weight: what it costs the host. write_only: reads none. writes: position and
+    name of each argument that it writes to. writes_lists: is one of them a list?
     """
 
     # fmt: off
@@ -78,7 +79,7 @@ class Operation:
         "factory", "foreach", "formula", "func", "generator", "grows", "host_result", "indexes", "is_view", "kernel",
         "kind", "may_be_large", "mixed", "name", "new", "on_cpu", "on_gpu", "override", "packs", "plain", "pointwise",
         "product", "random", "resizes", "returns", "returns_value_to_host", "shape_from_values", "strict",
-        "takes_device", "workspace", "write_only", "writes",
+        "takes_device", "weight", "workspace", "write_only", "writes", "writes_lists",
     )
     # fmt: on
 
@@ -110,8 +111,13 @@ class Operation:
         self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
         written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
         self.writes = [(index, argument.name) for index, argument in enumerate(arguments) if written[index]]
+        self.writes_lists = any(
+            (writes and "[]" in str(a.type)) or (writes and "List" in str(a.type))
+            for a, writes in zip(arguments, written, strict=True)
+        )
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
+        self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags)
         self.write_only = func in WRITE_ONLY
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.host_result = HOST_RESULTS.get(packet)

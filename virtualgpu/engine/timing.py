@@ -7,7 +7,7 @@ from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 from virtualgpu.hardware.datasheet import FLOAT32
-from virtualgpu.timing import arithmetic
+from virtualgpu.timing import arithmetic, weights
 from virtualgpu.timing.costs import OF_CUDNN, moved, parts, rate
 from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
 
@@ -22,11 +22,11 @@ LIST, CHUNKS, CHUNK = 64, 320, 65536
 class Kernel:
     """What `Timing.launch` asks of an operation, for those that are carried out apart from the others."""
 
-    write_only = False
+    write_only = writes_lists = False
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
-        self.kind = KINDS.get(self.name, PLAIN)
+        self.kind, self.weight = KINDS.get(self.name, PLAIN), weights.of(self.name, False)
         self.convolves = func in OF_CUDNN  # asks for cuDNN's handle, too
 
 
@@ -62,6 +62,12 @@ class Timing:
 
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
+        more, weight = 0.0, op.weight
+        if op.kind.training is not None and not args[op.kind.training]:
+            weight = weights.EVALUATED
+        if op.writes_lists:  # a fused optimizer: what it writes it has read, too
+            more = self.clock.costs.entry * len(tensors)
+            tensors = [*tensors, *op.written(args, kwargs)]
         if op.formula is None:
             kind = op.kind
             nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
@@ -73,7 +79,7 @@ class Timing:
                 gpu.use_cudnn()
             seconds = self._multiplying(op, args, kwargs, tensors, out, gpu, share)
         if not self.clock.multi:
-            self.clock.launch(gpu.index, seconds, op.name)
+            self.clock.launch(gpu.index, seconds, op.name, more=more, weight=weight)
             return
         # on a GPU autograd lets the stream of a backward operation wait for its gradient; who uses streams in the forward pass
         # waits for what they made by themselves
@@ -84,7 +90,7 @@ class Timing:
             if (allocation := allocation_of(tensor)) is not None and allocation.gpu is gpu
         ]
         after = max((allocation.done for allocation in allocations), default=0.0) if backward else 0.0
-        end = self.clock.launch(gpu.index, seconds, op.name, after)
+        end = self.clock.launch(gpu.index, seconds, op.name, after, more, weight)
         for tensor in [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (list, tuple)) else []:
             if (
                 isinstance(tensor, torch.Tensor)

@@ -17,7 +17,8 @@ LIKE = {TF32: FLOAT16, BFLOAT16: FLOAT16, FLOAT8_E5M2: FLOAT8}  # the type whose
 class Achieved:
     """Shares of a data sheet, 0 to 1 (a card that holds a higher clock than its sheet says may pass 1).
 
-    products: of the FLOP/s, by the key into Spec.rates. attention: "forward" and "backward", of the FLOP/s. memory, softmax,
+    products: of the FLOP/s, by the key into Spec.rates. attention: "forward" and "backward" by FlashAttention 2's kernels and
+    "cudnn_forward" and "cudnn_backward" by cuDNN's for Hopper, of the FLOP/s. memory, softmax,
     layer_norm: of the bandwidth. basis: the card that was measured.
     """
 
@@ -62,5 +63,5 @@ def _of(card: str) -> Achieved:
         return median(row[kind]["share"] for row in rows)
 
     products = {key: figure["share"] for key, figure in measured[card]["product"].items()}
-    attention = {way: share(f"attention_{way}") for way in ("forward", "backward")}
+    attention = {way: share(f"attention_{way}") for way in ("forward", "backward", "cudnn_forward", "cudnn_backward")}
     return Achieved(products, attention, share("memory"), share("softmax"), share("layer_norm"), card)

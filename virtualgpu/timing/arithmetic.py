@@ -16,7 +16,10 @@ SHORT = 100  # keys: attention over so many reaches half of its share (FlashAtte
 # The memory-efficient kernels, over products of the same type: xformers' benchmarks on an A100 (64 x 16 heads of 64 over 1024 keys:
 # 164 TFLOPS forward, 61 to 68 backward in float16; 47 and 26 in float32)
 EFFICIENT, EFFICIENT_TF32 = {"forward": 0.68, "backward": 0.28}, {"forward": 0.42, "backward": 0.23}
-STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other
+# They have Ampere's instructions, and gain nothing by Hopper's: measured on an H100 (hardware/data/h100.csv), 164 and 122 TFLOPS, 47 and 37
+HOPPERS, HOPPERS_TF32 = {"forward": 0.20, "backward": 0.15}, {"forward": 0.117, "backward": 0.092}
+HEAD = 128  # numbers of a head; cuDNN's kernels reach less for smaller ones, as its root (465 and 675 TFLOPS for 64 and 128, 406 and 490 back)
+STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other (9.5 us on an H100 by cuDNN 9.19)
 
 
 def seconds(kernels: Kernels, name: str, args, tensors, flops: float, moved: float, key, share: float = 1.0) -> float:
@@ -56,16 +59,20 @@ def _sparse(kernels: Kernels, left, right, flops, moved, key) -> float:
     return kernels.plain(flops * held / max(sparse.numel(), 1), moved + fetched, key)
 
 
-def _attention(which: str, efficient: bool = False) -> Callable:
+def _attention(which: str, by: str = "flash") -> Callable:
     def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
-        keys = args[1].shape[2]
+        first = 0 if which == "forward" else 1  # the gradient comes before query and key
+        keys, head = args[first + 1].shape[2], args[first].shape[-1]
         spec = kernels.spec
+        hopper = spec.capability[0] in (9, 10)
         if (
-            efficient and key == FLOAT32 and TF32 in spec.rates
+            by == "efficient" and key == FLOAT32 and TF32 in spec.rates
         ):  # its kernels for Ampere multiply single precision so in any case
-            key, reached = TF32, EFFICIENT_TF32[which] * kernels.achieved.product(TF32)
-        elif efficient:
-            reached = EFFICIENT[which] * kernels.achieved.product(key)
+            key, reached = TF32, (HOPPERS_TF32 if hopper else EFFICIENT_TF32)[which] * kernels.achieved.product(TF32)
+        elif by == "efficient":
+            reached = (HOPPERS if hopper else EFFICIENT)[which] * kernels.achieved.product(key)
+        elif by == "cudnn" and hopper:
+            reached = kernels.achieved.attention[f"cudnn_{which}"] * min(1.0, (head / HEAD) ** 0.5)
         else:
             reached = kernels.achieved.attention[which]
         reached *= keys / (keys + SHORT)
@@ -77,16 +84,19 @@ def _attention(which: str, efficient: bool = False) -> Callable:
     return rule
 
 
-def _recurrent(passes: int) -> Callable:
+def _recurrent(passes: int, layers_at: int) -> Callable:
     def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
-        steps = args[0].shape[0] if args[0].dim() == 3 else 1
-        return kernels.plain(flops, moved, key) + passes * steps * STEP
+        """layers_at: where the number of layers stands among the arguments; batch_first comes next."""
+        layers, batch_first = args[layers_at : layers_at + 2]
+        steps = args[0].shape[1 if batch_first else 0] if args[0].dim() == 3 else 1
+        return kernels.plain(flops, moved, key) + passes * layers * steps * STEP
 
     return rule
 
 
 FORWARD, BACKWARD = _attention("forward"), _attention("backward")
-EFFICIENT_FORWARD, EFFICIENT_BACKWARD = _attention("forward", True), _attention("backward", True)
+EFFICIENT_FORWARD, EFFICIENT_BACKWARD = _attention("forward", "efficient"), _attention("backward", "efficient")
+CUDNN_FORWARD, CUDNN_BACKWARD = _attention("forward", "cudnn"), _attention("backward", "cudnn")
 RULES: dict[str, Callable] = {
     "mm": _matrices(0),
     "bmm": _matrices(0),
@@ -98,12 +108,12 @@ RULES: dict[str, Callable] = {
     "convolution_backward": convolutions.backward_seconds,
     "_scaled_dot_product_flash_attention": FORWARD,
     "_scaled_dot_product_efficient_attention": EFFICIENT_FORWARD,
-    "_scaled_dot_product_cudnn_attention": FORWARD,
+    "_scaled_dot_product_cudnn_attention": CUDNN_FORWARD,
     "_scaled_dot_product_flash_attention_backward": BACKWARD,
     "_scaled_dot_product_efficient_attention_backward": EFFICIENT_BACKWARD,
-    "_scaled_dot_product_cudnn_attention_backward": BACKWARD,
+    "_scaled_dot_product_cudnn_attention_backward": CUDNN_BACKWARD,
     "flex_attention": FORWARD,
     "flex_attention_backward": BACKWARD,
-    "_cudnn_rnn": _recurrent(1),
-    "_cudnn_rnn_backward": _recurrent(2),
+    "_cudnn_rnn": _recurrent(1, 9),
+    "_cudnn_rnn_backward": _recurrent(2, 13),
 }

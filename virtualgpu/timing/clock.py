@@ -21,6 +21,7 @@ from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.collectives import Collectives
 from virtualgpu.timing.queues import DEFAULT, Engine, Queue, Span
 from virtualgpu.timing.streams import HostThread, Streams, graph_task
+from virtualgpu.timing.weights import AVERAGE, Weight
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
@@ -145,17 +146,22 @@ class Clock(Streams):
             self.pass_time()
         return moment <= self.host
 
-    def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0) -> float:
+    def launch(
+        self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0, weight: Weight = AVERAGE
+    ) -> float:
         """Queue a kernel that lasts `seconds`, and starts when `after` has passed; returns its end. more: seconds of the host beyond
-        what an operation costs it anyway."""
+        what an operation of that weight costs it anyway."""
         local, costs = self.local, self.costs
         threads = local.backward
         if self.stopped or (threads is None) is not (graph_task() == -1):
-            now = self._passed(local, gpu, more + (costs.backward if self._in_backward(local) else costs.forward))
+            in_backward = self._in_backward(local)
+            cost = costs.backward * weight.backward if in_backward else costs.forward * weight.forward
+            now = self._passed(local, gpu, more + cost)
         elif threads is None:
-            now = local.now = local.now + more + (costs.forward if local.kind == "forward" else costs.optimizer)
+            cost = costs.forward * weight.forward if local.kind == "forward" else costs.optimizer
+            now = local.now = local.now + more + cost
         else:
-            now = threads[gpu] = threads[gpu] + more + costs.backward
+            now = threads[gpu] = threads[gpu] + more + costs.backward * weight.backward
         if self.multi:
             queue = self.current(gpu)
             ready = max(now, queue.ready, after)

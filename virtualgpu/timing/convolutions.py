@@ -16,29 +16,28 @@ converted as well.
 from math import prod
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing.kernels import DIRECT, TENSOR_FILL, WINOGRAD, Kernels
+from virtualgpu.timing.kernels import DIRECT, WINOGRAD, Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
 CHANNELS = 8
+# What nchwToNhwcKernel reaches of the bandwidth of plain copies: 2.1 TB/s on an H100
+REORDERED = 0.68
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
 # an RTX 3090, 144 on a 4090)
 MERGED = 64
-# cuDNN's convolutions run on the instructions of Ampere ("sm80_xmma_fprop_..." in traces of Hopper and Blackwell), with which a Hopper
-# reaches 63 % of its peak (arXiv 2402.13499); a B200 is taken to be like it. They begin as soon as Ampere's, too
-OLD_INSTRUCTIONS = 0.63
-# A depthwise convolution by cuDNN (channels last, or 16 bits) reaches so much of the bandwidth and of the float32 FLOP/s: RepLKNet
-# (arXiv 2203.06717) table 1, PyTorch on a 2080 Ti, 64 x 384 channels, forward: 36 % with a kernel of 3, 8 % of the FLOP/s with 7 and more
-DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.36, 0.08
+# A depthwise convolution by cuDNN (channels last, or 16 bits) reaches so much of the bandwidth and of the float32 FLOP/s: cuDNN 9.19 on an H100
+# (hardware/data/h100.csv, conv2d_c1_k1_nhwc), a kernel of 3 and of 7. In 2022 it was 0.36 and 0.08 (RepLKNet, arXiv 2203.06717, 2080 Ti)
+DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.55, 0.19
 # PyTorch's own kernels take so many cycles of a multiprocessor for each number that they make, and for each of its products: RepLKNet as
 # above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less; so on an
 # H200, tensorflow #96396). float16 takes as long (FlagGems #1697, H20)
 NUMBER, TAP = 2.6, 0.125
-# Their backward passes over that: the image's divides for each product, the weight's has a block for each of its numbers, which reads
-# both images (ATen/native/cuda/DepthwiseConv2d.cu). Together 17 times on an A100 (pytorch #18631, 3x3), 25 (8 and 17, #62006, 5x5) and
-# 3.6 (#129609 over #125362, 5x5 and 6x1) on cards that are not named; their geometric mean, the weight twice the image
-GRADIENT = {"image": 4, "weight": 8}
+# Their backward passes over that: on an H100 (PyTorch 2.11, six convolutions) 1.1 to 2 and 1.5 to 2.7 times; together 3.6 in pytorch #129609
+# (2024), and 17 and 25 years before (#18631, #62006)
+GRADIENT = {"image": 1.6, "weight": 2}
+OF_CUDNNS = {"image": 1.7, "weight": 1.15}  # by cuDNN's: 1.4 to 2.2, and 1 to 1.4
 # Kernels of a depthwise convolution in 16 bits that PyTorch leaves to cuDNN (ATen/native/Convolution.cpp)
 BY_CUDNN = (1, 3, 5)
 
@@ -89,7 +88,7 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
     if _is_depthwise(weight, groups):
         own = _own(weight, groups, gradient)
         for wanted, which in zip(mask, GRADIENT, strict=False):
-            total += wanted * (GRADIENT[which] if own else 1) * _depthwise(kernels, weight, gradient, moved)
+            total += wanted * (GRADIENT if own else OF_CUDNNS)[which] * _depthwise(kernels, weight, gradient, moved)
     else:
         if mask[0]:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
@@ -124,16 +123,13 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = FLOAT32, False
-    share = 1 / _method(which, weight, stride, key, tensor_cores)
-    if tensor_cores and spec.capability[0] in (9, 10):
-        share *= OLD_INSTRUCTIONS
+    share = 1 / _method(which, weight, stride, key, tensor_cores, spec.capability[0] in (9, 10))
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
     if together > 1:
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
     else:
-        fill = TENSOR_FILL if tensor_cores else None
-        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share, fill=fill)
-    return seconds + (_converting(kernels, which, images[0], images[1], weight, key) if tensor_cores else 0.0)
+        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share)
+    return seconds + (_converting(kernels, which, images[0], images[1], weight, stride, key) if tensor_cores else 0.0)
 
 
 def _together(columns: int, weight, groups: int) -> int:
@@ -144,12 +140,12 @@ def _together(columns: int, weight, groups: int) -> int:
     return together
 
 
-def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
+def _method(which: str, weight, stride, key, tensor_cores: bool, hopper: bool) -> float:
     """What cuDNN's way takes over a plain product of that type. On tensor cores a 1x1 convolution loses as much as it does without
-    (DeepBench's, V100 and T4: 1.2 forward, 1.2 to 1.5 and 1.5 to 2 backward)."""
+    (DeepBench's, V100 and T4: 1.2 forward, 1.2 to 1.5 and 1.5 to 2 backward); on a Hopper it is a product (cuBLAS's nvjet_sm90 kernels)."""
     pointwise = prod(weight.shape[2:]) == 1
     if tensor_cores:
-        return DIRECT[which] if pointwise else 1.0
+        return DIRECT[which] if pointwise and not hopper else 1.0
     if key != FLOAT32:
         return 1.0
     if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
@@ -161,16 +157,17 @@ def _on_tensor_cores(spec, key) -> bool:
     return key in spec.rates and (key == TF32 or key in (FLOAT16, BFLOAT16)) and spec.capability[0] >= 7
 
 
-def _converting(kernels: Kernels, which: str, made, read, weight, key) -> float:
+def _converting(kernels: Kernels, which: str, made, read, weight, stride, key) -> float:
     """Channels first to last, and back: each image is read and written once more, and the weight."""
-    if prod(weight.shape[2:]) == 1:
+    if prod(weight.shape[2:]) == 1 and set(stride) == {1}:
         return 0.0
     written_back = which != "weight" and key != TF32 and kernels.spec.capability[0] >= 8
     images = (made, read, weight) if written_back else (read, weight)
     if which == "weight" and kernels.spec.capability[0] >= 8:
         images = (made, read)
     first = [image for image in images if image.dim() > 2 and image.stride(1) != 1 and image.shape[1] > 1]
-    return sum(kernels.spec.kernel + 2 * image.nbytes / kernels.bandwidth["memory"] for image in first)
+    bandwidth = REORDERED * kernels.bandwidth["memory"]
+    return sum(kernels.spec.kernel + 2 * image.nbytes / bandwidth for image in first)
 
 
 def _is_depthwise(weight, groups: int) -> bool:

@@ -24,9 +24,9 @@ TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.8), (64, 3
 TENSOR_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55), (64, 32, 0.35), (32, 32, 0.2))
 SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum that several multiprocessors share
 # of the sum's length, what the time before the first multiplication is worth: fitted to NeuSight's (float32), DeepBench's (V100 and T4)
-# and torch_benchmark's products (Hopper: 2048 x 2048 x 2048). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
+# and our own products (Hopper: hardware/data/h100.csv, 302 of 16 bits and TF32). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
 # ISA, target architectures): its products of 2048 say 64, too
-FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 512
+FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 128
 ROW = 16  # bytes: what a row of a matrix should be a multiple of (the same guide)
 # Other rows are read in narrower loads, beside the multiplications: cycles of a multiprocessor for each
 # number of a tile's edges. Of an odd length one number at a time: 1.67 ms for 16 x 248077 x 2560 in bfloat16 on an A100, 128 x 64 tiles
@@ -77,7 +77,7 @@ class Kernels:
         nbytes *= kind.traffic
         if nbytes < self.cache:
             nbytes *= 1 - L2_READS * (1 - nbytes / self.cache)
-        seconds = nbytes / bandwidth + beyond
+        seconds = max(nbytes / bandwidth + beyond, kind.least / self.cycles) + kind.beyond / self.cycles
         if kind.blocks is not None and args and (least := kind.blocks(args)) is not None:
             floor = self.known.get(least)
             if floor is None:

@@ -95,9 +95,9 @@ class ChangedClock(Clock):
     factor = 1.0
     copies_ahead = False
 
-    def launch(self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0) -> float:
+    def launch(self, gpu: int, seconds: float, *args, **kwargs) -> float:
         """As the clock's."""
-        return super().launch(gpu, seconds * self.factor, name, after, more)
+        return super().launch(gpu, seconds * self.factor, *args, **kwargs)
 
     def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
         """As the clock's."""

@@ -1,0 +1,60 @@
+"""What an operation costs the host beside others: some look for an algorithm, ask for workspaces or start several kernels.
+
+A weight is a share of `hardware.hosts.Host.forward` or `.backward`, that of the average operation. All were measured beside an H100 (a
+virtual machine with 16 processors of a Xeon of Sapphire Rapids, PyTorch 2.11, 2026-11): chains of 40 alike, tiny, launched on an empty
+queue, in microseconds over the 20 and 16 of hosts.toml's "2026". What autograd does with the gradient of a parameter is in the weight of
+the operation that makes it.
+"""
+
+from typing import NamedTuple
+
+
+class Weight(NamedTuple):
+    """Of an operation in a forward pass, and in a backward pass."""
+
+    forward: float
+    backward: float
+
+
+AVERAGE = Weight(1.0, 1.0)
+ELEMENTWISE = Weight(0.8, 1.0)  # 15 to 18 us, and 14 to 17
+PRODUCT = Weight(1.2, 2.0)  # linear without bias: 21 to 25, and 63 to 69 for two products and a transpose
+CONVOLUTION = Weight(1.6, 4.1)  # 30 to 35, and 62 to 78
+WEIGHTS = {
+    "mm": PRODUCT,
+    "bmm": PRODUCT,
+    "addmm": PRODUCT,
+    "baddbmm": PRODUCT,
+    "convolution": CONVOLUTION,
+    "_convolution": CONVOLUTION,
+    "convolution_backward": CONVOLUTION,
+    "native_batch_norm": Weight(2.2, 1.0),  # 54 to 60 with the counter of batches
+    "_native_batch_norm_legit": Weight(2.2, 1.0),
+    "_batch_norm_with_update": Weight(2.2, 1.0),
+    "native_batch_norm_backward": Weight(1.0, 2.5),  # 36 to 42
+    "native_layer_norm": Weight(1.1, 1.0),  # 18 to 27
+    "native_layer_norm_backward": Weight(1.0, 2.2),  # 34
+    "_fused_rms_norm": Weight(0.9, 1.0),  # 16 to 22
+    "_fused_rms_norm_backward": Weight(1.0, 1.8),  # 28
+    "native_group_norm": Weight(2.5, 1.0),  # 47 to 53
+    "native_group_norm_backward": Weight(1.0, 4.0),  # 63
+    "_scaled_dot_product_flash_attention": Weight(1.7, 1.0),  # 33 to 39
+    "_scaled_dot_product_efficient_attention": Weight(1.7, 1.0),
+    "_scaled_dot_product_cudnn_attention": Weight(1.7, 1.0),
+    "_scaled_dot_product_flash_attention_backward": Weight(1.0, 4.5),  # 70 to 97, with three sums of gradients
+    "_scaled_dot_product_efficient_attention_backward": Weight(1.0, 4.5),
+    "_scaled_dot_product_cudnn_attention_backward": Weight(1.0, 4.5),
+    "_softmax": Weight(0.7, 1.0),  # 11 to 16
+    "_softmax_backward_data": Weight(1.0, 1.3),  # 20
+    "max_pool2d_with_indices_backward": Weight(1.0, 1.4),  # 22
+    "_to_copy": Weight(0.6, 0.7),  # of autocast: 8 to 14, and 4 to 11
+    "threshold_backward": Weight(1.0, 1.2),  # 16 to 20
+}
+
+
+EVALUATED = Weight(1.45, 1.0)  # batch norm that evaluates: 27 to 30
+
+
+def of(name: str, pointwise: bool) -> Weight:
+    """Of the operation of that name."""
+    return WEIGHTS.get(name) or (ELEMENTWISE if pointwise else AVERAGE)
