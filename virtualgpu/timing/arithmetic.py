@@ -16,7 +16,7 @@ SHORT = 100  # keys: attention over so many reaches half of its share (FlashAtte
 # The memory-efficient kernels, over products of the same type: xformers' benchmarks on an A100 (64 x 16 heads of 64 over 1024 keys:
 # 164 TFLOPS forward, 61 to 68 backward in float16; 47 and 26 in float32)
 EFFICIENT, EFFICIENT_TF32 = {"forward": 0.68, "backward": 0.28}, {"forward": 0.42, "backward": 0.23}
-# They have Ampere's instructions, and gain nothing by Hopper's: measured on an H100 (hardware/data/h100.csv), 164 and 122 TFLOPS, 47 and 37
+# They have Ampere's instructions, and gain nothing by Hopper's: measured on an H100 (tests/gpu/h100_kernels.csv), 164 and 122 TFLOPS, 47 and 37
 HOPPERS, HOPPERS_TF32 = {"forward": 0.20, "backward": 0.15}, {"forward": 0.117, "backward": 0.092}
 HEAD = 128  # numbers of a head; cuDNN's kernels reach less for smaller ones, as its root (465 and 675 TFLOPS for 64 and 128, 406 and 490 back)
 STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other (9.5 us on an H100 by cuDNN 9.19)

@@ -21,14 +21,18 @@ from virtualgpu.timing.kernels import DIRECT, WINOGRAD, Kernels
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
 CHANNELS = 8
-# What nchwToNhwcKernel reaches of the bandwidth of plain copies: 2.1 TB/s on an H100
-REORDERED = 0.68
+# What convolutions reach of products, in 16 bits and in TF32, on cards whose instructions not all of cuDNN's kernels know: on an H100 (cuDNN 9.19)
+# "sm90_xmma_..." in 16 bits, and "sm80_xmma_..." for some of TF32; of a B200 it is known that it ran Ampere's, with which a Hopper reaches 63 % of its
+# peak (arXiv 2402.13499)
+OLD_INSTRUCTIONS = {9: (1.0, 0.85), 10: (0.63, 0.63)}
+# Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
+REORDERED = 0.5
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
 # an RTX 3090, 144 on a 4090)
 MERGED = 64
 # A depthwise convolution by cuDNN (channels last, or 16 bits) reaches so much of the bandwidth and of the float32 FLOP/s: cuDNN 9.19 on an H100
-# (hardware/data/h100.csv, conv2d_c1_k1_nhwc), a kernel of 3 and of 7. In 2022 it was 0.36 and 0.08 (RepLKNet, arXiv 2203.06717, 2080 Ti)
+# (tests/gpu/h100_kernels.csv, conv2d_c1_k1_nhwc), a kernel of 3 and of 7. In 2022 it was 0.36 and 0.08 (RepLKNet, arXiv 2203.06717, 2080 Ti)
 DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.55, 0.19
 # PyTorch's own kernels take so many cycles of a multiprocessor for each number that they make, and for each of its products: RepLKNet as
 # above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less; so on an
@@ -124,6 +128,8 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = FLOAT32, False
     share = 1 / _method(which, weight, stride, key, tensor_cores, spec.capability[0] in (9, 10))
+    if tensor_cores and spec.capability[0] in OLD_INSTRUCTIONS:
+        share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
     if together > 1:
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
@@ -159,15 +165,19 @@ def _on_tensor_cores(spec, key) -> bool:
 
 def _converting(kernels: Kernels, which: str, made, read, weight, stride, key) -> float:
     """Channels first to last, and back: each image is read and written once more, and the weight."""
-    if prod(weight.shape[2:]) == 1 and set(stride) == {1}:
+    if prod(weight.shape[2:]) == 1 and (set(stride) == {1} or kernels.spec.capability[0] < 8):
         return 0.0
     written_back = which != "weight" and key != TF32 and kernels.spec.capability[0] >= 8
     images = (made, read, weight) if written_back else (read, weight)
     if which == "weight" and kernels.spec.capability[0] >= 8:
         images = (made, read)
     first = [image for image in images if image.dim() > 2 and image.stride(1) != 1 and image.shape[1] > 1]
-    bandwidth = REORDERED * kernels.bandwidth["memory"]
-    return sum(kernels.spec.kernel + 2 * image.nbytes / bandwidth for image in first)
+    return sum(kernels.spec.kernel + reordering(kernels, image) for image in first)
+
+
+def reordering(kernels: Kernels, image) -> float:
+    """Seconds to read an image and to write it with its channels elsewhere."""
+    return max(2 * image.nbytes / kernels.bandwidth["memory"], REORDERED * image.numel() / kernels.cycles)
 
 
 def _is_depthwise(weight, groups: int) -> bool:

@@ -24,7 +24,7 @@ TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.8), (64, 3
 TENSOR_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55), (64, 32, 0.35), (32, 32, 0.2))
 SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum that several multiprocessors share
 # of the sum's length, what the time before the first multiplication is worth: fitted to NeuSight's (float32), DeepBench's (V100 and T4)
-# and our own products (Hopper: hardware/data/h100.csv, 302 of 16 bits and TF32). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
+# and our own products (Hopper: tests/gpu/h100_kernels.csv, 302 of 16 bits and TF32). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
 # ISA, target architectures): its products of 2048 say 64, too
 FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 128
 ROW = 16  # bytes: what a row of a matrix should be a multiple of (the same guide)

@@ -162,7 +162,7 @@ def _span(tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-# Measured on an H100 (hardware/data/h100.csv, PyTorch 2.11): cycles of a multiprocessor for each number that is copied to where its
+# Measured on an H100 (tests/gpu/h100_kernels.csv, PyTorch 2.11): cycles of a multiprocessor for each number that is copied to where its
 # neighbours lie apart (2.2 in 32 bits, 1.9 in 16; channels first to last alike)
 TRANSPOSED = 2.0
 # Liger-Kernel's eager PyTorch columns on an A100-80GB (BSD 2-Clause, 2024), largest sizes: rotary embedding in bfloat16 takes 2.0 times its
@@ -174,12 +174,12 @@ BLOCK, ROUND = 1024, 1e-6
 PLAIN = Kind()
 ELEMENTWISE = Kind(elementwise=True)
 CALLS = {limit: Kind(elementwise=True, per_cycle=limit) for limit in (UNVECTORIZED, CONVERTED)}
-# Cycles of a multiprocessor for each number, of kernels that no memory holds up, all measured on an H100 (hardware/data/h100.csv,
+# Cycles of a multiprocessor for each number, of kernels that no memory holds up, all measured on an H100 (tests/gpu/h100_kernels.csv,
 # PyTorch 2.11; in 16 bits, where it shows): PyTorch's batch norm of channels-last images (cuDNN's, of float16 and float32, is bound by
 # memory), and any batch norm that evaluates; group norm; softmax and layer norm, and a row of the latter
 LAST, LAST_BACKWARD, EVALUATING = 1.4, 1.2, 0.62
 GROUPS, GROUPS_BACKWARD = 1.3, 1.75
-ROWS, SHORT_ROW = 0.6, 386
+ROWS, SHORT_ROW = 0.5, 386
 # A pool's for each number that it looks at, or makes going back; an embedding's for each number of a gradient, beside zeros and sorting
 POOL, POOL_BACKWARD, EMBEDDING = 0.45, 2.7, 4.7
 # A row that is looked up (1.6 thousand million rows of 64 numbers a second), and a number that index_add adds, by an atomic operation

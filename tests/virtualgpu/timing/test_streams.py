@@ -90,7 +90,7 @@ def spans_of(*work):
 def test_kernels_of_two_streams_take_turns(bench):
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     both = bench.time(bench.on(one, bench.multiply), bench.on(other, bench.multiply))
-    assert both == pytest.approx(2 * bench.K)
+    assert both == pytest.approx(2 * bench.K, rel=1e-3)
     spans = sorted(
         spans_of(*[bench.on(s, bench.multiply) for s in (one, other, one, None)]), key=lambda span: span.start
     )
@@ -141,7 +141,7 @@ def test_a_sleep_leaves_the_gpu_to_others(gpus):
 
 def test_two_gpus_do_not_take_turns(dry):
     first, second = Bench(dry), Bench(dry, "cuda:1")
-    assert first.time(first.multiply, second.multiply) == pytest.approx(launch_time() + first.K)
+    assert first.time(first.multiply, second.multiply) == pytest.approx(launch_time() + first.K, rel=1e-3)
 
 
 def test_work_fills_an_earlier_gap(bench):
