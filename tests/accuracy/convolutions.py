@@ -20,7 +20,7 @@ from virtualgpu.timing.convolutions import CHANNELS, backward_seconds, forward_s
 from virtualgpu.timing.kernels import Kernels
 
 TABLE = Path(__file__).parent / "convolutions.csv"
-DTYPES = {"float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "tf32": torch.float32}
 
 
 class Convolution(NamedTuple):

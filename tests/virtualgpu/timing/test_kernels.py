@@ -31,7 +31,7 @@ def seconds(run, like="A100", clock=None):
 
 
 def test_products_take_what_others_measured():
-    """494 of seven sources on 13 cards, float32 to bfloat16, 60 us to seconds: `python -m tests.accuracy.kernels` has the table."""
+    """928 of eight sources on 13 cards, float32 to bfloat16, 60 us to seconds: `python -m tests.accuracy.kernels` has the table."""
     logs = [product.log for product in measured.products()]
     assert len(logs) > 400 and abs(median(logs)) < math.log(1.05)
     assert measured.within(logs, 15) > 0.6 and measured.within(logs, 30) > 0.8
@@ -44,10 +44,10 @@ def test_a_source_that_is_left_out_is_met():
 
 
 def test_convolutions_take_what_others_measured():
-    """451 of three sources on 12 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table."""
+    """1,025 of four sources on 12 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table."""
     found = convolved.convolutions()
     logs = [one.log for one in found]
-    assert len(logs) > 400 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.48
+    assert len(logs) > 400 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.5
     forward = [one.log for one in found if one.direction == "forward" and one.dtype == "float16"]
     assert len(forward) > 30 and abs(median(forward)) < math.log(1.15) and measured.within(forward, 30) > 0.6
 
