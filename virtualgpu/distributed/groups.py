@@ -74,6 +74,7 @@ class Communicators:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.known: dict[tuple[str, int], Communicator] = {}
+        self._refused: dict[tuple[str, int], RuntimeError] = {}  # by NCCL, when they were to be made
         self.statistics = Statistics(machine.clock)
         self._coalescing: dict[
             str, Communicator | None
@@ -97,6 +98,9 @@ class Communicators:
                 communicator = self.known.pop((name, index), None)
                 if communicator is not None:
                     communicator.leave()
+        for name, index in list(self._refused):
+            if group is None or name == group.group_name:
+                del self._refused[name, index]
         if group is None:
             self._backends.clear()
             transport.let_go()
@@ -107,6 +111,8 @@ class Communicators:
         name = group.group_name
         communicator = self.known.get((name, gpu.index))
         if communicator is None:
+            if (name, gpu.index) in self._refused:
+                raise self._refused[name, gpu.index]
             communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
         if name in self._coalescing and self._coalescing[name] is None:
             self._coalescing[name] = communicator
@@ -142,7 +148,11 @@ class Communicators:
                 explain(error, f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout)
                 raise
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
-                one_gpu_each(places)
+                try:
+                    one_gpu_each(places)
+                except RuntimeError as error:  # the ranks need not meet again to learn it
+                    self._refused[group.group_name, gpu.index] = error
+                    raise
         return Communicator(
             self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(places), gpu, timeout
         )
