@@ -136,7 +136,7 @@ class Communicators:
         rank, size = group.rank(), group.size()
         ranks = dist.get_process_group_ranks(group)
         here, backend = Where.of(self.machine, gpu), self._backend(group)
-        timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
+        timeout = getattr(backend, "limit", None) or _compat.timeout_of(backend) or timedelta(minutes=10)
         if _compat.is_fake(group):
             single = self.machine.single_rank
             places = [here if single is None else here._replace(node=single.node(member)) for member in ranks]
