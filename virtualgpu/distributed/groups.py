@@ -237,6 +237,8 @@ class Communicators:
                 raise ValueError(f"Expected all tensors of a collective on one device, but found {gpus}")
         if gpu is not None:
             gpu = self.machine.own(gpu)
+            if "cuda" not in _compat.device_types(group) and not self.foreign(group):
+                raise RuntimeError("No backend type associated with device type cuda")
         elif not elsewhere:
             return None
         elif "cuda" in _compat.device_types(group) and all(map(_made_by_cpp, elsewhere)):

@@ -60,6 +60,18 @@ def test_refused(alone):
     assert x.tolist() == [1] * 4
 
 
+def test_a_group_for_cpu_tensors_alone_takes_no_gpus():
+    """As on an H100."""
+    virtualgpu.gpus(1, like="T4")
+    dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        dist.all_reduce(torch.ones(2))
+        with pytest.raises(RuntimeError, match=r"^No backend type associated with device type cuda$"):
+            dist.all_reduce(torch.ones(2, device="cuda"))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_ranks_that_are_threads():
     """PyTorch's tests have such a group, written in Python: what it makes is on the GPU of what it was given."""
     from torch.testing._internal.distributed import multi_threaded_pg
