@@ -16,8 +16,10 @@ from virtualgpu.hardware.specs import MIB
 SEEN_BY_KERNEL = re.compile(
     r"(^|: )index (-?\d+ is )?out of (range in self|bounds for dimension)|Target -?\d+ is out of bounds"
     r"|out of range: tried to access index|not in the valid range|all elements of (input|target) should be between"
-    r"|probability tensor contains"
+    r"|probability tensor contains|Expected p_in >= 0 && p_in <= 1|Expected Tensor with single nonzero value"
 )
+# Where CUDA's documentation explains its errors, of which PyTorch explains only the first (c10/cuda/CUDAMiscFunctions.cpp)
+ERRORS_OF_CUDA = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
 # What has to be free on the GPU, beside all that PyTorch's allocator keeps, when cuDNN makes its handle. NVIDIA prints
 # no figure, and it differs between versions; this one is chosen small. It is asked for, and not counted as used.
 CUDNN_HANDLE = 8 * MIB
@@ -25,7 +27,7 @@ CUDNN_HANDLE = 8 * MIB
 
 def invalid_ordinal() -> RuntimeError:
     """The error of CUDA for cuda:5 of two."""
-    return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?\n")
+    return _cuda_error(101, "cudaErrorInvalidDevice", "invalid device ordinal")
 
 
 def no_gpus() -> RuntimeError:
@@ -33,9 +35,14 @@ def no_gpus() -> RuntimeError:
     return RuntimeError("No CUDA GPUs are available")
 
 
-def device_assert() -> RuntimeError:
-    """The error of CUDA for every call after a kernel's assert."""
-    return _cuda_error("device-side assert triggered")
+def no_device() -> RuntimeError:
+    """The error of CUDA for what asks it past PyTorch's own look (a stream, a generator), where no GPU is visible."""
+    return _cuda_error(100, "cudaErrorNoDevice", "no CUDA-capable device is detected")
+
+
+def device_assert(blocking: bool = False) -> RuntimeError:
+    """The error of CUDA for every call after a kernel's assert. blocking: under CUDA_LAUNCH_BLOCKING=1."""
+    return _cuda_error(710, "cudaErrorAssert", "device-side assert triggered", blocking)
 
 
 def cudnn_not_initialized() -> RuntimeError:
@@ -61,13 +68,23 @@ def on_meta(values):
     return tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), values)
 
 
-def _cuda_error(what: str, hint: str = "") -> RuntimeError:
-    return getattr(torch, "AcceleratorError", RuntimeError)(
-        f"CUDA error: {what}\n{hint}"
-        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.\n"
-        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
-        + ("" if hint else "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n")
+def _cuda_error(code: int, name: str, what: str, blocking: bool = False) -> RuntimeError:
+    """As PyTorch 2.11 says it on an H100 (2026-11-26); its advice to launch one by one is left out where that is done."""
+    advice = (
+        "GPU device may be out of range, do you have enough GPUs?\n"
+        if name == "cudaErrorInvalidDevice"
+        else f"Search for `{name}' in {ERRORS_OF_CUDA} for more information.\n"
     )
+    if not blocking:
+        advice += (
+            "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+            "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+        )
+    error = getattr(torch, "AcceleratorError", RuntimeError)(
+        f"CUDA error: {what}\n{advice}Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    error.error_code = code
+    return error
 
 
 def forked() -> RuntimeError:
@@ -75,6 +92,11 @@ def forked() -> RuntimeError:
     return RuntimeError(
         "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method"
     )
+
+
+def used_before_fork() -> RuntimeError:
+    """The error of CUDA for a tensor of its parent's that a forked process computes with."""
+    return _cuda_error(3, "cudaErrorInitializationError", "initialization error")
 
 
 def host_full(needed: int, free: int) -> RuntimeError:

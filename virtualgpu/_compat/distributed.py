@@ -4,6 +4,7 @@ Versions 2.11 to 2.15, wheels with and without NCCL.
 """
 
 import importlib
+from datetime import timedelta
 
 import torch
 from torch import distributed as dist
@@ -109,6 +110,11 @@ def _factor() -> float:
 def store_of(group: ProcessGroup):
     """The group's own part of the store that ranks meet in."""
     return c10d._world.pg_map[group][1]
+
+
+def timeout_of(backend) -> timedelta | None:
+    """What gloo was made with; None for a backend that has no options."""
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def named(name: str) -> ProcessGroup:

@@ -4,11 +4,18 @@
 """
 
 import torch
+from torch import distributed as dist
 
 from virtualgpu._compat import suggest_memory_format
 from virtualgpu.distributed.calls import Call
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them
+# The dtypes that it has (`ncclDataType`); torch/csrc/cuda/nccl.cpp, by which the kinds of COPIED go, names the same
+DTYPES = {
+    torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+}  # fmt: skip
+COPIED = ("all_to_all", "gather", "scatter")
 OF_COMPLEX = ("SUM", "AVG", "PREMUL_SUM")  # the others would reduce both halves of a number on their own
 
 
@@ -31,6 +38,30 @@ def check(call: Call, rank: int, size: int) -> None:
                     _contiguous(tensor)
                 if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
                     raise ValueError("Tensors must be non-overlapping and dense")
+
+
+def check_what_nccl_has(call: Call, size: int) -> None:
+    """Raises PyTorch's error for a root and for dtypes that gloo would refuse in words of its own, or not at all."""
+    if call.kind in ("broadcast", "reduce") and not 0 <= call.root < size:
+        words = f"{call.kind.capitalize()} : invalid root {call.root} (root should be in the 0..{size} range)"
+        raise refused_by_nccl("ProcessGroupNCCL.cpp:3780", "invalid argument", "Invalid value for an argument.", words)
+    for tensor in call.tensors:
+        if tensor.dtype not in DTYPES and not tensor.is_complex():  # a complex number is sent as two
+            name = str(tensor.dtype).removeprefix("torch.").replace("uint", "UInt")
+            name = "Short" if name == "int16" else name[0].upper() + name[1:]
+            if call.kind in COPIED:
+                raise RuntimeError(f"Unconvertible NCCL type {name}")
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {name}")
+
+
+def refused_by_nccl(source: str, kind: str, meaning: str, words: str) -> dist.DistBackendError:
+    """PyTorch's error where NCCL itself refuses (as 2.11 says it on an H100, 2026-11-26). source: PyTorch's file that called it."""
+    name = "".join(part.capitalize() for part in kind.split())
+    version = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return dist.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/{source}, {kind} (run with NCCL_DEBUG=WARN for details), "
+        f"NCCL version {version}\nnccl{name}: {meaning}\nLast error:\n{words}"
+    )
 
 
 def _contiguous(tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import agreement
 from virtualgpu.distributed.arrivals import Arrivals
 from virtualgpu.distributed.calls import Call
-from virtualgpu.distributed.checks import check
+from virtualgpu.distributed.checks import check, check_what_nccl_has
 from virtualgpu.distributed.meeting import explain
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
@@ -48,6 +48,7 @@ class Communicator:
         self.machine, self.clock, self.statistics = machine, machine.clock, machine.communicators.statistics
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
         self.gloo, self.arrivals, self.layout, self.gpu, self.timeout = gloo, arrivals, layout, gpu, timeout
+        self.nccl = gloo is None or gloo.name() == "nccl"
         self.share = (
             layout.fabric.blocks / gpu.spec.processors if self.size > 1 else 0.0
         )  # of the GPU, for NCCL's kernels
@@ -71,6 +72,8 @@ class Communicator:
     def start(self, call: Call, gpu: GPU, asynchronous: bool) -> VirtualWork:
         """This rank has come to a collective. Raises what PyTorch does for tensors that NCCL refuses."""
         check(call, self.rank, self.size)
+        if self.nccl:
+            check_what_nccl_has(call, self.size)
         if self.unlike is not None:
             self.unlike.finish()  # raises: the ranks' numbers would not meet any more
         if self.failed is not None:

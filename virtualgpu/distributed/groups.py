@@ -74,6 +74,7 @@ class Communicators:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.known: dict[tuple[str, int], Communicator] = {}
+        self._refused: dict[tuple[str, int], RuntimeError] = {}  # by NCCL, when they were to be made
         self.statistics = Statistics(machine.clock)
         self._coalescing: dict[
             str, Communicator | None
@@ -97,6 +98,9 @@ class Communicators:
                 communicator = self.known.pop((name, index), None)
                 if communicator is not None:
                     communicator.leave()
+        for name, index in list(self._refused):
+            if group is None or name == group.group_name:
+                del self._refused[name, index]
         if group is None:
             self._backends.clear()
             transport.let_go()
@@ -107,6 +111,8 @@ class Communicators:
         name = group.group_name
         communicator = self.known.get((name, gpu.index))
         if communicator is None:
+            if (name, gpu.index) in self._refused:
+                raise self._refused[name, gpu.index]
             communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
         if name in self._coalescing and self._coalescing[name] is None:
             self._coalescing[name] = communicator
@@ -130,7 +136,7 @@ class Communicators:
         rank, size = group.rank(), group.size()
         ranks = dist.get_process_group_ranks(group)
         here, backend = Where.of(self.machine, gpu), self._backend(group)
-        timeout = getattr(backend, "limit", None) or timedelta(minutes=10)
+        timeout = getattr(backend, "limit", None) or _compat.timeout_of(backend) or timedelta(minutes=10)
         if _compat.is_fake(group):
             single = self.machine.single_rank
             places = [here if single is None else here._replace(node=single.node(member)) for member in ranks]
@@ -142,7 +148,11 @@ class Communicators:
                 explain(error, f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout)
                 raise
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
-                one_gpu_each(places)
+                try:
+                    one_gpu_each(places)
+                except RuntimeError as error:  # the ranks need not meet again to learn it
+                    self._refused[group.group_name, gpu.index] = error
+                    raise
         return Communicator(
             self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(places), gpu, timeout
         )
@@ -227,6 +237,8 @@ class Communicators:
                 raise ValueError(f"Expected all tensors of a collective on one device, but found {gpus}")
         if gpu is not None:
             gpu = self.machine.own(gpu)
+            if "cuda" not in _compat.device_types(group) and not self.foreign(group):
+                raise RuntimeError("No backend type associated with device type cuda")
         elif not elsewhere:
             return None
         elif "cuda" in _compat.device_types(group) and all(map(_made_by_cpp, elsewhere)):

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from torch import distributed as dist
-
 from virtualgpu import environment
+from virtualgpu.distributed.checks import refused_by_nccl
 from virtualgpu.environment import bus_id
 from virtualgpu.timing import nccl
 
@@ -52,9 +51,13 @@ def one_gpu_each(ranks: list[Where]) -> None:
     for rank, where in enumerate(ranks):
         for other in range(rank):
             if where.card and (where.node, where.card) == (ranks[other].node, ranks[other].card):
-                raise dist.DistBackendError(
-                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {bus_id(int(where.card.split()[-1]))}: NCCL "
-                    "takes one GPU for each rank. Call torch.cuda.set_device(local_rank) first, or start as many ranks as there are GPUs"
+                bus = bus_id(int(where.card.split()[-1]))
+                raise refused_by_nccl(
+                    "NCCLUtils.cpp:93",
+                    "invalid usage",
+                    "This usually reflects invalid usage of NCCL library.",
+                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {bus}: NCCL takes one GPU for each rank. "
+                    "Call torch.cuda.set_device(local_rank) first, or start as many ranks as there are GPUs",
                 )
 
 

@@ -21,6 +21,9 @@ from virtualgpu.timing.kernels import Kernels
 
 # What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
 CONTEXT = 102 * MIB
+# From capability 9.0 on, with the kernels that the first tensor loads (92 MiB of it): an H100, driver 580, CUDA 13, PyTorch 2.11,
+# 2026-11-26. Not counted: 66 MiB of cuBLAS's kernels at the first product there, 492 MiB of NCCL's at the first collective.
+CONTEXT_OF_HOPPER = 610 * MIB
 
 
 class Owner(Protocol):
@@ -41,8 +44,9 @@ class GPU:
         self.physical = index if physical is None else physical
         self.device = torch.device("cuda", index)
         self.kernels = Kernels(spec, peak=machine.settings.clock == DATASHEET)
-        # a GPU made very small for a lesson keeps its memory for the lesson
-        context = CONTEXT if spec.memory > 8 * CONTEXT else 0
+        # a GPU made small for a lesson keeps its memory for the lesson
+        contexts = (CONTEXT_OF_HOPPER, CONTEXT) if spec.capability >= (9, 0) else (CONTEXT,)
+        context = next((context for context in contexts if spec.memory > 8 * context), 0)
         self.lock = threading.RLock()
         self.memory = CachingAllocator(spec.memory, index, context, timeline=_Timeline(machine.clock, index))
         self.uuid = UUID(uuid(self.physical).removeprefix("GPU-"))

@@ -14,7 +14,7 @@ from virtualgpu.engine.in_flight import InFlight
 from virtualgpu.engine.thread_context import ThreadContext, dry_runs
 from virtualgpu.engine.workspaces import Workspaces
 from virtualgpu.environment import launch_blocking
-from virtualgpu.errors import forked, invalid_ordinal, no_gpus
+from virtualgpu.errors import forked, invalid_ordinal, no_gpus, used_before_fork
 from virtualgpu.hardware import links
 from virtualgpu.hardware.datasheet import Link
 from virtualgpu.hardware.hosts import HOSTS
@@ -219,9 +219,10 @@ class Machine:
         self.closed = False
 
     def own(self, gpu: GPU) -> GPU:
-        """That GPU, if it is still one of these. Raises RuntimeError for one that a later call of gpus() replaced."""
+        """That GPU, if it is still one of these. Raises RuntimeError for one that a later call of gpus() replaced, and CUDA's error for
+        one of the process that this was forked from."""
         if self.forked:
-            raise forked()
+            raise used_before_fork()
         if gpu.machine is not self:
             raise RuntimeError(
                 f"this tensor lives on {gpu.device} of virtual GPUs that a later call of gpus() replaced; make it again"

@@ -210,7 +210,7 @@ class Clock(Streams):
         if gpu in self.stopped:
             local = self.local
             if self.stopped[gpu] <= (local.now if local.backward is None else local.backward[gpu]):
-                raise device_assert()
+                raise device_assert(self.blocking)
 
     def between(self, source: int, target: int, seconds: float) -> None:
         """Queue a copy from one GPU to another: it starts when both have come to it, and both go on when it is done."""
@@ -242,14 +242,16 @@ class Clock(Streams):
             self.wait_for(queue)
 
     def _passed(self, local: HostThread, gpu: int, seconds: float) -> float:
-        """The moment after the thread that serves this GPU has spent `seconds`."""
-        if self.stopped:
-            self.check(gpu)
+        """The moment after the thread that serves this GPU has spent `seconds`; then it launches, which fails if a kernel asserted."""
         if self._in_backward(local) and local.backward is not None:
             local.backward[gpu] += seconds
-            return local.backward[gpu]
-        local.now += seconds
-        return local.now
+            now = local.backward[gpu]
+        else:
+            local.now += seconds
+            now = local.now
+        if self.stopped:
+            self.check(gpu)
+        return now
 
     def _record(self, queue: Queue, start: float, end: float, kind: str, name: str, issued: float) -> None:
         assert self.spans is not None

@@ -173,7 +173,9 @@ class Driver:
         warn_at_the_program("called a synchronizing CUDA operation")
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        """torch.cuda.is_bf16_supported: True, since cards emulate it; without that, from capability 8.0 on."""
+        """torch.cuda.is_bf16_supported: True, since cards emulate it; without that, from capability 8.0 on. False without a GPU."""
+        if not self.machine.look():
+            return False
         return including_emulation or self.gpu().spec.capability >= (8, 0)
 
     def capability(self, device: int) -> dict:

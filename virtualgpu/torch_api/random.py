@@ -5,6 +5,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.draws import GENERATORS
 from virtualgpu.engine.machine import Machine
+from virtualgpu.errors import no_device
 from virtualgpu.torch_api.registry import Patches
 
 
@@ -36,6 +37,8 @@ class Generator(Plain, metaclass=Kind):
 
     def __new__(cls, device="cpu") -> "Generator":
         """On a device of `machine`, which `install` sets."""
+        if device is not None and torch.device(device).type == "cuda" and not cls.machine.look():
+            raise no_device()
         gpu = None if device is None else cls.machine.gpu(device)
         return cls.on(None if gpu is None else gpu.device)
 

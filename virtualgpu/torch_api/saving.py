@@ -52,6 +52,11 @@ class Files:
         if not location.startswith("cuda"):
             return None
         machine, index = self.machine, torch.device(location).index or 0
+        if not machine.gpus:
+            raise RuntimeError(
+                "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you are running on a "
+                "CPU-only machine, please use torch.load with map_location=torch.device('cpu') to map your storages to the CPU."
+            )
         if index >= len(machine.gpus):
             raise RuntimeError(
                 f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "

@@ -1,6 +1,7 @@
 """Tensors of the CPU that a dry run sends to another process, by a queue or from a loader's worker: a small one with its numbers, as
-far as they are known, any other as a shape. There they are what came from there: `saving`."""
+far as they are known, any other as a shape. There they are what came from there: `saving`. A GPU's tensor is refused."""
 
+import threading
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -11,6 +12,7 @@ from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import known_of
 from virtualgpu.torch_api.registry import Patches, standing_in
+from virtualgpu.torch_api.storage import refuse_to_share
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -26,9 +28,13 @@ def install(machine: Machine, patches: Patches) -> None:
 
 
 KINDS = (torch.Tensor, torch.nn.Parameter)
+# multiprocessing.Queue pickles in this thread, which drops what fails there, and who waits for it waits for ever: he gets the error
+FEEDER = "QueueFeederThread"
 
 
 def _reduce(machine: Machine, original, tensor: torch.Tensor):
+    if gpu_of(tensor) is not None and threading.current_thread().name == FEEDER:
+        return refuse_to_share, ()
     if not _compat.is_really_meta(tensor) or gpu_of(tensor) is not None or not tensor.is_leaf:
         return original(tensor)
     with machine.untracked():

@@ -108,6 +108,11 @@ def share_cuda(original, storage, *args, **kwargs):
     """For another process. Raises NotImplementedError on a GPU."""
     if gpu_of_storage(storage) is None:
         return original(storage, *args, **kwargs)
+    refuse_to_share()
+
+
+def refuse_to_share():
+    """Raises NotImplementedError."""
     raise NotImplementedError(
         "GPU memory shared between processes (CUDA IPC) is not modelled by virtual GPUs: send tensor.cpu()"
     )

@@ -139,12 +139,13 @@ class StreamMethods:
         elif kwargs.get("stream_ptr"):
             return torch.cuda.ExternalStream(kwargs["stream_ptr"], device)
         else:
+            if not machine.look():
+                raise errors.no_device()
             gpu = machine.gpu(None if device is None or (isinstance(device, int) and device < 0) else device)
             if gpu is None:
                 raise ValueError(f"Expected a cuda device, but got: {device}")
-            if priority > 0:
-                raise RuntimeError(f"Expected cuda stream priority to be less than or equal to 0, got {priority}")
-            queue = machine.clock.new_stream(gpu.index, priority)
+            # a positive priority is the lowest, 0 (PyTorch 2.11 on an H100, 2026-11-26)
+            queue = machine.clock.new_stream(gpu.index, min(priority, 0))
         self = super().__new__(cls, stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)
         self._queue = queue
         return self

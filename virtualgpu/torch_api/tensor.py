@@ -15,7 +15,7 @@ from virtualgpu import _compat
 from virtualgpu.engine.allocation import PLAIN, allocation_of, gpu_of, is_pinned, made_by_cpp, pin, storage_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.on_meta import is_on_meta
-from virtualgpu.errors import foreign
+from virtualgpu.errors import foreign, no_gpus
 from virtualgpu.torch_api import fused
 from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.tensor_moves import CPU, Moves, takes_itself_apart
@@ -110,7 +110,9 @@ class TensorPatches(Moves, Reads):
         return original(tensor, memo)
 
     def pin_memory(self, original, tensor, device=None):
-        """Tensor.pin_memory: a copy, unless it is pinned. Raises RuntimeError for a tensor on a GPU."""
+        """Tensor.pin_memory: a copy, unless it is pinned. Raises RuntimeError for a tensor on a GPU, and where there is no GPU."""
+        if not self.machine.look():
+            raise no_gpus()
         if takes_itself_apart(tensor):
             return original(tensor)
         if (gpu := gpu_of(tensor)) is not None:

@@ -75,6 +75,8 @@ class Reads:
 
     def _wait(self, tensor: torch.Tensor, gpu: GPU) -> None:
         """The host waits for the current stream, and this process for the tensor's numbers."""
+        if self.machine.forked:
+            self.machine.own(gpu)
         self.machine.clock.wait_for(self.machine.clock.current(gpu.index))
         if self.machine.in_flight.parts:
             self.machine.in_flight.let_finish([tensor])

@@ -24,6 +24,10 @@ def rooted(options, root):
     return options
 
 
+INVALID_ROOT = (
+    r"^NCCL error in: .*, invalid argument \(run with NCCL_DEBUG=WARN for details\), NCCL version 2\..*\n"
+    r"ncclInvalidArgument: Invalid value for an argument\.\nLast error:\n{} : invalid root {} \(root should be in the 0\.\.1 range\)$"
+)
 REFUSED = [
     (lambda g, x: g._allgather_base(x.repeat(3), x), ValueError, "output tensor size must be equal to world_size"),
     (lambda g, x: g._allgather_base(x.int(), x), TypeError, "output tensor must have the same type as input tensor"),
@@ -38,6 +42,12 @@ REFUSED = [
     (lambda g, x: dist.all_reduce(x.to_sparse()), RuntimeError, "NCCL does not support all_reduce with sparse tensors"),
     (lambda g, x: dist.broadcast(x.to_sparse(), 0), ValueError, "Tensors must be CUDA and dense"),
     (lambda g, x: dist.all_reduce(torch.ones(2, 3, device="cuda").t()), ValueError, "Tensors must be contiguous"),
+    # in the words of an H100 with PyTorch 2.11
+    (lambda g, x: dist.all_reduce(x.short()), TypeError, "^Input .* not supported for NCCL process group: Short$"),
+    (lambda g, x: dist.broadcast(x.to(torch.uint16), 0), TypeError, "for NCCL process group: UInt16$"),
+    (lambda g, x: dist.all_to_all_single(x.short(), x.short()), RuntimeError, "^Unconvertible NCCL type Short$"),
+    (lambda g, x: g.broadcast(x, 1), dist.DistBackendError, INVALID_ROOT.format("Broadcast", 1)),
+    (lambda g, x: dist.reduce(x, 5), dist.DistBackendError, INVALID_ROOT.format("Reduce", 5)),
 ]
 
 
@@ -48,6 +58,18 @@ def test_refused(alone):
             wrong(alone, x)
     dist.all_reduce(x)  # nothing of them is left behind
     assert x.tolist() == [1] * 4
+
+
+def test_a_group_for_cpu_tensors_alone_takes_no_gpus():
+    """As on an H100."""
+    virtualgpu.gpus(1, like="T4")
+    dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        dist.all_reduce(torch.ones(2))
+        with pytest.raises(RuntimeError, match=r"^No backend type associated with device type cuda$"):
+            dist.all_reduce(torch.ones(2, device="cuda"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_that_are_threads():
@@ -98,19 +120,23 @@ def test_attention_deep_in_a_thread():
     assert good == ["cuda"] * 31
 
 
-def two_on_one_gpu() -> tuple[str, int]:
+def two_on_one_gpu() -> list[str]:
     import torch.distributed as dist
 
     torch.cuda.set_device(0)
     dist.barrier()  # on the GPU of the rank's number, as ProcessGroupNCCL guesses
     group = dist.new_group()
-    try:
-        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
-    except dist.DistBackendError as error:
-        return str(error)
+    said = []
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+        except dist.DistBackendError as error:
+            said.append(str(error))
+    return said
 
 
 def test_nccl_takes_one_gpu_for_each_rank(on_gpus):
-    for said in on_gpus(two_on_one_gpu):
-        assert said.startswith("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 00000000:01:00.0")
+    for said, again in on_gpus(two_on_one_gpu):
+        assert "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 00000000:01:00.0" in said
         assert "torch.cuda.set_device" in said
+        assert again == said

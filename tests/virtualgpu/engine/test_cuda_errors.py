@@ -28,6 +28,8 @@ KERNELS = {
     "gather": lambda: (lambda x, i: x.gather(1, i))(*on_gpu(torch.zeros(4, 3), torch.tensor([[3]]))),
     "scatter_": lambda: (lambda x, i: x.scatter_(1, i, 1.0))(*on_gpu(torch.zeros(4, 3), torch.tensor([[3]]))),
     "take": lambda: (lambda x, i: x.take(i))(*on_gpu(torch.zeros(4, 3), torch.tensor([12]))),
+    "bernoulli": lambda: torch.bernoulli(*on_gpu(torch.tensor([2.0]))),
+    "_assert_async": lambda: (lambda x: (torch._assert_async(x), x)[1])(*on_gpu(torch.tensor(0))),
     "bce": lambda: F.binary_cross_entropy(*on_gpu(torch.tensor([1.5]), torch.tensor([1.0]))),
 }
 HOST = {
@@ -39,7 +41,7 @@ HOST = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_an_assert_shows_at_the_next_synchronization_and_stays(kernel):
+def test_an_assert_does_not_show_at_once_but_at_the_next_synchronization_and_stays(kernel):
     virtualgpu.gpus(2)
     healthy = torch.ones(3, device="cuda:1")
     result = kernel()  # does not raise: the host is ahead
@@ -105,10 +107,42 @@ def test_the_host_runs_ahead_only_as_far_as_the_gpu_lags():
 
 def test_an_assert_in_the_forward_pass_can_surface_in_backward():
     virtualgpu.gpus(1)
-    table = torch.zeros(4, 3, device=CUDA0, requires_grad=True)
-    loss = F.embedding(torch.tensor([9], device=CUDA0), table).sum()
+    table, words = torch.zeros(4, 3, device=CUDA0, requires_grad=True), torch.tensor([9], device=CUDA0)
+    torch.cuda._sleep(85_000)  # keeps the GPU from the bad kernel
+    loss = F.embedding(words, table).sum()
     with pytest.raises(RuntimeError, match="device-side assert"):
         loss.backward()
+
+
+def test_what_is_launched_after_a_bad_kernel_has_ended_fails():
+    """As on an H100 (PyTorch 2.11, 2026-11-26), and in the same words."""
+    virtualgpu.gpus(1, like="H100")
+    scores, labels = on_gpu(torch.zeros(4, 10), torch.tensor([3, 9, 10, 0]))
+    F.cross_entropy(scores, labels)
+    with pytest.raises(RuntimeError) as found:
+        2 * scores
+    assert str(found.value) == (
+        "CUDA error: device-side assert triggered\n"
+        "Search for `cudaErrorAssert' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    assert found.value.error_code == 710
+
+
+def test_a_gpu_that_is_not_there_in_the_words_of_an_h100():
+    virtualgpu.gpus(1, like="H100")
+    with pytest.raises(RuntimeError) as found:
+        torch.ones(1, device="cuda:5")
+    assert str(found.value) == (
+        "CUDA error: invalid device ordinal\n"
+        "GPU device may be out of range, do you have enough GPUs?\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    assert found.value.error_code == 101
 
 
 @pytest.mark.parametrize(("work", "kind"), HOST.values(), ids=HOST)

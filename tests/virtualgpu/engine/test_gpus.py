@@ -375,6 +375,16 @@ def test_capacity_holds_for_every_operation():
         assert torch.cuda.memory_allocated(0) == 4 * MIB and torch.cuda.memory_allocated(1) == 0
 
 
+@pytest.mark.parametrize(
+    ("card", "memory", "mib"), [("T4", None, 102), ("H100", None, 610), ("H100", "1 GB", 102), ("H100", "256 MB", 0)]
+)
+def test_a_context_takes_what_it_does_on_such_a_card(card, memory, mib):
+    """nvidia-smi's figures: 102 MiB on a T4, and on an H100 610 once a first tensor was there (measured, 2026-11-26)."""
+    virtualgpu.gpus(1, like=card, memory=memory)
+    free, total = torch.cuda.mem_get_info()
+    assert total - free == mib << 20
+
+
 def test_memory_fraction():
     virtualgpu.gpus(1, memory="1 GB")
     torch.cuda.set_per_process_memory_fraction(0.5)

@@ -98,6 +98,38 @@ def test_visible_devices_are_the_programs(run, tmp_path):
     assert [line.split()[:2] for line in found.stderr.splitlines()[-3:]] == [["0", "not"], ["1", "not"], ["2", "512"]]
 
 
+NO_GPU = """
+import io, torch
+file = io.BytesIO()
+torch.save(torch.ones(2), file)
+file.seek(0)
+for line in (
+    lambda: torch.ones(1, device="cuda"),
+    lambda: torch.ones(1).pin_memory(),
+    torch.cuda.Stream,
+    lambda: torch.Generator("cuda"),
+    lambda: torch.load(file, map_location="cuda"),
+):
+    try:
+        line()
+    except RuntimeError as error:
+        print(str(error).splitlines()[0][:99], getattr(error, "error_code", ""))
+print(torch.cuda.is_bf16_supported())
+"""
+
+
+def test_where_no_gpu_is_visible_each_call_says_so_as_on_a_machine_with_an_h100(run):
+    found = run("-c", NO_GPU, environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert found.stdout.splitlines() == [
+        "No CUDA GPUs are available ",
+        "No CUDA GPUs are available ",
+        "CUDA error: no CUDA-capable device is detected 100",
+        "CUDA error: no CUDA-capable device is detected 100",
+        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you ar ",
+        "False",
+    ], found.stderr
+
+
 def test_programs_without_torch_are_left_alone(run, tmp_path):
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text("import sys; sys.hidden = True")

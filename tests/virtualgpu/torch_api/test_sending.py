@@ -55,6 +55,21 @@ def test_a_gpu_tensor_is_refused(gpus):
         ForkingPickler.dumps(torch.ones(2, device="cuda"))
 
 
+class OnGpu(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.ones(2, device="cuda")
+
+
+def test_a_workers_gpu_tensor_is_refused_where_it_is_awaited(gpus):
+    """The thread that would send it has nobody to tell."""
+    loader = torch.utils.data.DataLoader(OnGpu(), num_workers=1, multiprocessing_context="fork", timeout=60)
+    with pytest.raises(NotImplementedError, match="CUDA IPC"):
+        next(iter(loader))
+
+
 def test_a_gpus_memory_counts_as_shared(gpus):
     tensor = torch.ones(3)
     assert not tensor.is_shared() and tensor.share_memory_().is_shared()
