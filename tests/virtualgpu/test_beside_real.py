@@ -265,6 +265,14 @@ def test_a_limit_on_real_ones_ends_with_its_block(driver, monkeypatch):
     assert shares == {0: 1.0}
 
 
+def test_a_limit_that_no_real_card_has_is_a_virtual_ones(driver, monkeypatch, capsys):
+    """Of lesson 06's 256 MiB cuBLAS took 65 on an H100, and a third of its cells ran out."""
+    monkeypatch.delenv("HELPERS_GPUS")
+    with virtualgpu.gpus(1, memory="256 MiB"):
+        assert torch.cuda.get_device_properties(0).total_memory == 256 << 20
+    assert "1 virtual GPU" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("visible", [None, "0"])
 def test_real_ones_are_hidden_from_cpp(monkeypatch, visible):
     """It counts once. The program's CUDA_VISIBLE_DEVICES is for virtual ones, and stays."""
