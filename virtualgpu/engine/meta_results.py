@@ -4,7 +4,7 @@ how large the storage behind a result is."""
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import layouts
+from virtualgpu.engine import half_fft, layouts, wider
 
 
 def corrected(op, args, kwargs, out):
@@ -93,7 +93,30 @@ def _norm_backward(args, kwargs, out):
     return None if first is None else torch.empty_like(args[1]), *out[1:]
 
 
+def _nll_loss(tensor, target, *rest):
+    """Its kernel for shapes wants int64, or calls it gather's."""
+    return aten.nll_loss_forward.default(tensor, target.long(), *rest)
+
+
+def _masked_fill(tensor, mask, value):
+    """The value may be one number of the host's."""
+    return aten.masked_fill.Tensor(tensor, mask, torch.empty_like(value, device="meta"))
+
+
+def _where(condition, *tensors):
+    """A mask may be of uint8."""
+    return aten.where.self(condition.bool(), *tensors)
+
+
 aten = torch.ops.aten
+# what is asked for a shape in place of the operation
+INSTEAD = {
+    **half_fft.OPERATIONS,
+    **wider.OPERATIONS,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.where.self: _where,
+}
 NONE, MEAN = 0, 1
 CORRECTIONS = {
     **dict.fromkeys(layouts.FUNCS, _contiguous),

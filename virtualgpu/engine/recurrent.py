@@ -10,7 +10,8 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, tensors_of
+from virtualgpu.engine.operations import tensors_of
+from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.timing.costs import formula
 
@@ -173,7 +174,7 @@ def _check(input, weights, hidden) -> None:
                     f"{tensor.device}"
                 )
             if tensor.dtype != input.dtype:
-                kinds = [LEGACY_TYPE_NAMES[kind.dtype].removesuffix("Tensor") for kind in (input, tensor)]
+                kinds = [LEGACY[kind.dtype].removesuffix("Tensor") for kind in (input, tensor)]
                 raise RuntimeError(
                     f"Input and {name} tensors are not the same dtype, found input tensor with {kinds[0]} and {name} tensor with {kinds[1]}"
                 )

@@ -10,7 +10,7 @@ from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.on_meta import put_on_meta
-from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
+from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.values import know, known_of
 from virtualgpu.errors import on_real_gpu
 from virtualgpu.torch_api.registry import Patches, standing_in
@@ -88,7 +88,7 @@ def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=N
         device = None
         if dtype is not None and dtype is not obj.dtype:
             if copy is False:
-                kinds = [LEGACY_TYPE_NAMES.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
+                kinds = [LEGACY.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
                 raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
             obj, copy = obj.to(dtype), None
         dtype = None
