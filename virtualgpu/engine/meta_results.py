@@ -87,6 +87,12 @@ def _group_norm(args, kwargs, out):
     return out[0], *(_as_type(mixed, figure) for figure in out[1:])
 
 
+def _batch_norm_backward(args, kwargs, out):
+    """As layouts has it."""
+    first, *others = _norm_backward(args, kwargs, out)
+    return first if first is None or args[7] else first.contiguous(), *others
+
+
 def _norm_backward(args, kwargs, out):
     """The gradient has its input's type and layout."""
     first = out[0]
@@ -133,7 +139,7 @@ CORRECTIONS = {
     aten.smooth_l1_loss_backward.default: _loss_backward,
     aten.soft_margin_loss_backward.default: _loss_backward,
     aten.native_batch_norm.default: _batch_norm,
-    aten.native_batch_norm_backward.default: _norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _norm_backward,
 }

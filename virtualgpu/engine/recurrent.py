@@ -136,6 +136,8 @@ def backward(dispatch, func, args, kwargs):
         else:
             require_room([leaf.nbytes for leaf in leaves], gpu)
             made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
+        if wanted[0] and layers.batch_first:  # cuDNN's own is by time (cudnn/RNN.cpp)
+            made[0] = made[0].transpose(0, 1).contiguous().transpose(0, 1)
     dispatch.timing.book(KERNELS[func], args, tensors_of((*args[:10], args[20]), {}), made, gpu)
     made = iter(made)
     dx, dhx, dcx, dweights = ([next(made) for _ in of[index]] if wanted[index] else [] for index in range(4))

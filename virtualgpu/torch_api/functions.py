@@ -41,8 +41,21 @@ def install(machine: Machine, patches: Patches) -> None:
         (_compat.C, "_torchDeviceToDLDevice"),
     ):
         patches.stand_in(owner, name, _to_dlpack)
+    patches.stand_in(torch.autograd, _compat.MAKE_GRADS, _make_grads)
     linearize = standing_in(torch.func.linearize, _linearize, machine)
     patches.replace_everywhere(torch.func, "linearize", linearize)
+
+
+def _make_grads(original, outputs, gradients, *args, **kwargs):
+    """What backward and grad start from: a gradient lies where its tensor does (validate_outputs in torch/csrc/autograd/engine.cpp)."""
+    made = original(outputs, gradients, *args, **kwargs)
+    for index, (out, gradient) in enumerate(zip(outputs, gradients, strict=False)):
+        plain = type(out) is type(gradient) is torch.Tensor
+        if plain and gradient.dim() and out.device != gradient.device:
+            raise RuntimeError(
+                f"invalid gradient at index {index} - expected device {out.device} but got {gradient.device}"
+            )
+    return made
 
 
 def _on_gpu(machine: Machine, data) -> bool:

@@ -139,6 +139,18 @@ REFUSED = {
         RuntimeError,
         'Attempted to set the storage of a tensor on device "cuda:0" to a storage on different device "cpu".',
     ),
+    "gradient on host": (
+        lambda: (ones(4).requires_grad_() * 2).backward(ones(4, device="cpu")),
+        RuntimeError,
+        "invalid gradient at index 0 - expected device cuda:0 but got cpu",
+    ),
+    "softmax": (lambda: whole(4).softmax(0), *missing("host_softmax", "Long")),
+    "gelu": (lambda: F.gelu(whole(4)), *missing("GeluCUDAKernelImpl", "Long")),
+    "embedding": (
+        lambda: F.embedding(ones(4), ones(8, 8)),
+        RuntimeError,
+        "one of the following scalar types: Long, Int; but got torch.cuda.FloatTensor instead (while checking arguments for embedding)",
+    ),
     "bounds": (lambda: ones(4).uniform_(3, -1), RuntimeError, "[from, to) range, but found from=3 > to=-1"),
     "deviation": (lambda: ones(4).log_normal_(0, 0), RuntimeError, "log_normal_ expects std > 0.0, but found std=0"),
 }
@@ -197,3 +209,19 @@ def test_numbers_are_those_of_single_precision():
                 assert out.cpu().equal(expected.to(kind))
                 assert x.grad.cpu().equal(exact.grad.to(kind))
         assert ones(3, 3, dtype=torch.bool).trace().item() == 3
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRU, torch.nn.LSTM, torch.nn.RNN])
+def test_the_gradient_of_a_batch_first_lies_by_time(h100, kind):
+    """cuDNN's: `.view` of it fails."""
+    net, x = kind(8, 8, batch_first=True, device="cuda"), ones(4, 3, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x)[0].sum(), x)
+    assert gradient.stride() == (8, 32, 1)
+
+
+def test_the_gradient_of_a_frozen_batch_norm_is_contiguous(h100):
+    """Its result has channels last."""
+    x = ones(2, 4, 3, 3).to(memory_format=torch.channels_last).requires_grad_()
+    out = torch.nn.BatchNorm2d(4, device="cuda").eval()(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert (out.stride(), gradient.stride()) == ((36, 1, 12, 4), (36, 9, 3, 1))
