@@ -10,7 +10,8 @@ WIDE = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 NARROW = {wide: narrow for narrow, wide in WIDE.items()}
 
 
-def _check(sizes) -> None:
+def check(sizes) -> None:
+    """Raises CUDA's RuntimeError for sizes that are not powers of two."""
     if any(size & (size - 1) for size in sizes):
         raise RuntimeError(
             "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size of"
@@ -27,7 +28,7 @@ def _of_halves(func, last_at: int | None = None):
         sizes = [tensor.shape[axis] for axis in dim]
         if last_at is not None:
             sizes[-1] = args[last_at]
-        _check(sizes)
+        check(sizes)
         out = func(tensor.to(wide), dim, *args)
         return out.to(NARROW[out.dtype])
 

@@ -151,6 +151,11 @@ REFUSED = {
         RuntimeError,
         "one of the following scalar types: Long, Int; but got torch.cuda.FloatTensor instead (while checking arguments for embedding)",
     ),
+    "fft": (
+        lambda: torch.fft.rfft(halves(7)),
+        RuntimeError,
+        "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size of[7]",
+    ),
     "bounds": (lambda: ones(4).uniform_(3, -1), RuntimeError, "[from, to) range, but found from=3 > to=-1"),
     "deviation": (lambda: ones(4).log_normal_(0, 0), RuntimeError, "log_normal_ expects std > 0.0, but found std=0"),
 }
@@ -165,6 +170,9 @@ TAKEN = {
     "multi_margin_loss": lambda: F.multi_margin_loss(halves(4, 8), whole(4)),
     "multilabel_margin_loss": lambda: F.multilabel_margin_loss(halves(4, 8), whole(4, 8)),
     "antialias": lambda: F.interpolate(halves(1, 3, 4, 4), scale_factor=2, mode="bilinear", antialias=True),
+    "fft": lambda: torch.fft.fft(halves(8)),
+    "ihfft2": lambda: torch.fft.ihfft2(halves(2, 8, 16), s=(4, 8), dim=(1, 2), norm="ortho"),
+    "irfft": lambda: torch.fft.irfft(ones(5, dtype=torch.complex32)),
     "an empty product": lambda: whole(0, 4) @ whole(4, 4),
     "a pad": lambda: torch.nn.ReflectionPad2d(1)(halves(1, 3, 4, 4)),
 }
@@ -208,6 +216,14 @@ def test_numbers_are_those_of_single_precision():
                 expected.sum().backward()
                 assert out.cpu().equal(expected.to(kind))
                 assert x.grad.cpu().equal(exact.grad.to(kind))
+        x = torch.randn(4, 8).half()
+        wave = x.cuda().requires_grad_()
+        out = torch.fft.rfft(wave, norm="ortho")
+        out.real.float().sum().backward()
+        assert out.dtype is torch.complex32
+        exact = torch.fft.rfft(x.float(), norm="ortho")
+        assert torch.view_as_real(out).cpu().equal(torch.view_as_real(exact).half())
+        assert wave.grad.dtype is HALF
         assert ones(3, 3, dtype=torch.bool).trace().item() == 3
 
 
