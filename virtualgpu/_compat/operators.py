@@ -37,6 +37,11 @@ def is_composite(operator) -> bool:
     return operator._can_decompose() and not _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CPU")
 
 
+def is_structured(operator) -> bool:
+    """Is its kernel for shapes made of the same C++ as its others ("structured" in native_functions.yaml)?"""
+    return "RegisterMeta" in _C._dispatch_dump(operator.name())
+
+
 def decompose(operator, args, kwargs):
     """Carry out a composite operation as C++ does, which may differ from its decomposition in Python."""
     if _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):

@@ -29,6 +29,7 @@ empty_strided = _C._VariableFunctions.empty_strided
 parse_to = _C._nn._parse_to  # (*args, **kwargs) of Tensor.to -> (device, dtype, non_blocking, memory_format)
 suggest_memory_format = torch._prims_common.suggest_memory_format  # (tensor) -> the layout that its strides have
 
+MAKE_GRADS = "_make_grads"  # of torch.autograd: (outputs, their gradients, ...), before C++ begins
 graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
 current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
 next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that this thread's next node will have

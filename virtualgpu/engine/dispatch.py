@@ -116,6 +116,8 @@ class Dispatch(_compat.TorchDispatchMode):
         machine, clock = self.machine, self.clock
         if op.alert is not None and gpu is not None and torch.are_deterministic_algorithms_enabled():
             nondeterministic.check(op, args, kwargs)
+        if op.unsupported is not None and gpu is not None:
+            op.unsupported(*args, **kwargs)
         waits = op.shape_from_values and kwargs.get("output_size") is None
         waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
         asserts = False

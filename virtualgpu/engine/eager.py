@@ -5,7 +5,7 @@ import os
 import torch
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import halves
+from virtualgpu.engine import halves, words
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import GENERATORS, as_default
 from virtualgpu.engine.machine import GPU, Machine
@@ -46,6 +46,8 @@ class Eager:
                 raise NotImplementedError(
                     f"{op.func.name()} runs on GPUs alone: PyTorch has no CPU kernel of it, with which virtual GPUs compute"
                 ) from None
+            if (own := words.of_cuda(error)) is not error:
+                raise own from None
             raise
 
     def check_generator(self, args, kwargs, gpu: GPU | None) -> None:

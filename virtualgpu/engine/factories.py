@@ -50,6 +50,8 @@ class Factories:
                 raise RuntimeError("Only dense CPU tensors can be pinned")
         if gpu is not None and not machine.dry:
             self.eager.require_for_factory(op, args, kwargs, gpu)
+        if op.unsupported is not None and gpu is not None:
+            op.unsupported(*args, **kwargs)
         if machine.dry:
             out = self.dry.run(op, args, options, [], gpu)
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11

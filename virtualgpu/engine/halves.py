@@ -1,4 +1,4 @@
-"""Products, convolutions and attention of float16, and grids sampled in half precision: carried out in float32, and the result rounded.
+"""Products, convolutions and attention of float16, grids sampled in half precision, and what the CPU has no half kernel of: carried out in float32, and the result rounded.
 
 The CPU's own kernels for float16 take up to a hundred times as long as those for float32 where the processor has no instructions for it,
 and some of them add up in float16. A GPU's add up in float32, as is done here, on every machine alike. The float32 copies are the
@@ -30,14 +30,22 @@ PRODUCTS = {
 }
 GRIDS = {aten.grid_sampler_2d.default, aten.grid_sampler_2d_backward.default}
 GRIDS |= {aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default}
+ABSENT = {  # the CPU has no kernel of them in half precision
+    getattr(aten, f"{name}{backward}").default
+    for name in ("avg_pool3d", "multi_margin_loss", "multilabel_margin_loss")
+    for backward in ("", "_backward")
+}
+ABSENT |= {aten.multilabel_margin_loss_forward.default}
+ABSENT |= {aten._upsample_bilinear2d_aa.default, aten._upsample_bilinear2d_aa_backward.default}
+ABSENT |= {aten._upsample_bicubic2d_aa.default, aten._upsample_bicubic2d_aa_backward.default}
 # of which types each is carried out so
-OPERATIONS = {**dict.fromkeys(PRODUCTS, (HALF,)), **dict.fromkeys(GRIDS, (HALF, BFLOAT))}
+OPERATIONS = {**dict.fromkeys(PRODUCTS, (HALF,)), **dict.fromkeys(GRIDS | ABSENT, (HALF, BFLOAT))}
 
 
 def run(op, args, kwargs, tensors):
     """One of OPERATIONS, its first tensor of one of its types. Where others are not, it is PyTorch's to say what it thinks of that."""
     narrow = tensors[0].dtype
-    if any(tensor.dtype is not narrow or tensor.layout is not STRIDED for tensor in tensors):
+    if any(_is_other(tensor, narrow) or tensor.layout is not STRIDED for tensor in tensors):
         return op.func(*args, **kwargs)
     wide = accumulated_in()
     wide_args = [_to(value, narrow, wide) for value in args]
@@ -50,6 +58,11 @@ def run(op, args, kwargs, tensors):
     if target.shape != out.shape:
         aten.resize_.default(target, out.shape)
     return aten.copy_.default(target, out)
+
+
+def _is_other(tensor: Tensor, narrow: torch.dtype) -> bool:
+    """Of another type that may be multiplied? Whole numbers say which class it is."""
+    return tensor.dtype is not narrow and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def accumulated_in() -> torch.dtype:

@@ -4,7 +4,7 @@ how large the storage behind a result is."""
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import layouts
+from virtualgpu.engine import half_fft, layouts, wider
 
 
 def corrected(op, args, kwargs, out):
@@ -87,13 +87,42 @@ def _group_norm(args, kwargs, out):
     return out[0], *(_as_type(mixed, figure) for figure in out[1:])
 
 
+def _batch_norm_backward(args, kwargs, out):
+    """As layouts has it."""
+    first, *others = _norm_backward(args, kwargs, out)
+    return first if first is None or args[7] else first.contiguous(), *others
+
+
 def _norm_backward(args, kwargs, out):
     """The gradient has its input's type and layout."""
     first = out[0]
     return None if first is None else torch.empty_like(args[1]), *out[1:]
 
 
+def _nll_loss(tensor, target, *rest):
+    """Its kernel for shapes wants int64, or calls it gather's."""
+    return aten.nll_loss_forward.default(tensor, target.long(), *rest)
+
+
+def _masked_fill(tensor, mask, value):
+    """The value may be one number of the host's."""
+    return aten.masked_fill.Tensor(tensor, mask, torch.empty_like(value, device="meta"))
+
+
+def _where(condition, *tensors):
+    """A mask may be of uint8."""
+    return aten.where.self(condition.bool(), *tensors)
+
+
 aten = torch.ops.aten
+# what is asked for a shape in place of the operation
+INSTEAD = {
+    **half_fft.OPERATIONS,
+    **wider.OPERATIONS,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.where.self: _where,
+}
 NONE, MEAN = 0, 1
 CORRECTIONS = {
     **dict.fromkeys(layouts.FUNCS, _contiguous),
@@ -110,7 +139,7 @@ CORRECTIONS = {
     aten.smooth_l1_loss_backward.default: _loss_backward,
     aten.soft_margin_loss_backward.default: _loss_backward,
     aten.native_batch_norm.default: _batch_norm,
-    aten.native_batch_norm_backward.default: _norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _norm_backward,
 }

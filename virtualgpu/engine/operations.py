@@ -3,10 +3,12 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import halves, histograms, layer_norm, layouts, scaled_products
+from virtualgpu.engine import half_fft, halves, histograms, layer_norm, layouts, scaled_products, wider
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.nondeterministic import ALERTS
+from virtualgpu.engine.scalar_types import LEGACY
+from virtualgpu.engine.unsupported import check_of
 from virtualgpu.engine.workspaces import USERS
 from virtualgpu.timing import weights
 from virtualgpu.timing.costs import CONVOLUTIONS, WRITE_ONLY, formula
@@ -20,12 +22,25 @@ PACKING = {aten._pack_padded_sequence, aten._pad_packed_sequence, aten._pack_pad
 LENGTHS = {aten._ctc_loss, aten._ctc_loss_backward}
 # A number on the CPU (no dimensions) may join most operations of GPU tensors; not these, where PyTorch is strict
 STRICT = {aten.cat, aten.stack, aten.index_select, aten.gather, aten.take, aten.embedding, aten.nll_loss_forward}
+# and among the pointwise ones, those without `device_check: NoCheck` in native_functions.yaml
+STRICT_POINTWISE = {
+    aten.clamp,
+    aten.clamp_,
+    aten.clamp_min,
+    aten.clamp_min_,
+    aten.clamp_max,
+    aten.clamp_max_,
+    aten.equal,
+}
+STRICT_POINTWISE |= {aten.gcd, aten.lcm, aten.logaddexp, aten.logaddexp2, aten.igamma, aten.igammac, aten.nextafter}
+STRICT |= STRICT_POINTWISE
 # Results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
 # Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
 OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
 # What stands for an operation with numbers
-ON_GPU = {**histograms.OPERATIONS, **layer_norm.OPERATIONS, **layouts.OPERATIONS, **scaled_products.OPERATIONS}
+ON_GPU = {**half_fft.OPERATIONS, **histograms.OPERATIONS, **layer_norm.OPERATIONS, **layouts.OPERATIONS}
+ON_GPU |= {**scaled_products.OPERATIONS, **wider.OPERATIONS}
 MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
@@ -39,19 +54,8 @@ GROWING |= {aten.matmul, aten.convolution, aten.embedding, aten.index, aten.cont
 GROWING |= {aten.index_select, aten.gather, aten.cdist, aten._cdist_forward, aten.upsample_nearest2d, aten.addr}
 GROWING |= {aten.outer, aten.kron, aten.upsample_bilinear2d, aten.upsample_nearest3d, aten.tile, aten.scatter}
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # which argument is the left factor
+MKLDNN = " or input should be a MKLDNN tensor and weight is a dense tensor"
 SAME_DEVICE = "Expected all tensors to be on the same device"
-LEGACY_TYPE_NAMES = {
-    torch.float32: "FloatTensor",
-    torch.float64: "DoubleTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.int64: "LongTensor",
-    torch.int32: "IntTensor",
-    torch.int16: "ShortTensor",
-    torch.int8: "CharTensor",
-    torch.uint8: "ByteTensor",
-    torch.bool: "BoolTensor",
-}
 
 
 class Operation:
@@ -69,8 +73,9 @@ class Operation:
     draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
     shape_from_values: the host must wait to know the result's shape. override: how dispatch handles it, where not like
-    the others. strict: see STRICT. takes_device: has an argument `device`. weight: what it costs the host. write_only: reads none. writes: position and
-    name of each argument that it writes to. writes_lists: is one of them a list?
+    the others. strict: see STRICT. takes_device: has an argument `device`. unsupported: raises what CUDA's kernel refuses; None for most.
+    weight: what it costs the host. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
+    one of them a list?
     """
 
     # fmt: off
@@ -79,7 +84,7 @@ class Operation:
         "factory", "foreach", "formula", "func", "generator", "grows", "host_result", "indexes", "is_view", "kernel",
         "kind", "may_be_large", "mixed", "name", "new", "on_cpu", "on_gpu", "override", "packs", "plain", "pointwise",
         "product", "random", "resizes", "returns", "returns_value_to_host", "shape_from_values", "strict",
-        "takes_device", "weight", "workspace", "write_only", "writes", "writes_lists",
+        "takes_device", "unsupported", "weight", "workspace", "write_only", "writes", "writes_lists",
     )
     # fmt: on
 
@@ -119,6 +124,7 @@ class Operation:
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
         self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags)
         self.write_only = func in WRITE_ONLY
+        self.unsupported = check_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.host_result = HOST_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
@@ -185,16 +191,36 @@ def mismatch(op: Operation, args, kwargs) -> RuntimeError:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, torch.Tensor):
                 named.append((name, tensor, tensor.device))
-    if op.name in ("convolution", "_convolution") and named[0][2].type != named[1][2].type:
-        kinds = [type_name(tensor) for _, tensor, _ in named[:2]]
-        return RuntimeError(f"Input type ({kinds[0]}) and weight type ({kinds[1]}) should be the same")
+    if op.name in ("convolution", "_convolution"):
+        (_, input, place), *others = named
+        for name, tensor, where in others:
+            if where.type != place.type:
+                kinds = f"Input type ({type_name(input)}) and {name} type ({type_name(tensor)}) should be the same"
+                return RuntimeError(kinds + ("" if place.type == "cuda" else MKLDNN))
     common = named[0][2]
-    name, odd = next(((name, where) for name, _, where in named if where != common), named[0][::2])
-    if op.pointwise or op.foreach:
+    if op.name == "allclose" or (op.pointwise and _compat.packet(op.func) not in STRICT_POINTWISE):
+        common = next((where for _, _, where in named if where.type == "cuda"), common)  # TensorIterator's
+        odd = next((where for _, _, where in named if where != common), common)
         return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {odd}!")
+    name, odd = next(((name, where) for name, _, where in named if where != common), named[0][::2])
+    if op.foreach:
+        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {odd}!")
+    return wrong_device(op.func, name, odd, common)
+
+
+def wrong_device(func, name: str, odd, common) -> RuntimeError:
+    """The error of the code that PyTorch generates around each kernel (torchgen/dest/register_dispatch_key.py)."""
+    kernel = _compat.packet(func).__name__
+    if kernel == "embedding":
+        func, name = aten.index_select.default, "index"
+    elif kernel == "stack":
+        func = aten.cat.default
+    kernel, overload = _compat.packet(func).__name__, _compat.overload_name(func)
+    overload = "" if overload == "default" else overload
+    wrapper = "_".join(filter(None, (kernel, overload))) if _compat.is_structured(func) else f"{overload}_{kernel}"
     return RuntimeError(
         f"{SAME_DEVICE}, but got {name} is on {odd}, different from other tensors on "
-        f"{common} (when checking argument in method wrapper_CUDA_{op.name})"
+        f"{common} (when checking argument in method wrapper_CUDA_{wrapper})"
     )
 
 
@@ -202,4 +228,4 @@ def type_name(tensor: torch.Tensor) -> str:
     """What Tensor.type() answers, and some errors still say: torch.cuda.FloatTensor."""
     sparse = "sparse." if tensor.layout is torch.sparse_coo else ""
     where = "cuda." if gpu_of(tensor) else ""
-    return f"torch.{where}{sparse}{LEGACY_TYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}"
+    return f"torch.{where}{sparse}{LEGACY.get(tensor.dtype, str(tensor.dtype))}"

@@ -82,12 +82,13 @@ def foreach_copy(dispatch, func, args, kwargs):
 
 
 def set_storage(dispatch, func, args, kwargs):
-    """Tensor.set_. Raises RuntimeError for another GPU's storage."""
+    """Tensor.set_. Raises RuntimeError for the storage of another GPU or of the host."""
     tensor, source = args[:2]
     here, there = gpu_of(tensor), (gpu_of if isinstance(source, torch.Tensor) else gpu_of_storage)(source)
-    if None not in (here, there) and here is not there:
+    if here is not None and here is not there:
+        where = "cpu" if there is None else there.device
         raise RuntimeError(
-            f'Attempted to set the storage of a tensor on device "{here.device}" to a storage on different device "{there.device}".  '
+            f'Attempted to set the storage of a tensor on device "{here.device}" to a storage on different device "{where}".  '
             "This is no longer allowed; the devices must match."
         )
     return NotImplemented

@@ -10,7 +10,8 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, tensors_of
+from virtualgpu.engine.operations import tensors_of
+from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.timing.costs import formula
 
@@ -135,6 +136,8 @@ def backward(dispatch, func, args, kwargs):
         else:
             require_room([leaf.nbytes for leaf in leaves], gpu)
             made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
+        if wanted[0] and layers.batch_first:  # cuDNN's own is by time (cudnn/RNN.cpp)
+            made[0] = made[0].transpose(0, 1).contiguous().transpose(0, 1)
     dispatch.timing.book(KERNELS[func], args, tensors_of((*args[:10], args[20]), {}), made, gpu)
     made = iter(made)
     dx, dhx, dcx, dweights = ([next(made) for _ in of[index]] if wanted[index] else [] for index in range(4))
@@ -173,7 +176,7 @@ def _check(input, weights, hidden) -> None:
                     f"{tensor.device}"
                 )
             if tensor.dtype != input.dtype:
-                kinds = [LEGACY_TYPE_NAMES[kind.dtype].removesuffix("Tensor") for kind in (input, tensor)]
+                kinds = [LEGACY[kind.dtype].removesuffix("Tensor") for kind in (input, tensor)]
                 raise RuntimeError(
                     f"Input and {name} tensors are not the same dtype, found input tensor with {kinds[0]} and {name} tensor with {kinds[1]}"
                 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
+from virtualgpu.engine import words
 from virtualgpu.engine.allocation import reach
 from virtualgpu.engine.operations import MASKS, Operation, type_name
 
@@ -71,7 +72,7 @@ def check(op: Operation, args, kwargs, tensors, gpu) -> None:
         if error is None:
             _fine.add(kinds)
     if error is not None:
-        raise error
+        raise error if gpu is None else words.of_cuda(error)
 
 
 def in_its_words(op: Operation, args, kwargs, tensors, gpu, error: Exception) -> Exception:
@@ -79,7 +80,8 @@ def in_its_words(op: Operation, args, kwargs, tensors, gpu, error: Exception) ->
     if not _is_asked(op, tensors) or not _is_small(args, kwargs, tensors, 256 * SMALL):
         return error
     own = _error(op, gpu, _filled(args), _filled(kwargs))
-    return error if own is None or _is_of_values(own) else own
+    said = error if own is None or _is_of_values(own) else own
+    return said if gpu is None else words.of_cuda(said)
 
 
 def check_overlap(op: Operation, args, kwargs, tensors) -> None:

@@ -14,7 +14,7 @@ from virtualgpu import _compat
 from virtualgpu.engine import draws, halves
 from virtualgpu.engine.allocation import Allocation, gpu_of
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.operations import SAME_DEVICE
+from virtualgpu.engine.operations import wrong_device
 from virtualgpu.engine.sdpa_backends import HALVES
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.timing.attention import fused, fused_backward
@@ -27,6 +27,7 @@ class Call:
     """One call of a kernel, by the names of its schema."""
 
     def __init__(self, func, args, kwargs):
+        self.func = func
         arguments = _compat.schema(func).arguments
         self.values = {argument.name: argument.default_value for argument in arguments}
         self.values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
@@ -120,10 +121,10 @@ def backward(dispatch, func, args, kwargs):
 
 def _place(call: Call, machine):
     gpu = gpu_of(call.query)
-    for tensor in call.inputs:
+    for name, tensor in zip(("query", "key", "value", "attn_bias"), call.inputs, strict=False):
         if gpu_of(tensor) is not gpu:
-            places = ["cpu" if where is None else where.device for where in (gpu, gpu_of(tensor))]
-            raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {places[0]} and {places[1]}!")
+            odd, common = ("cpu" if where is None else where.device for where in (gpu_of(tensor), gpu))
+            raise wrong_device(call.func, name, odd, common)
     return None if gpu is None else machine.own(gpu)
 
 

@@ -125,10 +125,11 @@ def _why_not_cudnn(params: Params, spec: Spec) -> str | None:
         return "cuDNN SDPA is not deterministic."
     if params.attn_mask is not None and params.attn_mask.requires_grad:
         return "cuDNN SDPA gives no gradient for its mask."
-    if params.dropout * 16 != int(params.dropout * 16):
-        return "cuDNN dropout probability resolution is limited to 1/16."
-    if any(size > 128 or size % 8 for size in (q.shape[-1], v.shape[-1])):
-        return "head_dim should be a multiple of 8, and no more than 128."
+    widest = 256 if spec.capability == (9, 0) else 128
+    if spec.capability[0] == 10 and (q.shape[-1], v.shape[-1]) == (192, 128):  # DeepSeek's
+        widest = 192
+    if any(size > widest or size % 8 for size in (q.shape[-1], v.shape[-1])):
+        return f"head_dim should be a multiple of 8, and no more than {widest}."
     if k.shape[-2] == 1 or (params.dropout and q.shape[-2] == 1):
         return "cuDNN SDPA does not support a sequence of length 1 there."
     return _why_not_types(params, HALVES)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine import histograms
+from virtualgpu.engine import histograms, wider
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
 from virtualgpu.engine.thread_context import dry_runs
 
+ON_GPU = {**histograms.OPERATIONS, **wider.OPERATIONS}
 SHADOW = "_virtual_shadow"
 # Of a storage: not all of its numbers are known. True, or the epoch for which that holds; minus the epoch, where its memory holds the
 # numbers that it has all the same (what another rank has told)
@@ -162,7 +163,7 @@ def propagate(op, args, kwargs, tensors, out) -> None:
         if decided is not None:
             know(results[0], decided)
     elif any(map(_compat.is_really_meta, results)):
-        kernel = histograms.OPERATIONS.get(op.func, op.func)
+        kernel = ON_GPU.get(op.func, op.func)
         made = _with(values, tensors, kernel, args, kwargs)
         shadows = tensors_of([made], {}) if op.returns else list(map(values_of, results))
         _attach(results, shadows)
@@ -208,7 +209,12 @@ def propagate_on_gpu(op: Operation, args, kwargs, tensors, out) -> None:
         return  # most operations: at no cost
     results = _results(op, args, kwargs, out)
     if results and not op.random and all(map(is_kept, results)):
-        propagate(op, args, kwargs, tensors, out)
+        try:
+            propagate(op, args, kwargs, tensors, out)
+        except RuntimeError as error:
+            if str(error) != "ZeroDivisionError":  # a GPU divides whole numbers by nothing, and gives anything
+                raise
+            invalidate(op.written(args, kwargs))
     else:
         invalidate(op.written(args, kwargs))
 

@@ -10,7 +10,7 @@ from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.on_meta import put_on_meta
-from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
+from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.values import know, known_of
 from virtualgpu.errors import on_real_gpu
 from virtualgpu.torch_api.registry import Patches, standing_in
@@ -41,8 +41,21 @@ def install(machine: Machine, patches: Patches) -> None:
         (_compat.C, "_torchDeviceToDLDevice"),
     ):
         patches.stand_in(owner, name, _to_dlpack)
+    patches.stand_in(torch.autograd, _compat.MAKE_GRADS, _make_grads)
     linearize = standing_in(torch.func.linearize, _linearize, machine)
     patches.replace_everywhere(torch.func, "linearize", linearize)
+
+
+def _make_grads(original, outputs, gradients, *args, **kwargs):
+    """What backward and grad start from: a gradient lies where its tensor does (validate_outputs in torch/csrc/autograd/engine.cpp)."""
+    made = original(outputs, gradients, *args, **kwargs)
+    for index, (out, gradient) in enumerate(zip(outputs, gradients, strict=False)):
+        plain = type(out) is type(gradient) is torch.Tensor
+        if plain and gradient.dim() and out.device != gradient.device:
+            raise RuntimeError(
+                f"invalid gradient at index {index} - expected device {out.device} but got {gradient.device}"
+            )
+    return made
 
 
 def _on_gpu(machine: Machine, data) -> bool:
@@ -88,7 +101,7 @@ def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=N
         device = None
         if dtype is not None and dtype is not obj.dtype:
             if copy is False:
-                kinds = [LEGACY_TYPE_NAMES.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
+                kinds = [LEGACY.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
                 raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
             obj, copy = obj.to(dtype), None
         dtype = None

@@ -4,14 +4,14 @@ import torch
 
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.operations import LEGACY_TYPE_NAMES
+from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
     """Add the types of torch.cuda; replace those of torch, and set_default_tensor_type."""
     plain_types = {}
-    for dtype, name in LEGACY_TYPE_NAMES.items():
+    for dtype, name in LEGACY.items():
         plain = plain_types[f"torch.{name}"] = getattr(torch, name)
         shared = {"machine": machine, "plain": plain, "dtype": dtype}
         patches.add(torch.cuda, name, OnGPU(name, (), shared | {"__module__": "torch.cuda", "is_cuda": True}))
@@ -28,7 +28,7 @@ def _set_default(plain_types: dict[str, type], original, t) -> None:
         original(plain_types.get(name, t))
         return
     kind = name.rpartition(".")[2]
-    torch.set_default_dtype(next(dtype for dtype, other in LEGACY_TYPE_NAMES.items() if other == kind))
+    torch.set_default_dtype(next(dtype for dtype, other in LEGACY.items() if other == kind))
     torch.set_default_device("cuda")
 
 

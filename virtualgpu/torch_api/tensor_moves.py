@@ -9,7 +9,8 @@ from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.on_meta import is_on_meta, put_on_meta
-from virtualgpu.engine.operations import LEGACY_TYPE_NAMES, type_name
+from virtualgpu.engine.operations import type_name
+from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.errors import no_data
 
 CPU = torch.device("cpu")
@@ -143,7 +144,7 @@ class Moves:
         if isinstance(dtype, type):  # torch.cuda.FloatTensor itself, as torchsummary has it
             dtype = f"{dtype.__module__}.{dtype.__name__}"
         if isinstance(dtype, str) and dtype.startswith("torch."):
-            kinds = {name: kind for kind, name in LEGACY_TYPE_NAMES.items()}
+            kinds = {name: kind for kind, name in LEGACY.items()}
             kind = kinds.get(dtype.rpartition(".")[2])
             if kind is not None:
                 gpu = gpu_of(tensor)

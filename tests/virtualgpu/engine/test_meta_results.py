@@ -67,6 +67,9 @@ def test_norms(kind, types, last):
     if training is None and last and _compat.KEEPS_WORKSPACES:
         return  # before PyTorch 2.15 CUDA made such inputs contiguous, as a dry run does; with numbers they stay as on the CPU
 
+    if training is None and types[0] is not types[1]:
+        return  # refused: see test_unsupported
+
     def step():
         x = torch.rand(8, 6, 10, 10, device="cuda").to(types[0])
         x = (x.to(memory_format=torch.channels_last) if last else x).requires_grad_()

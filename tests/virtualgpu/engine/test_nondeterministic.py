@@ -57,7 +57,6 @@ REFUSED = {
         lambda x: F.fractional_max_pool3d(x, 2, output_size=2), (1, 1, 4, 4, 4)
     ),
     "reflection_pad1d_backward_out_cuda": learn(lambda x: F.pad(x, (1, 1), "reflect"), (1, 1, 4)),
-    "reflection_pad2d_backward_cuda": learn(lambda x: F.pad(x, (1, 1, 1, 1), "reflect"), (1, 1, 4, 4)),
     "reflection_pad3d_backward_out_cuda": learn(lambda x: F.pad(x, (1,) * 6, "reflect"), (1, 1, 4, 4, 4)),
     **{
         f"upsample_{mode}{dims}d_backward_out_cuda": resized(mode)
