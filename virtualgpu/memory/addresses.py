@@ -16,7 +16,7 @@ class Addresses:
 
     def __init__(self, device: int):
         self.device = device
-        self.lowest = (device + 1 << DEVICE_BITS) + (1 << DEVICE_BITS - 1)
+        self.lowest = (device + 1 << DEVICE_BITS) + ROUND_LARGE
         self.holes: list[tuple[int, int]] = []  # (first, end) of what was given back, no two of them side by side
 
     def take(self, size: int) -> int:
