@@ -14,7 +14,7 @@ MIN_LARGE = 10 << 20  # kMinLargeAlloc: from here on a request gets a segment of
 ROUND_LARGE = 2 << 20  # kRoundLarge
 
 ADDRESS_BITS = 56  # of the key by which free blocks are sorted: its size, then its address
-DEVICE_BITS = 48  # a GPU's addresses start at (its index + 1) << 48: no tool takes one GPU's for another's
+DEVICE_BITS = 48  # a GPU's addresses go down from (its index + 1) << 48: no tool takes one GPU's for another's
 
 
 class Block:

@@ -60,7 +60,7 @@ class Expandable:
         """Addresses, and no memory."""
         page, capacity = self.page(free.pool), self.allocator.capacity
         size = -(-(capacity + capacity // 8) // page) * page
-        address = self.allocator.next_address(size)
+        address = self.allocator.addresses.take(size)
         self.segments[address] = size
         block = self.allocator.heads[address] = Block(address, size, free, None, None)
         block.segment, block.mapped = (address, page), False

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from virtualgpu.memory.addresses import Addresses
 from virtualgpu.memory.blocks import (
-    DEVICE_BITS,
-    ROUND_LARGE,
     Block,
     FreeList,
     Pool,
@@ -63,7 +62,7 @@ class Segments:
         self.silent = False  # a trial is on: see CachingAllocator.require
         self.expandable = Expandable(self)
         self._context = None  # where the present call comes from, if that is recorded
-        self._next_address = (device + 1) << DEVICE_BITS
+        self.addresses = Addresses(device)
         self.limit = int(self.config.memory_fraction * capacity)
 
     # -- what there is
@@ -132,12 +131,6 @@ class Segments:
 
     # -- taking
 
-    def next_address(self, size: int) -> int:
-        """The first of `size` addresses, a multiple of 2 MiB. None is given out twice."""
-        address = self._next_address
-        self._next_address += -(-size // ROUND_LARGE) * ROUND_LARGE
-        return address
-
     def fits(self, nbytes: int) -> bool:
         """Could the GPU give so much as it is now?"""
         return nbytes <= self.free_on_gpu and self.within_limit(nbytes)
@@ -173,7 +166,7 @@ class Segments:
             return self.expandable.grow(free, size) if self.within_limit(segment) else None
         if not self.fits(segment):
             return None
-        address = self.next_address(segment)
+        address = self.addresses.take(segment)
         block = self.heads[address] = Block(address, segment, free, None, None)
         block.segment_context = self._context
         self.statistics.segment_taken(free.pool.counts, segment)
@@ -213,6 +206,7 @@ class Segments:
         free = block.free_list
         free.remove(block)
         del self.heads[block.address]
+        self.addresses.give_back(block.address, block.size)
         self.timeline.wait_until(self.timeline.ready(free.stream))
         self.statistics.segment_given_back(free.pool.counts, block.size)
         if block.size >= self.config.max_split_size:

@@ -93,6 +93,14 @@ class Detector:
             recorded = frozenset(block.streams or ())
             self._freed.append((gpu.index, block.address, block.size, accesses, recorded, frames.here()))
 
+    def given_back(self, index: int, first: int, size: int) -> None:
+        """A segment went back to that GPU: cudaFree has waited for all its work."""
+        with self.lock:
+            self._note_freed()
+            memory = self._memory.get(index)
+            if memory is not None:
+                memory.take(first, first + size)
+
     def _note_freed(self) -> None:
         while self._freed:
             gpu, address, size, accesses, recorded, where = self._freed.popleft()

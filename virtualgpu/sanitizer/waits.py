@@ -9,6 +9,7 @@ import functools
 import torch
 
 from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.memory.addresses import Addresses
 from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.queues import Queue
 from virtualgpu.torch_api.registry import Patches
@@ -92,7 +93,7 @@ def _clock(machine: Machine, patches: Patches, listener) -> None:
 
 
 def _memory(machine: Machine, patches: Patches, listener) -> None:
-    malloc, free = GPU.malloc, GPU.free
+    malloc, free, give_back = GPU.malloc, GPU.free, Addresses.give_back
 
     def reported_malloc(gpu, nbytes: int):
         __tracebackhide__ = True
@@ -107,5 +108,10 @@ def _memory(machine: Machine, patches: Patches, listener) -> None:
             listener.freed(gpu, block)
         free(gpu, block)
 
+    def reported_give_back(addresses, first: int, size: int) -> None:
+        give_back(addresses, first, size)
+        listener.given_back(addresses.device, first, size)
+
+    patches.replace(Addresses, "give_back", reported_give_back)
     patches.replace(GPU, "malloc", reported_malloc)
     patches.replace(GPU, "free", reported_free)

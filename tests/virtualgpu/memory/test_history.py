@@ -189,7 +189,7 @@ def test_segments_and_blocks_add_up(gpus):
     memory.record_stream(blocks[1], 7)
     memory.timeline.work[7] = 5.0
     memory.free(blocks[1])
-    small, large = torch.cuda.memory_snapshot()
+    large, small = torch.cuda.memory_snapshot()  # by address: each new segment lies below the last
     assert [block["state"] for block in small["blocks"]] == ["active_allocated", "active_pending_free", "inactive"]
     assert [(block["size"], block["requested_size"]) for block in small["blocks"][:2]] == [
         (512, 100),

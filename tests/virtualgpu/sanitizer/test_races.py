@@ -213,3 +213,17 @@ def test_a_race_in_a_replica_comes_through(sanitize):
 
     with pytest.raises(UnsynchronizedAccessError, match=r"Caught UnsynchronizedAccessError in replica \d(.|\n)*a race"):
         nn.DataParallel(Forgets())(torch.ones(8, 16, device="cuda"))
+
+
+def test_memory_given_back_has_been_waited_for(sanitize):
+    """cudaFree waits for the GPU: what lay at those addresses is no matter of the next tensor there."""
+    side = torch.cuda.Stream()
+    x = torch.zeros(3 << 20, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x += 1
+    address = x.data_ptr()
+    del x
+    torch.cuda.empty_cache()
+    y = torch.zeros(3 << 20, device="cuda")
+    assert y.data_ptr() == address
