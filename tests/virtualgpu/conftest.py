@@ -3,6 +3,7 @@
 import pytest
 
 import virtualgpu
+from virtualgpu.engine.gpu import GPU
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,8 @@ def gpus():
 
 @pytest.fixture
 def without_workspaces(monkeypatch):
-    """cuBLAS works without memory of its own: for figures that are about something else. engine/test_workspaces.py has it."""
+    """Kernels work without memory of their own: for figures that are about something else. engine/test_workspaces.py and
+    engine/test_temporaries.py have it."""
+    monkeypatch.setattr(GPU, "lend", lambda *args, **options: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import extensions, flex_attention, nested, nondeterministic, on_meta, overrides, values
+from virtualgpu.engine import extensions, flex_attention, in_place, nested, nondeterministic, on_meta, overrides, values
 from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
@@ -146,6 +146,8 @@ class Dispatch(_compat.TorchDispatchMode):
         if clock.multi and _compat.graph_task() == -1:
             self.timing.note_streams(tensors, gpu)
         if type(out) is Tensor:
+            if op.derives and _compat.graph_task() != -1:
+                in_place.take_over(op, args, out)
             place_output(op, out, gpu)
             tensors.append(out)
         elif isinstance(out, (tuple, list)):
@@ -158,6 +160,8 @@ class Dispatch(_compat.TorchDispatchMode):
                         machine.charge_copy(None, gpu, index.nbytes)
             if op.workspace is not None:
                 machine.workspaces.use(op.workspace, args, kwargs, out, gpu)
+            if op.temporaries is not None:
+                gpu.lend(op.temporaries(args, kwargs, out, gpu), needed=not op.convolves)
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
             # the host needs to know how large the result is
             if waits or (op.indexes and op.writes and _writes_by_mask(args)):

@@ -107,6 +107,20 @@ class GPU:
             finally:
                 self.makes_workspace = False
 
+    def lend(self, sizes: list[int], needed: bool = True) -> None:
+        """Blocks of these bytes, all at once, for the length of one call. Where there is no room, raises torch.OutOfMemoryError, or, if
+        they are not `needed`, goes without: cuDNN has kernels that take less."""
+        blocks = []
+        try:
+            for nbytes in sizes:
+                blocks.append(self.malloc(nbytes))  # noqa: PERF401: those before are given back where one fails
+        except torch.OutOfMemoryError:
+            if needed:
+                raise
+        finally:
+            for block in blocks:
+                self.free(block)
+
     @property
     def stream(self) -> int:
         """The id of the current stream."""

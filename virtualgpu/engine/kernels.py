@@ -11,6 +11,7 @@ import functools
 import torch
 
 from virtualgpu import _compat
+from virtualgpu.engine import rms_norm
 from virtualgpu.engine.allocation import allocation_of, gpu_of
 
 aten = torch.ops.aten
@@ -20,6 +21,9 @@ def install() -> None:
     """Register them where PyTorch has none."""
     for name, kernel in KERNELS.items():
         _compat.add_kernel(name, "CPU", _of_gpus(name, kernel))
+        _compat.add_kernel(name, "Meta", kernel)
+    for name, kernel in rms_norm.KERNELS.items():  # the CPU's tensors, too, as PyTorch has it
+        _compat.add_kernel(name, "CPU", kernel)
         _compat.add_kernel(name, "Meta", kernel)
     for name, kernel in FOR_SHAPES.items():
         _compat.add_kernel(name, "Meta", kernel)

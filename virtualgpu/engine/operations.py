@@ -6,8 +6,10 @@ from virtualgpu import _compat
 from virtualgpu.engine import half_fft, halves, histograms, layer_norm, layouts, scaled_products, wider
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
+from virtualgpu.engine.in_place import NODES
 from virtualgpu.engine.nondeterministic import ALERTS
 from virtualgpu.engine.scalar_types import LEGACY
+from virtualgpu.engine.temporaries import RULES
 from virtualgpu.engine.unsupported import check_of
 from virtualgpu.engine.workspaces import USERS
 from virtualgpu.timing import weights
@@ -36,6 +38,8 @@ STRICT_POINTWISE |= {aten.gcd, aten.lcm, aten.logaddexp, aten.logaddexp2, aten.i
 STRICT |= STRICT_POINTWISE
 # Results that are for the host in any case
 HOST_RESULTS = {aten._pack_padded_sequence: 1, aten._pad_packed_sequence: 1}
+# Results that have no memory on a GPU: what the CPU's kernel keeps for the derivative, and CUDA's does not
+EMPTY_RESULTS = {aten.log_sigmoid_forward: 1}
 # Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
 OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
 # What stands for an operation with numbers
@@ -64,8 +68,8 @@ class Operation:
     alert: see nondeterministic.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
     halves.OPERATIONS. cacheable: a dry run may remember its result's shape. composite: made of other
     operations, for all devices alike.
-    converts: `_to_copy`. copies: `copy_`. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
-    extension: not of PyTorch's own. factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
+    converts: `_to_copy`. copies: `copy_`. derives: in some derivatives it works in place on a GPU. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
+    empty_result: see EMPTY_RESULTS. extension: not of PyTorch's own. factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
     the time of one, by its FLOPs and bytes. kind: what limits it, where it only moves memory. indexes: the first argument is what the others index. is_view: shares its
     argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not all its tensors need to
     be on one device. on_cpu, on_gpu: what carries it out for their tensors. plain: none of those that dispatch handles apart. new: makes
@@ -80,11 +84,11 @@ class Operation:
 
     # fmt: off
     __slots__ = (
-        "alert", "apart", "cacheable", "composite", "converts", "convolves", "copies", "drawn_with", "extension",
+        "alert", "apart", "cacheable", "composite", "converts", "convolves", "copies", "derives", "drawn_with", "empty_result", "extension",
         "factory", "foreach", "formula", "func", "generator", "grows", "host_result", "indexes", "is_view", "kernel",
         "kind", "may_be_large", "mixed", "name", "new", "on_cpu", "on_gpu", "override", "packs", "plain", "pointwise",
         "product", "random", "resizes", "returns", "returns_value_to_host", "shape_from_values", "strict",
-        "takes_device", "unsupported", "weight", "workspace", "write_only", "writes", "writes_lists",
+        "takes_device", "temporaries", "unsupported", "weight", "workspace", "write_only", "writes", "writes_lists",
     )
     # fmt: on
 
@@ -126,7 +130,10 @@ class Operation:
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
+        self.temporaries = RULES.get(self.name) if func.namespace == "aten" else None
+        self.derives = self.name in NODES and func.namespace == "aten"
         self.host_result = HOST_RESULTS.get(packet)
+        self.empty_result = EMPTY_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = draws(func)
         self.apart = self.random or func in halves.OPERATIONS

@@ -114,6 +114,9 @@ def place_outputs(op: Operation, args, out, gpu: GPU) -> None:
         if isinstance(tensor, (list, tuple)):
             place_outputs(op, args, tensor, gpu)
         elif isinstance(tensor, torch.Tensor) and index != op.host_result:
+            if index == op.empty_result:
+                label(tensor, Allocation(gpu, 0))
+                continue
             if inputs:  # each result where its own input is
                 gpu = gpu_of(inputs[index])
             place_output(op, tensor, gpu)

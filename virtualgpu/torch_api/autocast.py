@@ -78,7 +78,7 @@ def _include(wanted: bool) -> None:
 def cast(name: str, tensors: tuple) -> Iterator[tuple]:
     """The tensors as autocast("cuda") gives them to an operation of ATen whose stand-in is a function of Python. What is called in this
     block is part of the operation: autocast casts no more there."""
-    if not torch.is_autocast_enabled("cuda"):
+    if not torch.is_autocast_enabled("cuda") or name not in rules():  # a version's lists may lack it
         yield tensors
         return
     rule = _rule(name)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from virtualgpu import _compat
-from virtualgpu.engine import sdpa, sdpa_backends
+from virtualgpu.engine import rms_norm, sdpa, sdpa_backends
 from virtualgpu.engine.allocation import PLAIN, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.sdpa_backends import CUDNN, EFFICIENT, FLASH, MATH, Params
@@ -23,12 +23,13 @@ CHECKS = {
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace scaled_dot_product_attention, what says which kernel it takes, and dropout."""
+    """Replace scaled_dot_product_attention, what says which kernel it takes, dropout and RMS norm."""
     patches.stand_in_builtin((nn.functional, _compat.NN), ATTENTION, _attention, machine)
     for backend, name in CHECKS.items():
         patches.add(_compat.C, name, _check(backend))
     patches.stand_in(torch, "_fused_sdp_choice", _choice, machine)
     patches.stand_in_builtin((torch, _compat.VF), "dropout", _dropout, machine)
+    patches.stand_in_builtin((torch,), "rms_norm", _rms_norm, machine)
 
 
 def _attention(
@@ -190,3 +191,14 @@ def _dropout(machine: Machine, original, input, p, train):
     if not fused or input.is_nested or gpu_of(input) is None or not input.numel():
         return original(input, p, train)
     return torch.native_dropout(input, p, train)[0]
+
+
+def _rms_norm(machine: Machine, original, input, normalized_shape, weight=None, eps=None):
+    """One kernel, where a GPU has one."""
+    if machine.local.bypass or not rms_norm.is_fused(input, weight):
+        return original(input, normalized_shape, weight, eps)
+    shape = list(normalized_shape)
+    if list(input.shape[-len(shape) :]) != shape or not shape or (weight is not None and list(weight.shape) != shape):
+        return original(input, normalized_shape, weight, eps)  # which says so
+    with autocast.cast("rms_norm", (input, weight)) as (input, weight):
+        return torch.ops.aten._fused_rms_norm.default(input, shape, weight, eps)[0]
