@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import virtualgpu
@@ -238,8 +239,14 @@ def train(
 
 
 def as_published(row: Published, float_in_model: bool = False, expandable: bool = False) -> Told:
-    """The same with the settings of a row."""
+    """The same with the settings of a row. torchtitan puts cuDNN's attention first from B200 on; an H100 has flash
+    (torchtitan/models/attention.py, 2025)."""
     sizes, options = SIZES[row.model], row.options
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return _as_published(row, sizes, options, float_in_model, expandable)
+
+
+def _as_published(row: Published, sizes: Llama, options, float_in_model: bool, expandable: bool) -> Told:
     return train(
         replace(sizes, float_in_model=float_in_model or sizes.float_in_model),
         row.batch,

@@ -184,6 +184,8 @@ ROWS, SHORT_ROW = 0.5, 386
 POOL, POOL_BACKWARD, EMBEDDING = 0.45, 2.7, 4.7
 # A row that is looked up (1.6 thousand million rows of 64 numbers a second), and a number that index_add adds, by an atomic operation
 LOOKED_UP, ADDED = 163, 4
+# A sum of columns, for each number, where there are no more of them than NARROW (0.45 to 0.75 for 64 to 1024)
+COLUMNS, NARROW = 0.5, 2048
 
 
 def _own_channels_last(cycles: float, image_at: int, weight_at: int) -> Callable:
@@ -205,6 +207,15 @@ def _layer_norm_backward(args, tensors) -> float:
     """1.1 for each number, 800 for each row: rows of 128 to 4096 take 10 to 1.25 a number."""
     numbers = tensors[0].numel()
     return 1.1 * numbers + 800 * numbers / max(1, prod(args[2]))
+
+
+def _sum(args, tensors) -> float:
+    """Of sum(input, dims): where the last dimension stays, threads next to each other add up columns."""
+    numbers = tensors[0]
+    dims = args[1] if len(args) > 1 and args[1] else ()
+    if not dims or not numbers.dim() or -1 in dims or numbers.dim() - 1 in dims or numbers.stride(-1) != 1:
+        return 0.0
+    return COLUMNS * numbers.numel() if numbers.shape[-1] <= NARROW else 0.0
 
 
 def _rows_of(index_at: int) -> Callable:
@@ -253,6 +264,7 @@ KINDS = {
     "copy_": ELEMENTWISE,
     "clone": ELEMENTWISE,
     "embedding": Kind(2.0, made=True, cycles=_rows_of(1)),  # vectorized_gather_kernel
+    "sum": Kind(cycles=_sum),
     "index_select": Kind(2.0, made=True, cycles=_rows_of(2)),
     "index_add": Kind(launches=2, cycles=lambda args, tensors: ADDED * args[3].numel()),
     "index_add_": Kind(cycles=lambda args, tensors: ADDED * args[3].numel()),
