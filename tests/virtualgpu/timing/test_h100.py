@@ -1,0 +1,88 @@
+"""Kernels of every kind beside what one H100 took (tests/gpu/h100_kernels.csv: PyTorch 2.11, CUDA 13, cuDNN 9.19, November 2026).
+
+Each was captured in a CUDA graph, replayed; a row is a family, its settings as JSON, and microseconds a call. Products and convolutions of
+the same visit stand in tests/accuracy. Kernels of less than 10 us are left out: a graph starts them sooner than a program does.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.accuracy.kernels import within
+from tests.virtualgpu.timing.test_kernels import seconds
+
+TABLE = Path(__file__).parents[2] / "gpu" / "h100_kernels.csv"
+
+
+def rows(family: str) -> list[tuple[dict, float]]:
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        found = [
+            (json.loads(row["settings"]), float(row["us"])) for row in csv.DictReader(file) if row["family"] == family
+        ]
+    return [(settings, us) for settings, us in measured if us > 10]
+
+
+def tensor(settings: dict, *shape: int) -> torch.Tensor:
+    return torch.ones(shape, device="cuda", dtype=getattr(torch, settings["dtype"]))
+
+
+def unary(settings: dict) -> Callable:
+    x = tensor(settings, settings["numel"])
+    calls = {"relu": torch.relu, "gelu": F.gelu, "exp": torch.exp, "tanh": torch.tanh, "neg": torch.neg}
+    call = calls[settings["op"]]
+    return lambda: call(x)
+
+
+def binary(settings: dict) -> Callable:
+    x, y = tensor(settings, settings["numel"]), tensor(settings, settings["numel"])
+    call = {"add": torch.add, "mul": torch.mul, "div": torch.div}[settings["op"]]
+    return lambda: call(x, y)
+
+
+def row_norm(settings: dict) -> Callable:
+    width = settings["columns"]
+    x, weight = tensor(settings, settings["rows"], width), tensor(settings, width)
+    calls = {
+        "layer_norm": lambda: F.layer_norm(x, (width,), weight, weight),
+        "softmax": lambda: F.softmax(x, -1),
+        "log_softmax": lambda: F.log_softmax(x, -1),
+    }
+    return calls[settings["op"]]
+
+
+def embedding(settings: dict) -> Callable:
+    words = tensor(settings, settings["rows"], settings["width"])
+    indices = torch.zeros(settings["count"], dtype=torch.int64, device="cuda")
+    return lambda: F.embedding(indices, words)
+
+
+def attention(settings: dict) -> Callable:
+    query, key, value = (tensor(settings, *settings["shape"]) for _ in range(3))
+    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=settings["causal"])
+
+
+FAMILIES = {
+    "unary": (unary, lambda s: s["op"] in ("relu", "gelu", "exp", "tanh", "neg")),
+    "binary": (binary, lambda s: s["op"] in ("add", "mul", "div")),
+    "row_norm": (row_norm, lambda s: s["pas"] == "forward" and s["op"] != "rms_norm" and s["columns"] <= 4096),
+    "embedding": (embedding, lambda s: s["pas"] == "forward"),
+    "attention": (attention, lambda s: s["pas"] == "forward" and s["way"] == "default" and s["shape"][2] >= 512),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_takes_what_the_h100_took(family):
+    make, wanted = FAMILIES[family]
+    logs = [
+        math.log(us / 1e6 / seconds(lambda settings=settings: make(settings), "H100"))
+        for settings, us in rows(family)
+        if wanted(settings)
+    ]
+    assert len(logs) >= 8 and abs(median(logs)) < math.log(1.12) and within(logs, 30) > 0.7, sorted(map(math.exp, logs))
