@@ -23,7 +23,7 @@ TABLE = Path(__file__).parents[2] / "gpu" / "h100_kernels.csv"
 
 def rows(family: str) -> list[tuple[dict, float]]:
     with open(TABLE, encoding="utf-8", newline="") as file:
-        found = [
+        measured = [
             (json.loads(row["settings"]), float(row["us"])) for row in csv.DictReader(file) if row["family"] == family
         ]
     return [(settings, us) for settings, us in measured if us > 10]
