@@ -63,7 +63,8 @@ KEPT = []  # by an operation that leaves memory behind
     [
         ([], lambda x, call: x.sin()),
         (["numbers", "gradients"], lambda x, call: x * 3 if x.is_cuda else x * 2),
-        (["place"], lambda x, call: x.sin().cpu()),
+        (["dry raises", "raises"], lambda x, call: x.sin().cpu()),  # its gradient is refused
+        (["place"], lambda x, call: x.detach().sin().cpu()),
         (["bytes"], lambda x, call: (x.sin(), KEPT.append(torch.ones(9, device=x.device)))[0]),
         (["dry"], lambda x, call: x.sin().cos() if call == 2 else torch.sin(x)),
         (["dry raises"], lambda x, call: x.sin() if call < 2 else x.no_such_method()),
