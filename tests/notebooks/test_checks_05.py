@@ -72,7 +72,7 @@ def test_frugal_does_not_change_the_scheduler_and_says_what_is_none(capsys, tune
     assert "TuneConfig is not a scheduler of Ray's" in out[3]
 
 
-def halving(start, budget, first=12):
+def halving(start, budget, first=16):
     trials = [start(10 ** (-3.5 + k / 2)) for k in range(7)]
     loss = {trial: trial.train(budget // first) for trial in trials}
     trials = sorted(trials, key=loss.get)[:3]
