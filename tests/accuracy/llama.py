@@ -243,18 +243,14 @@ def as_published(row: Published, float_in_model: bool = False, expandable: bool 
     (torchtitan/models/attention.py, 2025)."""
     sizes, options = SIZES[row.model], row.options
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return _as_published(row, sizes, options, float_in_model, expandable)
-
-
-def _as_published(row: Published, sizes: Llama, options, float_in_model: bool, expandable: bool) -> Told:
-    return train(
-        replace(sizes, float_in_model=float_in_model or sizes.float_in_model),
-        row.batch,
-        row.size,
-        row.gpus,
-        like=row.card,
-        how=options["checkpointing"],
-        reshard=options.get("reshard", "default"),
-        fused=options.get("optimizer") == "fused",
-        expandable=expandable,
-    )
+        return train(
+            replace(sizes, float_in_model=float_in_model or sizes.float_in_model),
+            row.batch,
+            row.size,
+            row.gpus,
+            like=row.card,
+            how=options["checkpointing"],
+            reshard=options.get("reshard", "default"),
+            fused=options.get("optimizer") == "fused",
+            expandable=expandable,
+        )

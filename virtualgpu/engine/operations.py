@@ -120,10 +120,7 @@ class Operation:
         self.returns = [names.index(alias) if (alias := _alias(r.alias_info)) else None for r in schema.returns]
         written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
         self.writes = [(index, argument.name) for index, argument in enumerate(arguments) if written[index]]
-        self.writes_lists = any(
-            (writes and "[]" in str(a.type)) or (writes and "List" in str(a.type))
-            for a, writes in zip(arguments, written, strict=True)
-        )
+        self.writes_lists = any("List" in str(arguments[index].type) for index, _ in self.writes)
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
         self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags)

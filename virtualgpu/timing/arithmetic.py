@@ -64,7 +64,7 @@ def _attention(which: str, by: str = "flash") -> Callable:
         first = 0 if which == "forward" else 1  # the gradient comes before query and key
         keys, head = args[first + 1].shape[2], args[first].shape[-1]
         spec = kernels.spec
-        hopper = spec.capability[0] in (9, 10)
+        hopper = kernels.hopper
         if (
             by == "efficient" and key == FLOAT32 and TF32 in spec.rates
         ):  # its kernels for Ampere multiply single precision so in any case

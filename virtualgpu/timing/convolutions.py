@@ -127,7 +127,7 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = FLOAT32, False
-    share = 1 / _method(which, weight, stride, key, tensor_cores, spec.capability[0] in (9, 10))
+    share = 1 / _method(which, weight, stride, key, tensor_cores, kernels.hopper)
     if tensor_cores and spec.capability[0] in OLD_INSTRUCTIONS:
         share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
     together = _together(sizes[1], weight, groups) if tensor_cores else 1

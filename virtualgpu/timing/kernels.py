@@ -62,6 +62,7 @@ class Kernels:
         share = {"memory": reached.memory, "softmax": reached.softmax, "layer_norm": reached.layer_norm}
         self.bandwidth = {name: spec.bandwidth * (1.0 if peak else part) for name, part in share.items()}
         self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
+        self.hopper = spec.capability[0] in (9, 10)  # or B200: products by groups of warps (wgmma, tcgen05)
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 
@@ -123,7 +124,7 @@ class Kernels:
         tensor_cores = peak > spec.rates[FLOAT32] or (key == TF32 and key in spec.rates)
         tiles = TENSOR_TILES if tensor_cores else TILES
         narrow = tensor_cores and bool(together)
-        warp_groups = tensor_cores and spec.capability[0] in (9, 10)
+        warp_groups = tensor_cores and self.hopper
         if fill is None:
             fill = FILL if not tensor_cores else HOPPER_FILL if warp_groups and not narrow else TENSOR_FILL
         each = peak * share * self.achieved.product(key) / spec.processors

@@ -99,6 +99,10 @@ class Kind(NamedTuple):
     least: float = 0.0  # what `cycles` and `more` come to in a call
     beyond: float = 0.0
 
+    def evaluates(self, args) -> bool:
+        """Is this call no training, of a kind that tells the two apart?"""
+        return self.training is not None and not args[self.training]
+
     def in_call(self, args, tensors) -> "Kind":
         """What it is for these arguments, and these tensors that go in or come out."""
         if self.elementwise:
@@ -108,7 +112,7 @@ class Kind(NamedTuple):
             if bytes_per_cycle is None:
                 return self
             return CALLS[bytes_per_cycle] if self is ELEMENTWISE else self._replace(per_cycle=bytes_per_cycle)
-        if self.training is not None and not args[self.training]:
+        if self.evaluates(args):
             return self._replace(traffic=1.0, launches=1, blocks=None, least=EVALUATING * tensors[0].numel())
         if self.wide is not None and tensors[0].dim():
             row = tensors[0].shape[-1] * tensors[0].itemsize

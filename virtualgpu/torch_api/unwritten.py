@@ -47,15 +47,15 @@ class Unwritten:
         return os.path.abspath(path) in self.empty and os.path.isfile(path) and not os.path.getsize(path)
 
     def _move(self, original: Callable, src, dst, *args, **kwargs):
-        if self._is_one(src) and self._is_left_empty(src):
-            if not os.path.lexists(dst):
-                self.empty.add(os.path.abspath(dst))
-                self.paths.add(os.path.abspath(dst))
-                return original(src, dst, *args, **kwargs)
-            os.remove(src)
-        elif not self._is_one(src) or os.path.lexists(src):
+        empty = self._is_one(src) and self._is_left_empty(src)
+        if not self._is_one(src) or (os.path.lexists(src) and not empty):
             return original(src, dst, *args, **kwargs)
-        self.paths.add(os.path.abspath(dst))  # which stays as it is, too
+        self.paths.add(os.path.abspath(dst))  # which stays as it is, too, or is new and empty
+        if empty and os.path.lexists(dst):
+            os.remove(src)
+        elif empty:
+            self.empty.add(os.path.abspath(dst))
+            return original(src, dst, *args, **kwargs)
 
     def _copy(self, original: Callable, src, dst, *args, **kwargs):
         copy = os.path.join(dst, os.path.basename(src)) if os.path.isdir(dst) else dst

@@ -147,14 +147,20 @@ WAYS = {
 }
 
 
+def beside(folder, there):
+    """A path for the new checkpoint, and that of the old one, which is there or not."""
+    part, final = folder / "parts" / "good.pt", folder / "good.pt"
+    part.parent.mkdir()
+    if there:
+        torch.save({"epoch": 1}, final)
+    return part, final
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("there", [True, False])
 def test_a_checkpoint_written_beside_the_old_one(gpus, tmp_path, way, there):
     """What lesson 01 teaches; the old one stays, and where there was none there is none."""
-    part, final = tmp_path / "parts" / "good.pt", tmp_path / "good.pt"
-    part.parent.mkdir()
-    if there:
-        torch.save({"epoch": 1}, final)
+    part, final = beside(tmp_path, there)
     originals = os.replace, os.rename, os.link, os.remove, os.unlink, shutil.copyfile, shutil.copy, shutil.copy2
     with virtualgpu.dry_run():
         for _ in range(2):
@@ -185,10 +191,7 @@ def test_a_checkpoint_written_beside_the_old_one(gpus, tmp_path, way, there):
 @pytest.mark.parametrize("there", [True, False])
 def test_a_checkpoint_that_the_program_opens_beside_the_old_one(gpus, tmp_path, way, there):
     """As ignite's DiskSaver: the program's own file is empty, and never takes the place of the old one."""
-    part, final = tmp_path / "parts" / "good.pt", tmp_path / "good.pt"
-    part.parent.mkdir()
-    if there:
-        torch.save({"epoch": 1}, final)
+    part, final = beside(tmp_path, there)
     with virtualgpu.dry_run():
         for _ in range(2):
             with open(part, "wb") as file, pytest.warns(UserWarning, match="good.pt is left empty") as warned:
