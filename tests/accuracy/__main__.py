@@ -30,6 +30,7 @@ PROGRAMS = (  # the quick ones first
     "vision",
     "fits",
     "transformer",
+    "one_card",
     "ddp",
     "bert_large",
     "gpt2",

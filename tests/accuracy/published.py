@@ -3,7 +3,7 @@
 program: the module beside this one that runs it. kind: "time" of a step (or of the steps that settings say), "speed" (work per second),
 "memory" reserved unless settings say otherwise, "ratio" and "count" where only such were published, or "fits" (1: the batch was trained; 0:
 out of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half" (the model made float16),
-"bfloat16" (likewise), "AMP" (autocast to float16) or "AMP bfloat16". layout: channels "first" or "last". size: of a picture, or tokens.
+"bfloat16" (likewise), "ieee" (no TF32 at all), "AMP" (autocast to float16) or "AMP bfloat16". layout: channels "first" or "last". size: of a picture, or tokens.
 host: what the clock takes for the processor, by the date; empty: the default. settings: what else the program needs, "key=value;
 key=value". what: who published it (table.TITLES). licence: of the source's figures or code. missed: why the simulated figure is more than
 30 % off, "supposed:" where it is not known.

@@ -20,6 +20,7 @@ TITLES = {  # of the table by source, by program or group
     "NVIDIA": "ResNet-50 on a T4, V100 and A100 (NVIDIA, 2021)",
     "lambdal": "ResNet-50 on nine cards (lambdal, 2022)",
     "rasbt": "ViT-L/16 on an A100 (rasbt, 2023)",
+    "one_card": "41 programs on an H100 (measured here, November 2026)",
     "flashoptim": "ResNet-101 on an H100, AdamW (flashoptim, 2026)",
     "LLMs-from-scratch": "GPT-2 124M on an A100, made faster step by step (LLMs-from-scratch, 2025)",
     "milabench": "BERT-base, ConvNeXt and ResNet-50 on an H100 and an H200 (milabench, 2025)",

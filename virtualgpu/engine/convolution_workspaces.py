@@ -9,7 +9,8 @@ that in a backward pass, is not modelled.
 
 import torch
 
-HALVES = (torch.float16, torch.bfloat16)
+from virtualgpu.engine.halves import HALVES
+
 AMPERE = (8, 0)
 # Of the weights' gradient: 16 parts for 256 x 64 filters of one place, 15 for 64 x 64 of 3 x 3, which take 1.9 to 2.1 MiB
 PARTS, ALL_PARTS = 16, 2 << 20

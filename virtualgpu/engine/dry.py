@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import meta_results, refused, values
+from virtualgpu.engine import meta_results, refused, sized, values
 from virtualgpu.engine.allocation import reach
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
@@ -111,7 +111,7 @@ class DryRun:
     def sized(self, op: Operation, args, kwargs, tensors):
         """A result as large as values say."""
         with self.machine.untracked():
-            out = values.sized(op, args, kwargs, tensors)
+            out = sized.result_of(op, args, kwargs, tensors)
             if out is NotImplemented and op.func is torch.ops.aten._ctc_loss.default:
                 out = op.func(*_on_meta(args))  # its lengths are lists
         if out is NotImplemented:

@@ -11,7 +11,8 @@ grid_sample: the CPU's kernel works out where to look in float16 or bfloat16 its
 import torch
 from torch import Tensor
 
-aten, HALF, BFLOAT, STRIDED = torch.ops.aten, torch.float16, torch.bfloat16, torch.strided
+aten, STRIDED = torch.ops.aten, torch.strided
+HALVES = HALF, BFLOAT = torch.float16, torch.bfloat16
 
 PRODUCTS = {
     aten.mm.default,
@@ -39,7 +40,7 @@ ABSENT |= {aten.multilabel_margin_loss_forward.default}
 ABSENT |= {aten._upsample_bilinear2d_aa.default, aten._upsample_bilinear2d_aa_backward.default}
 ABSENT |= {aten._upsample_bicubic2d_aa.default, aten._upsample_bicubic2d_aa_backward.default}
 # of which types each is carried out so
-OPERATIONS = {**dict.fromkeys(PRODUCTS, (HALF,)), **dict.fromkeys(GRIDS | ABSENT, (HALF, BFLOAT))}
+OPERATIONS = {**dict.fromkeys(PRODUCTS, (HALF,)), **dict.fromkeys(GRIDS | ABSENT, HALVES)}
 
 
 def run(op, args, kwargs, tensors):

@@ -13,6 +13,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine import rms_norm
 from virtualgpu.engine.allocation import allocation_of, gpu_of
+from virtualgpu.engine.halves import HALVES
 
 aten = torch.ops.aten
 
@@ -52,7 +53,7 @@ def record_stream(tensor, stream) -> None:
 
 def _exact(tensor):
     """What CUDA's kernels reckon in: single precision for half."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def _sum(tensor):

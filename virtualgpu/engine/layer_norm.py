@@ -7,8 +7,9 @@ as far as it has to; the copies are the host's, and nothing of them lies on the 
 
 import torch
 
+from virtualgpu.engine.halves import HALVES
+
 aten = torch.ops.aten
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def forward(input, normalized_shape, weight, bias, eps):

@@ -123,7 +123,7 @@ class Operation:
         self.writes_lists = any("List" in str(arguments[index].type) for index, _ in self.writes)
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
-        self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags)
+        self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None

@@ -6,14 +6,16 @@ numbers, takes 64 MiB so. aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig,
 those of an H100, PyTorch 2.11, measured 2026-11-26.
 """
 
+import functools
+
 import torch
 
+from virtualgpu.engine.halves import HALVES
 from virtualgpu.hardware.capabilities import CAPABILITIES
 
 WARP, BLOCK = 32, 512  # threads; MAX_NUM_THREADS of all types but complex128
 FEW, MANY = 16, 256  # inputs for each thread: min_values_per_thread, max_values_per_thread
 PAIR = 16  # bytes of a value and its index, or of mean, squares and count (WelfordData)
-HALVES = (torch.float16, torch.bfloat16)
 SUMS = {"sum", "nansum", "prod"}  # whole numbers are copied as int64 first
 BY_TYPE = {"amax", "amin", "any", "all", "max", "min"}
 EXTREMES = {"max", "min", "argmax", "argmin", "aminmax", "var", "std", "var_mean", "std_mean"}
@@ -29,9 +31,12 @@ def held(name: str, args, kwargs, out, gpu) -> list[int]:
         return []
     if not source.numel() or not result.numel() or source.layout is not torch.strided:
         return []
+    copies = name in SUMS and result.dtype is not source.dtype
+    if source.numel() < MANY and not copies:
+        return []
     dims = _dims(args[2:] if name in NORMS else args[1:], source.dim())
     copy, dtype = [], source.dtype
-    if name in SUMS and result.dtype is not dtype and not (dtype in HALVES and result.dtype is torch.float32):
+    if copies and not (dtype in HALVES and result.dtype is torch.float32):
         dtype = result.dtype
         copy = [source.numel() * dtype.itemsize]
     return copy + split(source, dims, _entry(name, dtype, isinstance(out, tuple)), gpu.spec)
@@ -44,7 +49,17 @@ def over_all(tensor: torch.Tensor, spec) -> list[int]:
 
 def split(source: torch.Tensor, dims, entry: int, spec) -> list[int]:
     """[bytes of the buffer, of its counters] for a reduction of `source` over `dims`, whose parts have `entry` bytes; [] without any."""
-    reduced, kept = _coalesced(source, set(dims))
+    if source.numel() < MANY:
+        return []
+    threads = CAPABILITIES[spec.capability].threads
+    return _split(
+        source.shape, source.stride(), source.storage_offset() % 4, tuple(dims), entry, spec.processors, threads
+    )
+
+
+@functools.lru_cache(4096)
+def _split(shape, strides, offset: int, dims, entry: int, processors: int, threads: int) -> list[int]:
+    reduced, kept = _coalesced(shape, strides, dims)
     inputs, outputs = _product(reduced), _product(kept)
     fastest = not kept or not reduced or reduced[0][1] < kept[0][1]
     width, height, vector = inputs if fastest else outputs, outputs if fastest else inputs, 1
@@ -54,7 +69,7 @@ def split(source: torch.Tensor, dims, entry: int, spec) -> list[int]:
     elif kept[0][1] == 1:
         vector = 4
         others = [stride for _, stride in (*reduced, *kept[1:])]
-        for number in (source.storage_offset(), kept[0][0], *others):
+        for number in (offset, kept[0][0], *others):
             while number % vector:
                 vector //= 2
         width //= vector
@@ -70,7 +85,7 @@ def split(source: torch.Tensor, dims, entry: int, spec) -> list[int]:
     step_in *= down
     each = -(-inputs // step_in)
     grid = -(-(outputs // vector) // step_out)
-    target = spec.processors * (CAPABILITIES[spec.capability].threads // (across * down))
+    target = processors * (threads // (across * down))
     if each < MANY or grid > target:
         return []
     blocks = max(min(-(-target // grid), -(-each // FEW)), -(-each // MANY))
@@ -102,10 +117,10 @@ def _dims(args, count: int):
     return range(count)
 
 
-def _coalesced(source: torch.Tensor, dims: set) -> tuple[list, list]:
+def _coalesced(shape, strides, dims) -> tuple[list, list]:
     """(reduced, kept): [(size, stride)], the innermost first, neighbours that lie close as one. As TensorIterator has them."""
     groups: tuple[list, list] = ([], [])
-    entries = [(dim, size, source.stride(dim)) for dim, size in enumerate(source.shape) if size > 1]
+    entries = [(dim, size, stride) for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)) if size > 1]
     entries.sort(key=lambda entry: (entry[2] if entry[0] in dims else 0, -entry[0]))
     for dim, size, stride in entries:
         group = groups[dim not in dims]

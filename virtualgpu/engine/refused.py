@@ -13,6 +13,7 @@ from torch import Tensor
 from virtualgpu import _compat, errors
 from virtualgpu.engine import words
 from virtualgpu.engine.allocation import reach
+from virtualgpu.engine.halves import HALVES
 from virtualgpu.engine.operations import MASKS, Operation, type_name
 
 ERRORS = (RuntimeError, IndexError, TypeError, ValueError)  # NotImplementedError is one of the first
@@ -23,7 +24,6 @@ OF_GPUS = (
     torch.complex32,
     *(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and "float8" in str(kind)),
 )
-HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 OVERLAPS = re.compile("single memory location")
 OVERLAP = "unsupported operation: {} refer to a single memory location. Please clone() the tensor before performing the operation."

@@ -9,8 +9,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import PLAIN, gpu_of
-
-HALVES = (torch.float16, torch.bfloat16)
+from virtualgpu.engine.halves import HALVES
 
 
 def is_fused(input, weight) -> bool:

@@ -14,8 +14,8 @@ from virtualgpu import _compat
 from virtualgpu.engine import draws, halves
 from virtualgpu.engine.allocation import Allocation, gpu_of
 from virtualgpu.engine.eager import require_room
+from virtualgpu.engine.halves import HALVES
 from virtualgpu.engine.operations import wrong_device
-from virtualgpu.engine.sdpa_backends import HALVES
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.timing.attention import fused, fused_backward
 

@@ -15,6 +15,7 @@ from torch.backends import cuda as settings
 from torch.nn.attention import SDPBackend
 
 from virtualgpu import _compat
+from virtualgpu.engine.halves import HALVES
 from virtualgpu.hardware.specs import Spec
 
 FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -26,7 +27,6 @@ ENABLED = {
     CUDNN: settings.cudnn_sdp_enabled,
 }
 NEWEST = (12, 1)  # the last capability that the fused kernels are built for
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class Params(NamedTuple):

@@ -65,14 +65,27 @@ def roll(args, kwargs, out, gpu) -> list[int]:
 def embedding_backward(args, kwargs, out, gpu) -> list[int]:
     """Many indices are sorted, and each row's gradients added up by parts, ten at a time, in single precision (EmbeddingBackwardKernel.cu)."""
     indices, by_frequency = args[1], args[4]
+    if indices.numel() <= 3072 and not by_frequency:
+        return []
+    return _sorted_rows(indices, 2 + by_frequency, out)
+
+
+def embedding_bag_backward(args, kwargs, out, gpu) -> list[int]:
+    """The same with few indices, too; those of the places before sorting are a tensor of their own (EmbeddingBag.cu)."""
+    if out.layout is not torch.strided:  # sparse
+        return []
+    return _sorted_rows(args[1], 3 + args[7 if len(args) > 10 else 6], out)
+
+
+def _sorted_rows(indices, copies: int, out) -> list[int]:
+    """So many copies of the indices, where each row begins, and sums of ten gradients each."""
     count, size = indices.numel(), indices.itemsize
-    if (count <= 3072 and not by_frequency) or not out.numel():
+    if not out.numel():
         return []
     segments = min(count, out.shape[0])
     parts = -(-count // 10) + segments
-    sorted_ones = [count * size] * (2 + by_frequency)
     of_segments = [segments * size, 8, segments * size, segments * size, 8]
-    return [*sorted_ones, *of_segments, parts * size, parts * out.shape[1] * max(4, out.itemsize)]
+    return [*[count * size] * copies, *of_segments, parts * size, parts * out.shape[1] * max(4, out.itemsize)]
 
 
 def index_put(args, kwargs, out, gpu) -> list[int]:
@@ -110,6 +123,8 @@ RULES = {
     "convolution": convolution_workspaces.forward,
     "convolution_backward": convolution_workspaces.backward,
     "embedding_dense_backward": embedding_backward,
+    "_embedding_bag_backward": embedding_bag_backward,
+    "_embedding_bag_dense_backward": embedding_bag_backward,
     "index_put": index_put,
     "index_put_": index_put,
     "_index_put_impl_": index_put,

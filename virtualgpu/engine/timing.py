@@ -26,7 +26,8 @@ class Kernel:
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
-        self.kind, self.weight = KINDS.get(self.name, PLAIN), weights.of(self.name, False)
+        self.kind = KINDS.get(self.name, PLAIN)
+        self.weight = weights.of(self.name, False, self.kind.launches)
         self.convolves = func in OF_CUDNN  # asks for cuDNN's handle, too
 
 

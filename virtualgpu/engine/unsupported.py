@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
+from virtualgpu.engine.halves import HALVES
 from virtualgpu.engine.scalar_types import C_NAMES, LEGACY, NAMES
 
 aten = torch.ops.aten
-HALVES = frozenset((torch.float16, torch.bfloat16))
-REAL = HALVES | {torch.float32, torch.float64}
+REAL = {*HALVES, torch.float32, torch.float64}
 NUMBERS = REAL | {torch.complex64, torch.complex128}
 WITHOUT_BFLOAT = REAL - {torch.bfloat16}
 EXACT = frozenset((torch.float32, torch.float64))

@@ -17,7 +17,7 @@ from torch import Tensor
 from virtualgpu import _compat
 from virtualgpu.engine import histograms, wider
 from virtualgpu.engine.allocation import gpu_of
-from virtualgpu.engine.operations import EMPTY, MASKS, Operation, tensors_of
+from virtualgpu.engine.operations import EMPTY, Operation, tensors_of
 from virtualgpu.engine.thread_context import dry_runs
 
 ON_GPU = {**histograms.OPERATIONS, **wider.OPERATIONS}
@@ -102,7 +102,7 @@ def shadow_of(tensor: Tensor) -> Tensor:
     if values is None:
         values = _compat.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         values.fill_(float("nan") if tensor.is_floating_point() else 0)
-        _attach([tensor], [values])
+        attach([tensor], [values])
     _mark([values], True)
     return values
 
@@ -166,7 +166,7 @@ def propagate(op, args, kwargs, tensors, out) -> None:
         kernel = ON_GPU.get(op.func, op.func)
         made = _with(values, tensors, kernel, args, kwargs)
         shadows = tensors_of([made], {}) if op.returns else list(map(values_of, results))
-        _attach(results, shadows)
+        attach(results, shadows)
         _pass_on(op, values, shadows)
 
 
@@ -223,7 +223,7 @@ def propagate_view(func, args, kwargs, out) -> None:
     """A view of what has a shadow has a view of that."""
     values = getattr(args[0], SHADOW, None) if args else None
     if values is not None:
-        _attach(tensors_of([out], {}), tensors_of([func(values, *args[1:], **kwargs)], {}))
+        attach(tensors_of([out], {}), tensors_of([func(values, *args[1:], **kwargs)], {}))
 
 
 def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
@@ -231,14 +231,14 @@ def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
     if is_kept(copy) and (known := values_of(tensor)) is not None:
         values = known.clone()
         _mark([values], _any_stale([known]))
-        _attach([copy], [values])
+        attach([copy], [values])
 
 
 def propagate_factory(op: Operation, args, options, out) -> None:
     """options: with the CPU as device."""
     if out.numel() <= LIMIT:
         shadow = op.func(*args, **options)
-        _attach([out], [shadow.zero_() if op.name in EMPTY else shadow])
+        attach([out], [shadow.zero_() if op.name in EMPTY else shadow])
 
 
 def computed(op, args, kwargs, tensors, look=values_of):
@@ -249,48 +249,8 @@ def computed(op, args, kwargs, tensors, look=values_of):
     return _with(values, tensors, op.func, args, kwargs)
 
 
-def sized(op, args, kwargs, tensors):
-    """A result whose shape depends on values, as a dry run has it; NotImplemented where those are not known. Of x[mask] only the mask
-    has to be. Call it untracked."""
-    result = computed(op, args, kwargs, tensors, known_of)
-    if op.writes:  # out=...: computed into its shadow
-        (out,) = op.written(args, kwargs)
-        return (
-            result if result is NotImplemented else out.resize_(result.shape).as_strided_(result.shape, result.stride())
-        )
-    if result is not NotImplemented:
-        return shaped(result)
-    if op.name == "masked_select" and (mask := known_of(args[1])) is not None:
-        count = mask.expand(torch.broadcast_shapes(args[0].shape, mask.shape)).sum()
-        return _compat.empty_strided((int(count),), (1,), dtype=args[0].dtype, device="meta")
-    return _picked(*args) if op.indexes else NotImplemented
-
-
-def _picked(x: Tensor, indices: list):
-    """The shape of x[indices], masks among them."""
-    places = []
-    for index in indices:
-        if index is None or index.dtype not in MASKS:
-            places.append(index)
-        elif (known := known_of(index)) is None or not known.dim():
-            return NotImplemented
-        else:
-            places += known.nonzero().unbind(1)
-    if not _compat.is_really_meta(x):
-        x = _compat.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return torch.ops.aten.index(x, places)
-
-
-def shaped(result):
-    """A result with values as a dry run has it: a shape with a shadow."""
-    if not isinstance(result, Tensor):
-        return type(result)(map(shaped, result))
-    out = _compat.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-    _attach([out], [result])
-    return out
-
-
-def _attach(results, shadows) -> None:
+def attach(results, shadows) -> None:
+    """Each of the results that is a shape has this shadow from now on."""
     for result, value in zip(results, shadows, strict=True):
         if _compat.is_really_meta(result):
             setattr(result, SHADOW, value)

@@ -1,16 +1,14 @@
 """Virtual GPUs on and off: `gpus` and `reset` for a program, `activate` for the runner, `restart` for the pytest plugin.
 
-Here is which GPUs are on. `installed` puts them in the place of real ones, as a whole, and takes them out again; `blocks` has what holds for
-as long as a with block lasts.
+Here is which GPUs are on. `installed` puts them in the place of real ones, as a whole, and takes them out again; `devices` has what `gpus` returns
+and says, `blocks` what holds for as long as a with block lasts.
 """
 
 import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-
-import torch
+from collections.abc import Iterator, Sequence
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
@@ -19,23 +17,10 @@ from virtualgpu.environment import MAX_GPUS, visible_gpus
 from virtualgpu.hardware import settings as hardware_settings
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.networks import Network
-from virtualgpu.hardware.settings import DATASHEET, MachineSettings
+from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
+from virtualgpu.session.devices import Devices, real_ones, virtual_ones
 from virtualgpu.session.installed import Session
-
-
-class Devices(list):
-    """The devices, as a list; used in a with statement, virtual GPUs that this call made, or its limit on real ones, go when it ends (`undo`)."""
-
-    def __init__(self, gpus, undo: Callable[[], None] = lambda: None):
-        super().__init__(gpus)
-        self.undo = undo
-
-    def __enter__(self) -> "Devices":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.undo()
 
 
 def turn_on(
@@ -129,11 +114,12 @@ def gpus(
     """`n` GPUs to work with: real ones where this machine has as many, otherwise virtual ones modelled on `like`.
 
     like: a card's name (`virtualgpu.SPECS` lists them), several for a mixed machine ("T4,V100"), the path of a card of your own, or
-    a Spec. memory: bytes, or text such as "256 MB"; the card's own unless given; on real GPUs it limits what this process may take, and less than 1 GiB is always a virtual GPU's.
+    a Spec. memory: bytes, or text such as "256 MB"; the card's own unless given. On real GPUs it limits what this process may take; below
+    1 GiB, the GPUs are always virtual.
+
     gpus_per_node: ranks on GPUs 0, 1, ... of these play on one node, the next ones on another, and so on; all on one unless given.
     network: what joins nodes, a name ("InfiniBand NDR", "Ethernet 25": `hardware.networks` has all) or a rate ("100 Gb/s" for each
     GPU, "100 Gb/s per node"); what PyTorch's model has for the card unless given.
-
     clock: "measured" (kernels take what others measured on such cards) unless given, or "datasheet" (what the maker promises: a lower
     bound). host: what an operation costs the processor, a name in `hardware.hosts.HOSTS` ("2024" unless given).
 
@@ -154,21 +140,18 @@ def gpus(
             _close()
             turn_on(cards, settings=settings).machine.be_dry(dry)
         meet()
-        return _announce(_session, new)
+        return virtual_ones(_session, *[reset] * new)
     small = kind != "real" and memory is not None and any(card.memory < SMALLEST for card in cards)
     real = 0 if kind == "virtual" or small else _compat.real_gpus()
     if real >= n:
-        before = [torch.cuda.get_per_process_memory_fraction(i) for i in range(n)]
-        _limit([1.0 if memory is None else min(1.0, cards[i].memory / torch.cuda.mem_get_info(i)[1]) for i in range(n)])
-        print(f"{n} real GPU{'s' * (n > 1)}: {', '.join(torch.cuda.get_device_name(i) for i in range(n))}.")
-        return Devices((torch.device("cuda", i) for i in range(n)), functools.partial(_limit, before))
+        return real_ones(n, None if memory is None else [card.memory for card in cards])
     if kind == "real" and _session is None:
         raise RuntimeError(
             f"HELPERS_GPUS=real asks for {n} real GPUs, and PyTorch sees {real}. Unset it, or set it to virtual, to have virtual ones"
         )
     before = _close()  # under the runner, which plays real ones, reset() leaves those that were there before
     _played = before if kind == "real" else None
-    return _announce(turn_on(cards, settings=settings), True)
+    return virtual_ones(turn_on(cards, settings=settings), reset)
 
 
 @_one_at_a_time
@@ -248,25 +231,6 @@ def meet() -> None:
     """This thread sees the virtual GPUs that are on, also where it is older than they are."""
     if _session is not None:
         _session.meet()
-
-
-def _announce(session: Session, new: bool) -> Devices:
-    def size(card: Spec) -> str:
-        return f"{card.memory / 2**30:.4g} GiB" if card.memory >= 2**30 else f"{card.memory / 2**20:.4g} MiB"
-
-    cards, n = session.cards, len(session.cards)
-    what = f"{'s, each' if n > 1 else ','} like a {cards[0].name} with {size(cards[0])}"
-    if any(card != cards[0] for card in cards):
-        what = "s: " + ", ".join(f"a {card.name} with {size(card)}" for card in cards)
-    worth = "a lower bound" if session.settings.clock == DATASHEET else "most steps within 30 %"
-    print(f"{n} virtual GPU{what}: numbers and memory are real, time is simulated ({worth}).")
-    return Devices((gpu.device for gpu in session.machine.gpus), *[reset] * new)
-
-
-def _limit(shares: Sequence[float]) -> None:
-    """Of each real GPU's memory, what this process may take."""
-    for index, share in enumerate(shares):
-        torch.cuda.set_per_process_memory_fraction(share, index)
 
 
 @_one_at_a_time

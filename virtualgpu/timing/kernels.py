@@ -87,7 +87,7 @@ class Kernels:
             if floor > part:
                 seconds += floor - part
         seconds += kind.launches * spec.kernel
-        return seconds + kind.latency(args) if kind.rows is not None and args else seconds
+        return seconds + kind.waits(args) if kind.waits is not None and args else seconds
 
     def plain(self, flops: float, moved: float, key) -> float:
         """A kernel of which no more is known than these: at the share of large products, or of memory."""

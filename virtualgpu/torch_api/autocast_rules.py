@@ -4,6 +4,7 @@ A rule takes an operation's (args, kwargs), as the dispatcher hands them to a ke
 say which operation has which rule are in autocast_lists.py. Source: aten/src/ATen/autocast_mode.h and .cpp, and cudnn/AutocastRNN.cpp.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -176,6 +177,7 @@ def _unknown(op) -> Rule:
 # -- which operation has which
 
 
+@functools.cache
 def rules() -> dict[str, tuple]:
     """{name: (operation, the one to run in its place, maker of its rule)}, for what this PyTorch casts on CUDA."""
     lists = {

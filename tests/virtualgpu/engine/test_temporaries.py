@@ -115,6 +115,18 @@ def test_an_embedding_sorts_its_indices(h100):
     assert used_backward(F.embedding(few, weight), [weight])[1] <= 2**25
 
 
+def test_an_embedding_bag_sorts_its_indices(h100):
+    """As an embedding does, with the places before sorting beside (EmbeddingBag.cu); few of them, too."""
+    weight = new(32000, 512)
+    for count in (64 * 512, 16):
+        indices = torch.zeros(count, dtype=torch.int64, device="cuda")
+        bags = torch.arange(0, count, 4, device="cuda")
+        _, bag = used_backward(F.embedding_bag(indices, weight, bags, mode="sum"), [weight])
+        _, single = used_backward(F.embedding(indices, weight), [weight])
+        sums = (-(-count // 10) + count) * 512 * 4
+        assert bag >= 32000 * 512 * 4 + sums and (count == 16 or bag - single == pytest.approx(8 * count, abs=1 << 20))
+
+
 def test_sort(h100):
     assert used(lambda: new(1 << 20, learns=False).sort())[1][1] - (4 << 20) == pytest.approx(33763840, abs=1024)
     rows = new(1024, 1024, learns=False)

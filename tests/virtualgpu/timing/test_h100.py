@@ -63,6 +63,33 @@ def embedding(settings: dict) -> Callable:
     return lambda: F.embedding(indices, words)
 
 
+def indexing(settings: dict) -> Callable:
+    rows, width = settings["rows"], settings["columns"]
+    x = torch.ones(rows, width, device="cuda")
+    i = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    j, mask = torch.zeros(rows, width, dtype=torch.int64, device="cuda"), x > 0
+    calls = {
+        "index_select": lambda: x.index_select(0, i),
+        "gather": lambda: x.gather(1, j),
+        "scatter_add": lambda: torch.zeros_like(x).scatter_add_(1, j, x),
+        "index_add": lambda: torch.zeros_like(x).index_add_(0, i, x),
+        "index_put_acc": lambda: torch.zeros_like(x).index_put_((i,), x, accumulate=True),
+        "index_copy": lambda: x.index_copy(0, i, x),
+        "sort": lambda: x.sort(1),
+        "argsort": lambda: x.argsort(1),
+        "topk": lambda: x.topk(8, 1),
+        "masked_fill": lambda: x.masked_fill(mask, 0.0),
+        "cumsum0": lambda: x.cumsum(0),
+        "cat": lambda: torch.cat([x, x], 1),
+        "stack": lambda: torch.stack([x, x, x, x]),
+        "roll": lambda: x.roll(1, 0),
+        "flip": lambda: x.flip(0),
+        "tril": lambda: x.tril(),
+        "pad": lambda: F.pad(x, (1, 1)),
+    }
+    return calls[settings["op"]]
+
+
 def attention(settings: dict) -> Callable:
     query, key, value = (tensor(settings, *settings["shape"]) for _ in range(3))
     return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=settings["causal"])
@@ -73,6 +100,7 @@ FAMILIES = {
     "binary": (binary, lambda s: s["op"] in ("add", "mul", "div")),
     "row_norm": (row_norm, lambda s: s["pas"] == "forward" and s["op"] != "rms_norm" and s["columns"] <= 4096),
     "embedding": (embedding, lambda s: s["pas"] == "forward"),
+    "indexing": (indexing, lambda s: True),
     "attention": (attention, lambda s: s["pas"] == "forward" and s["way"] == "default" and s["shape"][2] >= 512),
 }
 

@@ -6,6 +6,7 @@ import torch
 import virtualgpu
 from virtualgpu.hardware.hosts import HOSTS
 from virtualgpu.hardware.settings import DATASHEET, find
+from virtualgpu.timing import weights
 
 resnet50 = pytest.importorskip("torchvision").models.resnet50
 
@@ -65,3 +66,10 @@ def test_a_dry_run_keeps_the_clock_that_is_on(monkeypatch):
             assert virtualgpu.machine().settings.host == "2021"
         with pytest.raises(ValueError, match="another clock"), virtualgpu.dry_run(host="2023"):
             pass
+
+
+def test_an_operation_of_many_kernels_costs_the_host_their_launches():
+    assert weights.of("embedding_dense_backward", False, 12) == pytest.approx((1 + 11 * 0.2, 1 + 11 * 0.25))
+    assert (
+        weights.of("add", True) == weights.ELEMENTWISE and weights.of("mm", False, 3) == weights.PRODUCT
+    )  # measured whole

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from virtualgpu import environment
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.nodes import Layout
+from virtualgpu.engine.halves import HALVES
 from virtualgpu.run import left
 from virtualgpu.run.explain import changes
 from virtualgpu.run.explain.explained import LEFT, Explained
@@ -20,8 +21,6 @@ from virtualgpu.run.explain.parts import parts
 from virtualgpu.run.trials import steps
 from virtualgpu.timing.trace import Recording
 from virtualgpu.torch_api.registry import Patches
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class Watch(steps.Watch):
@@ -86,7 +85,7 @@ class Watch(steps.Watch):
             self.wrapped.append(module)
         if not self.half:
             self.half = torch.is_autocast_enabled("cuda") or any(
-                tensor.dtype in HALF for tensor in module.parameters(recurse=False)
+                tensor.dtype in HALVES for tensor in module.parameters(recurse=False)
             )
 
     def _seconds(self, kind: str, nbytes: int, ranks: int, real: Callable[[int], float]) -> float:
