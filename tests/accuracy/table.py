@@ -125,7 +125,8 @@ def by_source(rows: list[Row]) -> str:
     for row in rows:
         titles.setdefault(row.group or row.source, row.url.split(" ")[0])
     for group, url in titles.items():
-        title = f"[{TITLES.get(group, group)}]({url})"
+        title = TITLES.get(group, group)
+        title = f"[{title}]({url})" if url.startswith("https:") else title
         for name in KINDS.values():
             if chosen := [row for row in rows if kind(row) == name and (row.group or row.source) == group]:
                 cells.append([title, name, *statistics(chosen)])
