@@ -38,7 +38,7 @@ def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel:
             for start, end, stage, number, way in passes(spans):
                 style = {"facecolor": (1, 1, 1, 0.4 * min(stage, 1)), "edgecolor": "white", "linewidth": 0.5}
                 axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (row - 0.36, 0.72), **style)
-                if end - start > timeline.seconds / 80:  # two digits are as wide
+                if end - start > timeline.seconds / (50 if len(str(number)) > 1 else 80):  # as wide as the digits
                     ink = "white" if way == "F" and not stage else "black"  # on dark blue
                     axes.text((start + end) * 500, row, number, fontsize=7, ha="center", va="center", color=ink)
             for span in spans:
