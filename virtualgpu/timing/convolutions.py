@@ -15,6 +15,8 @@ converted as well.
 
 from math import prod
 
+import torch
+
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
 from virtualgpu.timing.kernels import DIRECT, WINOGRAD, Kernels
 
@@ -25,6 +27,12 @@ CHANNELS = 8
 # "sm90_xmma_..." in 16 bits, and "sm80_xmma_..." for some of TF32; of a B200 it is known that it ran Ampere's, with which a Hopper reaches 63 % of its
 # peak (arXiv 2402.13499)
 OLD_INSTRUCTIONS = {9: (1.0, 0.85), 10: (0.63, 0.63)}
+# In float32 without TF32, over a product of the same sizes: cuDNN 9.19 on an H100, medians of 15 convolutions of 1x1 and 11 of 3x3, which it
+# chooses by guess: from half to twice as much
+HOPPER_1X1 = {"forward": 1.3, "image": 1.75, "weight": 3.4}
+HOPPER_3X3 = {"forward": 1.1, "image": 0.68, "weight": 0.42}
+# The gradient of 3x3 weights in 16 bits over a product of its sizes, on an H100: 1.1 to 1.6
+WEIGHTS_ON_HOPPER = 1.35
 # Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
 REORDERED = 0.5
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
@@ -35,14 +43,16 @@ MERGED = 64
 # (tests/gpu/h100_kernels.csv, conv2d_c1_k1_nhwc), a kernel of 3 and of 7. In 2022 it was 0.36 and 0.08 (RepLKNet, arXiv 2203.06717, 2080 Ti)
 DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.55, 0.19
 # PyTorch's own kernels take so many cycles of a multiprocessor for each number that they make, and for each of its products: RepLKNet as
-# above (kernels 3 and 7), KernelBench (H100, H100 PCIe, A10G; 3x1, 3x3, 3x7): within 30 %, but for a Hopper's 3x3 (a third less; so on an
-# H200, tensorflow #96396). float16 takes as long (FlagGems #1697, H20)
+# above (kernels 3 and 7), KernelBench (A10G; 3x1, 3x3, 3x7): within 30 %. float16 takes as long (FlagGems #1697, H20). On an H100 (PyTorch 2.11;
+# kernels 3, 5 and 7) less for a number and more for a product
 NUMBER, TAP = 2.6, 0.125
+HOPPER_NUMBER, HOPPER_TAP = 1.05, 0.16
 # Their backward passes over that: on an H100 (PyTorch 2.11, six convolutions) 1.1 to 2 and 1.5 to 2.7 times; together 3.6 in pytorch #129609
 # (2024), and 17 and 25 years before (#18631, #62006)
 GRADIENT = {"image": 1.6, "weight": 2}
 OF_CUDNNS = {"image": 1.7, "weight": 1.15}  # by cuDNN's: 1.4 to 2.2, and 1 to 1.4
-# Kernels of a depthwise convolution in 16 bits that PyTorch leaves to cuDNN (ATen/native/Convolution.cpp)
+# Kernels of a depthwise convolution in float16, of 32 channels and more, that PyTorch leaves to cuDNN (use_cudnn_depthwise in
+# ATen/native/Convolution.cpp: "only for FP16"); bfloat16 takes PyTorch's own, and as long as float32
 BY_CUDNN = (1, 3, 5)
 
 
@@ -92,7 +102,8 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
     if _is_depthwise(weight, groups):
         own = _own(weight, groups, gradient)
         for wanted, which in zip(mask, GRADIENT, strict=False):
-            total += wanted * (GRADIENT if own else OF_CUDNNS)[which] * _depthwise(kernels, weight, gradient, moved)
+            made = image if which == "image" else gradient
+            total += wanted * (GRADIENT if own else OF_CUDNNS)[which] * _depthwise(kernels, weight, made, moved)
     else:
         if mask[0]:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
@@ -130,6 +141,8 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     share = 1 / _method(which, weight, stride, key, tensor_cores, kernels.hopper)
     if tensor_cores and spec.capability[0] in OLD_INSTRUCTIONS:
         share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
+    if tensor_cores and kernels.hopper and which == "weight" and key != TF32 and prod(weight.shape[2:]) > 1:
+        share *= WEIGHTS_ON_HOPPER
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
     if together > 1:
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
@@ -151,12 +164,12 @@ def _method(which: str, weight, stride, key, tensor_cores: bool, hopper: bool) -
     (DeepBench's, V100 and T4: 1.2 forward, 1.2 to 1.5 and 1.5 to 2 backward); on a Hopper it is a product (cuBLAS's nvjet_sm90 kernels)."""
     pointwise = prod(weight.shape[2:]) == 1
     if tensor_cores:
-        return DIRECT[which] if pointwise and not hopper else 1.0
+        return DIRECT[which] if pointwise and not (hopper and key != TF32) else 1.0
     if key != FLOAT32:
         return 1.0
     if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
-        return WINOGRAD
-    return DIRECT[which]
+        return HOPPER_3X3[which] if hopper else WINOGRAD
+    return HOPPER_1X1[which] if hopper and pointwise else DIRECT[which]
 
 
 def _on_tensor_cores(spec, key) -> bool:
@@ -186,7 +199,8 @@ def _is_depthwise(weight, groups: int) -> bool:
 
 def _own(weight, groups: int, made) -> bool:
     """A depthwise convolution by PyTorch's own kernels, which add the bias as well."""
-    narrow = made.itemsize == 2 and len(set(weight.shape[2:])) == 1 and weight.shape[-1] in BY_CUDNN
+    narrow = made.dtype == torch.float16 and made.shape[1] >= 32
+    narrow = narrow and len(set(weight.shape[2:])) == 1 and weight.shape[-1] in BY_CUDNN
     return _is_depthwise(weight, groups) and made.stride(1) != 1 and not narrow
 
 
@@ -196,5 +210,6 @@ def _depthwise(kernels: Kernels, weight, made, moved) -> float:
         flops = 2 * made.numel() * taps
         bound = flops / (spec.rates[FLOAT32] * DEPTHWISE_FLOPS)
         return spec.kernel + max(moved / (spec.bandwidth * DEPTHWISE_BANDWIDTH), bound)
-    cycles = made.numel() * (NUMBER + TAP * taps) / spec.processors
+    each = HOPPER_NUMBER + HOPPER_TAP * taps if kernels.hopper else NUMBER + TAP * taps
+    cycles = made.numel() * each / spec.processors
     return spec.kernel + max(moved / kernels.bandwidth["memory"], cycles / (1e3 * spec.clock_rate))
