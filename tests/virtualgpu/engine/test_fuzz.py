@@ -144,7 +144,7 @@ class Program:
         elif not number and not (how in SUMMED and b.place == "cpu"):
             event("refused: two places")
             with pytest.raises(RuntimeError, match=r"same device|at least two devices"):
-                TWO[how](a.ours, b.ours)
+                TWO[how](small(a).ours, small(b).ours)
 
     def move(self, a, place):
         ours = a.ours.to(place)
