@@ -32,9 +32,8 @@ from tests.accuracy.published import Published, published
 from tests.accuracy.row import Row
 
 URL = "measured here"
-KEPT = mock.patch.dict(
-    os.environ, TORCH_CUBLAS_WORKSPACE_CACHE="1"
-)  # cuBLAS's workspaces, as PyTorch had it before 2.15
+# cuBLAS's workspaces are kept, as PyTorch had it before 2.15
+KEPT = mock.patch.dict(os.environ, TORCH_CUBLAS_WORKSPACE_CACHE="1")
 WARM, STEPS = 3, 3  # of the simulation, where one step is as long as the next
 Step = Callable[[], object]
 
@@ -45,17 +44,12 @@ def training(parameters, loss: Callable, row: Published, kind=torch.optim.Adam, 
 
     def step():
         optimizer.zero_grad()
-        with mixed(row):
+        with vision.autocast(row):
             value = loss()
         value.backward()
         optimizer.step()
 
     return step
-
-
-def mixed(row: Published):
-    narrow = torch.bfloat16 if row.precision == "AMP bfloat16" else torch.float16
-    return torch.autocast("cuda", narrow, enabled=row.precision.startswith("AMP"))
 
 
 class Block(nn.Module):
@@ -256,7 +250,7 @@ def transformer(row: Published) -> Step:
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
-        with mixed(row):
+        with vision.autocast(row):
             loss = model(x, x).square().mean()
         optimizer.zero_grad()  # so the last gradients are there in the forward pass
         loss.backward()
@@ -322,8 +316,7 @@ def prepare(row: Published) -> Step:
     """A step of the program. Call it in `precision(row)`."""
     if "loader" in row.options:
         return loaded(row)
-    step = PROGRAMS[row.model](row) if row.model in PROGRAMS else vision.prepare(row)[1]
-    return torch.no_grad()(step) if row.mode == "infer" else step
+    return PROGRAMS[row.model](row) if row.model in PROGRAMS else vision.prepare(row)[1]
 
 
 def measure(row: Published) -> tuple[float, int]:

@@ -33,9 +33,14 @@ def attend(self: nn.MultiheadAttention, x, *args, **kwargs):
     return self.out_proj(mixed.transpose(1, 2).reshape(x.shape)), None
 
 
+def autocast(row: Published) -> torch.autocast:
+    """To the 16 bits that the row's precision names; off where it is not AMP."""
+    narrow = torch.bfloat16 if row.precision == "AMP bfloat16" else torch.float16
+    return torch.autocast("cuda", narrow, enabled=row.precision.startswith("AMP"))
+
+
 def prepare(row: Published, **options):
     """The model and one step of it, a function. Inside a dry run."""
-    narrow = torch.bfloat16 if row.precision == "AMP bfloat16" else torch.float16
     dtype, last = NARROW.get(row.precision, torch.float32), row.layout == "last"
     torch.backends.cuda.matmul.allow_tf32 = row.precision == "tf32"
     model = getattr(torchvision.models, row.model)(**options).cuda().to(dtype)
@@ -51,7 +56,7 @@ def prepare(row: Published, **options):
     @contextlib.contextmanager
     def mixed():
         plain = sdpa_kernel(SDPBackend.MATH) if row.date < FUSED else contextlib.nullcontext()
-        with plain, torch.autocast("cuda", narrow, enabled=row.precision.startswith("AMP")):
+        with plain, autocast(row):
             yield
 
     if row.mode == "infer":

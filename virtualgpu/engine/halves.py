@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 aten, STRIDED = torch.ops.aten, torch.strided
-HALVES = HALF, BFLOAT = torch.float16, torch.bfloat16
+HALF, HALVES = torch.float16, (torch.float16, torch.bfloat16)
 
 PRODUCTS = {
     aten.mm.default,

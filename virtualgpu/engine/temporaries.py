@@ -74,7 +74,8 @@ def embedding_bag_backward(args, kwargs, out, gpu) -> list[int]:
     """The same with few indices, too; those of the places before sorting are a tensor of their own (EmbeddingBag.cu)."""
     if out.layout is not torch.strided:  # sparse
         return []
-    return _sorted_rows(args[1], 3 + args[7 if len(args) > 10 else 6], out)
+    by_frequency = args[7]
+    return _sorted_rows(args[1], 3 + by_frequency, out)
 
 
 def _sorted_rows(indices, copies: int, out) -> list[int]:
@@ -124,7 +125,6 @@ RULES = {
     "convolution_backward": convolution_workspaces.backward,
     "embedding_dense_backward": embedding_backward,
     "_embedding_bag_backward": embedding_bag_backward,
-    "_embedding_bag_dense_backward": embedding_bag_backward,
     "index_put": index_put,
     "index_put_": index_put,
     "_index_put_impl_": index_put,

@@ -100,9 +100,8 @@ def gradients(args, tensors) -> float:
 
 def gradients_of_bags(args, tensors) -> float:
     """A bag's gradient is added for each of its indices; a sparse one is not added up."""
-    if len(args) > 9 and args[9] is True:
-        return 0.0
-    return EMBEDDING * args[1].numel() * args[0].shape[-1]
+    sparse = args[9]
+    return 0.0 if sparse else EMBEDDING * args[1].numel() * args[0].shape[-1]
 
 
 def pooled(args, tensors) -> float:

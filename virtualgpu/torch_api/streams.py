@@ -144,9 +144,7 @@ class StreamMethods:
             gpu = machine.gpu(None if device is None or (isinstance(device, int) and device < 0) else device)
             if gpu is None:
                 raise ValueError(f"Expected a cuda device, but got: {device}")
-            queue = machine.clock.new_stream(
-                gpu.index, min(priority, 0)
-            )  # a positive one is the lowest, 0 (measured on an H100)
+            queue = machine.clock.new_stream(gpu.index, min(priority, 0))  # a positive one is 0 (on an H100)
         self = super().__new__(cls, stream_id=queue.id, device_index=queue.gpu, device_type=CUDA)
         self._queue = queue
         return self
