@@ -92,6 +92,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 return _compat.decompose(func, args, kwargs)
         if op.is_view and (not isinstance(args[0], Tensor) or args[0].layout is STRIDED):
             out = func(*args, **kwargs)  # the transpose of a sparse tensor has storages of its own
+            if op.weight_of_view is not None and (gpu := gpu_of(args[0])) is not None:
+                self.clock.pass_view(gpu.index, op.weight_of_view)
             if (dry_runs.some or self.machine.always_dry) and self.machine.dry:
                 values.propagate_view(func, args, kwargs, out)
             return out

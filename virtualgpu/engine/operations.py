@@ -78,7 +78,7 @@ class Operation:
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
     shape_from_values: the host must wait to know the result's shape. override: how dispatch handles it, where not like
     the others. strict: see STRICT. takes_device: has an argument `device`. unsupported: raises what CUDA's kernel refuses; None for most.
-    weight: what it costs the host. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
+    weight: what it costs the host. weight_of_view: what a view costs it, which starts no kernel. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
     one of them a list?
     """
 
@@ -88,7 +88,7 @@ class Operation:
         "factory", "foreach", "formula", "func", "generator", "grows", "host_result", "indexes", "is_view", "kernel",
         "kind", "may_be_large", "mixed", "name", "new", "on_cpu", "on_gpu", "override", "packs", "plain", "pointwise",
         "product", "random", "resizes", "returns", "returns_value_to_host", "shape_from_values", "strict",
-        "takes_device", "temporaries", "unsupported", "weight", "workspace", "write_only", "writes", "writes_lists",
+        "takes_device", "temporaries", "unsupported", "weight", "weight_of_view", "workspace", "write_only", "writes", "writes_lists",
     )
     # fmt: on
 
@@ -124,6 +124,7 @@ class Operation:
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
         self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
+        self.weight_of_view = weights.of_view(self.name) if self.is_view else None
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None

@@ -136,6 +136,14 @@ class Clock(Streams):
         """The host has launched something on this GPU: now."""
         return self._passed(self.local, gpu, self.costs.launch)
 
+    def pass_view(self, gpu: int, weight: Weight) -> None:
+        """The thread that serves this GPU makes a view, and launches nothing."""
+        local, costs = self.local, self.costs
+        if self._in_backward(local) and local.backward is not None:
+            local.backward[gpu] += costs.backward * weight.backward
+        else:
+            local.now += costs.forward * weight.forward
+
     def pass_time(self) -> None:
         """The host asks for something, which takes as long as a launch."""
         self.wait_until(self.host + LAUNCH)

@@ -14,11 +14,11 @@ converted as well.
 """
 
 from math import prod
-
-import torch
+from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing.kernels import DIRECT, WINOGRAD, Kernels
+from virtualgpu.timing import depthwise
+from virtualgpu.timing.kernels import Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
@@ -27,33 +27,43 @@ CHANNELS = 8
 # "sm90_xmma_..." in 16 bits, and "sm80_xmma_..." for some of TF32; of a B200 it is known that it ran Ampere's, with which a Hopper reaches 63 % of its
 # peak (arXiv 2402.13499)
 OLD_INSTRUCTIONS = {9: (1.0, 0.85), 10: (0.63, 0.63)}
-# In float32 without TF32, over a product of the same sizes: cuDNN 9.19 on an H100, medians of 15 convolutions of 1x1 and 11 of 3x3, which it
-# chooses by guess: from half to twice as much
-HOPPER_1X1 = {"forward": 1.3, "image": 1.75, "weight": 3.4}
-HOPPER_3X3 = {"forward": 1.1, "image": 0.68, "weight": 0.42}
-# The gradient of 3x3 weights in 16 bits over a product of its sizes, on an H100: 1.1 to 1.6
-WEIGHTS_ON_HOPPER = 1.35
+# Their time over that of a plain product of the same sizes and type: forward, gradient of the image and of the weight
+AS_A_PRODUCT = {"forward": 1.0, "image": 1.0, "weight": 1.0}
+DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}  # DeepBench's, V100, T4, P100 and 1080 Ti, medians
+
+
+class Ways(NamedTuple):
+    """That time, by cuDNN's way of doing it. single: float32 without TF32; halves: 16 bits on tensor cores. 3x3: of stride 1."""
+
+    single_1x1: dict[str, float]
+    single_3x3: dict[str, float]
+    halves_1x1: dict[str, float]
+    halves_larger: dict[str, float]
+
+
+# Before: DeepBench's, medians; 3x3 by Winograd, and 1x1 on tensor cores loses as much as it does without (V100 and T4: 1.2 forward, 1.2 to 1.5
+# and 1.5 to 2 backward). Hopper: cuDNN 9.19 on an H100, medians of 15 convolutions of 1x1 and 11 of 3x3 in float32, which it chooses by guess
+# (from half to twice as much); in 16 bits 1x1 is a product (cuBLAS's nvjet_sm90 kernels), and the gradient of larger weights takes 0.6 to 0.9
+WAYS = {
+    "before Hopper": Ways(
+        single_1x1=DIRECT,
+        single_3x3={"forward": 0.62, "image": 0.62, "weight": 0.62},
+        halves_1x1=DIRECT,
+        halves_larger=AS_A_PRODUCT,
+    ),
+    "Hopper": Ways(
+        single_1x1={"forward": 1.3, "image": 1.75, "weight": 3.4},
+        single_3x3={"forward": 1.1, "image": 0.68, "weight": 0.42},
+        halves_1x1=AS_A_PRODUCT,
+        halves_larger={"forward": 1.0, "image": 1.0, "weight": 0.74},
+    ),
+}
 # Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
 REORDERED = 0.5
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
 # an RTX 3090, 144 on a 4090)
 MERGED = 64
-# A depthwise convolution by cuDNN (channels last, or 16 bits) reaches so much of the bandwidth and of the float32 FLOP/s: cuDNN 9.19 on an H100
-# (tests/gpu/h100_kernels.csv, conv2d_c1_k1_nhwc), a kernel of 3 and of 7. In 2022 it was 0.36 and 0.08 (RepLKNet, arXiv 2203.06717, 2080 Ti)
-DEPTHWISE_BANDWIDTH, DEPTHWISE_FLOPS = 0.55, 0.19
-# PyTorch's own kernels take so many cycles of a multiprocessor for each number that they make, and for each of its products: RepLKNet as
-# above (kernels 3 and 7), KernelBench (A10G; 3x1, 3x3, 3x7): within 30 %. float16 takes as long (FlagGems #1697, H20). On an H100 (PyTorch 2.11;
-# kernels 3, 5 and 7) less for a number and more for a product
-NUMBER, TAP = 2.6, 0.125
-HOPPER_NUMBER, HOPPER_TAP = 1.05, 0.16
-# Their backward passes over that: on an H100 (PyTorch 2.11, six convolutions) 1.1 to 2 and 1.5 to 2.7 times; together 3.6 in pytorch #129609
-# (2024), and 17 and 25 years before (#18631, #62006)
-GRADIENT = {"image": 1.6, "weight": 2}
-OF_CUDNNS = {"image": 1.7, "weight": 1.15}  # by cuDNN's: 1.4 to 2.2, and 1 to 1.4
-# Kernels of a depthwise convolution in float16, of 32 channels and more, that PyTorch leaves to cuDNN (use_cudnn_depthwise in
-# ATen/native/Convolution.cpp: "only for FP16"); bfloat16 takes PyTorch's own, and as long as float32
-BY_CUDNN = (1, 3, 5)
 
 
 def forward_flops(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
@@ -85,11 +95,13 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
     transposed, groups = args[6], args[8] if len(args) > 8 else 1
     made, read = (image, result) if transposed else (result, image)
     length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
-    if _is_depthwise(weight, groups):
-        seconds = _depthwise(kernels, weight, made, moved)
+    if depthwise.is_depthwise(weight, groups):
+        seconds = depthwise.forward_seconds(kernels, weight, made, moved)
     else:
         seconds = _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
-    if args[2] is not None and not _own(weight, groups, made):  # added to cuDNN's result by a kernel of its own
+    if args[2] is not None and not depthwise.by_pytorch(
+        weight, groups, made
+    ):  # added to cuDNN's result by a kernel of its own
         seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
     return seconds
 
@@ -99,11 +111,10 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
     gradient, image, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
     moved = gradient.itemsize * (gradient.numel() + image.numel() + weight.numel())  # by each of the two products
     total = 0.0
-    if _is_depthwise(weight, groups):
-        own = _own(weight, groups, gradient)
-        for wanted, which in zip(mask, GRADIENT, strict=False):
-            made = image if which == "image" else gradient
-            total += wanted * (GRADIENT if own else OF_CUDNNS)[which] * _depthwise(kernels, weight, made, moved)
+    if depthwise.is_depthwise(weight, groups):
+        for wanted, which in zip(mask, ("image", "weight"), strict=False):
+            if wanted:
+                total += depthwise.gradient_seconds(kernels, which, weight, image, gradient, moved)
     else:
         if mask[0]:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
@@ -138,11 +149,9 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = FLOAT32, False
-    share = 1 / _method(which, weight, stride, key, tensor_cores, kernels.hopper)
+    share = 1 / _method(which, weight, stride, key, tensor_cores, WAYS["Hopper" if kernels.hopper else "before Hopper"])
     if tensor_cores and spec.capability[0] in OLD_INSTRUCTIONS:
         share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
-    if tensor_cores and kernels.hopper and which == "weight" and key != TF32 and prod(weight.shape[2:]) > 1:
-        share *= WEIGHTS_ON_HOPPER
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
     if together > 1:
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
@@ -159,17 +168,15 @@ def _together(columns: int, weight, groups: int) -> int:
     return together
 
 
-def _method(which: str, weight, stride, key, tensor_cores: bool, hopper: bool) -> float:
-    """What cuDNN's way takes over a plain product of that type. On tensor cores a 1x1 convolution loses as much as it does without
-    (DeepBench's, V100 and T4: 1.2 forward, 1.2 to 1.5 and 1.5 to 2 backward); on a Hopper it is a product (cuBLAS's nvjet_sm90 kernels)."""
-    pointwise = prod(weight.shape[2:]) == 1
+def _method(which: str, weight, stride, key, tensor_cores: bool, ways: Ways) -> float:
+    """What cuDNN's way takes over a plain product of that type."""
+    pointwise, square = prod(weight.shape[2:]) == 1, tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}
     if tensor_cores:
-        return DIRECT[which] if pointwise and not (hopper and key != TF32) else 1.0
+        larger = ways.halves_larger if key != TF32 else AS_A_PRODUCT
+        return ((ways.halves_1x1 if key != TF32 else DIRECT) if pointwise else larger)[which]
     if key != FLOAT32:
         return 1.0
-    if tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}:
-        return HOPPER_3X3[which] if hopper else WINOGRAD
-    return HOPPER_1X1[which] if hopper and pointwise else DIRECT[which]
+    return (ways.single_3x3 if square else ways.single_1x1 if pointwise else DIRECT)[which]
 
 
 def _on_tensor_cores(spec, key) -> bool:
@@ -191,25 +198,3 @@ def _converting(kernels: Kernels, which: str, made, read, weight, stride, key) -
 def reordering(kernels: Kernels, image) -> float:
     """Seconds to read an image and to write it with its channels elsewhere."""
     return max(2 * image.nbytes / kernels.bandwidth["memory"], REORDERED * image.numel() / kernels.cycles)
-
-
-def _is_depthwise(weight, groups: int) -> bool:
-    return groups > 1 and weight.shape[1] == 1
-
-
-def _own(weight, groups: int, made) -> bool:
-    """A depthwise convolution by PyTorch's own kernels, which add the bias as well."""
-    narrow = made.dtype == torch.float16 and made.shape[1] >= 32
-    narrow = narrow and len(set(weight.shape[2:])) == 1 and weight.shape[-1] in BY_CUDNN
-    return _is_depthwise(weight, groups) and made.stride(1) != 1 and not narrow
-
-
-def _depthwise(kernels: Kernels, weight, made, moved) -> float:
-    spec, taps = kernels.spec, prod(weight.shape[2:])
-    if not _own(weight, weight.shape[0], made):
-        flops = 2 * made.numel() * taps
-        bound = flops / (spec.rates[FLOAT32] * DEPTHWISE_FLOPS)
-        return spec.kernel + max(moved / (spec.bandwidth * DEPTHWISE_BANDWIDTH), bound)
-    each = HOPPER_NUMBER + HOPPER_TAP * taps if kernels.hopper else NUMBER + TAP * taps
-    cycles = made.numel() * each / spec.processors
-    return spec.kernel + max(moved / kernels.bandwidth["memory"], cycles / (1e3 * spec.clock_rate))

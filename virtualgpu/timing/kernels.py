@@ -37,9 +37,6 @@ ODD_LOAD, NARROW_LOAD = 0.26, 0.16
 # Such rows cannot go to wgmma or tcgen05; what mma.sync reaches of a Hopper's peak: Luo et al., "Benchmarking and Dissecting the Nvidia
 # Hopper GPU Architecture via Microbenchmarking", 2024
 MMA_SYNC = 0.63
-WINOGRAD = 0.62  # the time of a 3x3 convolution in float32 over that of its product: DeepBench, V100, T4, P100 and 1080 Ti, medians
-# The same of other kernel sizes, forward, gradient of the image and of the weight
-DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
 WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half of one on average
 L2_READS = 0.5  # of what a kernel moves, the part that it reads
 

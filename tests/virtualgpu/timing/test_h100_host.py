@@ -54,6 +54,7 @@ CHAINS = {
     "mul scalar": (lambda: Of(lambda x: x * 1.0), IMAGES),
     "softmax": (lambda: nn.Softmax(-1), TOKENS),
     "sdpa": (lambda: Of(attention), TOKENS),
+    "views": (lambda: Of(lambda x: x.transpose(1, 2).unsqueeze(1).squeeze(1)), TOKENS),
     "max_pool": (lambda: nn.MaxPool2d(3, 1, 1), IMAGES),
 }
 AUTOCAST = {"AMP bfloat16": torch.bfloat16, "AMP": torch.float16}

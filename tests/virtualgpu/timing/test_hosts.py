@@ -42,6 +42,26 @@ def test_a_faster_host_helps_short_kernels_alone():
     assert many["2021"] == pytest.approx(many["2024"], rel=0.02)
 
 
+def test_a_view_costs_the_host_alone():
+    """5 us beside an H100 (tests/gpu/h100_host.csv); what linear calls by itself is in the product's cost."""
+    with virtualgpu.dry_run(1, like="H100", host="2026"):
+        clock, x = virtualgpu.machine().clock, torch.zeros(2, 3, 4, requires_grad=True)
+
+        def passed(function):
+            before = clock.host, list(clock.computing)
+            result = function()
+            return round(1e6 * (clock.host - before[0]), 3), [*clock.computing] == before[1], result
+
+        assert passed(lambda: x.transpose(0, 1))[0] == 0.0  # the CPU's time is none
+        y = x.cuda()
+        us, no_kernel, _ = passed(lambda: y.transpose(0, 1)[0].unsqueeze(1))
+        assert us == pytest.approx(3 * 20 * weights.VIEW.forward) and no_kernel
+        assert passed(lambda: y.view(6, 4).detach())[:2] == (0.0, True)
+        plain, turned = y.sum(), y.transpose(0, 1).sum()
+        more = passed(turned.backward)[0] - passed(plain.backward)[0]
+        assert more == pytest.approx(16 * weights.VIEW.backward, abs=0.01)
+
+
 @pytest.mark.parametrize("names", [{"clock": "fast"}, {"host": "1999"}])
 def test_unknown_names_say_what_there_is(names):
     with pytest.raises(
