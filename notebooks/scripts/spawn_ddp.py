@@ -20,7 +20,7 @@ from helpers.data import digits
 
 def main_worker(gpu, n_gpus, address, path):
     """One step on this process's share of 512 images. Process 0 saves the averaged gradient to path."""
-    batch_size = 512 // n_gpus  # each process takes its share
+    batch_size, num_workers = 512 // n_gpus, max(1, 2 // n_gpus)  # each process takes its share
     dist.init_process_group("nccl", init_method=address, world_size=n_gpus, rank=gpu)
 
     torch.manual_seed(0)
@@ -31,7 +31,9 @@ def main_worker(gpu, n_gpus, address, path):
 
     data = TensorDataset(*digits())
     sampler = DistributedSampler(data, shuffle=False)
-    loader = DataLoader(data, batch_size, sampler=sampler, pin_memory=True)
+    # a spawned process would spawn its workers, too, and each would import PyTorch once more
+    workers = {"num_workers": num_workers, "multiprocessing_context": "fork"}
+    loader = DataLoader(data, batch_size, sampler=sampler, pin_memory=True, **workers)
     images, labels = next(iter(loader))
     scores = model(images.flatten(1).cuda(gpu, non_blocking=True))
     nn.functional.cross_entropy(scores, labels.cuda(gpu, non_blocking=True)).backward()
