@@ -11,7 +11,9 @@ def first(file, program):
     for stream in (1, 2):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     exec(program, {**globals(), "__name__": "__main__"})
-for file, program in PROGRAMS.items():
+for number, (file, program) in enumerate(PROGRAMS.items()):
+    if number == FIRST:
+        LIBRARIES
     process = multiprocessing.get_context("fork").Process(target=first, args=(file, program))
     process.start(), process.join()
     with open(file + ".status", "w") as status:
@@ -19,11 +21,15 @@ for file, program in PROGRAMS.items():
 """
 
 
-def outcomes(programs: list[str], folder: Path) -> list[tuple[int, list[str]]]:
-    """Of each program its exit status and the lines that it wrote, one after the other, without the one of virtualgpu.gpus."""
+def outcomes(programs: list[str], folder: Path, libraries: str = "pass", first: int = 0) -> list[tuple[int, list[str]]]:
+    """Of each program its exit status and the lines that it wrote, one after the other, without the one of virtualgpu.gpus.
+
+    libraries: an import whose first use the programs from this number on are not about: made once for all of them.
+    """
     files = {str(folder / str(number)): program for number, program in enumerate(programs)}
     environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "RANK")}
-    command = [sys.executable, "-W", "ignore", "-c", PARENT.replace("PROGRAMS", repr(files))]
+    code = PARENT.replace("PROGRAMS", repr(files)).replace("LIBRARIES", libraries).replace("FIRST", str(first))
+    command = [sys.executable, "-W", "ignore", "-c", code]
     subprocess.run(command, env=environ, check=True, timeout=300)
     ended = [int(Path(f"{file}.status").read_text("utf-8")) for file in files]
     said = [Path(file).read_text("utf-8").splitlines() for file in files]

@@ -132,24 +132,31 @@ def test_two_that_send_first(on_gpus):
         assert "both ranks send first, and NCCL would hang" in said and "batch_isend_irecv" in said
 
 
-def waits_in_gloo_for_one_that_sleeps() -> str:
+def waits_in_gloo_for_one_that_does_not_come() -> str:
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    group, store = (
+        dist.new_group(backend="gloo", timeout=timedelta(seconds=1)),
+        dist.distributed_c10d._get_default_store(),
+    )
     if dist.get_rank() == 1:
-        time.sleep(4)
+        store.wait(["has ended"])
         return ""
     try:
         dist.all_reduce(torch.ones(1, device="cuda:0"), group=group)
     except RuntimeError as error:
         return f"{error}"
+    finally:
+        store.set("has ended", "")
 
 
 def test_gloo_waits_for_a_gpus_tensors_no_longer_than_its_timeout(on_gpus):
     """As with a real GPU: gloo's own error comes after so many seconds."""
-    assert "timed out after 1 s: rank 1 had not come" in on_gpus(waits_in_gloo_for_one_that_sleeps, timeout=40)[0]
+    assert (
+        "timed out after 1 s: rank 1 had not come" in on_gpus(waits_in_gloo_for_one_that_does_not_come, timeout=40)[0]
+    )
 
 
 def test_a_rank_that_never_comes_to_the_start(tmp_path):

@@ -134,14 +134,14 @@ def test_a_rank_that_has_returned_before_the_first(on_gpus):
 
 
 def late_for_the_first() -> list[str]:
-    import time
     from datetime import timedelta
 
     import torch.distributed as dist
 
     groups = [dist.new_group(backend="nccl", timeout=timedelta(seconds=1)) for _ in range(2)]
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(4)
+        store.wait(["both have ended"])
         return []
     said = []
     calls = dist.all_reduce, lambda x, group: dist.recv(x, 1, group=group)
@@ -150,6 +150,7 @@ def late_for_the_first() -> list[str]:
             begin(torch.ones(1, device="cuda:0"), group=group)
         except dist.DistBackendError as error:
             said.append(str(error))
+    store.set("both have ended", "")
     return said
 
 

@@ -92,7 +92,7 @@ def test_the_order_of_a_search(low, high, limit, tried):
     assert [result.reserved for result in fit._search(low, high, trial)] == tried
 
 
-def test_more_gpus_by_torchrun(script):
+def test_more_gpus_by_torchrun(script, warm):
     command = ["torchrun", "--standalone", "--nproc-per-node={gpus}", script, "--batch-size", "8"]
     one, two = trials = fit.run(command, gpus=[1, 2], vary={"batch-size": ["4096"]})
     assert (one.status, one.ranks, two.status, two.ranks) == ("fits", 1, "fits", 2), trials
@@ -198,14 +198,14 @@ def test_a_program_that_looks_for_gpus_and_goes(tmp_path, warm):
     assert trial.status == "failed" and trial.words == "the program used no GPU, and said at its end: I need two."
 
 
-def test_a_program_that_makes_no_step_and_no_end(tmp_path):
+def test_a_program_that_makes_no_step_and_no_end(tmp_path, warm):
     path = tmp_path / "serve.py"
     path.write_text("import time, torch\ntorch.ones(2, device='cuda')\ntime.sleep(1000)\n")
     (trial,) = fit.run([str(path)], limit=0.5)
     assert trial.words == "it had not ended after 0.5 s: does it step an optimizer?" and trial.status == "failed"
 
 
-def test_a_program_that_a_signal_ends(tmp_path):
+def test_a_program_that_a_signal_ends(tmp_path, warm):
     path = tmp_path / "killed.py"
     path.write_text("import os\nprint('well')\nos.kill(os.getpid(), 9)\n")
     (trial,) = fit.run([str(path)])

@@ -1,6 +1,7 @@
 """Tools that ask the driver: nvidia-smi, pynvml, GPUtil, our own Monitor, PyTorch's collect_env."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -110,8 +111,15 @@ def test_smi_where_nobody_reads(ledger, command, out, error):
 
 
 def test_smi_loops_without_a_number(ledger):
-    found = subprocess.run("nvidia-smi -l | head -1 | wc -l", shell=True, capture_output=True, text=True)
-    assert (found.stdout, found.stderr) == ("1\n", "")
+    """Interrupted while it waits for the next time, which comes after five seconds."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(["nvidia-smi", "-l"], text=True, start_new_session=True, **pipes) as process:
+        assert process.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.stderr.read() == ""
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_smi_lists_its_fields(ledger):

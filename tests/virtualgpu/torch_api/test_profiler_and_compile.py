@@ -208,7 +208,9 @@ CASES = {name: TRANSFORM.format(line) for name, line in TRANSFORMS.items()} | {"
 @pytest.fixture(scope="module")
 def first_used(tmp_path_factory):
     """{case: the lines that it printed}."""
-    ended = outcomes(list(CASES.values()), tmp_path_factory.mktemp("programs"))
+    # the first of all imports what torch._dynamo needs by itself
+    libraries = "import sympy, torch.distributed.tensor"
+    ended = outcomes(list(CASES.values()), tmp_path_factory.mktemp("programs"), libraries, first=1)
     return {name: lines for name, (_, lines) in zip(CASES, ended, strict=True)}
 
 

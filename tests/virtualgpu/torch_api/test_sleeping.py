@@ -53,15 +53,16 @@ def test_a_pause_of_the_program_passes(gpus, pause, passes):
 
 def test_a_gpu_that_works_meanwhile_is_not_later_for_it(gpus):
     x = torch.ones(2**10, 2**10, device="cuda")
-    for products in (1, 1000):  # shorter than the pause, and longer
+    for cycles in (1_000, 400_000_000):  # shorter than the pause, and longer, without a processor's work for it
         start = virtualgpu.machine().clock.host
-        for _ in range(products):
-            x @ x
+        x @ x
+        torch.cuda._sleep(cycles)
         launched = virtualgpu.machine().clock.host
         busy = virtualgpu.machine().clock.ready(0) - start
         time.sleep(PAUSE)
         torch.cuda.synchronize()
         took = virtualgpu.machine().clock.host - start
+        assert (busy > 2 * PAUSE) == (cycles > 1_000)
         assert took == pytest.approx(max(busy, launched - start + PAUSE), abs=1e-4)
 
 
