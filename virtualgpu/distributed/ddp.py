@@ -119,7 +119,7 @@ def _verify_params_across_processes(machine: Machine, original, group, params, *
     counts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(counts, own, group=group, async_op=True).wait()
     for count in counts:
-        count.cpu()
+        count[0].cpu()  # read one by one, as C++ does
     shapes = torch.empty(2 * sum(param.dim() for param in params), dtype=torch.int64, device=own.device)
     dist.broadcast(shapes, group=group, group_src=0, async_op=True).wait()
     torch.empty_like(shapes).copy_(shapes)
