@@ -3,6 +3,7 @@ November 2026): chains of 40 alike, of a few numbers, from an empty queue; micro
 
 import contextlib
 import csv
+import functools
 import math
 from pathlib import Path
 from statistics import median
@@ -66,6 +67,7 @@ def rows() -> list[tuple[str, str, str, float]]:
     return [row for row in table if row[0] in CHAINS]
 
 
+@functools.cache
 def simulated(name: str, precision: str) -> dict[str, float]:
     """Microseconds by pass."""
     make, shape = CHAINS[name]
