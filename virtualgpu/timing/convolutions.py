@@ -99,9 +99,8 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
         seconds = depthwise.forward_seconds(kernels, weight, made, moved)
     else:
         seconds = _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
-    if args[2] is not None and not depthwise.by_pytorch(
-        weight, groups, made
-    ):  # added to cuDNN's result by a kernel of its own
+    # a bias is added to cuDNN's result by a kernel of its own
+    if args[2] is not None and not depthwise.by_pytorch(weight, groups, made):
         seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
     return seconds
 
@@ -149,7 +148,7 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = FLOAT32, False
-    share = 1 / _method(which, weight, stride, key, tensor_cores, WAYS["Hopper" if kernels.hopper else "before Hopper"])
+    share = 1 / _method(which, weight, stride, key, tensor_cores, WAYS[kernels.generation])
     if tensor_cores and spec.capability[0] in OLD_INSTRUCTIONS:
         share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
     together = _together(sizes[1], weight, groups) if tensor_cores else 1

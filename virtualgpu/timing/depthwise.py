@@ -52,6 +52,6 @@ def forward_seconds(kernels: Kernels, weight, made, moved) -> float:
         flops = 2 * made.numel() * taps
         bound = flops / (spec.rates[FLOAT32] * FLOPS)
         return spec.kernel + max(moved / (spec.bandwidth * BANDWIDTH), bound)
-    number, tap = CYCLES["Hopper" if kernels.hopper else "before Hopper"]
+    number, tap = CYCLES[kernels.generation]
     cycles = made.numel() * (number + tap * taps) / spec.processors
     return spec.kernel + max(moved / kernels.bandwidth["memory"], cycles / (1e3 * spec.clock_rate))

@@ -60,6 +60,7 @@ class Kernels:
         self.bandwidth = {name: spec.bandwidth * (1.0 if peak else part) for name, part in share.items()}
         self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
         self.hopper = spec.capability[0] in (9, 10)  # or B200: products by groups of warps (wgmma, tcgen05)
+        self.generation = "Hopper" if self.hopper else "before Hopper"  # as the tables of convolutions call it
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 

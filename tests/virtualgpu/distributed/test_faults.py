@@ -137,10 +137,8 @@ def waits_in_gloo_for_one_that_does_not_come() -> str:
 
     import torch.distributed as dist
 
-    group, store = (
-        dist.new_group(backend="gloo", timeout=timedelta(seconds=1)),
-        dist.distributed_c10d._get_default_store(),
-    )
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["has ended"])
         return ""
