@@ -157,6 +157,7 @@ def test_under_a_default_device_a_virtual_ones_tensor_is_none_of_the_cards(drive
 
 
 def test_where_there_is_no_driver_nobody_looks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(_compat, "is_really_on_gpu", None)
     virtualgpu.gpus(2)
     assert (torch.ones(2, device=ONE) + 1).tolist() == [2, 2] and torch.ones(2).to(ONE).device == ONE
