@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask
 
 import virtualgpu
 from virtualgpu import _compat
@@ -135,7 +136,28 @@ def test_afterwards_it_is_as_before(on_card):
     assert (real + 1).tolist() == [2, 3, 4] and torch.cuda.device_count() == 1
 
 
+class Plain(torch.Tensor):
+    """A subclass that overrides nothing."""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: torch.as_tensor(x),
+        lambda x: torch.as_tensor(x.as_subclass(Plain)),
+        lambda x: torch.autograd.grad((x * 2).exp().sum(), x)[0],
+        lambda x: create_block_mask(lambda b, h, q, k: q >= k + x[0], None, None, 256, 256, device=ONE).kv_indices,
+    ],
+)
+def test_under_a_default_device_a_virtual_ones_tensor_is_none_of_the_cards(driver, use):
+    """There PyTorch's own getters ask what virtual GPUs have put in the place of Tensor's, and were told cuda of them."""
+    virtualgpu.gpus(2)
+    with torch.device(ONE):
+        assert use(torch.ones(2, requires_grad=True)).device == ONE
+
+
 def test_where_there_is_no_driver_nobody_looks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(_compat, "is_really_on_gpu", None)
     virtualgpu.gpus(2)
     assert (torch.ones(2, device=ONE) + 1).tolist() == [2, 2] and torch.ones(2).to(ONE).device == ONE

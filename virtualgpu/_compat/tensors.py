@@ -12,8 +12,6 @@ fake_tensor = torch._subclasses.fake_tensor
 tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
 
 real_device = TensorBase.device.__get__  # (tensor) -> where its bytes really are
-is_really_meta = TensorBase.is_meta.__get__
-is_really_on_gpu = TensorBase.is_cuda.__get__  # on a real one
 real_storage_device = torch.UntypedStorage.device.__get__
 untyped = attrgetter("_untyped_storage")  # (TypedStorage) -> what it is made of
 address = attrgetter("_cdata")  # of the C++ object behind a tensor, a storage or a generator
@@ -34,6 +32,24 @@ graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
 current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
 next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that this thread's next node will have
 sequence_number = methodcaller("_sequence_nr")  # (node)
+
+
+def _past_overrides(getter):
+    """`getter`, answered by C++ itself: where a TorchFunctionMode is on (torch.set_default_device, a mask of flex_attention) and for
+    subclasses, PyTorch's getters ask Tensor's property of that name instead, which virtual GPUs replace."""
+    plain, modes = (torch.Tensor, torch.nn.Parameter), _C._len_torch_function_stack
+
+    def get(tensor: torch.Tensor) -> bool:
+        if type(tensor) in plain and not modes():
+            return getter(tensor)
+        with _C.DisableTorchFunction():
+            return getter(tensor)
+
+    return get
+
+
+is_really_meta = _past_overrides(TensorBase.is_meta.__get__)
+is_really_on_gpu = _past_overrides(TensorBase.is_cuda.__get__)  # on a real one
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 TensorPipe's threads are C++'s, and so are those in which distributed autograd works: each of its pool meets the virtual GPUs once, when
 RPC begins. C++ takes a virtual GPU's tensors for the CPU's, so that it has no device maps to follow: a tensor of a GPU travels as its copy
-on the CPU, with a word about the GPU that it goes to, and its gradient comes back the same way.
+on the CPU, with a word about the GPU that it goes to, and its gradient comes back the same way. TensorPipe's channels for tensors of
+GPUs are left out: where a real one is hidden, one of them ends in an error.
 """
 
 import functools
@@ -17,6 +18,7 @@ from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches
 
+CHANNELS = ["mpt_uv", "basic"]  # TensorPipe's for the CPU, on every system
 SECONDS = 30  # for all threads of a pool to come
 NO_MAP = (
     "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending them over RPC, or call "
@@ -28,6 +30,11 @@ NO_MAP = (
 def install(machine: Machine, patches: Patches) -> None:
     """Stand-ins in torch.distributed.rpc, where PyTorch has it."""
     if torch.distributed.rpc.is_available():
+        when_imported(
+            "torch.distributed.rpc.options",
+            lambda module: patches.stand_in(module.TensorPipeRpcBackendOptions, "__init__", _options),
+            patches,
+        )
         when_imported("torch.distributed.rpc.api", lambda api: Rpc(machine, api).install(patches), patches)
 
 
@@ -178,6 +185,11 @@ class Builtin:
     def __call__(self, *args, **kwargs):
         """The operation's result."""
         return self.func(*args, **kwargs)
+
+
+def _options(original, options, *, _channels=None, **kwargs) -> None:
+    """What makes an agent's options. TensorPipe asks the driver for its GPUs, and CUDA's runtime, which finds none where they are hidden."""
+    original(options, _channels=CHANNELS if _channels is None else _channels, **kwargs)
 
 
 def _receive(receiver, place, sender, device):

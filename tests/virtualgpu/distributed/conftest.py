@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 import virtualgpu
 from virtualgpu.run.ranks import launch
@@ -17,10 +18,16 @@ def on_gpus(capfd):
 
 @pytest.fixture
 def on_cpus(capfd):
-    """The same on CPUs, by gloo."""
+    """The same on CPUs, by gloo, also where there is a real GPU."""
 
     def run(function, *args, n=2, **options):
         virtualgpu.reset()
-        return launch(function, *args, nprocs=n, **options)
+        return launch(_without_real_gpus, function, *args, nprocs=n, **options)
 
     return run
+
+
+def _without_real_gpus(function, *args, **options):
+    """In a rank, which is a process of its own: functions look here for what they shall work on."""
+    torch.cuda.is_available = lambda: False
+    return function(*args, **options)

@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
+import virtualgpu
+
 
 class Half(nn.Module):
     """A layer on one device, of any worker. home: where it gives its result."""
@@ -110,3 +112,15 @@ def test_a_gpus_tensor_without_a_device_map_is_refused_in_pytorchs_words(on_gpus
     assert "Request device mapping is not available for destination worker1" in asked and "set_device_map" in asked
     assert "Response device mapping is not available" in answered and "cuda:1" in answered
     assert "send the function of Python" in scripted and sent == [2.0, 2.0]
+
+
+def test_no_channel_asks_the_driver(gpus, monkeypatch):
+    """CUDA's runtime found no GPU where the real one was hidden, the driver found it, and TensorPipe took that for an error."""
+    told, base = [], rpc.TensorPipeRpcBackendOptions.__base__
+    make = base.__init__  # of (options, threads, transports, channels, ...)
+    monkeypatch.setattr(base, "__init__", lambda *args: told.append(args[3]) or make(*args))
+    for own in ({}, {"_channels": ["basic"]}):
+        rpc.TensorPipeRpcBackendOptions(**own)
+    virtualgpu.reset()
+    rpc.TensorPipeRpcBackendOptions()
+    assert told == [["mpt_uv", "basic"], ["basic"], None]

@@ -245,6 +245,17 @@ def test_ctc_loss_of_lengths_that_are_not_known(dry):
         F.ctc_loss(x.log_softmax(2), targets, [6], x[0].argmax(1))
 
 
+def test_a_list_of_numbers_under_a_default_device(dry):
+    """There PyTorch's getters ask Tensor.is_meta as it is replaced: False, and C++ looked for the numbers in meta tensors."""
+    with torch.device("cuda"):
+        made = torch.as_tensor([torch.ones(()), torch.ones(()).as_subclass(Plain)])
+    assert (made.device, made.shape) == (torch.device("cuda:0"), (2,))
+
+
+class Plain(torch.Tensor):
+    """A subclass that overrides nothing."""
+
+
 def test_an_array_that_is_overwritten_by_what_is_not_known(dry):
     """It comes with its numbers, which stay to be read; no shape depends on them, nor on what comes of them."""
     numpy = pytest.importorskip("numpy")

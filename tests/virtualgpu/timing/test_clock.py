@@ -210,7 +210,8 @@ def test_timeline_tells_kinds_apart(gpus, capsys):
     assert "Figure" in capsys.readouterr().out
 
 
-def test_timeline_without_gpus():
+def test_timeline_without_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"call gpus\(2\) first"), helpers.Timeline():
         pass
 
