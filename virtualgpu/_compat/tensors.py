@@ -30,6 +30,7 @@ suggest_memory_format = torch._prims_common.suggest_memory_format  # (tensor) ->
 MAKE_GRADS = "_make_grads"  # of torch.autograd: (outputs, their gradients, ...), before C++ begins
 graph_task = _C._current_graph_task_id  # () -> int; -1 outside a backward pass
 current_node = _C._current_autograd_node  # () -> the node of the graph that is being run, or None
+PythonNode = _C._FunctionBase  # of a torch.autograd.Function
 next_sequence_number = _C._autograd._get_sequence_nr  # () -> the number that this thread's next node will have
 sequence_number = methodcaller("_sequence_nr")  # (node)
 

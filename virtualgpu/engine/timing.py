@@ -67,6 +67,8 @@ class Timing:
         if op.writes_lists:  # a fused optimizer: what it writes it has read, too
             more = self.clock.costs.entry * len(tensors)
             tensors = [*tensors, *op.written(args, kwargs)]
+        elif args and type(args[0]) in LISTS:
+            more = self.clock.costs.entry * len(args[0])
         if op.formula is None:
             kind = op.kind
             nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
@@ -101,6 +103,7 @@ class Timing:
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
         lists = next(value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor))
+        taken = sum(isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor) for value in args)
         first = [(tensor.nbytes, tensor.numel(), gpu_of(tensor)) for tensor in lists]
         total, nbytes = sum(size for size, _, _ in first) or 1, moved(tensors)
         for gpu in dict.fromkeys(where for _, _, where in first if where is not None):
@@ -109,7 +112,9 @@ class Timing:
             seconds = gpu.kernels.moving(nbytes * sum(size for size, _ in own) // total, op.kind)
             seconds += (kernels - 1) * gpu.spec.kernel
             costs = self.clock.costs
-            self.clock.launch(gpu.index, seconds, op.name, more=(kernels - 1) * costs.launch + len(own) * costs.entry)
+            each = costs.entry * taken + (0.0 if op.name.endswith("_") else costs.made)
+            more = (kernels - 1) * costs.launch + len(own) * each
+            self.clock.launch(gpu.index, seconds, op.name, more=more, weight=weights.OF_LIST)
 
     def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
         """A kernel that fills a new tensor; none where it is left as it is."""
@@ -134,7 +139,7 @@ class Timing:
         return seconds
 
 
-FLAGS = (bool, int)
+FLAGS, LISTS = (bool, int), (list, tuple)
 
 
 def _shape(tensor: torch.Tensor) -> tuple:

@@ -3,8 +3,6 @@
 import importlib
 from collections.abc import Sequence
 
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from virtualgpu import _compat
 from virtualgpu.engine import kernels
 from virtualgpu.engine.allocation import holders
@@ -19,7 +17,7 @@ from virtualgpu.torch_api.registry import Patches
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 PATCH_MODULES = """
     torch_api.memory torch_api.random torch_api.beside_real torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.functions torch_api.fft
-    torch_api.recurrent torch_api.devices torch_api.storage torch_api.saving torch_api.torchscript torch_api.modules torch_api.sending torch_api.legacy
+    torch_api.recurrent torch_api.optimizers torch_api.devices torch_api.storage torch_api.saving torch_api.torchscript torch_api.modules torch_api.sending torch_api.legacy
     torch_api.data_parallel torch_api.sleeping torch_api.distributions distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler
     torch_api.triton torch_api.threads torch_api.loader torch_api.monitor torch_api.nvml torch_api.surface"""
 MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
@@ -52,11 +50,6 @@ class Session:
             module.install(self.machine, self.patches)
         gpu_trace.install(self.machine, self.patches)
         self.patches.spread()
-        for register, kind in (
-            (register_optimizer_step_pre_hook, "optimizer"),
-            (register_optimizer_step_post_hook, "forward"),
-        ):
-            self.patches.undo(register(lambda *_, kind=kind: self.machine.clock.set_kind(kind)).remove)
         self.look_for_races(self.sanitize)
         self.enter()
         if holders.of_cpp is None:

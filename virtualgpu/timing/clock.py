@@ -13,15 +13,15 @@ All times are in seconds since the GPUs were made.
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from virtualgpu.errors import device_assert
 from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.collectives import Collectives
 from virtualgpu.timing.queues import DEFAULT, Engine, Queue, Span
-from virtualgpu.timing.streams import HostThread, Streams, graph_task
-from virtualgpu.timing.weights import AVERAGE, Weight
+from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
+from virtualgpu.timing.weights import AVERAGE, FURTHER, STEP, Weight
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
@@ -144,6 +144,11 @@ class Clock(Streams):
         else:
             local.now += costs.forward * weight.forward
 
+    def pass_step(self, parameters: int, counts: int) -> None:
+        """An optimizer's step in lists begins. parameters: that have a gradient. counts: of steps, that it keeps on the CPU."""
+        once, each, of_count = STEP
+        self.local.now += self.costs.optimizer * (once + each * parameters + of_count * counts)
+
     def pass_time(self) -> None:
         """The host asks for something, which takes as long as a launch."""
         self.wait_until(self.host + LAUNCH)
@@ -162,14 +167,13 @@ class Clock(Streams):
         local, costs = self.local, self.costs
         threads = local.backward
         if self.stopped or (threads is None) is not (graph_task() == -1):
-            in_backward = self._in_backward(local)
-            cost = costs.backward * weight.backward if in_backward else costs.forward * weight.forward
+            cost = self._cost_in_backward(local, weight) if self._in_backward(local) else costs.forward * weight.forward
             now = self._passed(local, gpu, more + cost)
         elif threads is None:
             cost = costs.forward * weight.forward if local.kind == "forward" else costs.optimizer
             now = local.now = local.now + more + cost
         else:
-            now = threads[gpu] = threads[gpu] + more + costs.backward * weight.backward
+            now = threads[gpu] = threads[gpu] + more + self._cost_in_backward(local, weight)
         if self.multi:
             queue = self.current(gpu)
             ready = max(now, queue.ready, after)
@@ -248,6 +252,17 @@ class Clock(Streams):
             self._record(queue, start, start + seconds, "copy", name, now)
         if wait:
             self.wait_for(queue)
+
+    def _cost_in_backward(self, local: HostThread, weight: Weight) -> float:
+        """Seconds of an operation in a backward pass. What a node calls after its first operation costs C++ a launch and little else; what
+        Python calls there (a checkpoint that computes again, a function of its own) costs what it does in a forward pass."""
+        if is_grad_enabled():
+            return self.costs.forward * weight.forward
+        key = node_in_cpp()
+        again, local.launched_by = key is not None and key == local.launched_by, key
+        return self.costs.backward * (
+            weight.backward if not again or weight.backward > 1.0 else FURTHER * weight.backward
+        )
 
     def _passed(self, local: HostThread, gpu: int, seconds: float) -> float:
         """The moment after the thread that serves this GPU has spent `seconds`; then it launches, which fails if a kernel asserted."""

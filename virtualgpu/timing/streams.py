@@ -21,6 +21,14 @@ NODES = 100_000  # forward operations whose stream is remembered for the backwar
 graph_task = _compat.graph_task  # -1 outside a backward pass
 
 
+def node_in_cpp() -> int | None:
+    """The number of the node that a backward pass is at; None in a function of Python, and in a hook of a leaf."""
+    node = _compat.current_node()
+    if node is None or isinstance(node, _compat.PythonNode) or hasattr(node, "variable"):
+        return None
+    return _compat.sequence_number(node)
+
+
 class HostThread(threading.local):
     """One thread of Python, as a host."""
 
@@ -31,6 +39,7 @@ class HostThread(threading.local):
         self.streams: dict[int, Queue] = {}  # of each GPU, where not the default one
         self.backward: list[float] | None = None  # in a backward pass: each GPU's own launching thread
         self.node = None  # of the backward pass, that `streams` was set for
+        self.launched_by: int | None = None  # the node of C++ whose operation was the last
         self.outside: dict[int, Queue] = {}  # `streams` as it was before the backward pass
 
     def set_kind(self, kind: str) -> None:

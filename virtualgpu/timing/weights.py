@@ -2,7 +2,7 @@
 
 A weight is a share of `hardware.hosts.Host.forward` or `.backward`, that of the average operation. All were measured beside an H100 (a
 virtual machine with 16 processors of a Xeon of Sapphire Rapids, PyTorch 2.11, 2026-11): chains of 40 alike, tiny, launched on an empty
-queue, in microseconds over the 20 and 16 of hosts.toml's "2026". What autograd does with the gradient of a parameter is in the weight of
+queue, in microseconds over the 20 and 16 that the average cost there (hosts.toml's "2026" is of operations in mixed order). What autograd does with the gradient of a parameter is in the weight of
 the operation that makes it.
 """
 
@@ -17,6 +17,8 @@ class Weight(NamedTuple):
 
 
 AVERAGE = Weight(1.0, 1.0)
+# A node of the backward pass costs C++ some 8 us, and each operation that it calls 8: of two to six of them, 0.45 to 0.55 of as many nodes
+FURTHER = 0.5
 ELEMENTWISE = Weight(0.8, 1.0)  # 15 to 18 us, and 14 to 17
 PRODUCT = Weight(1.2, 2.0)  # linear without bias: 21 to 25, and 63 to 69 for two products and a transpose
 CONVOLUTION = Weight(1.6, 4.1)  # 30 to 35, and 62 to 78
@@ -58,6 +60,13 @@ WEIGHTS = {
 VIEW = Weight(0.25, 0.35)
 VIEWS = {"transpose", "permute", "unsqueeze", "squeeze", "select", "split", "split_with_sizes", "unbind"}
 
+# Of a list of tensors beside one (10 us), and what an optimizer's step costs in Python that works on lists, in operations of an optimizer:
+# once, for each parameter, and for each count of steps that it keeps on the CPU. SGD and AdamW, foreach and fused, of 10 to 400 tensors:
+# 45 to 130 us, 2 to 3 us for each, and 5 more for each of AdamW's counts.
+OF_LIST = Weight(0.5, 0.5)
+STEP = 5.0, 0.25, 0.4
+
+RECORDED = 0.8  # a backward pass of which autograd takes notes (create_graph) is timed as forward, of 20 us for 16
 EVALUATED = Weight(1.45, 1.0)  # batch norm that evaluates: 27 to 30
 
 
@@ -69,6 +78,7 @@ def of_view(name: str) -> Weight | None:
 def of(name: str, pointwise: bool, launches: int = 1) -> Weight:
     """Of the operation of that name. launches: its kernels; of what was not measured, each beyond the first costs a bare launch (4 us)."""
     if name in WEIGHTS:
-        return WEIGHTS[name]
+        weight = WEIGHTS[name]
+        return weight._replace(forward=RECORDED * weight.backward) if "backward" in name else weight
     first, more = ELEMENTWISE if pointwise else AVERAGE, launches - 1
     return first if not more else Weight(first.forward + 0.2 * more, first.backward + 0.25 * more)

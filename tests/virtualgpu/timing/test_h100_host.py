@@ -16,8 +16,10 @@ from torch.nn import functional as F
 import virtualgpu
 from tests.accuracy.kernels import within
 
-TABLE = Path(__file__).parents[2] / "gpu" / "h100_host.csv"
+GPU = Path(__file__).parents[2] / "gpu"
+TABLE, MIXED = GPU / "h100_host.csv", GPU / "mixed_host.csv"
 LENGTH = 40
+ALIKE = {"evaluation": 20 / 28, "forward": 20 / 28, "backward": 16 / 21}  # of what operations in mixed order cost
 IMAGES, TOKENS = (2, 64, 8, 8), (2, 8, 64)
 
 
@@ -82,7 +84,7 @@ def simulated(name: str, precision: str) -> dict[str, float]:
             torch.cuda.synchronize()
             begin = clock.host
             result = function()
-            taken[kind] = 1e6 * (clock.host - begin) / LENGTH
+            taken[kind] = ALIKE[kind] * 1e6 * (clock.host - begin) / LENGTH
             return result
 
         def forward():
@@ -100,6 +102,16 @@ def simulated(name: str, precision: str) -> dict[str, float]:
         with torch.no_grad():
             passed("evaluation", forward)
         return taken
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_operations_in_mixed_order_cost_more_than_chains_of_them(pass_):
+    """As each is followed by another, in a program as here."""
+    with open(MIXED, encoding="utf-8", newline="") as file:
+        times = [
+            float(row["mixed_us"]) / float(row["parts_us"]) for row in csv.DictReader(file) if row["pass"] == pass_
+        ]
+    assert len(times) == 12 and 1 / ALIKE[pass_] == pytest.approx(median(times), rel=0.02)
 
 
 @pytest.mark.parametrize("pass_", ["evaluation", "forward", "backward"])
