@@ -2,12 +2,14 @@
 
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torchvision
 
 import virtualgpu
-from tests.accuracy import fits, table, transformer, vision
+from tests.accuracy import fits, one_card, programs, table, transformer, vision
 from tests.accuracy.__main__ import PROGRAMS
 from tests.accuracy.published import published
 from tests.accuracy.row import Row, ratio
@@ -86,6 +88,17 @@ def test_the_published_file_is_well_formed():
             row.host in (*HOSTS, "") and row.licence and all("=" in part for part in row.settings.split("; ") if part)
         )
         assert not row.missed or len(row.missed) < 150, row
+
+
+def test_our_programs_are_all_there_and_their_titles_count_them():
+    rows = published("one_card")
+    assert {row.model for row in rows} >= set(programs.PROGRAMS)
+    assert all(row.model in programs.PROGRAMS or hasattr(torchvision.models, row.model) for row in rows)
+    assert len({(one_card.name(row), row.size, row.kind) for row in rows}) == len(rows)
+    for group in ("one_card", "unseen"):
+        counts = Counter(row.card for row in rows if (row.what, row.kind) == (group, "time"))
+        title = f"{counts['H100']} programs on an H100, {counts['H200']} of them on an H200"
+        assert table.TITLES[group].startswith(title) and len(counts) == 2
 
 
 def test_what_is_measured_twice_is_run_once():
