@@ -21,7 +21,7 @@ from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.collectives import Collectives
 from virtualgpu.timing.queues import DEFAULT, Engine, Queue, Span
 from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
-from virtualgpu.timing.weights import AVERAGE, FURTHER, STEP, Weight
+from virtualgpu.timing.weights import AVERAGE, FURTHER, STEP, UNRECORDED, Weight
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
@@ -142,7 +142,7 @@ class Clock(Streams):
         if self._in_backward(local) and local.backward is not None:
             local.backward[gpu] += costs.backward * weight.backward
         else:
-            local.now += costs.forward * weight.forward
+            local.now += self._cost(weight)
 
     def pass_step(self, parameters: int, counts: int) -> None:
         """An optimizer's step in lists begins. parameters: that have a gradient. counts: of steps, that it keeps on the CPU."""
@@ -167,10 +167,10 @@ class Clock(Streams):
         local, costs = self.local, self.costs
         threads = local.backward
         if self.stopped or (threads is None) is not (graph_task() == -1):
-            cost = self._cost_in_backward(local, weight) if self._in_backward(local) else costs.forward * weight.forward
+            cost = self._cost_in_backward(local, weight) if self._in_backward(local) else self._cost(weight)
             now = self._passed(local, gpu, more + cost)
         elif threads is None:
-            cost = costs.forward * weight.forward if local.kind == "forward" else costs.optimizer
+            cost = self._cost(weight) if local.kind == "forward" else costs.optimizer
             now = local.now = local.now + more + cost
         else:
             now = threads[gpu] = threads[gpu] + more + self._cost_in_backward(local, weight)
@@ -253,11 +253,16 @@ class Clock(Streams):
         if wait:
             self.wait_for(queue)
 
+    def _cost(self, weight: Weight) -> float:
+        """Seconds of an operation that Python calls; less where autograd takes no notes."""
+        cost = self.costs.forward * weight.forward
+        return cost if is_grad_enabled() else UNRECORDED * cost
+
     def _cost_in_backward(self, local: HostThread, weight: Weight) -> float:
         """Seconds of an operation in a backward pass. What a node calls after its first operation costs C++ a launch and little else; what
         Python calls there (a checkpoint that computes again, a function of its own) costs what it does in a forward pass."""
         if is_grad_enabled():
-            return self.costs.forward * weight.forward
+            return self._cost(weight)
         key = node_in_cpp()
         again, local.launched_by = key is not None and key == local.launched_by, key
         return self.costs.backward * (

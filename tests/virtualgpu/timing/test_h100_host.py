@@ -1,5 +1,5 @@
 """What operations cost the host, beside what they cost that of one H100 (tests/gpu/h100_host.csv: PyTorch 2.11, a Xeon of Sapphire Rapids,
-November 2026): chains of 40 alike, of a few numbers, from an empty queue; microseconds for each of the 40."""
+November 2026; of two visits): chains of 40 alike, of a few numbers, from an empty queue; microseconds for each of the 40."""
 
 import contextlib
 import csv

@@ -96,6 +96,16 @@ def test_a_nodes_further_operations_cost_half():
         assert backward(Square.apply(x)) == pytest.approx(2 * 21)  # called from Python, each
 
 
+def test_what_autograd_does_not_note_costs_less():
+    """Of 119 chains beside an H100 the median took 0.8 of what they took with its notes."""
+    with virtualgpu.dry_run(1, like="H100", host="2026"):
+        x = torch.zeros(2, 3, device="cuda", requires_grad=True)
+        noted = passed(x.exp)
+        for without in (torch.no_grad, torch.inference_mode):
+            with without():
+                assert passed(x.exp) == pytest.approx(0.8 * noted)
+
+
 def test_what_a_checkpoint_computes_again_costs_as_in_the_forward_pass():
     with virtualgpu.dry_run(1, like="H100", host="2026"):
         x = torch.zeros(2, 3, device="cuda", requires_grad=True)
