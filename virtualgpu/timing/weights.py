@@ -51,6 +51,8 @@ WEIGHTS = {
     "max_pool2d_with_indices_backward": Weight(1.0, 1.4),  # 22
     "_to_copy": Weight(0.6, 0.7),  # of autocast: 8 to 14, and 4 to 11
     "threshold_backward": Weight(1.0, 1.2),  # 16 to 20
+    "_cudnn_rnn": Weight(7.5, 1.0),  # a layer of eight steps: 127 to 190, and 406 to 531
+    "_cudnn_rnn_backward": Weight(1.0, 29.0),
 }
 
 
