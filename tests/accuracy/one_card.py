@@ -6,8 +6,9 @@ well, and are left out: it is no part of this project's set-up. The second visit
 
 Second visit, group `unseen`: 37 programs that were written and simulated before a card was asked, then timed on another H100, and 17 of them
 on an H200. Commit 8be4985 has what the clock said before: on the H100 13 of 37 times within 15 %, 21 within 30 %, measured over simulated 1.22
-at the median (on the H200 6 and 12 of 17, and 1.18); memory within 5 % wherever it is judged. The table has what the clock says now. One
-more, a mixture of experts, was timed and is left out: its shapes depend on values.
+at the median (on the H200 6 and 12 of 17, and 1.18); memory within 5 % wherever it is judged. The table has what the clock says now, with
+what chains of operations cost the host in that visit (tests/gpu/h100_host.csv, mixed_host.csv); still no program is an input. One more, a
+mixture of experts, was timed and is left out: its shapes depend on values.
 
 Settings: a row of published.csv each, random data; the programs are in `programs/`, and plain models of torchvision in vision.py (SGD with
 momentum). The time is that of steps one after the other, without a wait between them, at the median of five stretches. The memory is the
