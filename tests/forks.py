@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+DYNAMO = (
+    "import sympy, torch.distributed.tensor"  # what torch._dynamo imports at its first use, and what takes its time
+)
 PARENT = """
 import multiprocessing, os, sys, torch, virtualgpu
 def first(file, program):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.forks import outcomes
+from tests.forks import DYNAMO, outcomes
 
 TRAINED = """
 import torch, torch.distributed as dist
@@ -119,7 +119,7 @@ def ended(tmp_path_factory):
     programs = [WAITS + "virtualgpu.gpus(1)\n" + code for code in CASES.values()]
     folder = tmp_path_factory.mktemp("programs")
     # Nearly half of what torch._dynamo takes to import; from the third on, none asks whether these are there.
-    ended = outcomes(programs, folder, "import sympy, torch.distributed.tensor", first=2)
+    ended = outcomes(programs, folder, DYNAMO, first=2)
     return dict(zip(CASES, ended, strict=True))
 
 

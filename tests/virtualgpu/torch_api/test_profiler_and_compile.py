@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 import virtualgpu
-from tests.forks import outcomes
+from tests.forks import DYNAMO, outcomes
 
 ONE = torch.device("cuda:1")
 
@@ -209,8 +209,7 @@ CASES = {name: TRANSFORM.format(line) for name, line in TRANSFORMS.items()} | {"
 def first_used(tmp_path_factory):
     """{case: the lines that it printed}."""
     # the first of all imports what torch._dynamo needs by itself
-    libraries = "import sympy, torch.distributed.tensor"
-    ended = outcomes(list(CASES.values()), tmp_path_factory.mktemp("programs"), libraries, first=1)
+    ended = outcomes(list(CASES.values()), tmp_path_factory.mktemp("programs"), DYNAMO, first=1)
     return {name: lines for name, (_, lines) in zip(CASES, ended, strict=True)}
 
 
