@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from tests.accuracy.kernels import within
 from tests.virtualgpu.timing.test_kernels import seconds
 
-TABLE = Path(__file__).parents[2] / "gpu" / "h100_kernels.csv"
+GPU = Path(__file__).parents[2] / "gpu"
 
 
-def rows(family: str) -> list[tuple[dict, float]]:
-    with open(TABLE, encoding="utf-8", newline="") as file:
+def rows(family: str, card: str = "h100") -> list[tuple[dict, float]]:
+    with open(GPU / f"{card}_kernels.csv", encoding="utf-8", newline="") as file:
         measured = [
             (json.loads(row["settings"]), float(row["us"])) for row in csv.DictReader(file) if row["family"] == family
         ]
@@ -114,6 +114,17 @@ def test_a_kernel_takes_what_the_h100_took(family):
         if wanted(settings)
     ]
     assert len(logs) >= 8 and abs(median(logs)) < math.log(1.12) and within(logs, 30) > 0.7, sorted(map(math.exp, logs))
+
+
+@pytest.mark.parametrize("family", ["unary", "binary", "row_norm", "attention"])
+def test_a_kernel_takes_what_the_h200_took(family):
+    """Of which the clock knows its data sheet, and what an H100 reaches (tests/gpu/h200_kernels.csv, of a later visit, 2026-11)."""
+    make, _ = FAMILIES[family]
+    logs = [
+        math.log(us / 1e6 / seconds(lambda settings=settings: make(settings), "H200"))
+        for settings, us in rows(family, "h200")
+    ]
+    assert len(logs) >= 8 and abs(median(logs)) < math.log(1.12) and within(logs, 30) > 0.6, sorted(map(math.exp, logs))
 
 
 def test_a_depthwise_convolution_in_bfloat16_is_no_faster():
