@@ -44,7 +44,7 @@ def test_a_source_that_is_left_out_is_met():
 
 
 def test_convolutions_take_what_others_measured():
-    """1,025 of four sources on 12 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table."""
+    """1,109 of four sources on 12 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table."""
     found = convolved.convolutions()
     logs = [one.log for one in found]
     assert len(logs) > 400 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.5
