@@ -11,7 +11,7 @@ import pytest
 from tests.virtualgpu.run.test_environment import T4
 from virtualgpu import scratch
 from virtualgpu.environment import Settings
-from virtualgpu.run import program, report, traces
+from virtualgpu.run import left, program, report, traces
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -114,6 +114,25 @@ def test_a_report_that_was_cut_off(tmp_path):
     (tmp_path / "12.report").write_text('[{"gpu": 0, "card": "Tes')
     (tmp_path / "13.report").touch()
     assert report.collect(str(tmp_path)) == ["Report: 2 processes did not finish writing one."]
+
+
+@pytest.mark.parametrize("status, output", [(0, ""), (120, "")], ids=["ended", "without a word"])
+def test_fit_and_explain_tell_a_full_disk(monkeypatch, status, output):
+    """Python ends with 120 where what it printed cannot be kept."""
+    from virtualgpu.run.explain import runs
+    from virtualgpu.run.fit import search
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    class Programs:
+        def output_of(self, *arguments):
+            return status, output
+
+    monkeypatch.setattr(left, "leave", full)
+    assert "No space left on device" in runs.once(Programs(), Settings((T4,)), ["x.py"]).failed
+    words = search._trial(Programs(), Settings((T4,)), ["x.py"], search.Trial("T4", 1, {}, ""), None).words
+    assert "No space left on device" in words and "TMPDIR" in words
 
 
 FULL = """
