@@ -102,9 +102,8 @@ class Timing:
 
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
-        lists = next(value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor))
-        taken = sum(isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor) for value in args)
-        first = [(tensor.nbytes, tensor.numel(), gpu_of(tensor)) for tensor in lists]
+        lists = [value for value in args if isinstance(value, LISTS) and isinstance(value[0], torch.Tensor)]
+        first = [(tensor.nbytes, tensor.numel(), gpu_of(tensor)) for tensor in lists[0]]
         total, nbytes = sum(size for size, _, _ in first) or 1, moved(tensors)
         for gpu in dict.fromkeys(where for _, _, where in first if where is not None):
             own = [(size, numbers) for size, numbers, where in first if where is gpu]
@@ -112,7 +111,7 @@ class Timing:
             seconds = gpu.kernels.moving(nbytes * sum(size for size, _ in own) // total, op.kind)
             seconds += (kernels - 1) * gpu.spec.kernel
             costs = self.clock.costs
-            each = costs.entry * taken + (0.0 if op.name.endswith("_") else costs.made)
+            each = costs.entry * len(lists) + (0.0 if op.name.endswith("_") else costs.made)
             more = (kernels - 1) * costs.launch + len(own) * each
             self.clock.launch(gpu.index, seconds, op.name, more=more, weight=weights.OF_LIST)
 

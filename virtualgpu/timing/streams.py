@@ -129,7 +129,7 @@ class Streams:
             local.backward = [local.now] * len(self.queues)
             if local.kind == "optimizer":  # the last step raised, or this is in its closure
                 local.kind = "forward"
-            local.outside, local.node = local.streams, None
+            local.outside, local.node, local.launched_by = local.streams, None, None
         return True
 
     def _enter_node(self, local: HostThread) -> None:

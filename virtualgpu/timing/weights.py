@@ -2,8 +2,8 @@
 
 A weight is a share of `hardware.hosts.Host.forward` or `.backward`, that of the average operation. All were measured beside an H100 (a
 virtual machine with 16 processors of a Xeon of Sapphire Rapids, PyTorch 2.11, 2026-11): chains of 40 alike, tiny, launched on an empty
-queue, in microseconds over the 20 and 16 that the average cost there (hosts.toml's "2026" is of operations in mixed order). What autograd does with the gradient of a parameter is in the weight of
-the operation that makes it.
+queue, in microseconds over the 20 and 16 that the average cost there (hosts.toml's "2026" is of operations in mixed order). What autograd
+does with the gradient of a parameter is in the weight of the operation that makes it.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,11 @@ class Weight(NamedTuple):
 
     forward: float
     backward: float
+
+
+def derivative(backward: float) -> Weight:
+    """Of an operation of backward passes. One of which autograd takes notes (create_graph) is timed as forward, of 20 us for 16."""
+    return Weight(0.8 * backward, backward)
 
 
 AVERAGE = Weight(1.0, 1.0)
@@ -29,30 +34,30 @@ WEIGHTS = {
     "baddbmm": PRODUCT,
     "convolution": CONVOLUTION,
     "_convolution": CONVOLUTION,
-    "convolution_backward": CONVOLUTION,
+    "convolution_backward": derivative(CONVOLUTION.backward),
     "native_batch_norm": Weight(2.2, 1.0),  # 54 to 60 with the counter of batches
     "_native_batch_norm_legit": Weight(2.2, 1.0),
     "_batch_norm_with_update": Weight(2.2, 1.0),
-    "native_batch_norm_backward": Weight(1.0, 2.5),  # 36 to 42
+    "native_batch_norm_backward": derivative(2.5),  # 36 to 42
     "native_layer_norm": Weight(1.1, 1.0),  # 18 to 27
-    "native_layer_norm_backward": Weight(1.0, 2.2),  # 34
+    "native_layer_norm_backward": derivative(2.2),  # 34
     "_fused_rms_norm": Weight(0.9, 1.0),  # 16 to 22
-    "_fused_rms_norm_backward": Weight(1.0, 1.8),  # 28
+    "_fused_rms_norm_backward": derivative(1.8),  # 28
     "native_group_norm": Weight(2.5, 1.0),  # 47 to 53
-    "native_group_norm_backward": Weight(1.0, 4.0),  # 63
+    "native_group_norm_backward": derivative(4.0),  # 63
     "_scaled_dot_product_flash_attention": Weight(1.35, 1.0),  # 24 to 30, without the two views around it
     "_scaled_dot_product_efficient_attention": Weight(1.35, 1.0),
     "_scaled_dot_product_cudnn_attention": Weight(1.35, 1.0),
-    "_scaled_dot_product_flash_attention_backward": Weight(1.0, 3.8),  # 59 to 98, with three sums of gradients
-    "_scaled_dot_product_efficient_attention_backward": Weight(1.0, 3.8),
-    "_scaled_dot_product_cudnn_attention_backward": Weight(1.0, 3.8),
+    "_scaled_dot_product_flash_attention_backward": derivative(3.8),  # 59 to 98, with three sums of gradients
+    "_scaled_dot_product_efficient_attention_backward": derivative(3.8),
+    "_scaled_dot_product_cudnn_attention_backward": derivative(3.8),
     "_softmax": Weight(0.7, 1.0),  # 11 to 16
-    "_softmax_backward_data": Weight(1.0, 1.3),  # 20
-    "max_pool2d_with_indices_backward": Weight(1.0, 1.4),  # 22
+    "_softmax_backward_data": derivative(1.3),  # 20
+    "max_pool2d_with_indices_backward": derivative(1.4),  # 22
     "_to_copy": Weight(0.6, 0.7),  # of autocast: 8 to 14, and 4 to 11
-    "threshold_backward": Weight(1.0, 1.2),  # 16 to 20
+    "threshold_backward": derivative(1.2),  # 16 to 20
     "_cudnn_rnn": Weight(7.5, 1.0),  # a layer of eight steps: 127 to 190, and 406 to 531
-    "_cudnn_rnn_backward": Weight(1.0, 29.0),
+    "_cudnn_rnn_backward": derivative(29.0),
 }
 
 
@@ -69,7 +74,6 @@ OF_LIST = Weight(0.5, 0.5)
 STEP = 5.0, 0.25, 0.4
 
 UNRECORDED = 0.8  # without autograd's notes: the median of 146 chains beside H100s, 0.73 to 0.89 for half of them
-RECORDED = 0.8  # a backward pass of which autograd takes notes (create_graph) is timed as forward, of 20 us for 16
 EVALUATED = Weight(1.4, 1.0)  # batch norm that evaluates: 17 to 30, without autograd's notes
 
 
@@ -81,7 +85,6 @@ def of_view(name: str) -> Weight | None:
 def of(name: str, pointwise: bool, launches: int = 1) -> Weight:
     """Of the operation of that name. launches: its kernels; of what was not measured, each beyond the first costs a bare launch (4 us)."""
     if name in WEIGHTS:
-        weight = WEIGHTS[name]
-        return weight._replace(forward=RECORDED * weight.backward) if "backward" in name else weight
+        return WEIGHTS[name]
     first, more = ELEMENTWISE if pointwise else AVERAGE, launches - 1
     return first if not more else Weight(first.forward + 0.2 * more, first.backward + 0.25 * more)

@@ -21,7 +21,7 @@ from tests.virtualgpu.timing.test_kernels import seconds
 GPU = Path(__file__).parents[2] / "gpu"
 
 
-def rows(family: str, card: str = "h100") -> list[tuple[dict, float]]:
+def rows(family: str, card: str) -> list[tuple[dict, float]]:
     with open(GPU / f"{card}_kernels.csv", encoding="utf-8", newline="") as file:
         measured = [
             (json.loads(row["settings"]), float(row["us"])) for row in csv.DictReader(file) if row["family"] == family
@@ -105,25 +105,26 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_kernel_takes_what_the_h100_took(family):
+def logs_of(family: str, card: str) -> list[float]:
+    """Of measured over simulated."""
     make, wanted = FAMILIES[family]
-    logs = [
-        math.log(us / 1e6 / seconds(lambda settings=settings: make(settings), "H100"))
-        for settings, us in rows(family)
+    return [
+        math.log(us / 1e6 / seconds(lambda settings=settings: make(settings), card))
+        for settings, us in rows(family, card.lower())
         if wanted(settings)
     ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_takes_what_the_h100_took(family):
+    logs = logs_of(family, "H100")
     assert len(logs) >= 8 and abs(median(logs)) < math.log(1.12) and within(logs, 30) > 0.7, sorted(map(math.exp, logs))
 
 
 @pytest.mark.parametrize("family", ["unary", "binary", "row_norm", "attention"])
 def test_a_kernel_takes_what_the_h200_took(family):
     """Of which the clock knows its data sheet, and what an H100 reaches (tests/gpu/h200_kernels.csv, of a later visit, 2026-11)."""
-    make, _ = FAMILIES[family]
-    logs = [
-        math.log(us / 1e6 / seconds(lambda settings=settings: make(settings), "H200"))
-        for settings, us in rows(family, "h200")
-    ]
+    logs = logs_of(family, "H200")
     assert len(logs) >= 8 and abs(median(logs)) < math.log(1.12) and within(logs, 30) > 0.6, sorted(map(math.exp, logs))
 
 

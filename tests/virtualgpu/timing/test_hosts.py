@@ -82,6 +82,8 @@ def test_a_nodes_further_operations_cost_half():
         assert backward(x.exp()) == pytest.approx(21)  # a product
         assert backward(x.square()) == pytest.approx(21 * (1 + 2 * weights.FURTHER))  # a power, and two products
         assert backward(x.exp().exp()) == pytest.approx(2 * 21)  # two nodes
+        y = x.exp()
+        assert [backward(y), backward(y)] == pytest.approx([21, 21])  # a pass of its own, each
 
         class Square(torch.autograd.Function):
             @staticmethod
