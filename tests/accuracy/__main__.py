@@ -69,17 +69,22 @@ def apart(name: str) -> list[Row]:
     return [Row(**row) for row in json.loads(ended.stdout.splitlines()[-1])]
 
 
+def last() -> list[Row]:
+    """The rows of the last time; none before the first."""
+    kept = BUILD / "accuracy.json"
+    return [Row(**row) for row in json.loads(kept.read_text())] if kept.exists() else []
+
+
 def run(names: list[str]) -> list[Row]:
     """The rows of these programs, and of the others as they were last time; kept after each, with a bar of what is done on stderr."""
-    kept = BUILD / "accuracy.json"
-    rows = [Row(**row) for row in json.loads(kept.read_text())] if kept.exists() else []
+    rows = last()
     begin = time.perf_counter()
     for done, name in enumerate(names):
         print(f"\r[{'#' * done}{'.' * (len(names) - done)}] {name:<20}", end="", file=sys.stderr, flush=True)
         rows = [row for row in rows if row.source != name] + apart(name)
         rows = [row for source in PROGRAMS for row in rows if row.source == source]
         BUILD.mkdir(exist_ok=True)
-        kept.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        (BUILD / "accuracy.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print(f"\r[{'#' * len(names)}] {time.perf_counter() - begin:.0f} s{'':<20}", file=sys.stderr)
     return rows
 
@@ -101,6 +106,9 @@ def main() -> int:
         return 0
     if unknown := set(options.programs) - set(PROGRAMS):
         parser.error(f"no program named {', '.join(sorted(unknown))}: there are {', '.join(PROGRAMS)}")
+    missing = sorted(set(PROGRAMS) - set(options.programs) - {row.source for row in last()})
+    if options.write and options.programs and missing:
+        parser.error(f"--write needs the rows of all: there are none yet of {', '.join(missing)}")
     rows = run(options.programs or list(PROGRAMS))
     print(table.plain(rows))
     print(f"\n{kernels.table()}\n")

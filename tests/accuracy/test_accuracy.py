@@ -9,6 +9,7 @@ import pytest
 import torchvision
 
 import virtualgpu
+from tests.accuracy import __main__ as command
 from tests.accuracy import fits, one_card, programs, table, transformer, vision
 from tests.accuracy.__main__ import PROGRAMS
 from tests.accuracy.published import published
@@ -200,6 +201,14 @@ def test_tables_are_written_between_their_marks(tmp_path):
     (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match=r"README.md has no place"):
         table.write(rows, tmp_path)
+
+
+def test_the_tables_are_not_written_from_some_programs_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "BUILD", tmp_path)
+    monkeypatch.setattr("sys.argv", ["accuracy", "one_card", "--write"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "--write needs the rows of all: there are none yet of bert_large, ddp, fits" in capsys.readouterr().err
 
 
 def test_each_published_figure_of_sharded_models_is_among_those_that_notebook_09_shows():

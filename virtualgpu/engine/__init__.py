@@ -5,7 +5,7 @@
 carries it out with numbers (`draws`: random ones; `halves`: float16; `histograms`: of whole numbers; `layer_norm`: of half precision;
 `layouts`: contiguous results; `scaled_products`: of float8) and `dry` on shapes alone
 (`values`: shadow values, `refused`: what it does not take, `meta_results`: what PyTorch
-says wrong of shapes), `timing` tells the clock. `factories` are operations that make a tensor, `overrides` those that are like no other, with `recurrent`, `sdpa`,
-`mixed_batch_norm`, `nested` and `flex_attention`; `kernels` has kernels that the CPU and a dry run lack, `extensions` is for other
+says wrong of shapes), `timing` tells the clock. `factories` are operations that make a tensor, `overrides` those that are like no other, with `recurrent`, `cells`,
+`sdpa`, `mixed_batch_norm`, `nested` and `flex_attention`; `kernels` has kernels that the CPU and a dry run lack, `extensions` is for other
 people's.
 """

@@ -7,7 +7,7 @@ import opcode
 
 import torch
 
-from virtualgpu.engine import kernels, mixed_batch_norm, recurrent, sdpa
+from virtualgpu.engine import cells, kernels, mixed_batch_norm, recurrent, sdpa
 from virtualgpu.engine.allocation import allocation_of, gpu_of, gpu_of_storage, is_pinned, pin
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
@@ -112,6 +112,7 @@ def assert_metadata(dispatch, func, args, kwargs):
 
 NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.distributed has some
 OPERATIONS = {
+    **cells.OPERATIONS,
     **mixed_batch_norm.OPERATIONS,
     **recurrent.OPERATIONS,
     **sdpa.OPERATIONS,

@@ -147,7 +147,7 @@ class Clock(Streams):
     def pass_step(self, parameters: int, counts: int) -> None:
         """An optimizer's step in lists begins. parameters: that have a gradient. counts: of steps, that it keeps on the CPU."""
         once, each, of_count = STEP
-        self.local.now += self.costs.optimizer * (once + each * parameters + of_count * counts)
+        self.wait_until(self.host + self.costs.optimizer * (once + each * parameters + of_count * counts))
 
     def pass_time(self) -> None:
         """The host asks for something, which takes as long as a launch."""

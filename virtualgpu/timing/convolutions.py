@@ -58,12 +58,13 @@ WAYS = {
         halves_larger={"forward": 1.0, "image": 1.0, "weight": 0.74},
     ),
 }
-# Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
-REORDERED = 0.5
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
 # an RTX 3090, 144 on a 4090)
 MERGED = 64
+# Hopper's reach so much of what a dense one does: six convolutions of 32 groups on an H100 (cuDNN 9.19), 0.38 to 0.49 in 16 bits and 0.54 to 0.57 in
+# TF32; without two whose gradients take ten times as long
+GROUPED = {"halves": 0.41, TF32: 0.55}
 
 
 def forward_flops(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
@@ -95,25 +96,30 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
     transposed, groups = args[6], args[8] if len(args) > 8 else 1
     made, read = (image, result) if transposed else (result, image)
     length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
+    asked = depthwise.Convolution(image, weight, args[3], args[5])
+    by_pytorch = False
     if depthwise.is_depthwise(weight, groups):
-        seconds = depthwise.forward_seconds(kernels, weight, made, moved)
+        by_pytorch = asked.by_pytorch
+        seconds = depthwise.seconds(kernels, "forward", asked, made, read, moved)
     else:
         seconds = _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
     # a bias is added to cuDNN's result by a kernel of its own
-    if args[2] is not None and not depthwise.by_pytorch(weight, groups, made):
+    if args[2] is not None and not by_pytorch:
         seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
     return seconds
 
 
 def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     """convolution_backward: of the image, the weight and the bias, as its mask says."""
-    gradient, image, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
+    gradient, image, weight, _, stride, _, dilation, transposed, _, groups, mask = args[:11]
     moved = gradient.itemsize * (gradient.numel() + image.numel() + weight.numel())  # by each of the two products
     total = 0.0
     if depthwise.is_depthwise(weight, groups):
-        for wanted, which in zip(mask, ("image", "weight"), strict=False):
-            if wanted:
-                total += depthwise.gradient_seconds(kernels, which, weight, image, gradient, moved)
+        asked = depthwise.Convolution(image, weight, stride, dilation)
+        if mask[0]:
+            total += depthwise.seconds(kernels, "image", asked, image, gradient, moved)
+        if mask[1]:
+            total += depthwise.seconds(kernels, "weight", asked, gradient, image, moved)
     else:
         if mask[0]:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
@@ -153,6 +159,8 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
         share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
     if together > 1:
+        if kernels.hopper:
+            share *= GROUPED.get(key, GROUPED["halves"])
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
     else:
         seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share)
@@ -191,9 +199,4 @@ def _converting(kernels: Kernels, which: str, made, read, weight, stride, key) -
     if which == "weight" and kernels.spec.capability[0] >= 8:
         images = (made, read)
     first = [image for image in images if image.dim() > 2 and image.stride(1) != 1 and image.shape[1] > 1]
-    return sum(kernels.spec.kernel + reordering(kernels, image) for image in first)
-
-
-def reordering(kernels: Kernels, image) -> float:
-    """Seconds to read an image and to write it with its channels elsewhere."""
-    return max(2 * image.nbytes / kernels.bandwidth["memory"], REORDERED * image.numel() / kernels.cycles)
+    return sum(kernels.reordering(image) for image in first)

@@ -58,6 +58,11 @@ WEIGHTS = {
     "threshold_backward": derivative(1.2),  # 16 to 20
     "_cudnn_rnn": Weight(7.5, 1.0),  # a layer of eight steps: 127 to 190, and 406 to 531
     "_cudnn_rnn_backward": derivative(29.0),
+    # a cell: 98 and 109 with two products of 24; 241 and 269 with their derivatives, and the sums that are gradients of biases
+    "_thnn_fused_gru_cell": Weight(2.6, 1.0),
+    "_thnn_fused_gru_cell_backward": derivative(5.0),
+    "_thnn_fused_lstm_cell": Weight(3.0, 1.0),
+    "_thnn_fused_lstm_cell_backward_impl": derivative(6.3),
 }
 
 

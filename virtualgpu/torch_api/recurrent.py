@@ -1,13 +1,16 @@
-"""The functions behind nn.LSTM, GRU and RNN: C++ asks where their tensors really are, and takes the CPU's way; here it is cuDNN's."""
+"""The functions behind nn.LSTM, GRU and RNN, and behind LSTMCell and GRUCell: C++ asks where their tensors really are, and takes the CPU's
+way; here it is cuDNN's, and CUDA's of the cells."""
 
 import torch
+from torch import nn
 from torch.backends import cudnn
 
 from virtualgpu import _compat
-from virtualgpu.engine import recurrent
+from virtualgpu.engine import cells, recurrent
 from virtualgpu.engine.allocation import PLAIN, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import tensors_of
+from virtualgpu.torch_api import autocast
 from virtualgpu.torch_api.registry import Patches
 
 MODES = {"rnn_relu": recurrent.RELU, "rnn_tanh": recurrent.TANH, "lstm": recurrent.LSTM, "gru": recurrent.GRU}
@@ -20,6 +23,8 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)
     for name, mode in MODES.items():
         patches.stand_in_builtin((torch, _compat.VF), name, _layers, machine, mode)
+    for name, cell in {"lstm_cell": _lstm_cell, "gru_cell": _gru_cell}.items():
+        patches.stand_in_builtin((torch, _compat.VF), name, cell, machine)
 
 
 def _layers(machine: Machine, mode: int, original, *args):
@@ -39,6 +44,42 @@ def _layers(machine: Machine, mode: int, original, *args):
     settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
     made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, None, hx, cx, *settings)
     return made[: 3 if cx is not None else 2]
+
+
+def _lstm_cell(machine: Machine, original, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
+    """(hy, cy), as aten/src/ATen/native/RNN.cpp makes them of `_thnn_fused_lstm_cell`. Wrong shapes are the original's to refuse."""
+    if not _is_cell(machine, 4, (input, *hx), w_ih, w_hh, b_ih, b_hh):
+        return original(input, hx, w_ih, w_hh, b_ih, b_hh)
+    with autocast.cast("lstm_cell", (input, *hx, w_ih, w_hh, b_ih, b_hh)) as (input, h, c, w_ih, w_hh, b_ih, b_hh):
+        gates, hidden_gates = nn.functional.linear(input, w_ih), nn.functional.linear(h, w_hh)
+        return torch.ops.aten._thnn_fused_lstm_cell.default(gates, hidden_gates, c, b_ih, b_hh)[:2]
+
+
+def _gru_cell(machine: Machine, original, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
+    """hy, by `_thnn_fused_gru_cell`."""
+    if not _is_cell(machine, 3, (input, hx), w_ih, w_hh, b_ih, b_hh):
+        return original(input, hx, w_ih, w_hh, b_ih, b_hh)
+    with autocast.cast("gru_cell", (input, hx, w_ih, w_hh, b_ih, b_hh)) as (input, hx, w_ih, w_hh, b_ih, b_hh):
+        gates, hidden_gates = nn.functional.linear(input, w_ih), nn.functional.linear(hx, w_hh)
+        return torch.ops.aten._thnn_fused_gru_cell.default(gates, hidden_gates, hx, b_ih, b_hh)[0]
+
+
+def _is_cell(machine: Machine, gates: int, states, w_ih, w_hh, b_ih, b_hh) -> bool:
+    """Are these tensors of one GPU, of the sizes of a cell with so many gates? states: the input [batch, features] and the cell's own
+    [batch, hidden]."""
+    biases = [bias for bias in (b_ih, b_hh) if bias is not None]
+    tensors = [*states, w_ih, w_hh, *biases]
+    if machine.local.bypass or len(biases) == 1 or torch.jit.is_tracing() or not all(map(_is_plain, tensors)):
+        return False
+    input, *own = states
+    gpu, hidden = gpu_of(input), w_hh.shape[-1]
+    if gpu is None or any(gpu_of(tensor) is not gpu or tensor.dtype not in cells.TYPES for tensor in tensors):
+        return False
+    if input.dim() != 2 or w_ih.shape != (gates * hidden, input.shape[1]) or w_hh.shape != (gates * hidden, hidden):
+        return False
+    return all(state.shape == (input.shape[0], hidden) for state in own) and all(
+        bias.shape == (gates * hidden,) for bias in biases
+    )
 
 
 def _taken_by_cudnn(args) -> bool:

@@ -129,15 +129,48 @@ def test_a_kernel_takes_what_the_h200_took(family):
 
 
 def test_a_depthwise_convolution_in_bfloat16_is_no_faster():
-    """PyTorch leaves it to cuDNN in float16 alone (use_cudnn_depthwise); 276 us in bfloat16 there, and 275 in float32."""
+    """PyTorch leaves it to cuDNN in float16 alone (use_cudnn_depthwise), which converts; 276 us in bfloat16 there, and 275 in float32."""
+    size = 64, 144, 56, 56
+    assert depthwise(torch.bfloat16, size) == pytest.approx(depthwise(torch.float32, size), rel=0.02)
+    assert depthwise(torch.bfloat16, size) == pytest.approx(276e-6, rel=0.1)
+    assert depthwise(torch.float16, size) < 0.7 * depthwise(torch.bfloat16, size)
+    assert depthwise(torch.bfloat16, size, layout=torch.channels_last) < 100e-6
 
-    def took(dtype, layout=torch.contiguous_format):
-        layer = torch.nn.Conv2d(144, 144, 3, padding=1, groups=144, bias=False)
-        return seconds(lambda: convolved(layer, torch.ones(64, 144, 56, 56), dtype, layout), "H100")
 
-    def convolved(layer, x, dtype, layout):
-        layer, x = layer.to("cuda", dtype), x.to("cuda", dtype).contiguous(memory_format=layout)
-        return lambda: layer(x)
+def test_a_depthwise_convolution_of_stride_2_is_pytorchs_own():
+    """Of 96 channels; cuDNN's from 256 on. 393 us there in float16, and 398 in bfloat16."""
+    size = 128, 96, 112, 112
+    assert depthwise(torch.float16, size, stride=2) == pytest.approx(393e-6, rel=0.1)
+    assert depthwise(torch.float16, size, stride=2) == pytest.approx(depthwise(torch.bfloat16, size, stride=2))
+    assert depthwise(torch.float16, size) < depthwise(torch.bfloat16, size)
 
-    assert took(torch.bfloat16) == pytest.approx(took(torch.float32), rel=0.02) == pytest.approx(276e-6, rel=0.1)
-    assert took(torch.float16) < took(torch.bfloat16) / 2 and took(torch.bfloat16, torch.channels_last) < 100e-6
+
+@pytest.mark.parametrize("size, forward, both", [((64, 96, 56, 56), 369, 5469), ((64, 384, 14, 14), 102, 1784)])
+def test_a_large_depthwise_convolution_in_single_precision_wants_its_channels_first(size, forward, both):
+    """Microseconds of 7x7, channels last; with both gradients, of which the weight's takes 4710 and 1575."""
+    settings = {"kernel": 7, "layout": torch.channels_last}
+    assert depthwise(torch.float32, size, **settings) == pytest.approx(forward * 1e-6, rel=0.2)
+    assert depthwise(torch.float32, size, backward=True, **settings) == pytest.approx(both * 1e-6, rel=0.25)
+    assert depthwise(torch.bfloat16, size, backward=True, **settings) < both * 1e-6 / 5
+
+
+def depthwise(dtype, size, stride=1, kernel=3, layout=torch.contiguous_format, backward=False) -> float:
+    """Seconds on an H100."""
+
+    def convolution():
+        channels = size[1]
+        layer = torch.nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=channels, bias=False)
+        layer, x = (
+            layer.to("cuda", dtype),
+            torch.ones(size, device="cuda", dtype=dtype).contiguous(memory_format=layout),
+        )
+        x.requires_grad_(backward)
+
+        def call():
+            result = layer(x)
+            if backward:
+                result.backward(result.detach())
+
+        return call
+
+    return seconds(convolution, "H100")

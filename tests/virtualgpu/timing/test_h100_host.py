@@ -43,6 +43,15 @@ def attention(x):
     return F.scaled_dot_product_attention(q, q, q).squeeze(1)
 
 
+class Cell(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(64, 64)
+
+    def forward(self, x):
+        return self.cell(x, x) if isinstance(self.cell, nn.GRUCell) else self.cell(x, (x, x))[0]
+
+
 CHAINS = {
     "linear": (lambda: nn.Linear(64, 64), TOKENS),
     "linear no bias": (lambda: nn.Linear(64, 64, bias=False), TOKENS),
@@ -61,6 +70,8 @@ CHAINS = {
     "softmax": (lambda: nn.Softmax(-1), TOKENS),
     "sdpa": (lambda: Of(attention), TOKENS),
     "views": (lambda: Of(lambda x: x.transpose(1, 2).unsqueeze(1).squeeze(1)), TOKENS),
+    "grucell": (lambda: Cell(nn.GRUCell), (8, 64)),
+    "lstmcell": (lambda: Cell(nn.LSTMCell), (8, 64)),
     "max_pool": (lambda: nn.MaxPool2d(3, 1, 1), IMAGES),
 }
 AUTOCAST = {"AMP bfloat16": torch.bfloat16, "AMP": torch.float16}

@@ -12,6 +12,14 @@ from virtualgpu.timing import weights
 resnet50 = pytest.importorskip("torchvision").models.resnet50
 
 
+def passed(function):
+    """Microseconds of the host."""
+    clock = virtualgpu.machine().clock
+    before = clock.host
+    function()
+    return 1e6 * (clock.host - before)
+
+
 def inference(card, batch, host):
     """(images a second, share of the time in which the GPU computed) of the second pass."""
     with virtualgpu.dry_run(1, like=card, host=host), torch.no_grad():
@@ -46,29 +54,16 @@ def test_a_faster_host_helps_short_kernels_alone():
 def test_a_view_costs_the_host_alone():
     """5 us beside an H100 (tests/gpu/h100_host.csv); what linear calls by itself is in the product's cost."""
     with virtualgpu.dry_run(1, like="H100", host="2026"):
-        clock, x = virtualgpu.machine().clock, torch.zeros(2, 3, 4, requires_grad=True)
-
-        def passed(function):
-            before = clock.host, list(clock.computing)
-            function()
-            return round(1e6 * (clock.host - before[0]), 3), [*clock.computing] == before[1]
-
-        assert passed(lambda: x.transpose(0, 1))[0] == 0.0  # the CPU's time is none
+        x = torch.zeros(2, 3, 4, requires_grad=True)
+        assert passed(lambda: x.transpose(0, 1)) == 0.0  # the CPU's time is none
         y = x.cuda()
-        us, no_kernel = passed(lambda: y.transpose(0, 1)[0].unsqueeze(1))
-        assert us == pytest.approx(3 * 28 * weights.VIEW.forward) and no_kernel
-        assert passed(lambda: y.view(6, 4).detach()) == (0.0, True)
+        computing = [*virtualgpu.machine().clock.computing]
+        assert passed(lambda: y.transpose(0, 1)[0].unsqueeze(1)) == pytest.approx(3 * 28 * weights.VIEW.forward)
+        assert passed(lambda: y.view(6, 4).detach()) == 0.0
+        assert virtualgpu.machine().clock.computing == computing  # no kernel
         plain, turned = y.sum(), y.transpose(0, 1).sum()
-        more = passed(turned.backward)[0] - passed(plain.backward)[0]
+        more = passed(turned.backward) - passed(plain.backward)
         assert more == pytest.approx(21 * weights.VIEW.backward, abs=0.01)
-
-
-def passed(function):
-    """Microseconds of the host."""
-    clock = virtualgpu.machine().clock
-    before = clock.host
-    function()
-    return 1e6 * (clock.host - before)
 
 
 def test_a_nodes_further_operations_cost_half():
@@ -152,6 +147,22 @@ def test_a_step_costs_the_host_what_it_cost_that_of_the_h100(kind, options, meas
         optimizer = kind(parameters, **options)
         optimizer.step()  # with the beginnings of its state
         assert passed(optimizer.step) == pytest.approx(measured, rel=0.35)
+
+
+def test_a_step_inside_a_backward_pass_costs_its_python():
+    """As where a hook of each parameter steps its own optimizer, so that no gradient outlives it."""
+    with virtualgpu.dry_run(1, like="H100", host="2026"):
+        weight = torch.zeros(4, device="cuda", requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1, foreach=True)
+
+        def backward(y):
+            weight.grad = None
+            return passed(y.sum().backward)
+
+        alone = backward(weight * 2)
+        weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
+        once, each, _ = weights.STEP
+        assert backward(weight * 2) - alone > 1e6 * HOSTS["2026"].optimizer * (once + each)
 
 
 @pytest.mark.parametrize("names", [{"clock": "fast"}, {"host": "1999"}])
