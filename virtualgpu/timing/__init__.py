@@ -1,7 +1,7 @@
 """Simulated time: the clock of a process, what an operation and a collective cost, and what is to be seen of it.
 
-`clock` is the host and the work of its GPUs, on `streams` made of `queues`, with `collectives` beside it: `beside` is what NCCL's
-kernels take of a GPU, `priorities` who goes before whom. `costs` counts an operation's FLOPs and bytes, with `convolutions` and
-`attention`; `kernels` and `arithmetic` make seconds of them, `kinds` knows what is bound by memory. `nccl` is PyTorch's model of a
-collective. `usage` says how busy GPUs were, `trace` what they did, `profiled` what real ones did.
+`clock` is the work of the GPUs that a `host` launches, on `streams` made of `queues`, with `collectives` beside it; `weights` says what of it
+costs the host how much. `beside` is what NCCL's kernels take of a GPU, `priorities` who goes before whom. `costs` counts an operation's FLOPs
+and bytes, with `convolutions` and `attention`; `kernels` and `arithmetic` make seconds of them, `kinds` knows what is bound by memory. `nccl` is
+PyTorch's model of a collective. `usage` says how busy GPUs were, `trace` what they did, `profiled` what real ones did.
 """

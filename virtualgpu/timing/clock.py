@@ -13,22 +13,21 @@ All times are in seconds since the GPUs were made.
 
 from collections.abc import Callable
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from virtualgpu.errors import device_assert
 from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.collectives import Collectives
+from virtualgpu.timing.host import LAUNCH, HostTime
 from virtualgpu.timing.queues import DEFAULT, Engine, Queue, Span
-from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
-from virtualgpu.timing.weights import AVERAGE, FURTHER, STEP, UNRECORDED, Weight
+from virtualgpu.timing.streams import HostThread, graph_task
+from virtualgpu.timing.weights import AVERAGE, Weight
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
-LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 
-
-class Clock(Streams):
+class Clock(HostTime):
     """`computing[g]`: for how long the kernels of GPU g ran, added up. `busy[g]`: the same with NCCL's kernels, also while these
     wait for other ranks; what runs at the same time counts once.
 
@@ -46,8 +45,8 @@ class Clock(Streams):
         on_wait: Callable[[], None] | None = None,
         stream_of_leaf: Callable[[Tensor], Queue | None] | None = None,
     ):
-        super().__init__(stream_of_leaf)
-        self.costs, self.on_wait = costs, on_wait
+        super().__init__(costs, stream_of_leaf)
+        self.on_wait = on_wait
         self.blocking = self.watched = False
         self.spans: list[Span] | None = None
         self.collectives = Collectives(self)
@@ -65,10 +64,6 @@ class Clock(Streams):
     def block(self, on: bool) -> None:
         """Does the host wait for each kernel from now on?"""
         self.blocking = on
-
-    def set_costs(self, costs: Host) -> None:
-        """What an operation costs the host from now on."""
-        self.costs = costs
 
     def become(self, kind: "type[Clock]", **settings) -> None:
         """A clock of another kind, with its settings, on which the same has happened: what `--explain` changes."""
@@ -105,16 +100,6 @@ class Clock(Streams):
         beside = self.collectives.beside
         return [seconds + beside[gpu].alone() for gpu, seconds in enumerate(self.computing)]
 
-    @property
-    def host(self) -> float:
-        """Now, as this thread of the program sees it."""
-        local = self.local
-        if local.backward is not None:
-            if graph_task() != -1:
-                return max(local.backward, default=local.now)
-            self._leave_backward(local)
-        return local.now
-
     def ready(self, gpu: int) -> float:
         """When this GPU has done all that is queued so far, on every stream."""
         beside = self.collectives.streams[gpu]
@@ -126,38 +111,11 @@ class Clock(Streams):
         """The end of all that the program has done or queued."""
         return max([self.host, *(self.ready(gpu) for gpu in range(len(self.queues)))])
 
-    def inherit(self, now: float) -> None:
-        """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
-        self.local.now = max(self.local.now, now)
-
     # -- work
 
     def launched(self, gpu: int) -> float:
         """The host has launched something on this GPU: now."""
         return self._passed(self.local, gpu, self.costs.launch)
-
-    def pass_view(self, gpu: int, weight: Weight) -> None:
-        """The thread that serves this GPU makes a view, and launches nothing."""
-        local, costs = self.local, self.costs
-        if self._in_backward(local) and local.backward is not None:
-            local.backward[gpu] += costs.backward * weight.backward
-        else:
-            local.now += self._cost(weight)
-
-    def pass_step(self, parameters: int, counts: int) -> None:
-        """An optimizer's step in lists begins. parameters: that have a gradient. counts: of steps, that it keeps on the CPU."""
-        once, each, of_count = STEP
-        self.wait_until(self.host + self.costs.optimizer * (once + each * parameters + of_count * counts))
-
-    def pass_time(self) -> None:
-        """The host asks for something, which takes as long as a launch."""
-        self.wait_until(self.host + LAUNCH)
-
-    def over(self, moment: float) -> bool:
-        """Has the host come to that moment? Where it has not, asking takes a moment, so that who asks again and again comes to it."""
-        if moment > self.host:
-            self.pass_time()
-        return moment <= self.host
 
     def launch(
         self, gpu: int, seconds: float, name: str, after: float = 0.0, more: float = 0.0, weight: Weight = AVERAGE
@@ -253,22 +211,6 @@ class Clock(Streams):
         if wait:
             self.wait_for(queue)
 
-    def _cost(self, weight: Weight) -> float:
-        """Seconds of an operation that Python calls; less where autograd takes no notes."""
-        cost = self.costs.forward * weight.forward
-        return cost if is_grad_enabled() else UNRECORDED * cost
-
-    def _cost_in_backward(self, local: HostThread, weight: Weight) -> float:
-        """Seconds of an operation in a backward pass. What a node calls after its first operation costs C++ a launch and little else; what
-        Python calls there (a checkpoint that computes again, a function of its own) costs what it does in a forward pass."""
-        if is_grad_enabled():
-            return self._cost(weight)
-        key = node_in_cpp()
-        again, local.launched_by = key is not None and key == local.launched_by, key
-        return self.costs.backward * (
-            weight.backward if not again or weight.backward > 1.0 else FURTHER * weight.backward
-        )
-
     def _passed(self, local: HostThread, gpu: int, seconds: float) -> float:
         """The moment after the thread that serves this GPU has spent `seconds`; then it launches, which fails if a kernel asserted."""
         if self._in_backward(local) and local.backward is not None:
@@ -309,11 +251,3 @@ class Clock(Streams):
         self.check(queue.gpu)
         if self.on_wait is not None:
             self.on_wait()
-
-    def wait_until(self, until: float) -> None:
-        """The host waits for a moment."""
-        local = self.local
-        if self._in_backward(local) and local.backward is not None:
-            local.backward = [max(thread, until) for thread in local.backward]
-        elif until > local.now:
-            local.now = until
