@@ -149,6 +149,19 @@ def test_a_step_costs_the_host_what_it_cost_that_of_the_h100(kind, options, meas
         assert passed(optimizer.step) == pytest.approx(measured, rel=0.35)
 
 
+def test_a_step_costs_its_python_also_right_after_a_backward_pass():
+    with virtualgpu.dry_run(1, like="H100", host="2026"):
+        parameters = [torch.zeros(4, device="cuda", requires_grad=True) for _ in range(20)]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=True)
+
+        def backward():
+            sum(weight.sum() for weight in parameters).backward()
+
+        backward()
+        apart = passed(backward) + passed(optimizer.step)
+        assert passed(lambda: (backward(), optimizer.step())) == pytest.approx(apart)
+
+
 def test_a_step_inside_a_backward_pass_costs_its_python():
     """As where a hook of each parameter steps its own optimizer, so that no gradient outlives it."""
     with virtualgpu.dry_run(1, like="H100", host="2026"):
