@@ -75,9 +75,8 @@ def last() -> list[Row]:
     return [Row(**row) for row in json.loads(kept.read_text())] if kept.exists() else []
 
 
-def run(names: list[str]) -> list[Row]:
-    """The rows of these programs, and of the others as they were last time; kept after each, with a bar of what is done on stderr."""
-    rows = last()
+def run(names: list[str], rows: list[Row]) -> list[Row]:
+    """The rows of these programs, and of the others as they are in `rows`; kept after each, with a bar of what is done on stderr."""
     begin = time.perf_counter()
     for done, name in enumerate(names):
         print(f"\r[{'#' * done}{'.' * (len(names) - done)}] {name:<20}", end="", file=sys.stderr, flush=True)
@@ -106,10 +105,11 @@ def main() -> int:
         return 0
     if unknown := set(options.programs) - set(PROGRAMS):
         parser.error(f"no program named {', '.join(sorted(unknown))}: there are {', '.join(PROGRAMS)}")
-    missing = sorted(set(PROGRAMS) - set(options.programs) - {row.source for row in last()})
+    rows = last()
+    missing = sorted(set(PROGRAMS) - set(options.programs) - {row.source for row in rows})
     if options.write and options.programs and missing:
         parser.error(f"--write needs the rows of all: there are none yet of {', '.join(missing)}")
-    rows = run(options.programs or list(PROGRAMS))
+    rows = run(options.programs or list(PROGRAMS), rows)
     print(table.plain(rows))
     print(f"\n{kernels.table()}\n")
     picture.draw(rows, BUILD / "accuracy.png")

@@ -11,7 +11,6 @@ from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.timing import Kernel
 
 aten = torch.ops.aten
-TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def lstm(gates, hidden_gates, cx, bias=None, hidden_bias=None) -> tuple[torch.Tensor, ...]:
@@ -35,8 +34,8 @@ def lstm_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias) -> tuple[torch.
 
 def gru(gates, hidden_gates, hx, bias=None, hidden_bias=None) -> tuple[torch.Tensor, ...]:
     """(hy, workspace) of gates [batch, 3 x hidden] and hx [batch, hidden]; workspace [batch, 5 x hidden]."""
-    ir, ii, new = _added(gates, None, bias, None).chunk(3, 1)
-    hr, hi, hidden_new = _added(hidden_gates, None, hidden_bias, None).chunk(3, 1)
+    ir, ii, new = _added(gates, bias).chunk(3, 1)
+    hr, hi, hidden_new = _added(hidden_gates, hidden_bias).chunk(3, 1)
     r, i = (ir + hr).sigmoid(), (ii + hi).sigmoid()
     new = (new + r * hidden_new).tanh()
     return new + i * (hx - new), torch.cat([r, i, new, hx, hidden_new], dim=1)
@@ -57,15 +56,15 @@ def forward(dispatch, func, args, kwargs):
 
 def backward(dispatch, func, args, kwargs):
     """`_thnn_fused_lstm_cell_backward_impl` and `_thnn_fused_gru_cell_backward`: gradients also of the biases, None where there are none."""
-    *grads, workspace = *args[: -4 if len(args) > 3 else 1], args[-2]  # of an LSTM cx and cy follow the gradients
+    workspace, has_bias = args[-2:]
     if gpu_of(workspace) is None:
         return NotImplemented
-    if not any(grad is not None for grad in grads):
+    if args[0] is None and args[1] is None:  # an LSTM's, of hy and cy
         return None, None, None
     made = _run(dispatch, func, args)
     of_gates = made[:-1]  # the last is that of the state
     with dispatch:
-        of_biases = [grad.sum(0) if args[-1] else None for grad in of_gates]
+        of_biases = [grad.sum(0) if has_bias else None for grad in of_gates]
     return *made, *of_biases
 
 

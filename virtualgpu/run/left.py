@@ -16,8 +16,11 @@ def leave(folder: str, kind: str, record: object) -> None:
         json.dump(record, file)
 
 
-def lost(folder: str) -> str:
-    """A sentence where nothing can be left there, with the cure; "" where it can."""
+def lost(folder: str, status: int | None, output: str) -> str:
+    """A sentence where nothing can be left there, with the cure; "" where it can, and of a program that failed and said why. Where the disk is
+    full, Python ends with 120, and not a word is kept."""
+    if status and output:
+        return ""
     try:
         leave(folder, "tried", " " * 4096)
     except OSError as error:

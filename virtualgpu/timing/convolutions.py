@@ -64,7 +64,7 @@ WAYS = {
 MERGED = 64
 # Hopper's reach so much of what a dense one does: six convolutions of 32 groups on an H100 (cuDNN 9.19), 0.38 to 0.49 in 16 bits and 0.54 to 0.57 in
 # TF32; without two whose gradients take ten times as long
-GROUPED = {"halves": 0.41, TF32: 0.55}
+GROUPED = 0.41, 0.55
 
 
 def forward_flops(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
@@ -96,15 +96,15 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
     transposed, groups = args[6], args[8] if len(args) > 8 else 1
     made, read = (image, result) if transposed else (result, image)
     length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
-    asked = depthwise.Convolution(image, weight, args[3], args[5])
-    by_pytorch = False
+    adds_bias = False
     if depthwise.is_depthwise(weight, groups):
-        by_pytorch = asked.by_pytorch
+        asked = depthwise.Convolution(image, weight, args[3], args[5])
+        adds_bias = asked.by_pytorch
         seconds = depthwise.seconds(kernels, "forward", asked, made, read, moved)
     else:
         seconds = _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
     # a bias is added to cuDNN's result by a kernel of its own
-    if args[2] is not None and not by_pytorch:
+    if args[2] is not None and not adds_bias:
         seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
     return seconds
 
@@ -160,7 +160,7 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
     if together > 1:
         if kernels.hopper:
-            share *= GROUPED.get(key, GROUPED["halves"])
+            share *= GROUPED[key == TF32]
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
     else:
         seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share)

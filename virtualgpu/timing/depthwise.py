@@ -29,8 +29,6 @@ OF_CUDNNS = {"image": 1.7, "weight": 1.15}  # by cuDNN's: 1.4 to 2.2, and 1 to 1
 # channels last. Earlier cards are supposed alike: there no kernel was measured, and a ConvNeXt of two cards was 1.65 times too fast without. Of 3x3
 # the rule above is 0.6 to 1.2 times off
 LARGE, SINGLE = 49, {"forward": 0.095, "image": 0.10, "weight": 1.35}
-# Channels first, in float16, its kernels take on an H100 what they take channels last and two reorderings: 188 to 199 us for 76 to 94, and 149 to
-# 181 for 59 to 88. Earlier cards are supposed to do without: no kernel was measured there
 SQUARES = (1, 3, 5)  # what PyTorch leaves to cuDNN: see _left_to_cudnn
 
 
@@ -91,6 +89,8 @@ def seconds(kernels: Kernels, which: str, of: Convolution, made, read, moved) ->
         return spec.kernel + max(moved / (spec.bandwidth * BANDWIDTH), SINGLE[which] * numbers * taps / kernels.cycles)
     bound = 2 * made.numel() * taps / (spec.rates[FLOAT32] * FLOPS)
     by_cudnn = (spec.kernel + max(moved / (spec.bandwidth * BANDWIDTH), bound)) * OF_CUDNNS.get(which, 1.0)
+    # channels first, in float16, it takes on an H100 what it takes channels last and two reorderings: 188 to 199 us for 76 to 94, and 149 to 181
+    # for 59 to 88. Earlier cards are supposed to do without: no kernel was measured there
     return by_cudnn + sum(
         kernels.reordering(image) for image in (made, read) if kernels.hopper and image.stride(1) != 1
     )

@@ -6,7 +6,7 @@ from torch import nn
 from torch.backends import cudnn
 
 from virtualgpu import _compat
-from virtualgpu.engine import cells, recurrent
+from virtualgpu.engine import recurrent
 from virtualgpu.engine.allocation import PLAIN, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import tensors_of
@@ -14,6 +14,11 @@ from virtualgpu.torch_api import autocast
 from virtualgpu.torch_api.registry import Patches
 
 MODES = {"rnn_relu": recurrent.RELU, "rnn_tanh": recurrent.TANH, "lstm": recurrent.LSTM, "gru": recurrent.GRU}
+# The kernel of each, and how many gates it has
+CELLS = {
+    "lstm_cell": (torch.ops.aten._thnn_fused_lstm_cell.default, 4),
+    "gru_cell": (torch.ops.aten._thnn_fused_gru_cell.default, 3),
+}
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -23,8 +28,8 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)
     for name, mode in MODES.items():
         patches.stand_in_builtin((torch, _compat.VF), name, _layers, machine, mode)
-    for name, cell in {"lstm_cell": _lstm_cell, "gru_cell": _gru_cell}.items():
-        patches.stand_in_builtin((torch, _compat.VF), name, cell, machine)
+    for name in CELLS:
+        patches.stand_in_builtin((torch, _compat.VF), name, _cell, machine, name)
 
 
 def _layers(machine: Machine, mode: int, original, *args):
@@ -46,22 +51,17 @@ def _layers(machine: Machine, mode: int, original, *args):
     return made[: 3 if cx is not None else 2]
 
 
-def _lstm_cell(machine: Machine, original, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
-    """(hy, cy), as aten/src/ATen/native/RNN.cpp makes them of `_thnn_fused_lstm_cell`. Wrong shapes are the original's to refuse."""
-    if not _is_cell(machine, 4, (input, *hx), w_ih, w_hh, b_ih, b_hh):
+def _cell(machine: Machine, name: str, original, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
+    """(hy, cy) of lstm_cell, hy of gru_cell, as aten/src/ATen/native/RNN.cpp makes them of CUDA's kernels. Wrong shapes are the original's to
+    refuse."""
+    fused, gates = CELLS[name]
+    states = hx if name == "lstm_cell" else (hx,)
+    if not _is_cell(machine, gates, (input, *states), w_ih, w_hh, b_ih, b_hh):
         return original(input, hx, w_ih, w_hh, b_ih, b_hh)
-    with autocast.cast("lstm_cell", (input, *hx, w_ih, w_hh, b_ih, b_hh)) as (input, h, c, w_ih, w_hh, b_ih, b_hh):
-        gates, hidden_gates = nn.functional.linear(input, w_ih), nn.functional.linear(h, w_hh)
-        return torch.ops.aten._thnn_fused_lstm_cell.default(gates, hidden_gates, c, b_ih, b_hh)[:2]
-
-
-def _gru_cell(machine: Machine, original, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
-    """hy, by `_thnn_fused_gru_cell`."""
-    if not _is_cell(machine, 3, (input, hx), w_ih, w_hh, b_ih, b_hh):
-        return original(input, hx, w_ih, w_hh, b_ih, b_hh)
-    with autocast.cast("gru_cell", (input, hx, w_ih, w_hh, b_ih, b_hh)) as (input, hx, w_ih, w_hh, b_ih, b_hh):
-        gates, hidden_gates = nn.functional.linear(input, w_ih), nn.functional.linear(hx, w_hh)
-        return torch.ops.aten._thnn_fused_gru_cell.default(gates, hidden_gates, hx, b_ih, b_hh)[0]
+    with autocast.cast(name, (input, *states, w_ih, w_hh, b_ih, b_hh)) as (input, *states, w_ih, w_hh, b_ih, b_hh):
+        products = nn.functional.linear(input, w_ih), nn.functional.linear(states[0], w_hh)
+        *made, _ = fused(*products, states[-1], b_ih, b_hh)
+    return tuple(made) if name == "lstm_cell" else made[0]
 
 
 def _is_cell(machine: Machine, gates: int, states, w_ih, w_hh, b_ih, b_hh) -> bool:
@@ -73,7 +73,7 @@ def _is_cell(machine: Machine, gates: int, states, w_ih, w_hh, b_ih, b_hh) -> bo
         return False
     input, *own = states
     gpu, hidden = gpu_of(input), w_hh.shape[-1]
-    if gpu is None or any(gpu_of(tensor) is not gpu or tensor.dtype not in cells.TYPES for tensor in tensors):
+    if gpu is None or any(gpu_of(tensor) is not gpu or tensor.dtype not in TYPES for tensor in tensors):
         return False
     if input.dim() != 2 or w_ih.shape != (gates * hidden, input.shape[1]) or w_hh.shape != (gates * hidden, hidden):
         return False

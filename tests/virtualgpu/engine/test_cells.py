@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import virtualgpu
+from tests.virtualgpu.engine.test_recurrent import used
 
 CELLS = [nn.LSTMCell, nn.GRUCell]
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-5, torch.float16: 1e-2}
@@ -26,11 +27,6 @@ def step(kind, device, dtype=torch.float32, bias=True) -> list[torch.Tensor]:
         state = cell(row, state)
     (state[0] if kind is nn.LSTMCell else state).sin().sum().backward()
     return [x.grad, first.grad, *(weight.grad for weight in cell.parameters())]
-
-
-def used() -> tuple:
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), virtualgpu.machine().clock.host
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -64,7 +60,6 @@ def test_what_is_kept_for_the_backward_pass(gpus, kind, kept):
     """Both products, the workspace and the new states, [batch, hidden] each so many times: RNN.cu's, and derivatives.yaml's."""
     with torch.device("cuda"):
         cell, x, state = kind(64, 64), torch.randn(256, 64), torch.randn(256, 64)
-    before = torch.cuda.memory_allocated()
     called(cell, x, state)  # what asks for workspaces of products
     before = torch.cuda.memory_allocated()
     out = called(cell, x, state)

@@ -160,11 +160,8 @@ def depthwise(dtype, size, stride=1, kernel=3, layout=torch.contiguous_format, b
     def convolution():
         channels = size[1]
         layer = torch.nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=channels, bias=False)
-        layer, x = (
-            layer.to("cuda", dtype),
-            torch.ones(size, device="cuda", dtype=dtype).contiguous(memory_format=layout),
-        )
-        x.requires_grad_(backward)
+        layer = layer.to("cuda", dtype)
+        x = torch.ones(size, device="cuda", dtype=dtype).contiguous(memory_format=layout).requires_grad_(backward)
 
         def call():
             result = layer(x)

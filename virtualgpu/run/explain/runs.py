@@ -129,8 +129,8 @@ def once(
         status, output = programs.output_of(command, environ, path, limit)
         stepped, explained = steps.collect(path), collect(path)
         failed = _failed(status, output, stepped, explained)
-        if failed and not (status and output):  # where the disk is full, Python ends with 120, and not a word is kept
-            failed = left.lost(path) or failed
+        if failed:
+            failed = left.lost(path, status, output) or failed
     return Run(explained, failed, messages.reads(output))
 
 

@@ -150,7 +150,7 @@ def _trial(
         settings = settings._replace(folder=path)
         status, output = programs.output_of(command, program.environment_of(settings, os.environ), path, limit)
         processes, used = steps.collect(path), entries(path)
-        lost = "" if processes or (status and output) else left.lost(path)
+        lost = "" if processes else left.lost(path, status, output)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in processes if rank.ends]
     trial = trial._replace(
