@@ -35,7 +35,8 @@ def dry_run(
     started in it, and in what it submits to a pool; other threads compute with numbers, or have dry runs of their own.
 
     Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
-    A value read inside is nan; a warning says so once. Tensors made inside have no values outside either.
+    A value read inside is nan; a warning says so once. Tensors made inside have no values outside either. What they leave cached goes back
+    at the end: room that nothing fills is not kept from other processes.
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
     it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.rank_config`), on nodes of
@@ -72,8 +73,19 @@ def dry_run(
         )
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
-        yield
+    try:
+        with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
+            yield
+    finally:
+        _leave_no_cache()
+
+
+def _leave_no_cache() -> None:
+    machine = current()
+    if machine is not None and not machine.dry:
+        for gpu in machine.gpus:
+            with gpu.only() as memory:
+                memory.empty_cache()
 
 
 class _Borrowed:
