@@ -1,0 +1,241 @@
+"""Kernels of every kind as a program calls them, by their settings: what h100_profiled.csv has one row of each for.
+
+The times there are those of torch.profiler, added up over the kernels of one call (microseconds; one H100, PyTorch 2.11, CUDA 13, cuDNN
+9.19, 2026-11-27), in three states of the second-level cache: fresh: what goes in was written just before, as in a forward pass; cold:
+256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph.
+
+    python -m tests.gpu.kernels_of_a_card     on a machine with a GPU: the same rows there, beside the table's
+"""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+TABLE = Path(__file__).parent / "h100_profiled.csv"
+LAST = torch.channels_last
+
+
+class Row(NamedTuple):
+    """Microseconds."""
+
+    family: str
+    settings: dict
+    fresh: float
+    cold: float
+    warm: float
+
+
+def rows(family: str = "") -> list[Row]:
+    """Of that family, or all."""
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        return [
+            Row(row["family"], json.loads(row["settings"]), *(float(row[state]) for state in ("fresh", "cold", "warm")))
+            for row in csv.DictReader(file)
+            if row["family"] == family or not family
+        ]
+
+
+class Call(NamedTuple):
+    """One to time: what is written just before it where it is to be fresh, and the call."""
+
+    fresh: list[torch.Tensor]
+    run: Callable[[], object]
+
+
+def call(family: str, settings: dict) -> Call:
+    """On the current GPU. TF32 is to be switched as `settings["dtype"]` says: see `precision`."""
+    return MAKERS[family](settings)
+
+
+def precision(settings: dict) -> None:
+    """TF32 in products where the settings say so; convolutions have it anyway."""
+    torch.backends.cuda.matmul.allow_tf32 = settings["dtype"] == "tf32"
+
+
+def _random(settings: dict, *shape: int, grad: bool = False) -> torch.Tensor:
+    name = settings["dtype"]
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_(grad)
+
+
+def _one_pass(settings: dict, function: Callable[[], torch.Tensor], image: torch.Tensor, inputs) -> Call:
+    """Forward, or the gradients of `inputs`."""
+    if settings["pas"] == "forward":
+        return Call([image.detach()], function)
+    result = function()
+    gradient = torch.randn_like(result)
+    return Call([gradient], lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
+
+
+def _in_layout(settings: dict, image: torch.Tensor) -> torch.Tensor:
+    return image.contiguous(memory_format=LAST) if settings.get("last") else image
+
+
+def _batch_norm(settings: dict) -> Call:
+    channels = settings["shape"][1]
+    x = _in_layout(settings, _random(settings, *settings["shape"])).requires_grad_()
+    weight, bias = (torch.ones(channels, device="cuda", requires_grad=True) for _ in range(2))
+    mean, variance = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
+    return _one_pass(settings, lambda: F.batch_norm(x, mean, variance, weight, bias, True), x, [x, weight, bias])
+
+
+def _sum(settings: dict) -> Call:
+    x = _in_layout(settings, _random(settings, *settings["shape"]))
+    return Call([x], lambda: x.sum(settings["dim"]))
+
+
+def _attention(settings: dict) -> Call:
+    query, key, value = (_random(settings, *settings["shape"], grad=True) for _ in range(3))
+    options = {"is_causal": settings["causal"], "dropout_p": settings["dropout"]}
+    one = _one_pass(
+        settings,
+        lambda: F.scaled_dot_product_attention(query, key, value, **options),
+        query,
+        [query, key, value],
+    )
+    return one if settings["pas"] == "backward" else Call([query.detach(), key.detach(), value.detach()], one.run)
+
+
+def _product(settings: dict) -> Call:
+    rows, length, columns = settings["rows"], settings["length"], settings["columns"]
+    x, weight = _random(settings, rows, length), _random(settings, columns, length)
+    bias, gradient = _random(settings, columns), _random(settings, rows, columns)
+    calls = {
+        "linear": lambda: F.linear(x, weight, bias),
+        "linear no bias": lambda: F.linear(x, weight),
+        "input": lambda: gradient @ weight,
+        "weight": lambda: gradient.t() @ x,
+    }
+    return Call([x, gradient], calls[settings["way"]])
+
+
+def _interpolate(settings: dict) -> Call:
+    x, size = _random(settings, *settings["shape"], grad=True), (settings["to"],) * 2
+    return _one_pass(settings, lambda: F.interpolate(x, size=size, mode=settings["mode"]), x, [x])
+
+
+def _convolution(settings: dict) -> Call:
+    shape, kernel, groups, dilation = (settings[name] for name in ("shape", "kernel", "groups", "dilation"))
+    x = _in_layout(settings, _random(settings, *shape))
+    weight = _in_layout(settings, _random(settings, settings["made"], shape[1] // groups, kernel, kernel))
+    wanted = {"forward": [], "image": [x], "weight": [weight]}[settings["pas"]]
+    for tensor in wanted:
+        tensor.requires_grad_()
+    padding = kernel // 2 * dilation
+    return _one_pass(
+        settings, lambda: F.conv2d(x, weight, None, settings["stride"], padding, dilation, groups), x, wanted
+    )
+
+
+def _pool(settings: dict) -> Call:
+    x = _random(settings, *settings["shape"], grad=True)
+    kind, size = settings["op"].split()
+    calls = {
+        "adaptive": lambda: F.adaptive_avg_pool2d(x, int(size)),
+        "avg": lambda: F.avg_pool2d(x, int(size)),
+        "max": lambda: F.max_pool2d(x, int(size), 2),
+    }
+    return _one_pass(settings, calls[kind], x, [x])
+
+
+def _elementwise(settings: dict) -> Call:
+    shape = settings["shape"]
+    batch, channels, height, width = shape
+    x, y = _random(settings, *shape), _random(settings, *shape)
+    gate, channel = _random(settings, batch, channels, 1, 1), _random(settings, 1, channels, 1, 1)
+    x_last, y_last = x.contiguous(memory_format=LAST), y.contiguous(memory_format=LAST)
+    expanded = gate.expand(shape)
+    other = torch.float32 if x.dtype == torch.bfloat16 else torch.bfloat16
+    calls = {
+        "add": lambda: x + y,
+        "relu": lambda: torch.relu(x),
+        "add expanded": lambda: x + expanded,
+        "add expanded last": lambda: x_last + expanded,
+        "mul gate": lambda: x * gate,
+        "mul gate last": lambda: x_last * gate,
+        "add last first": lambda: x_last + y,
+        "add last": lambda: x_last + y_last,
+        "add channel": lambda: x + channel,
+        "mean backward": lambda: expanded / (height * width),
+        "copy last": lambda: x.contiguous(memory_format=LAST),
+        "gelu": lambda: F.gelu(x),
+        "cast": lambda: x.to(other),
+        "silu": lambda: F.silu(x),
+        "dropout": lambda: F.dropout(x, 0.1),
+    }
+    return Call([x_last, x, y, gate], calls[settings["op"]])
+
+
+def _row_norm(settings: dict) -> Call:
+    width = settings["columns"]
+    x = _random(settings, settings["rows"], width, grad=True)
+    weight, bias = (_random(settings, width, grad=True) for _ in range(2))
+    function, inputs = {
+        "layer_norm": (lambda: F.layer_norm(x, (width,), weight, bias), [x, weight, bias]),
+        "softmax": (lambda: F.softmax(x, -1), [x]),
+        "rms_norm": (lambda: F.rms_norm(x, (width,), weight), [x, weight]),
+    }[settings["op"]]
+    return _one_pass(settings, function, x, inputs)
+
+
+def _group_norm(settings: dict) -> Call:
+    x = _random(settings, *settings["shape"], grad=True)
+    weight, bias = (_random(settings, settings["shape"][1], grad=True) for _ in range(2))
+    return _one_pass(settings, lambda: F.group_norm(x, settings["groups"], weight, bias), x, [x, weight, bias])
+
+
+MAKERS: dict[str, Callable[[dict], Call]] = {
+    "batch_norm": _batch_norm,
+    "sum": _sum,
+    "attention": _attention,
+    "product": _product,
+    "interpolate": _interpolate,
+    "convolution": _convolution,
+    "pool": _pool,
+    "elementwise": _elementwise,
+    "row_norm": _row_norm,
+    "group_norm": _group_norm,
+}
+
+
+def profiled(one: Call, flush: torch.Tensor) -> float:
+    """Microseconds of its kernels where what goes in is fresh: the median of three calls after two that are not looked at."""
+    from torch.profiler import ProfilerActivity, profile
+
+    one.run(), one.run()
+    taken = []
+    for _ in range(3):
+        flush.zero_()
+        with torch.no_grad():
+            for tensor in one.fresh:
+                tensor.mul_(1)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            one.run()
+            torch.cuda.synchronize()
+        kernels = [event for event in profiler.events() if not event.name.startswith("Activity Buffer")]
+        taken.append(sum(event.self_device_time_total for event in kernels))
+    return sorted(taken)[1]
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "no GPU here: tests/virtualgpu/timing/test_h100_profiled.py compares the simulation with the table"
+        )
+    flush = torch.empty(64 << 20, device="cuda")
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; microseconds here, and in the table")
+    for row in rows():
+        precision(row.settings)
+        print(
+            f"{row.family:<12} {json.dumps(row.settings):<110} {profiled(call(row.family, row.settings), flush):9.2f} {row.fresh:9.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Kernels as programs call them, beside what one H100 took (tests/gpu/h100_profiled.csv: torch.profiler, 2026-11-27).
+
+What goes in was written just before. A part of the rows, one of STRIDE; all of them: `python -m tests.virtualgpu.timing.test_h100_profiled`.
+"""
+
+import math
+from collections import defaultdict
+from statistics import median
+
+import pytest
+import torch
+
+import virtualgpu
+from tests.accuracy.kernels import within
+from tests.gpu import kernels_of_a_card
+
+STRIDE = 5
+# by family: how far the median may be off (a factor), and which share of the kernels is within 30 %
+REACHED: dict[str, tuple[float, float]] = {}
+
+
+def simulated(family: str, settings: dict) -> float:
+    """Microseconds of its kernels, in a dry run."""
+    kernels_of_a_card.precision(settings)
+    one = kernels_of_a_card.call(family, settings)
+    clock = virtualgpu.machine().clock
+    one.run()
+    before = clock.computing[0]
+    one.run()
+    return 1e6 * (clock.computing[0] - before)
+
+
+def logs(family: str, stride: int = 1) -> dict[str, list[float]]:
+    """Of measured over simulated, by what the rows have in common."""
+    groups = defaultdict(list)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        with virtualgpu.dry_run(1, like="H100"):
+            for row in kernels_of_a_card.rows(family)[::stride]:
+                alike = [
+                    str(row.settings[name]) for name in ("dtype", "pas", "op", "way", "mode") if name in row.settings
+                ]
+                groups[" ".join(alike)].append(math.log(row.fresh / simulated(family, row.settings)))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return groups
+
+
+@pytest.mark.parametrize("family", REACHED)
+def test_a_kernel_takes_what_it_took_in_a_program(family):
+    off, share = REACHED[family]
+    every = [log for group in logs(family, STRIDE).values() for log in group]
+    assert abs(median(every)) < math.log(off) and within(every, 30) >= share, sorted(map(math.exp, every))
+
+
+def main() -> None:
+    for family in kernels_of_a_card.MAKERS:
+        for alike, group in logs(family).items():
+            print(
+                f"{family:<12} {alike:<36} {len(group):4} rows: measured over simulated {math.exp(median(group)):5.2f} at the median, "
+                f"{within(group, 30):4.0%} within 30 %"
+            )
+
+
+if __name__ == "__main__":
+    main()
