@@ -26,6 +26,7 @@ QUANTIZED |= {
     "_make_per_tensor_quantized_tensor",
     "_make_per_channel_quantized_tensor",
 }
+CHECKS = {"all", "_is_all_true"}  # what a program asks of its numbers before it goes on
 MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
 
@@ -62,6 +63,12 @@ class DryRun:
             raise _sparse(op) from None
         key = tuple(key)
         made = self.recipes.get(key)
+        if op.name in CHECKS:
+            return _taken_as_true(self.by_recipe(op, args, kwargs, tensors, gpu, key, made))
+        return self.by_recipe(op, args, kwargs, tensors, gpu, key, made)
+
+    def by_recipe(self, op: Operation, args, kwargs, tensors, gpu: GPU | None, key: tuple, made):
+        """The same, where it is a shape. made: what was remembered of these, or None."""
         if made is not None:
             if self.crosscheck:
                 with self.machine.untracked():
@@ -133,13 +140,24 @@ class DryRun:
             return op.func(_on_meta(args[0]), lengths, *args[2:])
 
     def placeholder_value(self, op: Operation, tensors, gpu: GPU | None):
-        """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal)."""
+        """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal), True where all()
+        does: checks of numbers hold, those of torch.distributions, say."""
         if gpu is not None:
             self.machine.warn_of_nan()
         if op.name != "_local_scalar_dense":
             return op.name == "allclose" and _compat.graph_task() != -1  # a derivative asks whether it is defined
         dtype = tensors[0].dtype
-        return float("nan") if dtype.is_floating_point else False if dtype is torch.bool else 0
+        if dtype is torch.bool:
+            return getattr(tensors[0], TAKEN_AS_TRUE, False)
+        return float("nan") if dtype.is_floating_point else 0
+
+
+TAKEN_AS_TRUE = "_virtualgpu_taken_as_true"
+
+
+def _taken_as_true(out: Tensor) -> Tensor:
+    setattr(out, TAKEN_AS_TRUE, True)
+    return out
 
 
 def _sparse(op: Operation) -> NotImplementedError:

@@ -144,7 +144,7 @@ class Machine:
         if self._warns_of_nan:
             self._warns_of_nan = False
             warn_at_the_program(
-                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)"
+                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans, True for all())"
             )
 
     @contextlib.contextmanager

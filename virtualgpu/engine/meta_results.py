@@ -114,6 +114,10 @@ def _where(condition, *tensors):
     return aten.where.self(condition.bool(), *tensors)
 
 
+def _as_first(tensor, *rest):
+    return torch.empty_like(tensor)
+
+
 aten = torch.ops.aten
 # what is asked for a shape in place of the operation
 INSTEAD = {
@@ -122,6 +126,13 @@ INSTEAD = {
     aten.nll_loss_forward.default: _nll_loss,
     aten.masked_fill.Tensor: _masked_fill,
     aten.where.self: _where,
+    # draws and their derivatives, one for each number of the first argument
+    aten._sample_dirichlet.default: _as_first,
+    aten._dirichlet_grad.default: _as_first,
+    aten._standard_gamma.default: _as_first,
+    aten._standard_gamma_grad.default: _as_first,
+    aten.poisson.default: _as_first,
+    aten.binomial.default: _as_first,
 }
 NONE, MEAN = 0, 1
 CORRECTIONS = {

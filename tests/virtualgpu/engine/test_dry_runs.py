@@ -403,3 +403,10 @@ def test_nothing_stays_cached_after_it(gpus):
         assert torch.cuda.memory_reserved() > 1 << 26
     assert torch.cuda.memory_reserved() == 1 << 21 and torch.cuda.max_memory_reserved() > 1 << 26
     assert kept.tolist() == [1, 1, 1]
+
+
+def test_checks_of_numbers_hold(gpu, dry):
+    """all() is what a program asks before it goes on; whatever else it asks is not so."""
+    x = torch.ones(3, 2, device=gpu)
+    assert torch.isfinite(x).all() and (x > 0).all(0).all().item() is True and not (x > 0).any()
+    assert not (x > 0).all(0)[0] and bool(x.isnan().any()) is False

@@ -459,7 +459,7 @@ def test_dry_run_gives_shapes_places_and_bytes():
         with pytest.raises(torch.OutOfMemoryError):
             torch.zeros(1 << 29, device="cuda:0")
     assert [str(w.message) for w in caught] == [
-        "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans)"
+        "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans, True for all())"
     ]
     assert torch.zeros(2).tolist() == [0, 0]
 
