@@ -143,7 +143,11 @@ def on_two(dtype=None, offload=True, grouped=True):
         (on_two(torch.float16), "Full", "[passed]"),
         (on_two(torch.float16), "Block", "[passed]"),  # RMS norm as one kernel keeps no float32 copies
         (on_two(torch.float16, offload=False), "Full", "out of memory"),
-        (on_two(torch.float16, grouped=False), "Full", "[not yet]"),  # no room; PyTorch 2.11, which does: not as fast as possible
+        (
+            on_two(torch.float16, grouped=False),
+            "Full",
+            "[not yet]",
+        ),  # no room; PyTorch 2.11, which does: not as fast as possible
         (on_two(torch.bfloat16), "Full", "s are possible"),
         (none_at_all, "Full", "is not sharded: each of the two GPUs"),
         (half, "Full", "look at words.weight"),

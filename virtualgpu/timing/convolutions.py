@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
 from virtualgpu.timing import depthwise
-from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.kernels import REORDERED, Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
@@ -39,6 +39,7 @@ class Ways(NamedTuple):
     single_3x3: dict[str, float]
     halves_1x1: dict[str, float]
     halves_larger: dict[str, float]
+    tf32_larger: dict[str, float] = AS_A_PRODUCT
 
 
 # Before: DeepBench's, medians; 3x3 by Winograd, and 1x1 on tensor cores loses as much as it does without (V100 and T4: 1.2 forward, 1.2 to 1.5
@@ -56,12 +57,26 @@ WAYS = {
         single_3x3={"forward": 1.1, "image": 0.68, "weight": 0.42},
         halves_1x1=AS_A_PRODUCT,
         halves_larger={"forward": 1.0, "image": 1.0, "weight": 0.74},
+        tf32_larger={"forward": 1.0, "image": 1.0, "weight": 1.1},
     ),
 }
+# Hopper's kernels for the gradient of a larger weight cut it into tiles of so many channels, each place of the weight apart; their parts are
+# summed up by kernels of their own (wgrad_indexed_implicit_gemm, reduction::kernel::ReduceSplitK; tests/gpu/h100_profiled.csv)
+TILE, SUMMING = 64, 4
+# Images of few channels are filled up for it (nhwcAddPaddingKernel), and those kernels reach so much of products: 160 to 190 TFLOPS of an H100, for 3x3
+# to 16x16; without 16 bits, half of what a first layer's takes on the cards before
+FEW, FEW_TF32 = 0.25, 2.0
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
 # an RTX 3090, 144 on a 4090)
 MERGED = 64
+# Groups whose channels are no power of two have no kernel of their own on Hopper (cuDNN 9.19): the image is filled up with zeros, or cut into
+# groups that follow one another. Channels last, that is a kernel of so many cycles of a multiprocessor for each number (tensorTransformGeneric
+# 2 to 2.8, nhwcSliceCKernel 1); first, the kernel that reorders does it as well. What multiplies takes longer than others of groups do: medians of 60
+# of 24, 56 and 120 channels (tests/gpu/h100_profiled.csv)
+TAKEN_APART, ODD = 2.4, {"forward": 1.6, "image": 1.6, "weight": 3.5}
+# That of other grouped ones, in 16 bits and TF32: six of 4 to 16 channels, without one that takes ten times as long
+GROUPED_WEIGHT = 1.45, 2.7
 # Hopper's reach so much of what a dense one does: six convolutions of 32 groups on an H100 (cuDNN 9.19), 0.38 to 0.49 in 16 bits and 0.54 to 0.57 in
 # TF32; without two whose gradients take ten times as long
 GROUPED = 0.41, 0.55
@@ -128,8 +143,7 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
             length = max(1, int(channels * reach))
             total += _of_an_image(kernels, "image", image, gradient, weight, length, stride, groups, key, moved)
         if mask[1]:
-            sizes = weight.shape[1] * prod(weight.shape[2:]), weight.shape[0] // groups, _positions(gradient)
-            total += _one(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
+            total += _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved)
     if len(mask) > 2 and mask[2]:
         total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
     return total
@@ -147,6 +161,35 @@ def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key
     return _one(kernels, which, sizes, (made, read), weight, stride, groups, key, moved)
 
 
+def _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved) -> float:
+    """Its gradient: each of its numbers is a sum over all places of the images."""
+    read, places, columns, length = (
+        weight.shape[1],
+        prod(weight.shape[2:]),
+        weight.shape[0] // groups,
+        _positions(gradient),
+    )
+    images = image, gradient
+    whole = kernels.hopper and groups == 1 and places > 1 and _on_tensor_cores(kernels.spec, key) and not kernels.peak
+    if not whole:
+        return _one(kernels, "weight", (read * places, columns, length), images, weight, stride, groups, key, moved)
+    summing, columns = SUMMING * kernels.spec.kernel, _tiles(columns)
+    if read >= CHANNELS:
+        sizes = places * _tiles(read), columns, length
+        return summing + _one(kernels, "weight", sizes, images, weight, stride, groups, key, moved)
+    if key == TF32:
+        sizes = read * places, columns, length
+        return summing + _one(kernels, "weight", sizes, images, weight, stride, groups, key, moved) / FEW_TF32
+    multiplying = kernels.plain(2 * _tiles(CHANNELS * places) * columns * length / FEW, moved, key)
+    filling = kernels.spec.kernel + REORDERED * CHANNELS * _positions(image) / kernels.cycles
+    first = gradient.dim() > 2 and gradient.stride(1) != 1
+    return summing + multiplying + filling + (kernels.reordering(gradient) if first else 0.0)
+
+
+def _tiles(channels: int) -> int:
+    return -(-channels // TILE) * TILE
+
+
 def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
     """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
     if key == TF32 and key not in kernels.spec.rates:  # on a card before Ampere
@@ -158,12 +201,16 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     if tensor_cores and spec.capability[0] in OLD_INSTRUCTIONS:
         share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
-    if together > 1:
+    odd = kernels.hopper and groups > 1 and tensor_cores and bool(weight.shape[1] & (weight.shape[1] - 1))
+    if together > 1 or odd:
         if kernels.hopper:
             share *= GROUPED[key == TF32]
+            share /= ODD[which] if odd else GROUPED_WEIGHT[key == TF32] if which == "weight" else 1.0
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
     else:
         seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share)
+    if odd:
+        seconds += sum(TAKEN_APART * image.numel() / kernels.cycles for image in images if image.stride(1) == 1)
     return seconds + (_converting(kernels, which, images[0], images[1], weight, stride, key) if tensor_cores else 0.0)
 
 
@@ -179,7 +226,7 @@ def _method(which: str, weight, stride, key, tensor_cores: bool, ways: Ways) -> 
     """What cuDNN's way takes over a plain product of that type."""
     pointwise, square = prod(weight.shape[2:]) == 1, tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}
     if tensor_cores:
-        larger = ways.halves_larger if key != TF32 else AS_A_PRODUCT
+        larger = ways.halves_larger if key != TF32 else ways.tf32_larger
         return ((ways.halves_1x1 if key != TF32 else DIRECT) if pointwise else larger)[which]
     if key != FLOAT32:
         return 1.0
