@@ -93,6 +93,14 @@ def scan(args) -> float:
     return STEP * x.shape[dim] if x.dim() > 1 and dim not in (-1, x.dim() - 1) else 0.0
 
 
+FEW_INDICES = 3072  # aten/src/ATen/native/cuda/Embedding.cu: up to so many, embedding_backward_feature_kernel; more are sorted
+
+
+def few_indices(args) -> bool:
+    """embedding_dense_backward(gradient, indices, rows, padding, by_frequency)."""
+    return args[1].numel() <= FEW_INDICES and not args[4]
+
+
 def gradients(args, tensors) -> float:
     """Of an embedding's rows: each is added to that of its index."""
     return EMBEDDING * args[0].numel()

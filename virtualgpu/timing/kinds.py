@@ -18,7 +18,7 @@ class Kind(NamedTuple):
     training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor. blocks: by the
     arguments, what the kernel takes at least (`Least`). elementwise: each number comes of those at its own place. made: only what comes out
     counts. waits: by the arguments, seconds in which it goes through rows one after the other. per_cycle: bytes that a multiprocessor moves in
-    one, at most, in the last of its kernels. cycles: of a multiprocessor, for each number of the largest tensor, at least; or a function of
+    one, at most, in the last of its kernels. few: by the arguments, are they so few that one kernel does it, and another makes zeros? cycles: of a multiprocessor, for each number of the largest tensor, at least; or a function of
     the arguments and tensors that says how many in all. more: such a function, of what comes on top."""
 
     traffic: float = 1.0
@@ -31,6 +31,7 @@ class Kind(NamedTuple):
     made: bool = False
     waits: Callable | None = None
     per_cycle: float | None = None
+    few: Callable | None = None
     cycles: float | Callable | None = None
     more: Callable | None = None
     least: float = 0.0  # what `cycles` and `more` come to in a call
@@ -59,6 +60,8 @@ class Kind(NamedTuple):
             each = self.cycles
             total = each(args, tensors) if callable(each) else each * max(tensor.numel() for tensor in tensors)
             self = self._replace(least=total)
+        if self.few is not None and self.few(args):
+            return self._replace(launches=2)
         return self if self.more is None else self._replace(beyond=self.more(args, tensors))
 
 
@@ -155,7 +158,7 @@ KINDS = {
     "roll": Kind(cycles=cycles.ROLLED),
     "constant_pad_nd": Kind(1.6, launches=2),  # filled, then copied into
     # sorted indices, then sums of equal ones: thrust::sort_by_key and four kernels (EmbeddingBackwardKernel.cu)
-    "embedding_dense_backward": Kind(1.0, launches=12, more=cycles.gradients),
+    "embedding_dense_backward": Kind(1.0, launches=12, few=cycles.few_indices, more=cycles.gradients),
     # sorted, counted and put in order first (EmbeddingBag.cu): 29 in a profile on an H100 (PyTorch 2.11; 8,192 bags of one, dense gradients)
     "_embedding_bag_backward": Kind(1.0, launches=29, more=cycles.gradients_of_bags),
     "index_put": Kind(1.0, launches=9),
@@ -164,4 +167,12 @@ KINDS = {
     "topk": Kind(1.0, launches=4, cycles=cycles.top),
     "sort": Kind(1.0, launches=6, cycles=cycles.sorted_rows),
     "nonzero": Kind(1.0, launches=4),
+    "select_backward": Kind(launches=2),  # zeros, and a copy into them
+    "slice_backward": Kind(launches=2),
+    # what C++ makes of several operations (aten/src/ATen/native): ReduceOps.cpp, Distributions.cpp with its checks, Loss.cpp; cuda/Randperm.cu
+    "logsumexp": Kind(launches=9),
+    "multinomial": Kind(launches=14),
+    "binary_cross_entropy_with_logits": Kind(2.0, launches=5),
+    "randperm": Kind(launches=12),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), Kind(launches=2)),  # numbers, and their mean
 }

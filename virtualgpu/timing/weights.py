@@ -63,6 +63,10 @@ WEIGHTS = {
     "_thnn_fused_gru_cell_backward": derivative(5.0),
     "_thnn_fused_lstm_cell": Weight(3.0, 1.0),
     "_thnn_fused_lstm_cell_backward_impl": derivative(6.3),
+    # C++ calls them one after the other
+    "logsumexp": Weight(1 + 8 * FURTHER, 1 + 8 * FURTHER),
+    "multinomial": Weight(1 + 13 * FURTHER, 1.0),
+    "binary_cross_entropy_with_logits": Weight(1 + 4 * FURTHER, 1.0),
 }
 
 
