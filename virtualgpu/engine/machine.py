@@ -51,6 +51,7 @@ class Machine:
         self.clock = Clock(len(self.visible), costs=costs, on_wait=self._note_time, stream_of_leaf=stream_of_leaf)
         self.gpus = self._make_gpus()
         self.ledger: Ledger | None = None
+        self.cached_by_dry_run = False
         self.single_rank = self.communicators = None
         self.always_dry = False
         self.real_gpus = 0
@@ -118,6 +119,10 @@ class Machine:
     def untracked(self) -> contextlib.AbstractContextManager[None]:
         """Operations in here are the bookkeeper's own: see `ThreadContext`."""
         return self.local.untracked()
+
+    def leaves_cached(self, by_dry_run: bool) -> None:
+        """A dry run has ended, which may have left memory cached (`cached_by_dry_run`); or that memory was given back."""
+        self.cached_by_dry_run = by_dry_run
 
     @property
     def some_dry(self) -> bool:

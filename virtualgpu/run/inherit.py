@@ -110,7 +110,12 @@ def merge_traces(left: list[bytes | None]) -> None:
 
 
 def _open_ledger(machine) -> None:
-    """From here on, what this process holds of its GPUs is written where others can read it."""
+    """From here on, what this process holds of its GPUs is written where others can read it; a dry run's cache is nothing that it holds."""
+    if machine.cached_by_dry_run:
+        machine.leaves_cached(False)
+        for gpu in machine.gpus:
+            with gpu.only() as memory:
+                memory.empty_cache()
     if machine.ledger is None:
         folder = scratch.folder()
         atexit.register(scratch.remove, folder)

@@ -36,7 +36,7 @@ def dry_run(
 
     Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
     A value read inside is nan; a warning says so once. Tensors made inside have no values outside either. What they leave cached goes back
-    at the end: room that nothing fills is not kept from other processes.
+    when other processes are started on these GPUs: room that nothing fills is not kept from them.
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes
     it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.rank_config`), on nodes of
@@ -73,19 +73,12 @@ def dry_run(
         )
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
-    try:
-        with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
+    with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
+        try:
             yield
-    finally:
-        _leave_no_cache()
-
-
-def _leave_no_cache() -> None:
-    machine = current()
-    if machine is not None and not machine.dry:
-        for gpu in machine.gpus:
-            with gpu.only() as memory:
-                memory.empty_cache()
+        finally:
+            if (machine := current()) is not None:
+                machine.leaves_cached(True)
 
 
 class _Borrowed:

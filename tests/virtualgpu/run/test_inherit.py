@@ -42,6 +42,17 @@ def test_a_program_has_the_same_gpus_and_sees_what_others_hold(two_gpus):
     assert program() == f"2 NVIDIA H100 80GB HBM3 ({free}, {1 << 30})"
 
 
+def test_what_a_dry_run_left_cached_is_room_for_others(two_gpus):
+    """Ranks of a lesson had none, where the dry run before had run out of memory (PyTorch 2.11)."""
+    with virtualgpu.dry_run():
+        with pytest.raises(torch.OutOfMemoryError):
+            held = [torch.empty(100 << 20, dtype=torch.uint8, device="cuda:1") for _ in range(20)]
+        held = []
+    assert torch.cuda.memory_reserved(1) > 800 << 20
+    free = (1 << 30) - CONTEXT - (2 << 20) - CONTEXT
+    assert not held and program() == f"2 NVIDIA H100 80GB HBM3 ({free}, {1 << 30})"
+
+
 def test_the_environment_of_this_process_stays(two_gpus):
     before = dict(os.environ)
     inherit.variables()
