@@ -21,6 +21,10 @@ Python took 7.4 to 14.9 ms at different moments of two minutes, and the host's p
 as long as wall time, so the processor was slower, and nothing waited. Nor do chains of one operation tell all: they took seven tenths
 (forward; three quarters backward) of what the same operations took in mixed order.
 
+Third visit, another H100, 2026-11-27: of 75 of the programs, how long their kernels ran in a step (torch.profiler, copies from the host left
+out), which no slow host changes. Which kinds of kernels differed most from the simulated ones was looked at; their times are from kernels of
+other shapes, measured in the same hour (tests/gpu/h100_profiled.csv).
+
     python -m tests.accuracy.one_card      on a machine with a GPU: the same there, each program once, beside the table's cards
 """
 
@@ -29,6 +33,7 @@ import gc
 import os
 import statistics
 import time
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -37,13 +42,14 @@ import virtualgpu
 from tests.accuracy import vision
 from tests.accuracy.programs import PROGRAMS
 from tests.accuracy.programs.pictures import loaded
-from tests.accuracy.programs.step import Step
+from tests.accuracy.programs.step import Step as Call
 from tests.accuracy.published import Published, published
 from tests.accuracy.row import Row
 
 URL = "measured here"
 # cuBLAS's workspaces are kept, as PyTorch had it before 2.15
 KEPT = mock.patch.dict(os.environ, TORCH_CUBLAS_WORKSPACE_CACHE="1")
+TOLD = {"memory": ": most allocated", "kernels": ": kernels"}
 WARM, STEPS = 3, 3  # of the simulation, where one step is as long as the next
 
 
@@ -60,25 +66,34 @@ def precision(row: Published):
         cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
 
 
-def prepare(row: Published) -> Step:
+def prepare(row: Published) -> Call:
     """A step of the program. Call it in `precision(row)`."""
     if "loader" in row.options:
         return loaded(row)
     return PROGRAMS[row.model](row) if row.model in PROGRAMS else vision.prepare(row)[1]
 
 
-def measure(row: Published) -> tuple[float, int]:
-    """Simulated seconds of a step, and most bytes allocated."""
+class Step(NamedTuple):
+    """Seconds of a step, and of its kernels; most bytes allocated."""
+
+    seconds: float
+    kernels: float
+    most: int
+
+
+def measure(row: Published) -> Step:
+    """Simulated."""
     with KEPT, virtualgpu.dry_run(1, like=row.card, host=row.host), precision(row):
         step, clock = prepare(row), virtualgpu.machine().clock
         for _ in range(WARM):
             step()
         torch.cuda.synchronize()
-        start = clock.host
+        start, before = clock.host, clock.computing[0]
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-        return (clock.host - start) / STEPS, torch.cuda.max_memory_allocated()
+        seconds, kernels = (clock.host - start) / STEPS, (clock.computing[0] - before) / STEPS
+        return Step(seconds, kernels, torch.cuda.max_memory_allocated())
 
 
 def called(row: Published) -> str:
@@ -96,11 +111,9 @@ def rows() -> list[Row]:
     for row in published("one_card"):
         if row.run not in taken:
             taken[row.run] = measure(row)
-        seconds, most = taken[row.run]
-        memory = row.kind == "memory"
-        results.append(
-            row.beside(f"{name(row)}{': most allocated' * memory}", most / 2**20 if memory else 1000 * seconds)
-        )
+        step = taken[row.run]
+        figures = {"memory": step.most / 2**20, "time": 1000 * step.seconds, "kernels": 1000 * step.kernels}
+        results.append(row.beside(f"{name(row)}{TOLD.get(row.kind, '')}", figures[row.kind]))
     return results
 
 

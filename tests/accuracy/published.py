@@ -1,6 +1,7 @@
 """Figures that others measured and published, in one file (`published.csv`): a row is the settings of a program, and what it took.
 
 program: the module beside this one that runs it. kind: "time" of a step (or of the steps that settings say), "speed" (work per second),
+"kernels" (how long the GPU's kernels ran in a step, added up: what no slow host changes),
 "memory" reserved unless settings say otherwise, "ratio" and "count" where only such were published, or "fits" (1: the batch was trained; 0:
 out of memory). precision: "float32" as PyTorch's defaults have it, "tf32" (products of matrices as well), "half" (the model made float16),
 "bfloat16" (likewise), "ieee" (no TF32 at all), "AMP" (autocast to float16) or "AMP bfloat16". layout: channels "first" or "last". size: of a picture, or tokens.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Row:
     """published and simulated: in `unit`. tolerance: percent for memory, points (hundredths) for a ratio; None: shown, not judged.
 
-    kind: "memory", "ratio" of two rows of one table, "count", "time" (of a step), "speed" (work per second), "fits" (1 or 0), or
+    kind: "memory", "ratio" of two rows of one table, "count", "time" (of a step), "kernels" (their time in a step), "speed" (work per second), "fits" (1 or 0), or
     "cost": measured here, and to stay below `published`, the target. note: what else a reader needs; such rows are in no statistic.
     group: of the table by source; `source`, the program, unless given. gpus: those that worked together. missed: the reason, shown where
     the two are far apart.
@@ -39,7 +39,7 @@ class Row:
             return 100 * (self.simulated / self.published - 1)
         if self.kind == "ratio":
             return 100 * (self.simulated - self.published)
-        return self.factor if self.kind in ("time", "speed") else self.simulated - self.published
+        return self.factor if self.kind in ("time", "speed", "kernels") else self.simulated - self.published
 
     @property
     def met(self) -> bool | None:
