@@ -8,9 +8,21 @@ from statistics import mean, median
 from tests.accuracy.row import Row
 
 BEGIN, END = "<!-- accuracy: written by make accuracy -->", "<!-- accuracy ends -->"
-KINDS = {"memory": "memory", "kernels": "kernels of a step, one GPU", "one": "time, one GPU", "several": "time, several GPUs", "ratio": "ratios"}
+KINDS = {
+    "memory": "memory",
+    "kernels": "kernels of a step, one GPU",
+    "one": "time, one GPU",
+    "several": "time, several GPUs",
+    "ratio": "ratios",
+}
 BANDS = (5, 10, 15, 30)  # percent
-BANDS_IN_WORDS = {"memory": (5,), "kernels of a step, one GPU": (15, 30), "time, one GPU": (15, 30), "time, several GPUs": (15, 30), "ratios": (10, 30)}
+BANDS_IN_WORDS = {
+    "memory": (5,),
+    "kernels of a step, one GPU": (15, 30),
+    "time, one GPU": (15, 30),
+    "time, several GPUs": (15, 30),
+    "ratios": (10, 30),
+}
 FAR = BANDS[-1]  # a row beyond is told with its reason
 STATISTICS = ("rows", *(f"within {band} %" for band in BANDS), "median of measured / simulated", "worst")
 TITLES = {  # of the table by source, by program or group

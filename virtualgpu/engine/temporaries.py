@@ -9,6 +9,8 @@ from functools import partial
 import torch
 
 from virtualgpu.engine import convolution_workspaces, reductions
+from virtualgpu.timing.cycles import few_indices
+from virtualgpu.timing.kinds import COPIED, copied_first
 
 MEAN_OR_SUM = (1, 2)  # at::Reduction
 
@@ -47,9 +49,9 @@ def with_logits(args, kwargs, out, gpu) -> list[int]:
     return [entries.nbytes, entries.nbytes, *reductions.over_all(entries, gpu.spec)]
 
 
-def softmax(args, kwargs, out, gpu) -> list[int]:
-    """What does not lie close is copied first (SoftMax.cu)."""
-    return [] if args[0].is_contiguous() else [args[0].nbytes]
+def copies(args, kwargs, out, gpu, name: str) -> list[int]:
+    """What does not lie close is copied first (SoftMax.cu, layer_norm_kernel.cu)."""
+    return [tensor.nbytes for tensor in copied_first(name, args)]
 
 
 def softmax_backward(args, kwargs, out, gpu) -> list[int]:
@@ -65,7 +67,7 @@ def roll(args, kwargs, out, gpu) -> list[int]:
 def embedding_backward(args, kwargs, out, gpu) -> list[int]:
     """Many indices are sorted, and each row's gradients added up by parts, ten at a time, in single precision (EmbeddingBackwardKernel.cu)."""
     indices, by_frequency = args[1], args[4]
-    if indices.numel() <= 3072 and not by_frequency:
+    if few_indices(args):
         return []
     return _sorted_rows(indices, 2 + by_frequency, out)
 
@@ -137,7 +139,6 @@ RULES = {
     "count_nonzero": count_nonzero,
     "roll": roll,
     "binary_cross_entropy_with_logits": with_logits,
-    "_softmax": softmax,
-    "_log_softmax": softmax,
+    **{name: partial(copies, name=name) for name in COPIED},
     "_softmax_backward_data": softmax_backward,
 }

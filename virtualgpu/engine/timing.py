@@ -9,7 +9,7 @@ from virtualgpu.engine.operations import Operation
 from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing import arithmetic, weights
 from virtualgpu.timing.costs import OF_CUDNN, moved, parts, rate
-from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
+from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, PLAIN, copied_first
 
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
 SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
@@ -75,6 +75,8 @@ class Timing:
             if kind is not PLAIN and (kind is not ELEMENTWISE or nbytes > SHORT):
                 kind = kind.in_call(args, tensors)
             seconds = gpu.kernels.moving(nbytes, kind, args)
+            if op.name in COPIED:
+                seconds += sum(gpu.kernels.moving(2 * tensor.nbytes, PLAIN) for tensor in copied_first(op.name, args))
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()

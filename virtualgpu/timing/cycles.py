@@ -93,7 +93,9 @@ def scan(args) -> float:
     return STEP * x.shape[dim] if x.dim() > 1 and dim not in (-1, x.dim() - 1) else 0.0
 
 
-FEW_INDICES = 3072  # aten/src/ATen/native/cuda/Embedding.cu: up to so many, embedding_backward_feature_kernel; more are sorted
+FEW_INDICES = (
+    3072  # aten/src/ATen/native/cuda/Embedding.cu: up to so many, embedding_backward_feature_kernel; more are sorted
+)
 
 
 def few_indices(args) -> bool:

@@ -115,6 +115,20 @@ CALLS = {limit: Kind(elementwise=True, per_cycle=limit) for limit in (UNVECTORIZ
 # (BSD 2-Clause, 2024), 16384 rows of float32 in PyTorch: 1,100 GB/s with 64 KiB a row, 820 to 830 with 128 KiB and more; an H100 reads rows
 # of 98 KiB once, and of 125 KiB more often
 ROW = 112 << 10
+# Which arguments are copied first where they do not lie close (expect_contiguous in SoftMax.cu and layer_norm_kernel.cu)
+COPIED = {
+    "_softmax": (0,),
+    "_log_softmax": (0,),
+    "native_layer_norm": (0,),
+    "native_layer_norm_backward": (0, 1),
+}
+
+
+def copied_first(name: str, args) -> list[torch.Tensor]:
+    """Of the operation of that name."""
+    return [args[at] for at in COPIED[name] if not args[at].is_contiguous()]
+
+
 # Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
 # for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
 KINDS = {
@@ -174,5 +188,7 @@ KINDS = {
     "multinomial": Kind(launches=14),
     "binary_cross_entropy_with_logits": Kind(2.0, launches=5),
     "randperm": Kind(launches=12),
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), Kind(launches=2)),  # numbers, and their mean
+    **dict.fromkeys(
+        ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), Kind(launches=2)
+    ),  # numbers, and their mean
 }

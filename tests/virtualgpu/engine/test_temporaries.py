@@ -178,3 +178,27 @@ def test_attention_on_cudnn(h100):
         out = F.scaled_dot_product_attention(q, k, v)
     there = used_backward(out, [q, k, v])
     assert there[1] == 10551296  # 6 MiB of gradients; of each row, 64 numbers and their sum
+
+
+def test_a_layer_norm_copies_what_does_not_lie_close(h100):
+    """A ViT's residual lies as its attention's result does, transposed: five such copies a block in a profile of an H100."""
+    x, weight = new(64, 128, 512), new(512)
+    whole = x.nbytes
+    (_, plain), (out, copied) = (
+        used(lambda: F.layer_norm(x, (512,), weight)),
+        used(lambda: F.layer_norm(x.mT.contiguous().mT, (512,), weight)),
+    )
+    assert copied[1] - copied[0] == plain[1] - plain[0] + whole
+    assert used_backward(out, [x])[1] == used_backward(F.layer_norm(x, (512,), weight), [x])[1] + whole
+
+
+def test_that_copy_takes_time(h100):
+    x, clock = new(4096, 4096, learns=False), virtualgpu.machine().clock
+
+    def kernels(tensor):
+        before = clock.computing[0]
+        F.layer_norm(tensor, (4096,))
+        return clock.computing[0] - before
+
+    apart = x.t()
+    assert kernels(apart) > kernels(x) + 0.9 * 2 * x.nbytes / 3.35e12
