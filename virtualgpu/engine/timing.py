@@ -120,7 +120,8 @@ class Timing:
     def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
         """A kernel that fills a new tensor; none where it is left as it is."""
         if op.kernel:
-            self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name)
+            weight = op.weight if op.kind.launches > 1 else weights.AVERAGE
+            self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name, weight=weight)
 
     def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float) -> float:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
