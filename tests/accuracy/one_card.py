@@ -21,9 +21,9 @@ Python took 7.4 to 14.9 ms at different moments of two minutes, and the host's p
 as long as wall time, so the processor was slower, and nothing waited. Nor do chains of one operation tell all: they took seven tenths
 (forward; three quarters backward) of what the same operations took in mixed order.
 
-Third visit, another H100, 2026-11-27: of 75 of the programs, how long their kernels ran in a step (torch.profiler, copies from the host left
-out), which no slow host changes. Which kinds of kernels differed most from the simulated ones was looked at; their times are from kernels of
-other shapes, measured in the same hour (tests/gpu/h100_profiled.csv).
+Third visit, another H100 and an H200, 2026-11-27: of 75 of the programs, and 70 of these, how long their kernels ran in a step (torch.profiler,
+copies from the host left out), which no slow host changes. Which kinds of kernels differed most from the simulated ones was looked at; their times are from kernels of
+other shapes, measured in the same hour on the H100 (tests/gpu/h100_profiled.csv); nothing of the H200 was an input.
 
     python -m tests.accuracy.one_card      on a machine with a GPU: the same there, each program once, beside the table's cards
 """

@@ -1,6 +1,6 @@
-"""Kernels of every kind as a program calls them, by their settings: what h100_profiled.csv has one row of each for.
+"""Kernels of every kind as a program calls them, by their settings: what h100_profiled.csv and h200_profiled.csv have one row of each for.
 
-The times there are those of torch.profiler, added up over the kernels of one call (microseconds; one H100, PyTorch 2.11, CUDA 13, cuDNN
+The times there are those of torch.profiler, added up over the kernels of one call (microseconds; one H100 and one H200, PyTorch 2.11, CUDA 13, cuDNN
 9.19, 2026-11-27), in three states of the second-level cache: fresh: what goes in was written just before, as in a forward pass; cold:
 256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph.
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-TABLE = Path(__file__).parent / "h100_profiled.csv"
+TABLES = Path(__file__).parent
 LAST = torch.channels_last
 
 
@@ -30,9 +30,9 @@ class Row(NamedTuple):
     warm: float
 
 
-def rows(family: str = "") -> list[Row]:
+def rows(family: str = "", card: str = "H100") -> list[Row]:
     """Of that family, or all."""
-    with open(TABLE, encoding="utf-8", newline="") as file:
+    with open(TABLES / f"{card.lower()}_profiled.csv", encoding="utf-8", newline="") as file:
         return [
             Row(row["family"], json.loads(row["settings"]), *(float(row[state]) for state in ("fresh", "cold", "warm")))
             for row in csv.DictReader(file)

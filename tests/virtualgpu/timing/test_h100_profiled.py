@@ -1,9 +1,10 @@
 """Kernels as programs call them, beside what one H100 took (tests/gpu/h100_profiled.csv: torch.profiler, 2026-11-27).
 
-What goes in was written just before. A part of the rows, one of STRIDE; all of them: `python -m tests.virtualgpu.timing.test_h100_profiled`.
+What goes in was written just before. A part of the rows, one of STRIDE; all of them, or those of an H200: `python -m tests.virtualgpu.timing.test_h100_profiled [H200]`.
 """
 
 import math
+import sys
 from collections import defaultdict
 from statistics import median
 
@@ -30,13 +31,13 @@ def simulated(family: str, settings: dict) -> float:
     return 1e6 * (clock.computing[0] - before)
 
 
-def logs(family: str, stride: int = 1) -> dict[str, list[float]]:
+def logs(family: str, card: str, stride: int = 1) -> dict[str, list[float]]:
     """Of measured over simulated, by what the rows have in common."""
     groups = defaultdict(list)
     before = torch.backends.cuda.matmul.allow_tf32
     try:
-        with virtualgpu.dry_run(1, like="H100"):
-            for row in kernels_of_a_card.rows(family)[::stride]:
+        with virtualgpu.dry_run(1, like=card):
+            for row in kernels_of_a_card.rows(family, card)[::stride]:
                 alike = [
                     str(row.settings[name]) for name in ("dtype", "pas", "op", "way", "mode") if name in row.settings
                 ]
@@ -49,13 +50,14 @@ def logs(family: str, stride: int = 1) -> dict[str, list[float]]:
 @pytest.mark.parametrize("family", REACHED)
 def test_a_kernel_takes_what_it_took_in_a_program(family):
     off, share = REACHED[family]
-    every = [log for group in logs(family, STRIDE).values() for log in group]
+    every = [log for group in logs(family, "H100", STRIDE).values() for log in group]
     assert abs(median(every)) < math.log(off) and within(every, 30) >= share, sorted(map(math.exp, every))
 
 
 def main() -> None:
+    card = sys.argv[1] if len(sys.argv) > 1 else "H100"
     for family in kernels_of_a_card.MAKERS:
-        for alike, group in logs(family).items():
+        for alike, group in logs(family, card).items():
             print(
                 f"{family:<12} {alike:<36} {len(group):4} rows: measured over simulated {math.exp(median(group)):5.2f} at the median, "
                 f"{within(group, 30):4.0%} within 30 %"
