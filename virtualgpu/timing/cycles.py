@@ -18,6 +18,9 @@ LOOKED_UP, ADDED, SCATTERED = 163, 1.6, 2.8
 # Sorting rows of up to 512 numbers (21 to 23 for 64 and 256), longer ones, and what topk takes for a row and each of its numbers
 SORTED, SORTED_LONG, TOP_ROW, TOP = 22, 8.5, 500, 8
 ROLLED = 1.15
+# Activations of 16 bits in the second-level cache, and dropout by the bytes of a number: Philox draws four at once, and a byte of the
+# mask is written for each (fused_dropout_kernel_vec; tests/gpu/h100_profiled.csv)
+GELU, SILU, DROPPED = 0.36, 0.28, {2: 0.5, 4: 0.8}
 # A sum of columns, for each number, where there are no more of them than NARROW (0.45 to 0.75 for 64 to 1024)
 COLUMNS, NARROW = 0.5, 2048
 # nll_loss runs on one block, which waits for memory in each round: 1,024 threads, 18 to 21 us for 16384 rows on an H100 (PyTorch 2.11). A
@@ -25,16 +28,10 @@ COLUMNS, NARROW = 0.5, 2048
 BLOCK, ROUND, STEP = 1024, 1e-6, 0.3e-6
 
 
-def layer_norm(args, tensors) -> float:
-    """native_layer_norm(input, shape, ...), and the root mean square's."""
+def rms_norm(args, tensors) -> float:
+    """_fused_rms_norm(input, shape, ...)."""
     numbers = tensors[0].numel()
     return max(ROWS * numbers, SHORT_ROW * numbers / max(1, prod(args[1])))
-
-
-def layer_norm_backward(args, tensors) -> float:
-    """1.1 for each number, 800 for each row: rows of 128 to 4096 take 10 to 1.25 a number."""
-    numbers = tensors[0].numel()
-    return 1.1 * numbers + 800 * numbers / max(1, prod(args[2]))
 
 
 def sum_of_columns(args, tensors) -> float:
@@ -57,6 +54,11 @@ def rows_of_index(args, tensors) -> float:
     if len(indices) != 1 or indices[0] is None or not indices[0].dtype.is_signed or x.dim() < 2:
         return 0.0
     return 0.0 if prod(x.shape[1:]) * x.itemsize % 16 else LOOKED_UP * indices[0].numel()
+
+
+def dropout(args, tensors) -> float:
+    """native_dropout(input, p, train)."""
+    return DROPPED.get(args[0].itemsize, DROPPED[4]) * args[0].numel()
 
 
 def added_by(cycles: float, at: int) -> Callable:

@@ -8,7 +8,7 @@ shares alike for all, finds nine of ten of NeuSight's and DeepBench's products w
 **Convolutions** are products of the same kind (`convolutions`).
 
 **Everything else** is bound by memory, by the bytes that the kernel really moves. What fits into the second-level cache is read from it.
-A batch norm of few channels is bound by its blocks (`kinds`).
+A batch norm is bound by its blocks (`batch_norms`).
 
 All times in seconds.
 """
@@ -40,7 +40,11 @@ MMA_SYNC = 0.63
 WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half of one on average
 # Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
 REORDERED = 0.5
-L2_READS = 0.5  # of what a kernel moves, the part that it reads
+# What was just written is read from the second-level cache, and results stay there: such a kernel takes so much of the time that memory
+# would need. It has two halves, and numbers begin to leave it before it is full: shares of its size (tests/gpu/h100_profiled.csv,
+# additions and activations)
+CACHED, FULL, GONE = 0.53, 0.55, 1.2
+STARTING = 0.5  # of a launch: the part that passes beside the first numbers of an elementwise kernel (the same)
 
 
 def together(size: int, *widths: int) -> int:
@@ -72,22 +76,36 @@ class Kernels:
         spec = self.spec
         if self.peak:
             return spec.kernel + nbytes / spec.bandwidth
+        if kind.takes is not None and args and (seconds := kind.takes(args, self)) is not None:
+            return seconds
         bandwidth, beyond = self.bandwidth[kind.limit], 0.0
         if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory
             beyond = max(0.0, nbytes / (kind.per_cycle * self.cycles) - nbytes / bandwidth)
-        nbytes *= kind.traffic
-        if nbytes < self.cache:
-            nbytes *= 1 - L2_READS * (1 - nbytes / self.cache)
-        seconds = max(nbytes / bandwidth + beyond, kind.least / self.cycles) + kind.beyond / self.cycles
-        if kind.blocks is not None and args and (least := kind.blocks(args)) is not None:
-            floor = self.known.get(least)
-            if floor is None:
-                floor = self.known[least] = least.seconds(spec)
-            part = least.part * seconds
-            if floor > part:
-                seconds += floor - part
-        seconds += kind.launches * spec.kernel
+        moved = nbytes * kind.traffic
+        seconds = moved * self.from_memory(moved if kind.made else nbytes) / bandwidth + beyond
+        seconds = max(seconds, kind.least / self.cycles) + kind.beyond / self.cycles
+        launches = kind.launches * spec.kernel
+        if kind.elementwise:
+            launches -= min(seconds, STARTING * launches)
+        seconds += launches
         return seconds + kind.waits(args) if kind.waits is not None and args else seconds
+
+    def bytes_take(self, nbytes: float, limit: str = "memory") -> float:
+        """Seconds that a kernel needs to move so many, once."""
+        return nbytes * self.from_memory(nbytes) / self.bandwidth[limit]
+
+    def from_memory(self, nbytes: float) -> float:
+        """What a kernel of so many bytes takes of the time that it would need without a second-level cache."""
+        full = FULL * self.cache
+        if nbytes <= full:
+            return CACHED
+        gone = GONE * self.cache
+        return 1.0 if nbytes >= gone else CACHED + (1 - CACHED) * (nbytes - full) / (gone - full)
+
+    def lost(self, nbytes: float) -> float:
+        """The share of what was written that the cache no longer has when so many bytes have passed it: none up to half of its size."""
+        half = self.cache / 2
+        return min(1.0, max(0.0, nbytes - half) / half) if half else 1.0
 
     def reordering(self, image) -> float:
         """A kernel that reads an image and writes it with its channels elsewhere."""

@@ -1,24 +1,26 @@
 """Kinds of kernels that are bound by memory: how often they move their tensors, and what limits them.
 
-What a kernel takes beside that, by its arithmetic or because a thread waits, is in cycles.py and batch_norms.py.
+What a kernel takes beside that, by its arithmetic or because a thread waits, is in cycles.py, elementwise.py, batch_norms.py and
+layer_norms.py.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from virtualgpu.timing import cycles
-from virtualgpu.timing.batch_norms import LAST, LAST_BACKWARD, batch_norm, batch_norm_backward, own_channels_last
+from virtualgpu.timing.batch_norms import batch_norm, batch_norm_backward
+from virtualgpu.timing.elementwise import CONVERTED, converts, one_by_one
+from virtualgpu.timing.layer_norms import layer_norm, layer_norm_backward
 
 
 class Kind(NamedTuple):
     """traffic: bytes really moved over those of all tensors that go in or come out, once. limit: whose share of the bandwidth it has
     (`hardware.achieved`). launches: kernels that the operation is made of. training: at which argument it is told whether this is
-    training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor. blocks: by the
-    arguments, what the kernel takes at least (`Least`). elementwise: each number comes of those at its own place. made: only what comes out
-    counts. waits: by the arguments, seconds in which it goes through rows one after the other. per_cycle: bytes that a multiprocessor moves in
-    one, at most, in the last of its kernels. few: by the arguments, are they so few that one kernel does it, and another makes zeros? cycles: of a multiprocessor, for each number of the largest tensor, at least; or a function of
+    training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor. takes: by the
+    arguments and the card, all seconds, where that is known (None: by the rest). elementwise: each number comes of those at its own
+    place. made: only what comes out counts. waits: by the arguments, seconds in which it goes through rows one after the other.
+    per_cycle: bytes that a multiprocessor moves in one, at most, in the last of its kernels. few: by the arguments, are they so few that one
+    kernel does it, and another makes zeros? cycles: of a multiprocessor, for each number of the largest tensor, at least; or a function of
     the arguments and tensors that says how many in all. more: such a function, of what comes on top."""
 
     traffic: float = 1.0
@@ -26,7 +28,7 @@ class Kind(NamedTuple):
     launches: int = 1
     training: int | None = None
     wide: float | None = None
-    blocks: Callable | None = None
+    takes: Callable | None = None
     elementwise: bool = False
     made: bool = False
     waits: Callable | None = None
@@ -44,73 +46,32 @@ class Kind(NamedTuple):
     def in_call(self, args, tensors) -> "Kind":
         """What it is for these arguments, and these tensors that go in or come out."""
         if self.elementwise:
-            if is_transposed(tensors):
-                return self._replace(least=TRANSPOSED * tensors[-1].numel())
-            bytes_per_cycle = one_by_one(tensors)
-            if bytes_per_cycle is None:
-                return self
-            return CALLS[bytes_per_cycle] if self is ELEMENTWISE else self._replace(per_cycle=bytes_per_cycle)
+            if converts(tensors):
+                return CONVERTING if self is ELEMENTWISE else self._replace(per_cycle=CONVERTED)
+            least = one_by_one(tensors)
+            if self.cycles is not None:
+                least = max(least, self._cycles(args, tensors))
+            return self._replace(least=least) if least else self
         if self.evaluates(args):
-            return self._replace(traffic=1.0, launches=1, blocks=None, least=cycles.EVALUATING * tensors[0].numel())
+            return self._replace(traffic=1.0, launches=1, takes=None, least=cycles.EVALUATING * tensors[0].numel())
         if self.wide is not None and tensors[0].dim():
             row = tensors[0].shape[-1] * tensors[0].itemsize
             if row * (len(tensors) - 1) > ROW:  # the backward pass reads two tensors
                 self = self._replace(traffic=self.wide)
         if self.cycles is not None:
-            each = self.cycles
-            total = each(args, tensors) if callable(each) else each * max(tensor.numel() for tensor in tensors)
-            self = self._replace(least=total)
+            self = self._replace(least=self._cycles(args, tensors))
         if self.few is not None and self.few(args):
             return self._replace(launches=2)
         return self if self.more is None else self._replace(beyond=self.more(args, tensors))
 
-
-def one_by_one(tensors) -> float | None:
-    """Bytes that a multiprocessor moves in a cycle in an elementwise kernel that does not read 16 bytes at once: where its tensors differ
-    in their layout (one is broadcast, say) or in their type (CUDALoops.cuh: launch_vectorized_kernel, or one number at a time). That is
-    seen where numbers have 16 bits; None elsewhere."""
-    halves, single, layouts = False, False, set()
-    for tensor in tensors:
-        if tensor.dim():
-            size = tensor.itemsize
-            halves |= size == 2
-            single |= size == 4 and tensor.is_floating_point()
-            layouts.add((tensor.numel(), tensor.stride()) if tensor.layout is torch.strided else None)
-    if not halves or (single and len(tensors) == 2 and tensors[-1].itemsize == 2):
-        return None  # what makes 16 bits of 32 reads 16 bytes at once (vectorized_elementwise_kernel on an H100)
-    return CONVERTED if single else UNVECTORIZED if len(layouts) > 1 else None
+    def _cycles(self, args, tensors) -> float:
+        each = self.cycles
+        return each(args, tensors) if callable(each) else each * max(tensor.numel() for tensor in tensors)
 
 
-def is_transposed(tensors) -> bool:
-    """Do neighbours in the first tensor's memory lie apart in the last one's?"""
-    first, last = tensors[0], tensors[-1]
-    if first.layout is not torch.strided or last.layout is not torch.strided or first.stride() == last.stride():
-        return False
-    return first.shape == last.shape and _innermost(first) != _innermost(last) and first.numel() == _span(first)
-
-
-def _innermost(tensor) -> int | None:
-    """The dimension along which memory runs."""
-    return next(
-        (dim for dim in reversed(range(tensor.dim())) if tensor.stride(dim) == 1 and tensor.size(dim) > 1), None
-    )
-
-
-def _span(tensor) -> int:
-    """Numbers from its first to its last: more than it has where it leaves some out, fewer where it repeats some."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-# Measured on an H100 (tests/gpu/h100_kernels.csv, PyTorch 2.11): cycles of a multiprocessor for each number that is copied to where its
-# neighbours lie apart (2.2 in 32 bits, 1.9 in 16; channels first to last alike)
-TRANSPOSED = 2.0
-# Liger-Kernel's eager PyTorch columns on an A100-80GB (BSD 2-Clause, 2024), largest sizes: rotary embedding in bfloat16 takes 2.0 times its
-# bytes; RMS norm, bfloat16 with float32 between, 1.34 times, which leaves 1.7 for its three kernels that convert; of its 11.8 bytes a cycle
-# and multiprocessor that is 5.9 and 6.9. In float32 alone broadcast operands cost nothing, also on an H100 (add and RMS norm: 0.98 to 1.05)
-UNVECTORIZED, CONVERTED = 5.9, 6.9
 PLAIN = Kind()
 ELEMENTWISE = Kind(elementwise=True)
-CALLS = {limit: Kind(elementwise=True, per_cycle=limit) for limit in (UNVECTORIZED, CONVERTED)}
+CONVERTING = Kind(elementwise=True, per_cycle=CONVERTED)
 # Bytes of a row of a softmax beyond which it is read once more for the maximum and once for the sum: Liger-Kernel's cross entropy on an A100
 # (BSD 2-Clause, 2024), 16384 rows of float32 in PyTorch: 1,100 GB/s with 64 KiB a row, 820 to 830 with 128 KiB and more; an H100 reads rows
 # of 98 KiB once, and of 125 KiB more often
@@ -132,19 +93,17 @@ def copied_first(name: str, args) -> list[torch.Tensor]:
 # Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
 # for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
 KINDS = {
-    "native_batch_norm": Kind(1.5, training=5, blocks=batch_norm, cycles=own_channels_last(LAST, 0, 1)),
-    "_native_batch_norm_legit": Kind(1.5, training=5, blocks=batch_norm, cycles=own_channels_last(LAST, 0, 1)),
-    "_batch_norm_with_update": Kind(1.5, blocks=batch_norm, cycles=own_channels_last(LAST, 0, 1)),
-    "cudnn_batch_norm": Kind(1.5, training=5, blocks=batch_norm),
-    "native_batch_norm_backward": Kind(
-        5 / 3, launches=2, blocks=batch_norm_backward, cycles=own_channels_last(LAST_BACKWARD, 1, 2)
-    ),
-    "batch_norm_backward": Kind(5 / 3, launches=2),
+    "native_batch_norm": Kind(1.5, training=5, takes=batch_norm),
+    "_native_batch_norm_legit": Kind(1.5, training=5, takes=batch_norm),
+    "_batch_norm_with_update": Kind(1.5, takes=batch_norm),
+    "cudnn_batch_norm": Kind(1.5, training=5, takes=batch_norm),
+    "native_batch_norm_backward": Kind(5 / 3, launches=2, takes=batch_norm_backward),
+    "batch_norm_backward": Kind(5 / 3, launches=2, takes=batch_norm_backward),
     "native_group_norm": Kind(1.5, launches=2, cycles=cycles.GROUPS),
     "native_group_norm_backward": Kind(5 / 3, launches=3, cycles=cycles.GROUPS_BACKWARD),
-    "native_layer_norm": Kind(1.0, "layer_norm", cycles=cycles.layer_norm),
-    "native_layer_norm_backward": Kind(5 / 3, "layer_norm", 3, cycles=cycles.layer_norm_backward),
-    "_fused_rms_norm": Kind(1.0, "layer_norm", cycles=cycles.layer_norm),
+    "native_layer_norm": Kind(1.0, "layer_norm", cycles=layer_norm),
+    "native_layer_norm_backward": Kind(5 / 3, "layer_norm", 3, takes=layer_norm_backward),
+    "_fused_rms_norm": Kind(1.0, "layer_norm", cycles=cycles.rms_norm),
     "_fused_rms_norm_backward": Kind(5 / 3, "layer_norm", 2),
     "_softmax": Kind(1.0, "softmax", wide=1.8, cycles=cycles.ROWS),
     "_log_softmax": Kind(1.0, "softmax", wide=1.8, cycles=cycles.ROWS),
@@ -157,6 +116,9 @@ KINDS = {
     "nll_loss_backward": Kind(made=True, waits=cycles.rounds(1), launches=2),  # zeros, and a number in each row
     "masked_fill": Kind(2.0, launches=2, elementwise=True),  # a copy, filled in place
     "masked_fill_": ELEMENTWISE,
+    "gelu": Kind(elementwise=True, cycles=cycles.GELU),
+    "silu": Kind(elementwise=True, cycles=cycles.SILU),
+    "native_dropout": Kind(1.15, elementwise=True, cycles=cycles.dropout),
     "_to_copy": ELEMENTWISE,
     "copy_": ELEMENTWISE,
     "clone": ELEMENTWISE,
@@ -188,7 +150,6 @@ KINDS = {
     "multinomial": Kind(launches=14),
     "binary_cross_entropy_with_logits": Kind(2.0, launches=5),
     "randperm": Kind(launches=12),
-    **dict.fromkeys(
-        ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), Kind(launches=2)
-    ),  # numbers, and their mean
+    # numbers, and their mean
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), Kind(launches=2)),
 }

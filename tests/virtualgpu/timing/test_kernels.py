@@ -202,7 +202,8 @@ def norm(training=True, channels=256, side=56, layout=torch.contiguous_format, d
 
 
 def test_batch_norm_reads_twice_when_it_trains():
-    assert seconds(norm) / seconds(lambda: norm(False)) == pytest.approx(1.5, rel=0.02)
+    """1.5 by its bytes; more, as its threads wait for each of their numbers (tests/gpu/h100_profiled.csv)."""
+    assert 1.5 < seconds(norm) / seconds(lambda: norm(False)) < 2
 
 
 def test_a_batch_norm_of_few_channels_leaves_most_of_a_gpu_idle():
@@ -244,7 +245,9 @@ def test_rows_of_a_vocabulary_are_read_more_than_once():
 
 
 def test_half_precision_is_read_number_by_number_where_layouts_or_types_differ():
-    """Liger-Kernel on an A100, large sizes: rotary embedding in bfloat16 takes twice its bytes, float32 none more, a conversion 1.7 times."""
+    """Liger-Kernel on an A100, large sizes: rotary embedding in bfloat16 takes twice its bytes, a conversion 1.7 times. In float32 a sum with
+    a row or column takes 1.24 to 1.28 times its bytes on an H100 (tests/gpu/h100_kernels.csv, broadcast); RMS norms as a whole, from
+    which this test had that it costs none, did not show it."""
 
     def times(dtype, other=(), like=None):
         x = torch.ones(16384, 4096, dtype=dtype, device="cuda")
@@ -256,12 +259,13 @@ def test_half_precision_is_read_number_by_number_where_layouts_or_types_differ()
 
     row = (4096,)
     assert ratio(lambda: times(torch.bfloat16, row), lambda: times(torch.bfloat16)) == pytest.approx(
-        2 * 2 / 3, rel=0.03
+        2 * 2 / 3, rel=0.05
     )
-    assert ratio(lambda: times(torch.float32, row), lambda: times(torch.float32)) == pytest.approx(2 / 3, rel=0.03)
-    mixed, single = lambda: times(torch.bfloat16, like=torch.float32), lambda: times(torch.float32)
-    assert ratio(mixed, single) == pytest.approx(1.7 * 10 / 12, rel=0.03)
-    assert ratio(mixed, single, "RTX 4090") == pytest.approx(
+    single = ratio(lambda: times(torch.float32, row), lambda: times(torch.float32), "H100")
+    assert single == pytest.approx(1.26 * 2 / 3, rel=0.05)
+    mixed, plain = lambda: times(torch.bfloat16, like=torch.float32), lambda: times(torch.float32)
+    assert ratio(mixed, plain) == pytest.approx(1.7 * 10 / 12, rel=0.03)
+    assert ratio(mixed, plain, "RTX 4090") == pytest.approx(
         10 / 12, rel=0.03
     )  # its memory is slower than its processors
 
@@ -269,7 +273,8 @@ def test_half_precision_is_read_number_by_number_where_layouts_or_types_differ()
         x = torch.ones(128, 128, 4096, dtype=dtype, device="cuda")
         return lambda: x.transpose(0, 1).contiguous()
 
-    assert ratio(lambda: turned(HALF), lambda: turned(torch.float32)) == pytest.approx(1, rel=0.03)
+    # rows put elsewhere: 94.9 and 116.6 us on an H100 (tests/gpu/h100_kernels.csv, heads of 128)
+    assert ratio(lambda: turned(HALF), lambda: turned(torch.float32), "H100") == pytest.approx(94.9 / 116.6, rel=0.03)
 
 
 def test_a_copy_does_not_read_what_it_writes():
