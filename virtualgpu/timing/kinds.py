@@ -7,6 +7,8 @@ layer_norms.py.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from virtualgpu.timing import cycles
 from virtualgpu.timing.batch_norms import batch_norm, batch_norm_backward
 from virtualgpu.timing.elementwise import CONVERTED, converts, one_by_one
@@ -85,7 +87,7 @@ COPIED = {
 }
 
 
-def copied_first(name: str, args) -> list[torch.Tensor]:
+def copied_first(name: str, args) -> list[Tensor]:
     """Of the operation of that name."""
     return [args[at] for at in COPIED[name] if not args[at].is_contiguous()]
 
