@@ -40,6 +40,10 @@ MMA_SYNC = 0.63
 WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half of one on average
 # Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
 REORDERED = 0.5
+FILLING = 0.5  # of a kernel's time at least, what one that fills takes: 0.9 to 1.1 us on an H100 (tests/gpu/h100_profiled.csv)
+FROM_CACHE = (
+    0.5  # of the time, what reading from the cache saves at most: 5.5 TB/s of an H100's 3.35 (sums of 16 MiB there)
+)
 L2_READS = 0.5  # of what a kernel moves, the part that it reads
 
 
@@ -72,6 +76,8 @@ class Kernels:
         spec = self.spec
         if self.peak:
             return spec.kernel + nbytes / spec.bandwidth
+        if kind.own is not None and kind.call:
+            return kind.own(self, *kind.call)
         bandwidth, beyond = self.bandwidth[kind.limit], 0.0
         if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory
             beyond = max(0.0, nbytes / (kind.per_cycle * self.cycles) - nbytes / bandwidth)
@@ -88,6 +94,21 @@ class Kernels:
                 seconds += floor - part
         seconds += kind.launches * spec.kernel
         return seconds + kind.waits(args) if kind.waits is not None and args else seconds
+
+    def streaming(self, read: float, written: float = 0.0) -> float:
+        """For so many bytes, without a launch: what fits into the cache is read from it, as it was written just before."""
+        nbytes = read + written
+        if nbytes < self.cache:
+            nbytes -= read * min(FROM_CACHE, 1 - nbytes / self.cache)
+        return nbytes / self.bandwidth["memory"]
+
+    def filling(self, nbytes: float) -> float:
+        """A kernel that fills memory: no longer than it is launched, where there is little of it."""
+        return FILLING * self.spec.kernel + self.streaming(0, nbytes)
+
+    def took(self, cycles: float) -> float:
+        """Seconds of that many cycles of a multiprocessor."""
+        return cycles / (1e3 * self.spec.clock_rate)
 
     def reordering(self, image) -> float:
         """A kernel that reads an image and writes it with its channels elsewhere."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from virtualgpu.timing import cycles
+from virtualgpu.timing import cycles, norms, pools, reductions, upsampling
 from virtualgpu.timing.batch_norms import LAST, LAST_BACKWARD, batch_norm, batch_norm_backward, own_channels_last
 
 
@@ -19,7 +19,8 @@ class Kind(NamedTuple):
     arguments, what the kernel takes at least (`Least`). elementwise: each number comes of those at its own place. made: only what comes out
     counts. waits: by the arguments, seconds in which it goes through rows one after the other. per_cycle: bytes that a multiprocessor moves in
     one, at most, in the last of its kernels. cycles: of a multiprocessor, for each number of the largest tensor, at least; or a function of
-    the arguments and tensors that says how many in all. more: such a function, of what comes on top."""
+    the arguments and tensors that says how many in all. more: such a function, of what comes on top. own: by the card's kernels, the
+    arguments and the tensors, all that it takes: of kernels whose threads are counted."""
 
     traffic: float = 1.0
     limit: str = "memory"
@@ -33,8 +34,10 @@ class Kind(NamedTuple):
     per_cycle: float | None = None
     cycles: float | Callable | None = None
     more: Callable | None = None
+    own: Callable | None = None
     least: float = 0.0  # what `cycles` and `more` come to in a call
     beyond: float = 0.0
+    call: tuple = ()  # arguments and tensors of that call, for `own`
 
     def evaluates(self, args) -> bool:
         """Is this call no training, of a kind that tells the two apart?"""
@@ -42,6 +45,8 @@ class Kind(NamedTuple):
 
     def in_call(self, args, tensors) -> "Kind":
         """What it is for these arguments, and these tensors that go in or come out."""
+        if self.own is not None:
+            return self._replace(call=(args, tensors)) if all(tensor.numel() for tensor in tensors) else self
         if self.elementwise:
             if is_transposed(tensors):
                 return self._replace(least=TRANSPOSED * tensors[-1].numel())
@@ -113,7 +118,7 @@ CALLS = {limit: Kind(elementwise=True, per_cycle=limit) for limit in (UNVECTORIZ
 # of 98 KiB once, and of 125 KiB more often
 ROW = 112 << 10
 # Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
-# for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
+# for batch norm, and layer_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
 KINDS = {
     "native_batch_norm": Kind(1.5, training=5, blocks=batch_norm, cycles=own_channels_last(LAST, 0, 1)),
     "_native_batch_norm_legit": Kind(1.5, training=5, blocks=batch_norm, cycles=own_channels_last(LAST, 0, 1)),
@@ -123,19 +128,31 @@ KINDS = {
         5 / 3, launches=2, blocks=batch_norm_backward, cycles=own_channels_last(LAST_BACKWARD, 1, 2)
     ),
     "batch_norm_backward": Kind(5 / 3, launches=2),
-    "native_group_norm": Kind(1.5, launches=2, cycles=cycles.GROUPS),
-    "native_group_norm_backward": Kind(5 / 3, launches=3, cycles=cycles.GROUPS_BACKWARD),
+    "native_group_norm": Kind(launches=3, own=norms.group_norm),
+    "native_group_norm_backward": Kind(launches=5, own=norms.group_norm_backward),
     "native_layer_norm": Kind(1.0, "layer_norm", cycles=cycles.layer_norm),
     "native_layer_norm_backward": Kind(5 / 3, "layer_norm", 3, cycles=cycles.layer_norm_backward),
-    "_fused_rms_norm": Kind(1.0, "layer_norm", cycles=cycles.layer_norm),
-    "_fused_rms_norm_backward": Kind(5 / 3, "layer_norm", 2),
+    "_fused_rms_norm": Kind(own=norms.rms_norm),
+    "_fused_rms_norm_backward": Kind(launches=2, own=norms.rms_norm_backward),
     "_softmax": Kind(1.0, "softmax", wide=1.8, cycles=cycles.ROWS),
     "_log_softmax": Kind(1.0, "softmax", wide=1.8, cycles=cycles.ROWS),
     # gradient times result is a kernel of its own (aten/src/ATen/native/cuda/SoftMax.cu)
     "_softmax_backward_data": Kind(2.0, launches=2),
     "_log_softmax_backward_data": Kind(1.0, "softmax", wide=1.2),
-    "max_pool2d_with_indices": Kind(cycles=cycles.pooled),
-    "max_pool2d_with_indices_backward": Kind(launches=2, cycles=cycles.POOL_BACKWARD),
+    "max_pool2d_with_indices": Kind(own=pools.maximum),
+    "max_pool2d_with_indices_backward": Kind(launches=2, own=pools.maximum_backward),
+    "avg_pool2d": Kind(own=pools.average),
+    "avg_pool2d_backward": Kind(own=pools.average_backward),
+    "_adaptive_avg_pool2d": Kind(own=pools.adaptive),
+    "_adaptive_avg_pool2d_backward": Kind(launches=2, own=pools.adaptive_backward),
+    "upsample_bilinear2d": Kind(own=upsampling.bilinear),
+    "upsample_bilinear2d_backward": Kind(launches=2, own=upsampling.bilinear_backward),
+    "upsample_bicubic2d": Kind(launches=2, own=upsampling.bicubic),
+    "upsample_bicubic2d_backward": Kind(launches=2, own=upsampling.bicubic_backward),
+    "upsample_nearest2d": Kind(own=upsampling.nearest),
+    "upsample_nearest2d_backward": Kind(own=upsampling.nearest_backward),
+    "_upsample_nearest_exact2d": Kind(own=upsampling.nearest),
+    "_upsample_nearest_exact2d_backward": Kind(own=upsampling.nearest_backward),
     "nll_loss_forward": Kind(made=True, waits=cycles.rounds(0)),
     "nll_loss_backward": Kind(made=True, waits=cycles.rounds(1), launches=2),  # zeros, and a number in each row
     "masked_fill": Kind(2.0, launches=2, elementwise=True),  # a copy, filled in place
@@ -144,7 +161,7 @@ KINDS = {
     "copy_": ELEMENTWISE,
     "clone": ELEMENTWISE,
     "embedding": Kind(2.0, made=True, cycles=cycles.rows_of(1)),  # vectorized_gather_kernel
-    "sum": Kind(cycles=cycles.sum_of_columns),
+    **{name: Kind(own=reductions.of(name)) for name in reductions.NAMES},
     "index_select": Kind(2.0, made=True, cycles=cycles.rows_of(2)),
     "index": Kind(2.0, made=True, cycles=cycles.rows_of_index),
     "index_add": Kind(launches=2, cycles=cycles.added_by(cycles.ADDED, 3)),
