@@ -6,9 +6,9 @@ All were measured on an H100 (tests/gpu/h100_kernels.csv, PyTorch 2.11; in 16 bi
 from collections.abc import Callable
 from math import prod
 
-# Any batch norm that evaluates; softmax and layer norm, and a row of the latter
+# Any batch norm that evaluates; softmax
 EVALUATING = 0.62
-ROWS, SHORT_ROW = 0.5, 386
+ROWS = 0.5
 # An embedding's for each number of a gradient, beside zeros and sorting
 EMBEDDING = 4.7
 # A row that is looked up (1.6 thousand million rows of 64 numbers a second), and a number that index_add or scatter_add adds, by an atomic
@@ -20,18 +20,6 @@ ROLLED = 1.15
 # nll_loss runs on one block, which waits for memory in each round: 1,024 threads, 18 to 21 us for 16384 rows on an H100 (PyTorch 2.11). A
 # cumulative sum of columns goes through the rows one by one: 0.28 to 0.38 us each (tensor_kernel_scan_outer_dim)
 BLOCK, ROUND, STEP = 1024, 1e-6, 0.3e-6
-
-
-def layer_norm(args, tensors) -> float:
-    """native_layer_norm(input, shape, ...)."""
-    numbers = tensors[0].numel()
-    return max(ROWS * numbers, SHORT_ROW * numbers / max(1, prod(args[1])))
-
-
-def layer_norm_backward(args, tensors) -> float:
-    """1.1 for each number, 800 for each row: rows of 128 to 4096 take 10 to 1.25 a number."""
-    numbers = tensors[0].numel()
-    return 1.1 * numbers + 800 * numbers / max(1, prod(args[2]))
 
 
 def rows_of(index_at: int) -> Callable:

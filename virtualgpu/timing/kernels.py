@@ -95,12 +95,13 @@ class Kernels:
         seconds += kind.launches * spec.kernel
         return seconds + kind.waits(args) if kind.waits is not None and args else seconds
 
-    def streaming(self, read: float, written: float = 0.0) -> float:
-        """For so many bytes, without a launch: what fits into the cache is read from it, as it was written just before."""
+    def streaming(self, read: float, written: float = 0.0, limit: str = "memory") -> float:
+        """For so many bytes, without a launch: what fits into the cache is read from it, as it was written just before. limit: whose share
+        of the bandwidth it has."""
         nbytes = read + written
         if nbytes < self.cache:
             nbytes -= read * min(FROM_CACHE, 1 - nbytes / self.cache)
-        return nbytes / self.bandwidth["memory"]
+        return nbytes / self.bandwidth[limit]
 
     def filling(self, nbytes: float) -> float:
         """A kernel that fills memory: no longer than it is launched, where there is little of it."""

@@ -117,8 +117,7 @@ CALLS = {limit: Kind(elementwise=True, per_cycle=limit) for limit in (UNVECTORIZ
 # (BSD 2-Clause, 2024), 16384 rows of float32 in PyTorch: 1,100 GB/s with 64 KiB a row, 820 to 830 with 128 KiB and more; an H100 reads rows
 # of 98 KiB once, and of 125 KiB more often
 ROW = 112 << 10
-# Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
-# for batch norm, and layer_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
+# Twice over what goes in: once for its mean and variance or its sums, once for the result (Normalization.cuh)
 KINDS = {
     "native_batch_norm": Kind(1.5, training=5, blocks=batch_norm, cycles=own_channels_last(LAST, 0, 1)),
     "_native_batch_norm_legit": Kind(1.5, training=5, blocks=batch_norm, cycles=own_channels_last(LAST, 0, 1)),
@@ -130,8 +129,8 @@ KINDS = {
     "batch_norm_backward": Kind(5 / 3, launches=2),
     "native_group_norm": Kind(launches=3, own=norms.group_norm),
     "native_group_norm_backward": Kind(launches=5, own=norms.group_norm_backward),
-    "native_layer_norm": Kind(1.0, "layer_norm", cycles=cycles.layer_norm),
-    "native_layer_norm_backward": Kind(5 / 3, "layer_norm", 3, cycles=cycles.layer_norm_backward),
+    "native_layer_norm": Kind(own=norms.layer_norm),
+    "native_layer_norm_backward": Kind(launches=2, own=norms.layer_norm_backward),
     "_fused_rms_norm": Kind(own=norms.rms_norm),
     "_fused_rms_norm_backward": Kind(launches=2, own=norms.rms_norm_backward),
     "_softmax": Kind(1.0, "softmax", wide=1.8, cycles=cycles.ROWS),

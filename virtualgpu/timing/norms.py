@@ -1,4 +1,4 @@
-"""Root mean square norm and group norm: how long each of their kernels takes.
+"""Layer norm, root mean square norm and group norm: how long each of their kernels takes.
 
 aten/src/ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu. Figures in cycles of a multiprocessor, of an H100, PyTorch 2.11
 (tests/gpu/h100_profiled.csv).
@@ -13,10 +13,12 @@ from virtualgpu.timing import reductions
 WARP, BLOCK = 32, 512
 # A row, which is one block's, and each of its bytes: vectorized_layer_norm_kernel, layer_norm_grad_input_kernel_vectorized
 FORWARD, BACKWARD = (140, 0.085), (150, 0.18)
+# The same of a layer norm, whose threads tell each other mean and variance, and put them together by a division
+LAYER, LAYER_IN_16_BITS = (355, 0.12), (245, 0.185)
 # The gradient of a weight: each 32 columns are one block's, which goes down the rows (GammaBetaBackwardCUDAKernelTemplate): rows that it
 # takes in a step, where there are at least so many; cycles of a step from the cache, and more from memory. Of many short rows each 32 are a
 # block's
-STEPS, STEP, FROM_MEMORY = ((256, 256), (128, 128), (64, 64), (0, 8)), 1200, 800
+STEPS, STEP, FROM_MEMORY = ((256, 256), (128, 128), (64, 64), (0, 8)), {1: 1200, 2: 1400}, 800
 MANY, PARTIAL = 64 << 10, 32
 # A group's mean and variance (RowwiseMomentsCUDAKernel): a block's beginning and end, from one number of a thread to its next, and each
 # number
@@ -28,37 +30,49 @@ SCALED, SCALED_BACKWARD = 0.57, 0.88
 SUMS, SUMS_THREAD, SUMS_NUMBER, IMAGE = 140, 0.57, 0.53, 240
 
 
-def _rows(kernels, costs: tuple[float, float], tensor, rows: int, read: float, written: float) -> float:
-    """A block for each row."""
+def _rows(kernels, costs: tuple[float, float], tensor, columns: int, read: int, limit: str = "memory") -> float:
+    """A block for each row, for a result of the tensor's size. read: how many such tensors are."""
     row, byte = costs
-    computing = kernels.took((row * rows + byte * tensor.nbytes) / kernels.spec.processors)
-    return kernels.spec.kernel + max(computing, kernels.streaming(read, written))
+    computing = kernels.took((row * (tensor.numel() // columns) + byte * tensor.nbytes) / kernels.spec.processors)
+    return kernels.spec.kernel + max(computing, kernels.streaming(read * tensor.nbytes, tensor.nbytes, limit))
+
+
+def layer_norm(kernels, args, tensors) -> float:
+    """native_layer_norm(input, shape, weight, bias, eps)."""
+    x = args[0]
+    costs = LAYER_IN_16_BITS if x.itemsize == 2 else LAYER
+    return _rows(kernels, costs, x, max(1, prod(args[1])), 1, "layer_norm")
 
 
 def rms_norm(kernels, args, tensors) -> float:
     """_fused_rms_norm(input, shape, weight, eps)."""
-    x = args[0]
-    return _rows(kernels, FORWARD, x, x.numel() // max(1, prod(args[1])), x.nbytes, x.nbytes)
+    return _rows(kernels, FORWARD, args[0], max(1, prod(args[1])), 1)
+
+
+def layer_norm_backward(kernels, args, tensors) -> float:
+    """native_layer_norm_backward(gradient, input, shape, mean, deviation, weight, bias, mask)."""
+    x, columns = args[1], max(1, prod(args[2]))
+    seconds = _rows(kernels, BACKWARD, x, columns, 2, "layer_norm")
+    return seconds + (_of_weight(kernels, x, columns, 2) if args[7][1] or args[7][2] else 0.0)
 
 
 def rms_norm_backward(kernels, args, tensors) -> float:
     """_fused_rms_norm_backward(gradient, input, shape, 1 / root mean square, weight, mask)."""
     x, columns = args[1], max(1, prod(args[2]))
-    rows = x.numel() // columns
-    seconds = _rows(kernels, BACKWARD, x, rows, 2 * x.nbytes, x.nbytes)
-    return seconds + (_of_weight(kernels, rows, columns, x.itemsize) if args[4] is not None and args[5][1] else 0.0)
+    seconds = _rows(kernels, BACKWARD, x, columns, 2)
+    return seconds + (_of_weight(kernels, x, columns, 1) if args[5][1] else 0.0)
 
 
-def _of_weight(kernels, rows: int, columns: int, size: int) -> float:
-    """The gradient of the weight."""
-    spec, nbytes = kernels.spec, 2 * rows * columns * size
+def _of_weight(kernels, x, columns: int, count: int) -> float:
+    """The gradient of the weight, or those of weight and bias."""
+    spec, rows, nbytes = kernels.spec, x.numel() // columns, 2 * x.nbytes
     if rows > MANY and columns // WARP < spec.processors / 2:
         parts = ceil(rows / PARTIAL)
         plan = reductions.plan_of_columns(parts, columns, spec)
-        partial = parts * columns * size
-        return spec.kernel + kernels.streaming(nbytes, partial) + plan.seconds(kernels, partial)
+        partial = parts * columns * x.itemsize
+        return spec.kernel + kernels.streaming(nbytes, count * partial) + count * plan.seconds(kernels, partial)
     steps = ceil(rows / next(step for least, step in STEPS if rows >= least))
-    waiting = steps * (STEP + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
+    waiting = steps * (STEP[count] + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
     return spec.kernel + max(kernels.took(waiting), kernels.streaming(nbytes))
 
 

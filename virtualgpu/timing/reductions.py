@@ -26,8 +26,8 @@ NAMES = SUMS | BY_TYPE | EXTREMES | NORMS | {"mean"}
 # maximum with its index or a variance (h100_kernels.csv: 16384 rows of 256, a row of 67 million)
 ROUND, DIVIDED_ROUND, DIVIDED = 430, 1130, 0.45
 THREAD, TELLING, TELLING_MORE = 0.8, 1.0, 4.2
-# Where blocks share outputs: the last one's beginning, and each part that a thread of it reads; twice as long where the last blocks of a row
-# have less to do than others, for a reason that is not known (rows of 64, 256 and 512 numbers: 0.24 us; of 100, 200 and 1000: 0.43)
+# Where blocks share outputs: the last one's beginning, and each part that a thread of it reads; twice as long where the last blocks of a
+# row have less to do than others, for a reason that is not known (rows of 64, 256 and 512 numbers: 0.24 us; of 100, 200 and 1000: 0.43)
 SHARED, PART, PART_UNEVEN = 3700, 500, 860
 COUNTERS = 0.4  # of a kernel's time, what setting the counters to zero takes (0.7 to 0.8 us)
 

@@ -22,10 +22,9 @@ STEP, ANOTHER_LINE, FROM_MEMORY, BILINEAR = 260, 150, 400, 0.62
 BICUBIC_STEP, BICUBIC = 900, 1.97
 # Of a nearest neighbour's numbers, and the share of the bandwidth that their narrow writes reach; going back, of a row that was made of one
 # number and of each number in it, and of what a thread writes
-NEAREST, NEAREST_SHARE, ROW, IN_ROW, WRITTEN = 0.48, 0.65, 554, 87, 0.8
-BANKS = (
-    32  # numbers of 32 bits that the first-level cache gives at once; threads that read one bank wait for each other
-)
+NEAREST, NEAREST_SHARE, ROW, IN_ROW, WRITTEN = 0.48, 0.72, 554, 87, 0.8
+# Numbers of 32 bits that the first-level cache gives at once; threads that read one bank wait for each other
+BANKS = 32
 
 
 def _is_last(image) -> bool:
@@ -75,7 +74,9 @@ def bilinear_backward(kernels, args, tensors) -> float:
     lines = made.nbytes / atomics.LINE
     if not _is_last(made):
         lines = min(lines, at_once * _planes(made)[1] * made.itemsize / atomics.LINE)
-    adding = atomics.fast(made).seconds(kernels, 4 * gradient.numel(), lines, gradient.numel() / BLOCK)
+    apart = made.shape[-1] / gradient.shape[-1]
+    blocks = gradient.numel() / BLOCK
+    adding = atomics.fast(made).seconds(kernels, 4 * gradient.numel(), made.itemsize, lines, blocks, apart)
     return kernels.filling(made.nbytes) + spec.kernel + max(adding, kernels.streaming(gradient.nbytes))
 
 
@@ -85,10 +86,9 @@ def bicubic_backward(kernels, args, tensors) -> float:
     gradient, made = tensors[0], tensors[-1]
     places, places_made = _planes(gradient)[1], _planes(made)[1]
     lines, blocks = places_made * made.itemsize / atomics.LINE, places / BLOCK
-    apart = made.itemsize * made.shape[-1] / gradient.shape[-1]
-    adding = atomics.plain(made).seconds(
-        kernels, 16 * gradient.numel(), lines if lines >= 1 else blocks, ceil(blocks), apart
-    )
+    lines = lines if lines >= 1 else blocks
+    apart = made.shape[-1] / gradient.shape[-1]
+    adding = atomics.plain(made).seconds(kernels, 16 * gradient.numel(), made.itemsize, lines, ceil(blocks), apart)
     return kernels.filling(made.nbytes) + kernels.spec.kernel + adding
 
 

@@ -21,6 +21,7 @@ REACHED: dict[str, tuple[float, float]] = {
     "interpolate": (1.1, 0.8),
     "pool": (1.1, 0.9),
     "group_norm": (1.1, 0.9),
+    "row_norm": (1.1, 0.85),
 }
 
 
