@@ -11,6 +11,7 @@ import torch
 from virtualgpu.engine import convolution_workspaces, reductions
 from virtualgpu.timing.cycles import few_indices
 from virtualgpu.timing.kinds import COPIED, copied_first
+from virtualgpu.timing.reductions import NAMES
 
 MEAN_OR_SUM = (1, 2)  # at::Reduction
 
@@ -132,7 +133,7 @@ RULES = {
     "_index_put_impl_": index_put,
     "sort": sort,
     "argsort": sort,
-    **{name: partial(reductions.held, name) for name in reductions.NAMES},
+    **{name: partial(reductions.held, name) for name in NAMES},
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), loss),
     **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), loss_within),
     "soft_margin_loss_backward": soft_margin_backward,

@@ -89,12 +89,12 @@ class Image(NamedTuple):
         return self.size * self.numbers
 
 
-def batch_norm(args, card: "Kernels") -> float | None:
+def batch_norm(card: "Kernels", args, tensors) -> float | None:
     """Seconds of native_batch_norm(input, weight, ...) in training, its launches included; None where this is not known."""
     return _known(card, _forward, _image(args[0], args[1]))
 
 
-def batch_norm_backward(args, card: "Kernels") -> float | None:
+def batch_norm_backward(card: "Kernels", args, tensors) -> float | None:
     """native_batch_norm_backward(gradient, input, weight, ..., train, eps, mask)."""
     return _known(card, _backward, _image(args[1], args[2], own=not args[7]))
 

@@ -6,12 +6,11 @@ All were measured on an H100 (tests/gpu/h100_kernels.csv, PyTorch 2.11; in 16 bi
 from collections.abc import Callable
 from math import prod
 
-# Any batch norm that evaluates; group norm; softmax and layer norm, and a row of the latter
+# Any batch norm that evaluates; softmax
 EVALUATING = 0.62
-GROUPS, GROUPS_BACKWARD = 1.3, 1.75
-ROWS, SHORT_ROW = 0.5, 386
-# A pool's for each number that it looks at, or makes going back; an embedding's for each number of a gradient, beside zeros and sorting
-POOL, POOL_BACKWARD, EMBEDDING = 0.45, 2.7, 4.7
+ROWS = 0.5
+# An embedding's for each number of a gradient, beside zeros and sorting
+EMBEDDING = 4.7
 # A row that is looked up (1.6 thousand million rows of 64 numbers a second), and a number that index_add or scatter_add adds, by an atomic
 # operation (1.5 to 1.7, and 2.2 to 3.4)
 LOOKED_UP, ADDED, SCATTERED = 163, 1.6, 2.8
@@ -21,26 +20,9 @@ ROLLED = 1.15
 # Activations of 16 bits in the second-level cache, and dropout by the bytes of a number: Philox draws four at once, and a byte of the
 # mask is written for each (fused_dropout_kernel_vec; tests/gpu/h100_profiled.csv)
 GELU, SILU, DROPPED = 0.36, 0.28, {2: 0.5, 4: 0.8}
-# A sum of columns, for each number, where there are no more of them than NARROW (0.45 to 0.75 for 64 to 1024)
-COLUMNS, NARROW = 0.5, 2048
 # nll_loss runs on one block, which waits for memory in each round: 1,024 threads, 18 to 21 us for 16384 rows on an H100 (PyTorch 2.11). A
 # cumulative sum of columns goes through the rows one by one: 0.28 to 0.38 us each (tensor_kernel_scan_outer_dim)
 BLOCK, ROUND, STEP = 1024, 1e-6, 0.3e-6
-
-
-def rms_norm(args, tensors) -> float:
-    """_fused_rms_norm(input, shape, ...)."""
-    numbers = tensors[0].numel()
-    return max(ROWS * numbers, SHORT_ROW * numbers / max(1, prod(args[1])))
-
-
-def sum_of_columns(args, tensors) -> float:
-    """Of sum(input, dims): where the last dimension stays, threads next to each other add up columns."""
-    numbers = tensors[0]
-    dims = args[1] if len(args) > 1 and args[1] else ()
-    if not dims or not numbers.dim() or -1 in dims or numbers.dim() - 1 in dims or numbers.stride(-1) != 1:
-        return 0.0
-    return COLUMNS * numbers.numel() if numbers.shape[-1] <= NARROW else 0.0
 
 
 def rows_of(index_at: int) -> Callable:
@@ -114,10 +96,3 @@ def gradients_of_bags(args, tensors) -> float:
     """A bag's gradient is added for each of its indices; a sparse one is not added up."""
     sparse = args[9]
     return 0.0 if sparse else EMBEDDING * args[1].numel() * args[0].shape[-1]
-
-
-def pooled(args, tensors) -> float:
-    """max_pool2d(x, sides, ...): each of the windows' numbers is looked at."""
-    sizes = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
-    sides = tuple(sizes) * (2 if len(sizes) == 1 else 1)
-    return POOL * prod(sides) * tensors[-1].numel()

@@ -45,6 +45,10 @@ REORDERED = 0.5
 # additions and activations)
 CACHED, FULL, GONE = 0.53, 0.55, 1.2
 STARTING = 0.5  # of a launch: the part that passes beside the first numbers of an elementwise kernel (the same)
+FILLING = 0.5  # of a kernel's time at least, what one that fills takes: 0.9 to 1.1 us on an H100 (tests/gpu/h100_profiled.csv)
+FROM_CACHE = (
+    0.5  # of the time, what reading from the cache saves at most: 5.5 TB/s of an H100's 3.35 (sums of 16 MiB there)
+)
 
 
 def together(size: int, *widths: int) -> int:
@@ -76,7 +80,7 @@ class Kernels:
         spec = self.spec
         if self.peak:
             return spec.kernel + nbytes / spec.bandwidth
-        if kind.takes is not None and args and (seconds := kind.takes(args, self)) is not None:
+        if kind.own is not None and kind.call and (seconds := kind.own(self, *kind.call)) is not None:
             return seconds
         bandwidth, beyond = self.bandwidth[kind.limit], 0.0
         if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory
@@ -106,6 +110,22 @@ class Kernels:
         """The share of what was written that the cache no longer has when so many bytes have passed it: none up to half of its size."""
         half = self.cache / 2
         return min(1.0, max(0.0, nbytes - half) / half) if half else 1.0
+
+    def streaming(self, read: float, written: float = 0.0, limit: str = "memory") -> float:
+        """For so many bytes, without a launch: what fits into the cache is read from it, as it was written just before. limit: whose share
+        of the bandwidth it has."""
+        nbytes = read + written
+        if nbytes < self.cache:
+            nbytes -= read * min(FROM_CACHE, 1 - nbytes / self.cache)
+        return nbytes / self.bandwidth[limit]
+
+    def filling(self, nbytes: float) -> float:
+        """A kernel that fills memory: no longer than it is launched, where there is little of it."""
+        return FILLING * self.spec.kernel + self.streaming(0, nbytes)
+
+    def took(self, cycles: float) -> float:
+        """Seconds of that many cycles of a multiprocessor."""
+        return cycles / (1e3 * self.spec.clock_rate)
 
     def reordering(self, image) -> float:
         """A kernel that reads an image and writes it with its channels elsewhere."""

@@ -1,7 +1,7 @@
 """Kinds of kernels that are bound by memory: how often they move their tensors, and what limits them.
 
-What a kernel takes beside that, by its arithmetic or because a thread waits, is in cycles.py, elementwise.py, batch_norms.py and
-layer_norms.py.
+What a kernel takes beside that, by its arithmetic or because a thread waits, is in cycles.py, elementwise.py and the files of each kind (batch_norms.py, norms.py,
+pools.py, reductions.py, upsampling.py).
 """
 
 from collections.abc import Callable
@@ -9,28 +9,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from virtualgpu.timing import cycles
+from virtualgpu.timing import cycles, norms, pools, reductions, upsampling
 from virtualgpu.timing.batch_norms import batch_norm, batch_norm_backward
 from virtualgpu.timing.elementwise import CONVERTED, converts, one_by_one
-from virtualgpu.timing.layer_norms import layer_norm, layer_norm_backward
 
 
 class Kind(NamedTuple):
     """traffic: bytes really moved over those of all tensors that go in or come out, once. limit: whose share of the bandwidth it has
     (`hardware.achieved`). launches: kernels that the operation is made of. training: at which argument it is told whether this is
-    training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor. takes: by the
-    arguments and the card, all seconds, where that is known (None: by the rest). elementwise: each number comes of those at its own
-    place. made: only what comes out counts. waits: by the arguments, seconds in which it goes through rows one after the other.
-    per_cycle: bytes that a multiprocessor moves in one, at most, in the last of its kernels. few: by the arguments, are they so few that one
-    kernel does it, and another makes zeros? cycles: of a multiprocessor, for each number of the largest tensor, at least; or a function of
-    the arguments and tensors that says how many in all. more: such a function, of what comes on top."""
+    training; where it is not, nothing is read twice. wide: traffic where a row does not fit beside a multiprocessor. elementwise: each
+    number comes of those at its own place. made: only what comes out counts. waits: by the arguments, seconds in which it goes through rows
+    one after the other. per_cycle: bytes that a multiprocessor moves in one, at most, in the last of its kernels. few: by the arguments, are
+    they so few that one kernel does it, and another makes zeros? cycles: of a multiprocessor, for each number of the largest tensor, at
+    least; or a function of the arguments and tensors that says how many in all. more: such a function, of what comes on top. own: by the
+    card's kernels, the arguments and the tensors, all that it takes, of kernels whose threads are counted (None: by the rest)."""
 
     traffic: float = 1.0
     limit: str = "memory"
     launches: int = 1
     training: int | None = None
     wide: float | None = None
-    takes: Callable | None = None
     elementwise: bool = False
     made: bool = False
     waits: Callable | None = None
@@ -38,8 +36,10 @@ class Kind(NamedTuple):
     few: Callable | None = None
     cycles: float | Callable | None = None
     more: Callable | None = None
+    own: Callable | None = None
     least: float = 0.0  # what `cycles` and `more` come to in a call
     beyond: float = 0.0
+    call: tuple = ()  # arguments and tensors of that call, for `own`
 
     def evaluates(self, args) -> bool:
         """Is this call no training, of a kind that tells the two apart?"""
@@ -47,6 +47,10 @@ class Kind(NamedTuple):
 
     def in_call(self, args, tensors) -> "Kind":
         """What it is for these arguments, and these tensors that go in or come out."""
+        if self.evaluates(args):
+            return self._replace(traffic=1.0, launches=1, own=None, least=cycles.EVALUATING * tensors[0].numel())
+        if self.own is not None:
+            return self._replace(call=(args, tensors)) if all(tensor.numel() for tensor in tensors) else self
         if self.elementwise:
             if converts(tensors):
                 return CONVERTING if self is ELEMENTWISE else self._replace(per_cycle=CONVERTED)
@@ -54,8 +58,6 @@ class Kind(NamedTuple):
             if self.cycles is not None:
                 least = max(least, self._cycles(args, tensors))
             return self._replace(least=least) if least else self
-        if self.evaluates(args):
-            return self._replace(traffic=1.0, launches=1, takes=None, least=cycles.EVALUATING * tensors[0].numel())
         if self.wide is not None and tensors[0].dim():
             row = tensors[0].shape[-1] * tensors[0].itemsize
             if row * (len(tensors) - 1) > ROW:  # the backward pass reads two tensors
@@ -92,28 +94,39 @@ def copied_first(name: str, args) -> list[Tensor]:
     return [args[at] for at in COPIED[name] if not args[at].is_contiguous()]
 
 
-# Twice over what goes in: once for its mean and variance or its sums, once for the result (aten/src/ATen/native/cuda: Normalization.cuh
-# for batch norm, layer_norm_kernel.cu and group_norm_kernel.cu, whose backward passes sum up gradients of weight and bias apart)
+# Twice over what goes in: once for its mean and variance or its sums, once for the result (Normalization.cuh)
 KINDS = {
-    "native_batch_norm": Kind(1.5, training=5, takes=batch_norm),
-    "_native_batch_norm_legit": Kind(1.5, training=5, takes=batch_norm),
-    "_batch_norm_with_update": Kind(1.5, takes=batch_norm),
-    "cudnn_batch_norm": Kind(1.5, training=5, takes=batch_norm),
-    "native_batch_norm_backward": Kind(5 / 3, launches=2, takes=batch_norm_backward),
-    "batch_norm_backward": Kind(5 / 3, launches=2, takes=batch_norm_backward),
-    "native_group_norm": Kind(1.5, launches=2, cycles=cycles.GROUPS),
-    "native_group_norm_backward": Kind(5 / 3, launches=3, cycles=cycles.GROUPS_BACKWARD),
-    "native_layer_norm": Kind(1.0, "layer_norm", cycles=layer_norm),
-    "native_layer_norm_backward": Kind(5 / 3, "layer_norm", 3, takes=layer_norm_backward),
-    "_fused_rms_norm": Kind(1.0, "layer_norm", cycles=cycles.rms_norm),
-    "_fused_rms_norm_backward": Kind(5 / 3, "layer_norm", 2),
+    "native_batch_norm": Kind(1.5, training=5, own=batch_norm),
+    "_native_batch_norm_legit": Kind(1.5, training=5, own=batch_norm),
+    "_batch_norm_with_update": Kind(1.5, own=batch_norm),
+    "cudnn_batch_norm": Kind(1.5, training=5, own=batch_norm),
+    "native_batch_norm_backward": Kind(5 / 3, launches=2, own=batch_norm_backward),
+    "batch_norm_backward": Kind(5 / 3, launches=2, own=batch_norm_backward),
+    "native_group_norm": Kind(launches=3, own=norms.group_norm),
+    "native_group_norm_backward": Kind(launches=5, own=norms.group_norm_backward),
+    "native_layer_norm": Kind(own=norms.layer_norm),
+    "native_layer_norm_backward": Kind(launches=2, own=norms.layer_norm_backward),
+    "_fused_rms_norm": Kind(own=norms.rms_norm),
+    "_fused_rms_norm_backward": Kind(launches=2, own=norms.rms_norm_backward),
     "_softmax": Kind(1.0, "softmax", wide=1.8, cycles=cycles.ROWS),
     "_log_softmax": Kind(1.0, "softmax", wide=1.8, cycles=cycles.ROWS),
     # gradient times result is a kernel of its own (aten/src/ATen/native/cuda/SoftMax.cu)
     "_softmax_backward_data": Kind(2.0, launches=2),
     "_log_softmax_backward_data": Kind(1.0, "softmax", wide=1.2),
-    "max_pool2d_with_indices": Kind(cycles=cycles.pooled),
-    "max_pool2d_with_indices_backward": Kind(launches=2, cycles=cycles.POOL_BACKWARD),
+    "max_pool2d_with_indices": Kind(own=pools.maximum),
+    "max_pool2d_with_indices_backward": Kind(launches=2, own=pools.maximum_backward),
+    "avg_pool2d": Kind(own=pools.average),
+    "avg_pool2d_backward": Kind(own=pools.average_backward),
+    "_adaptive_avg_pool2d": Kind(own=pools.adaptive),
+    "_adaptive_avg_pool2d_backward": Kind(launches=2, own=pools.adaptive_backward),
+    "upsample_bilinear2d": Kind(own=upsampling.bilinear),
+    "upsample_bilinear2d_backward": Kind(launches=2, own=upsampling.bilinear_backward),
+    "upsample_bicubic2d": Kind(launches=2, own=upsampling.bicubic),
+    "upsample_bicubic2d_backward": Kind(launches=2, own=upsampling.bicubic_backward),
+    "upsample_nearest2d": Kind(own=upsampling.nearest),
+    "upsample_nearest2d_backward": Kind(own=upsampling.nearest_backward),
+    "_upsample_nearest_exact2d": Kind(own=upsampling.nearest),
+    "_upsample_nearest_exact2d_backward": Kind(own=upsampling.nearest_backward),
     "nll_loss_forward": Kind(made=True, waits=cycles.rounds(0)),
     "nll_loss_backward": Kind(made=True, waits=cycles.rounds(1), launches=2),  # zeros, and a number in each row
     "masked_fill": Kind(2.0, launches=2, elementwise=True),  # a copy, filled in place
@@ -125,7 +138,7 @@ KINDS = {
     "copy_": ELEMENTWISE,
     "clone": ELEMENTWISE,
     "embedding": Kind(2.0, made=True, cycles=cycles.rows_of(1)),  # vectorized_gather_kernel
-    "sum": Kind(cycles=cycles.sum_of_columns),
+    **{name: Kind(own=reductions.of(name)) for name in reductions.NAMES},
     "index_select": Kind(2.0, made=True, cycles=cycles.rows_of(2)),
     "index": Kind(2.0, made=True, cycles=cycles.rows_of_index),
     "index_add": Kind(launches=2, cycles=cycles.added_by(cycles.ADDED, 3)),

@@ -1,0 +1,163 @@
+"""How CUDA's reductions (sum, mean, max, var, any and their kind) are split into blocks of threads, and how long these take.
+
+Where each output has many inputs and there are few outputs, several blocks share an output: each leaves its part in a buffer, and a counter
+for each tells who is the last and adds up the parts, one after the other. aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig,
+ReduceConfig); PyTorch 2.11.
+"""
+
+import functools
+from collections.abc import Callable
+from math import ceil, prod
+from typing import NamedTuple
+
+import torch
+
+WARP, BLOCK = 32, 512  # threads; MAX_NUM_THREADS of all types but complex128
+FEW, MANY = 16, 256  # inputs for each thread: min_values_per_thread, max_values_per_thread
+LOADS = 4  # that a thread has on their way at once: vt0
+SUMS = {"sum", "nansum", "prod"}  # whole numbers are copied as int64 first
+BY_TYPE = {"amax", "amin", "any", "all", "max", "min"}
+EXTREMES = {"max", "min", "argmax", "argmin", "aminmax", "var", "std", "var_mean", "std_mean"}
+NORMS = {"norm", "linalg_vector_norm"}  # whose second argument is an exponent
+NAMES = SUMS | BY_TYPE | EXTREMES | NORMS | {"mean"}
+# Cycles, of an H100 (tests/gpu/h100_profiled.csv): from one round of loads to the next, also where places are reckoned by division, as
+# those of an image's channel over all images are; and of a multiprocessor for each such number, and for each thread, which is started, has
+# the places of its inputs reckoned and, where neighbours share an output, tells them its part: of one value, or of more than one, as a
+# maximum with its index or a variance (h100_kernels.csv: 16384 rows of 256, a row of 67 million)
+ROUND, DIVIDED_ROUND, DIVIDED = 430, 1130, 0.45
+THREAD, TELLING, TELLING_MORE = 0.8, 1.0, 4.2
+# Where blocks share outputs: the last one's beginning, and each part that a thread of it reads; twice as long where the last blocks of a
+# row have less to do than others, for a reason that is not known (rows of 64, 256 and 512 numbers: 0.24 us; of 100, 200 and 1000: 0.43)
+SHARED, PART, PART_UNEVEN = 3700, 500, 860
+COUNTERS = 0.4  # of a kernel's time, what setting the counters to zero takes (0.7 to 0.8 us)
+
+
+class Plan(NamedTuple):
+    """across, down: threads of a block. vector: neighbouring outputs that a thread has at once. along: do neighbouring threads have inputs
+    of one output? grid: blocks for all outputs, blocks: for each. each: inputs of a thread. divided: are the inputs not one stretch of
+    even steps? uneven: has the last block fewer outputs?"""
+
+    inputs: int
+    outputs: int
+    across: int
+    down: int
+    vector: int
+    along: bool
+    grid: int
+    blocks: int
+    each: int
+    divided: bool
+    uneven: bool
+
+    def seconds(self, kernels, nbytes: float, telling: float = TELLING) -> float:
+        """On that card, of so many bytes. telling: as above."""
+        spec = kernels.spec
+        threads, blocks = self.across * self.down, self.grid * self.blocks
+        rounds = ceil(blocks / (spec.processors * max(1, spec.limits.threads // threads)))
+        waiting = rounds * ceil(self.each / LOADS) * (DIVIDED_ROUND if self.divided else ROUND)
+        thread = THREAD + telling * self.along
+        working = max(thread * threads * blocks, DIVIDED * self.inputs * self.outputs * self.divided) / spec.processors
+        seconds = spec.kernel + max(kernels.took(max(waiting, working)), kernels.streaming(nbytes))
+        if self.blocks > 1:
+            parts = ceil(self.blocks / (threads if self.along else self.down))
+            last = SHARED + parts * (PART_UNEVEN if self.uneven else PART)
+            seconds += COUNTERS * spec.kernel + kernels.took(last)
+        return seconds
+
+
+def of(name: str) -> Callable:
+    """By a card's kernels, arguments and tensors: the seconds of the reduction of that name."""
+    # of a norm, the second argument is its exponent
+    return functools.partial(_seconds, 2 if name in NORMS else 1, TELLING_MORE if name in EXTREMES else TELLING)
+
+
+def _seconds(dims_at: int, telling: float, kernels, args, tensors) -> float:
+    source = args[0]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    if len(args) > 1 and isinstance(args[1], torch.Tensor):  # max of two tensors
+        return kernels.spec.kernel + kernels.streaming(nbytes - tensors[-1].nbytes, tensors[-1].nbytes)
+    if source.layout is not torch.strided or not source.numel():
+        return kernels.spec.kernel + kernels.streaming(nbytes)
+    nbytes -= max(0, source.nbytes - source.untyped_storage().nbytes())  # of an expanded tensor
+    return plan(source, dims_of(args[dims_at:], source.dim()), kernels.spec).seconds(kernels, nbytes, telling)
+
+
+def plan_of_columns(rows: int, columns: int, spec) -> Plan:
+    """Of a sum over the rows of a matrix."""
+    return _plan((rows, columns), (columns, 1), 0, (0,), spec.processors, spec.limits.threads)
+
+
+def plan(source: torch.Tensor, dims, spec) -> Plan:
+    """Of a reduction of `source` over `dims`."""
+    offset = source.storage_offset() % 4
+    return _plan(source.shape, source.stride(), offset, tuple(dims), spec.processors, spec.limits.threads)
+
+
+@functools.lru_cache(4096)
+def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> Plan:
+    reduced, kept = _coalesced(shape, strides, dims)
+    inputs, outputs = (prod(size for size, _ in group) for group in (reduced, kept))
+    along = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
+    width, height, vector = inputs if along else outputs, outputs if along else inputs, 1
+    if along:
+        if not kept and len(reduced) == 1 and reduced[0][1] == 1 and width >= 128:
+            width //= 4
+    elif kept[0][1] == 1:
+        vector = 4
+        others = [stride for _, stride in (*reduced, *kept[1:])]
+        for number in (offset, kept[0][0], *others):
+            while number % vector:
+                vector //= 2
+        width //= vector
+    most = BLOCK // vector
+    width, height = _power(width, most), _power(height, most)
+    across = min(width, WARP)
+    down = min(height, most // across)
+    across = min(width, most // down)
+    step_in, step_out = (across, 1) if along else (1, across)
+    each = ceil(inputs / step_in)
+    together = each >= min(down * FEW, MANY)  # do the block's warps share an output?
+    if together:
+        step_in *= down
+        each = ceil(inputs / step_in)
+    else:
+        step_out *= down
+    grid = ceil(outputs // vector / step_out)
+    target = processors * (threads // (across * down))
+    blocks = 1
+    if together and each >= MANY and grid <= target:
+        blocks = max(min(ceil(target / grid), ceil(each / FEW)), ceil(each / MANY))
+        each = ceil(inputs / (step_in * blocks))
+    uneven = not along and outputs // vector % step_out != 0
+    return Plan(inputs, outputs, across, down, vector, along, grid, blocks, each, along and len(reduced) > 1, uneven)
+
+
+def dims_of(args, count: int):
+    """The dimensions that are reduced: the first argument that names some; all without one."""
+    for value in args:
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int):
+            return [value % count] if count else []
+        if isinstance(value, (list, tuple)) and value:
+            return [dim % count for dim in value] if count else []
+    return range(count)
+
+
+def _coalesced(shape, strides, dims) -> tuple[list, list]:
+    """(reduced, kept): [(size, stride)], the innermost first, neighbours that lie close as one. As TensorIterator has them."""
+    groups: tuple[list, list] = ([], [])
+    entries = [(dim, size, stride) for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)) if size > 1]
+    entries.sort(key=lambda entry: (entry[2] if entry[0] in dims else 0, -entry[0]))
+    for dim, size, stride in entries:
+        group = groups[dim not in dims]
+        if group and group[-1][0] * group[-1][1] == stride:
+            group[-1] = group[-1][0] * size, group[-1][1]
+        else:
+            group.append((size, stride))
+    return groups
+
+
+def _power(number: int, most: int) -> int:
+    """The largest power of two that is no larger than either."""
+    return most if number >= most else 1 << max(number, 1).bit_length() - 1
