@@ -87,7 +87,9 @@ def forward(dispatch, func, args, kwargs):
     if not (efficient or flash):
         gpu.lend([CUDNN_FORWARD])
     on_gpu = made if efficient else [*made, *seeds, *([debug] if flash else [])]
-    dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal, bool(call.dropout)), call.inputs, on_gpu, gpu)
+    dispatch.timing.book(
+        KERNELS[func], (*call.inputs[:3], call.is_causal, bool(call.dropout)), call.inputs, on_gpu, gpu
+    )
     if efficient:
         return (*made, *seeds)
     return (*made, None, None, call.query.shape[2], call.key.shape[2], *seeds, debug)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from virtualgpu.timing import attention_kernels, convolutions
+from virtualgpu.timing import attention_kernels, convolutions, products
 from virtualgpu.timing.costs import parts
 from virtualgpu.timing.kernels import Kernels, together
+from virtualgpu.timing.products import Product
 
 STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other (9.5 us on an H100 by cuDNN 9.19)
 
@@ -38,7 +39,10 @@ def _matrices(first: int) -> Callable:
             count *= 4
         widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
         loaded = together(left.itemsize, *widths)
-        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, loaded)
+        along = (left.stride(-1) == 1) + (right.stride(-2) == 1)
+        bias = first == 1 and args[0].dim() == 1
+        product = Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias)
+        return products.seconds(kernels, product)
 
     return rule
 
@@ -62,7 +66,9 @@ def _recurrent(passes: int, layers_at: int) -> Callable:
 
 
 FORWARD, BACKWARD = (attention_kernels.rule(which) for which in ("forward", "backward"))
-EFFICIENT_FORWARD, EFFICIENT_BACKWARD = (attention_kernels.rule(which, "efficient") for which in ("forward", "backward"))
+EFFICIENT_FORWARD, EFFICIENT_BACKWARD = (
+    attention_kernels.rule(which, "efficient") for which in ("forward", "backward")
+)
 CUDNN_FORWARD, CUDNN_BACKWARD = (attention_kernels.rule(which, "cudnn") for which in ("forward", "backward"))
 RULES: dict[str, Callable] = {
     "mm": _matrices(0),

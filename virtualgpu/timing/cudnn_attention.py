@@ -14,7 +14,8 @@ All figures: tests/gpu/h100_profiled.csv, kernel by kernel (cuDNN 9.19, heads of
 import math
 from typing import NamedTuple
 
-from virtualgpu.timing.kernels import WAVE, Kernels
+from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.products import WAVE
 
 
 class Pass(NamedTuple):
@@ -31,8 +32,12 @@ class Pass(NamedTuple):
 
 FORWARD = Pass(own=128, each=128, products=2, reached=0.76, score=0.137, dropped=0.235, fill=37)
 BACKWARD = Pass(own=64, each=64, products=5, reached=0.68, score=0.32, dropped=0.134, fill=92)
-MASKED = 1.1  # what a tile takes beneath a causal mask, whose blocks are not alike, so that the last ones are waited for
-HEADS = 64  # numbers of a head: rounded up to a multiple of so many, as the kernels' names say (..64x128x64, ..64x128x128)
+MASKED = (
+    1.1  # what a tile takes beneath a causal mask, whose blocks are not alike, so that the last ones are waited for
+)
+HEADS = (
+    64  # numbers of a head: rounded up to a multiple of so many, as the kernels' names say (..64x128x64, ..64x128x128)
+)
 MEMSET = 0.75e-6  # a counter of blocks, cleared before each call
 SEED = 1e-6  # at::cuda::philox::unpack_cudnn, before a forward pass with dropout
 CLEARED, CONVERTED = 0.82, 0.75  # of the bandwidth, by the two kernels beside the backward pass
