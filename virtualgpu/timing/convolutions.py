@@ -17,9 +17,8 @@ from math import prod
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise, products
+from virtualgpu.timing import depthwise
 from virtualgpu.timing.kernels import Kernels
-from virtualgpu.timing.products import Product
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
@@ -164,9 +163,7 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
             share *= GROUPED[key == TF32]
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
     else:
-        rows, columns, length = sizes
-        product = Product(groups, rows, columns, length, key, moved, share=share, cublas=False)
-        seconds = products.seconds(kernels, product)
+        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share)
     return seconds + (_converting(kernels, which, images[0], images[1], weight, stride, key) if tensor_cores else 0.0)
 
 

@@ -87,3 +87,10 @@ class Kernels:
         """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates. together: the function's."""
         moved = count * size * (rows * length + length * columns + rows * columns)
         return products.seconds(self, Product(count, rows, columns, length, key, moved, together))
+
+    def multiplying(
+        self, count: int, rows: int, columns: int, length: int, key, moved: float, share: float = 1.0
+    ) -> float:
+        """The same by one of cuDNN's kernels, for a convolution that moves so many bytes; without its launch. share: of what products
+        reach of the peak."""
+        return products.busy(self, Product(count, rows, columns, length, key, moved, share=share, cublas=False))

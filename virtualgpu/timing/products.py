@@ -79,12 +79,17 @@ BIAS_WAIT = 800  # cycles: Hopper's read the bias after the last multiplication,
 
 def seconds(kernels, product: Product) -> float:
     """With its launches. kernels: a Kernels."""
+    return kernels.spec.kernel + busy(kernels, product)
+
+
+def busy(kernels, product: Product) -> float:
+    """Without the first launch."""
     spec = kernels.spec
     peak = spec.rates.get(product.key, spec.rates[FLOAT32])
     flops = 2.0 * product.batch * product.rows * product.columns * product.length
     if kernels.peak or not flops:
-        return spec.kernel + max(flops / peak, product.moved / spec.bandwidth)
-    return spec.kernel + max(_Way(kernels, product, peak).best(), product.moved / kernels.bandwidth["memory"])
+        return max(flops / peak, product.moved / spec.bandwidth)
+    return max(_Way(kernels, product, peak).best(), product.moved / kernels.bandwidth["memory"])
 
 
 class _Way:
