@@ -64,7 +64,9 @@ MMA_SYNC = 0.63
 WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half of one on average
 # Cycles of a multiprocessor for each number of the sum, in which a block waits: in single precision (sm80_xmma_gemm_.._tilesize32x32x8, one
 # block, 512 to 1024 numbers) for matrices that lie along the sum, and for those that do not (.._nt_n); in 16 bits with narrow loads
-# (cutlass_80_wmma_tensorop). tests/gpu/h100_profiled.csv, as all below. AHEAD: numbers of the first step, before which nothing is there
+# (cutlass_80_wmma_tensorop). tests/gpu/h100_profiled.csv, as all below. AHEAD: numbers of the first step, before which nothing is there.
+# Rows of an odd length wait on Hopper as long as in single precision, and have none of its large tiles: 8192 x 50257 over 768 in bfloat16 takes
+# 6.6 ms, 525 x 754 over 91 takes 6 us, 528 x 375 over 166 takes 7.5 (27 such products in tests/accuracy/kernels.csv)
 ALONG_WAIT, ACROSS_WAIT, NARROW_WAIT, AHEAD = 66, 41, 22, 8
 # Single precision, fewer multiplications than so many: cuBLAS always splits the sum, or with a bias takes sgemm_largek_lds64, one block with
 # three kernels beside it (a counter cleared, the result scaled, the bias added)
@@ -111,6 +113,7 @@ class _Way:
             self.each = min(self.each, peak * MMA_SYNC / spec.processors)
         self.cycle = 1 / (spec.clock_rate * 1e3)
         self.load = (ODD_LOAD if product.together == 1 else NARROW_LOAD) * self.cycle if narrow else 0.0
+        self.odd = product.cublas and narrow and product.together == 1 and spec.capability[0] == 9
         # nvjet's
         self.of_hopper = warp_groups and product.cublas and spec.capability[0] == 9 and key != TF32
         # whose kernels in single precision, or narrow ones, are those of Ampere
@@ -118,11 +121,15 @@ class _Way:
 
     def best(self) -> float:
         """Seconds, without the first launch."""
+        if self.of_ampere and not self.tensor_cores:
+            return self.single_precision()
+        wait = ALONG_WAIT if self.odd else NARROW_WAIT if self.of_ampere else 0
+        bias = BIAS_WAIT * self.cycle if self.of_hopper and self.product.bias else 0.0
+        return bias + self.tiled(wait=wait)
+
+    def single_precision(self) -> float:
+        """As cuBLAS chooses on Ampere and later; with a bias among its kernels that add one (cublasLt)."""
         product = self.product
-        if not self.of_ampere or self.tensor_cores:
-            wait = NARROW_WAIT if self.of_ampere else 0
-            bias = BIAS_WAIT * self.cycle if self.of_hopper and product.bias else 0.0
-            return bias + self.tiled(wait=wait)
         few = product.batch * product.rows * product.columns * product.length < FEW
         if not product.bias:
             wait = ALONG_WAIT if product.along else ACROSS_WAIT
@@ -160,6 +167,8 @@ class _Way:
 
     def tiles(self) -> tuple[tuple[int, int, float], ...]:
         """Either way round."""
+        if self.odd:
+            return OF_ODD
         return OF_HOPPER if self.of_hopper else OF_TENSOR_CORES if self.tensor_cores else OF_CORES
 
 
@@ -168,6 +177,7 @@ def _both(tiles) -> tuple[tuple[int, int, float], ...]:
 
 
 OF_CORES, OF_TENSOR_CORES = _both(TILES), _both(TENSOR_TILES)
+OF_ODD = _both(tile for tile in TENSOR_TILES if tile[0] * tile[1] <= 128 * 64)
 OF_HOPPER = _both(
     (height, width, min(1.0, height * width / (height + width) / LOADED))
     for height in HEIGHTS
