@@ -87,7 +87,9 @@ def forward(dispatch, func, args, kwargs):
     if not (efficient or flash):
         gpu.lend([CUDNN_FORWARD])
     on_gpu = made if efficient else [*made, *seeds, *([debug] if flash else [])]
-    dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), call.inputs, on_gpu, gpu)
+    dispatch.timing.book(
+        KERNELS[func], (*call.inputs[:3], call.is_causal, bool(call.dropout)), call.inputs, on_gpu, gpu
+    )
     if efficient:
         return (*made, *seeds)
     return (*made, None, None, call.query.shape[2], call.key.shape[2], *seeds, debug)
@@ -117,7 +119,7 @@ def backward(dispatch, func, args, kwargs):
             made = [_laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
     scratch = [Allocation(gpu, nbytes) for nbytes in _scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
     read = [grad_out, *call.inputs, out, logsumexp]
-    dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal), read, made, gpu)
+    dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal, bool(call.dropout)), read, made, gpu)
     del scratch
     return (*made[:3], made[3] if wants_bias else None) if efficient else tuple(made)
 

@@ -7,18 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from virtualgpu.hardware.datasheet import FLOAT32, TF32
-from virtualgpu.timing import convolutions
+from virtualgpu.timing import attention_kernels, convolutions, products
 from virtualgpu.timing.costs import parts
 from virtualgpu.timing.kernels import Kernels, together
+from virtualgpu.timing.products import Product
 
-SHORT = 100  # keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384)
-# The memory-efficient kernels, over products of the same type: xformers' benchmarks on an A100 (64 x 16 heads of 64 over 1024 keys:
-# 164 TFLOPS forward, 61 to 68 backward in float16; 47 and 26 in float32)
-EFFICIENT, EFFICIENT_TF32 = {"forward": 0.68, "backward": 0.28}, {"forward": 0.42, "backward": 0.23}
-# They have Ampere's instructions, and gain nothing by Hopper's: measured on an H100 (tests/gpu/h100_kernels.csv), 164 and 122 TFLOPS, 47 and 37
-HOPPERS, HOPPERS_TF32 = {"forward": 0.20, "backward": 0.15}, {"forward": 0.117, "backward": 0.092}
-HEAD = 128  # numbers of a head; cuDNN's kernels reach less for smaller ones, as its root (465 and 675 TFLOPS for 64 and 128, 406 and 490 back)
 STEP = 9e-6  # of a recurrent layer, one step over time: two kernels that wait for each other (9.5 us on an H100 by cuDNN 9.19)
 
 
@@ -46,7 +39,10 @@ def _matrices(first: int) -> Callable:
             count *= 4
         widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
         loaded = together(left.itemsize, *widths)
-        return kernels.spec.kernel + kernels.multiplying(count, rows, columns, length, key, moved, loaded)
+        along = (left.stride(-1) == 1) + (right.stride(-2) == 1)
+        bias = first == 1 and args[0].dim() == 1
+        product = Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias)
+        return products.seconds(kernels, product)
 
     return rule
 
@@ -59,31 +55,6 @@ def _sparse(kernels: Kernels, left, right, flops, moved, key) -> float:
     return kernels.plain(flops * held / max(sparse.numel(), 1), moved + fetched, key)
 
 
-def _attention(which: str, by: str = "flash") -> Callable:
-    def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
-        first = 0 if which == "forward" else 1  # the gradient comes before query and key
-        keys, head = args[first + 1].shape[2], args[first].shape[-1]
-        spec = kernels.spec
-        hopper = kernels.hopper
-        if (
-            by == "efficient" and key == FLOAT32 and TF32 in spec.rates
-        ):  # its kernels for Ampere multiply single precision so in any case
-            key, reached = TF32, (HOPPERS_TF32 if hopper else EFFICIENT_TF32)[which] * kernels.achieved.product(TF32)
-        elif by == "efficient":
-            reached = (HOPPERS if hopper else EFFICIENT)[which] * kernels.achieved.product(key)
-        elif by == "cudnn" and hopper:
-            reached = kernels.achieved.attention[f"cudnn_{which}"] * min(1.0, (head / HEAD) ** 0.5)
-        else:
-            reached = kernels.achieved.attention[which]
-        reached *= keys / (keys + SHORT)
-        peak = spec.rates.get(key, spec.rates[FLOAT32])
-        return spec.kernel * (1 if which == "forward" else 3) + max(
-            flops / (peak * reached), moved / kernels.bandwidth["memory"]
-        )
-
-    return rule
-
-
 def _recurrent(passes: int, layers_at: int) -> Callable:
     def rule(kernels: Kernels, args, tensors, flops, moved, key) -> float:
         """layers_at: where the number of layers stands among the arguments; batch_first comes next."""
@@ -94,9 +65,11 @@ def _recurrent(passes: int, layers_at: int) -> Callable:
     return rule
 
 
-FORWARD, BACKWARD = _attention("forward"), _attention("backward")
-EFFICIENT_FORWARD, EFFICIENT_BACKWARD = _attention("forward", "efficient"), _attention("backward", "efficient")
-CUDNN_FORWARD, CUDNN_BACKWARD = _attention("forward", "cudnn"), _attention("backward", "cudnn")
+FORWARD, BACKWARD = (attention_kernels.rule(which) for which in ("forward", "backward"))
+EFFICIENT_FORWARD, EFFICIENT_BACKWARD = (
+    attention_kernels.rule(which, "efficient") for which in ("forward", "backward")
+)
+CUDNN_FORWARD, CUDNN_BACKWARD = (attention_kernels.rule(which, "cudnn") for which in ("forward", "backward"))
 RULES: dict[str, Callable] = {
     "mm": _matrices(0),
     "bmm": _matrices(0),

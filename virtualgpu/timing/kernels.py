@@ -1,9 +1,6 @@
 """How long one kernel lasts on a card: what its data sheet promises, times what kernels reach of it, for the size it has.
 
-**Products** are cut into tiles, and a GPU works on as many at once as it has multiprocessors: what is left over after the last full
-round is waited for (NVIDIA, "Matrix Multiplication Background User's Guide", wave and tile quantization). Small tiles reach less than
-large ones, and each begins with a stretch in which nothing is multiplied yet. One share a card (hardware.achieved), with tiles and their
-shares alike for all, finds nine of ten of NeuSight's and DeepBench's products within 30 %.
+**Products** are cut into tiles (`products`).
 
 **Convolutions** are products of the same kind (`convolutions`).
 
@@ -16,28 +13,12 @@ All times in seconds.
 import math
 
 from virtualgpu.hardware import achieved
-from virtualgpu.hardware.datasheet import FLOAT32, TF32, Spec
+from virtualgpu.hardware.datasheet import FLOAT32, Spec
+from virtualgpu.timing import products
 from virtualgpu.timing.kinds import Kind
+from virtualgpu.timing.products import Product
 
-# rows x columns of a tile, and what it reaches of the largest; the same for all cards
-TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.8), (64, 32, 0.65), (32, 32, 0.5))
-TENSOR_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55), (64, 32, 0.35), (32, 32, 0.2))
-SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum that several multiprocessors share
-# of the sum's length, what the time before the first multiplication is worth: fitted to NeuSight's (float32), DeepBench's (V100 and T4)
-# and our own products (Hopper: tests/gpu/h100_kernels.csv, 302 of 16 bits and TF32). A GeForce of Blackwell has Ampere's instructions, no wgmma or tcgen05 (PTX
-# ISA, target architectures): its products of 2048 say 64, too
-FILL, TENSOR_FILL, HOPPER_FILL = 32, 64, 128
-ROW = 16  # bytes: what a row of a matrix should be a multiple of (the same guide)
-# Other rows are read in narrower loads, beside the multiplications: cycles of a multiprocessor for each
-# number of a tile's edges. Of an odd length one number at a time: 1.67 ms for 16 x 248077 x 2560 in bfloat16 on an A100, 128 x 64 tiles
-# (pegainfer, docs/models/qwen35/decode-kernel-attribution.md, 2026). Else: 130.56 us for 9477 x 1152 x 588 on an H100 at 1200 MHz
-# (kestrel, pull request 143, 2026). Where the tensor cores take longer, nothing is lost: DeepBench's on V100 and T4 (lengths of 1530),
-# pytorch#181718's on an RTX 4090 (2055)
-ODD_LOAD, NARROW_LOAD = 0.26, 0.16
-# Such rows cannot go to wgmma or tcgen05; what mma.sync reaches of a Hopper's peak: Luo et al., "Benchmarking and Dissecting the Nvidia
-# Hopper GPU Architecture via Microbenchmarking", 2024
-MMA_SYNC = 0.63
-WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half of one on average
+ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
 # Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
 REORDERED = 0.5
 # What was just written is read from the second-level cache, and results stay there: such a kernel takes so much of the time that memory
@@ -143,51 +124,11 @@ class Kernels:
     def product(self, count: int, rows: int, columns: int, length: int, key, size: int, together: int = 0) -> float:
         """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates. together: the function's."""
         moved = count * size * (rows * length + length * columns + rows * columns)
-        return self.spec.kernel + self.multiplying(count, rows, columns, length, key, moved, together)
+        return products.seconds(self, Product(count, rows, columns, length, key, moved, together))
 
     def multiplying(
-        self,
-        count: int,
-        rows: int,
-        columns: int,
-        length: int,
-        key,
-        moved: float,
-        together: int = 0,
-        share: float = 1.0,
-        fill: int | None = None,
+        self, count: int, rows: int, columns: int, length: int, key, moved: float, share: float = 1.0
     ) -> float:
-        """The same, for a kernel that moves so many bytes; without its launch. together: what the function of that name says of the matrices.
-        share: of what products reach of the peak. fill: as above, for a kernel that is not of the card's generation."""
-        spec = self.spec
-        peak = spec.rates.get(key, spec.rates[FLOAT32])
-        flops = 2.0 * count * rows * columns * length
-        if self.peak or not flops:
-            return max(flops / peak, moved / spec.bandwidth)
-        tensor_cores = peak > spec.rates[FLOAT32] or (key == TF32 and key in spec.rates)
-        tiles = TENSOR_TILES if tensor_cores else TILES
-        narrow = tensor_cores and bool(together)
-        warp_groups = tensor_cores and self.hopper
-        if fill is None:
-            fill = FILL if not tensor_cores else HOPPER_FILL if warp_groups and not narrow else TENSOR_FILL
-        each = peak * share * self.achieved.product(key) / spec.processors
-        load = 0.0  # seconds a number
-        if narrow:
-            load = (ODD_LOAD if together == 1 else NARROW_LOAD) / (spec.clock_rate * 1e3)
-            if warp_groups:
-                each = min(each, peak * MMA_SYNC / spec.processors)
-        best = math.inf
-        for tall, wide, reached in tiles:
-            for height, width in {(tall, wide), (wide, tall)}:
-                blocks = count * -(-rows // height) * -(-columns // width)
-                for parts in SPLITS:
-                    if parts > 1 and (length < 64 * parts or blocks * parts > 2 * spec.processors):
-                        break
-                    rounds = blocks * parts / spec.processors
-                    rounds = math.ceil(rounds) if rounds < WAVE else rounds + 0.5
-                    step = max(2 * height * width / (each * reached), load * (height + width))
-                    seconds = rounds * step * (-(-length // parts) + fill)
-                    if parts > 1:  # partial sums are written, read and added up
-                        seconds += 4 * count * rows * columns * (parts + 1) / spec.bandwidth + spec.kernel
-                    best = min(best, seconds)
-        return max(best, moved / self.bandwidth["memory"])
+        """The same by one of cuDNN's kernels, for a convolution that moves so many bytes; without its launch. share: of what products
+        reach of the peak."""
+        return products.busy(self, Product(count, rows, columns, length, key, moved, share=share, cublas=False))
