@@ -226,7 +226,7 @@ def profiled(one: Call, flush: torch.Tensor) -> float:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit(
-            "no GPU here: tests/virtualgpu/timing/test_h100_profiled.py compares the simulation with the table"
+            "no GPU here: tests/virtualgpu/timing/test_profiled_kernels.py compares the simulation with the table"
         )
     flush = torch.empty(64 << 20, device="cuda")
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; microseconds here, and in the table")
