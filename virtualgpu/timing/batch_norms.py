@@ -127,19 +127,19 @@ def _forward(image: Image, card: "Kernels") -> float:
         if not image.own:
             return 2 * launch + _semi_persistent(CUDNN_LAST, image, card, nbytes, 2)
         blocks, steps = _tiles(image.shape)
-        statistics = max(LAST_STATISTICS.seconds(card, blocks, steps, lost), card.bytes_take(nbytes))
+        statistics = max(LAST_STATISTICS.seconds(card, blocks, steps, lost), card.streaming(nbytes))
         result = LAST_RESULT.seconds(card, blocks, steps, card.lost(2 * nbytes))
-        return 3 * launch + statistics + max(result, card.bytes_take(2 * nbytes))
+        return 3 * launch + statistics + max(result, card.streaming(2 * nbytes))
     channels = image.shape[1]
     if image.own:
-        statistics = max(STATISTICS.seconds(card, channels, _steps(image.shape), lost), card.bytes_take(nbytes))
+        statistics = max(STATISTICS.seconds(card, channels, _steps(image.shape), lost), card.streaming(nbytes))
         return (
             2.5 * launch + statistics + _result(image, card)
         )  # between the two a small kernel: inverse deviation, running averages
     if _kept(image, 1):
         return launch + _keeping(FORWARD_NUMBER, FORWARD_LOST * lost, image, card, 2)
     steps = _cudnn_steps(image.shape, UNROLLED)
-    return launch + max(CUDNN.seconds(card, channels, steps, lost), card.bytes_take(3 * nbytes))
+    return launch + max(CUDNN.seconds(card, channels, steps, lost), card.streaming(3 * nbytes))
 
 
 def _backward(image: Image, card: "Kernels") -> float:
@@ -149,12 +149,12 @@ def _backward(image: Image, card: "Kernels") -> float:
         if not image.own:
             return 2 * launch + _semi_persistent(CUDNN_LAST_BACKWARD, image, card, 2 * nbytes, 3)
         blocks, steps = _tiles(image.shape)
-        sums = max(LAST_SUMS.seconds(card, blocks, steps, lost), card.bytes_take(2 * nbytes))
-        return 2 * launch + sums + max(LAST_GRADIENT.seconds(card, blocks, steps, lost), card.bytes_take(3 * nbytes))
+        sums = max(LAST_SUMS.seconds(card, blocks, steps, lost), card.streaming(2 * nbytes))
+        return 2 * launch + sums + max(LAST_GRADIENT.seconds(card, blocks, steps, lost), card.streaming(3 * nbytes))
     if not image.own and _kept(image, 2):
         return launch + _keeping(BACKWARD_NUMBER, 0.0, image, card, 3)
     loop, steps = (BACKWARD, _steps(image.shape)) if image.own else (CUDNN_BACKWARD, _cudnn_steps(image.shape, 1))
-    return launch + max(loop.seconds(card, channels, steps, lost), card.bytes_take(5 * nbytes))
+    return launch + max(loop.seconds(card, channels, steps, lost), card.streaming(5 * nbytes))
 
 
 def _steps(shape) -> int:
@@ -192,7 +192,7 @@ def _keeping(number: dict[str, float], lost: float, image: Image, card: "Kernels
     each = number["pair" if pair else "half" if image.size == 2 else "single"] + lost * (PAIR if pair else 1.0)
     rounds = -(-channels // (spec.processors * fit))
     cycles = rounds * (fixed + beside * image.numbers / channels * each)
-    return max(cycles / (1e3 * spec.clock_rate), card.bytes_take(moved * image.nbytes))
+    return max(cycles / (1e3 * spec.clock_rate), card.streaming(moved * image.nbytes))
 
 
 def _result(image: Image, card: "Kernels") -> float:
@@ -203,7 +203,7 @@ def _result(image: Image, card: "Kernels") -> float:
     tall = max(64 // wide, 1)
     blocks = channels * max(1, min((256 << 10) // channels, -(-batch // tall)))
     number = NUMBER + NUMBER_LOST * card.lost(2 * image.nbytes)
-    return max(max(BLOCK * blocks, number * image.numbers) / card.cycles, card.bytes_take(2 * image.nbytes))
+    return max(max(BLOCK * blocks, number * image.numbers) / card.cycles, card.streaming(2 * image.nbytes))
 
 
 def _tiles(shape) -> tuple[int, int]:
@@ -218,4 +218,4 @@ def _semi_persistent(number: tuple[float, float, float], image: Image, card: "Ke
     """cuDNN's for channels last, which keeps what fits. read: bytes that go in."""
     alone, byte, lost = number
     cycles = image.numbers * (alone + byte * image.size * (1 + lost * card.lost(read)))
-    return max(cycles / card.cycles, card.bytes_take(moved * image.nbytes))
+    return max(cycles / card.cycles, card.streaming(moved * image.nbytes))

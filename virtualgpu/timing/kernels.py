@@ -27,9 +27,6 @@ REORDERED = 0.5
 CACHED, FULL, GONE = 0.53, 0.55, 1.2
 STARTING = 0.5  # of a launch: the part that passes beside the first numbers of an elementwise kernel (the same)
 FILLING = 0.5  # of a kernel's time at least, what one that fills takes: 0.9 to 1.1 us on an H100 (tests/gpu/h100_profiled.csv)
-FROM_CACHE = (
-    0.5  # of the time, what reading from the cache saves at most: 5.5 TB/s of an H100's 3.35 (sums of 16 MiB there)
-)
 
 
 def together(size: int, *widths: int) -> int:
@@ -75,8 +72,8 @@ class Kernels:
         seconds += launches
         return seconds + kind.waits(args) if kind.waits is not None and args else seconds
 
-    def bytes_take(self, nbytes: float, limit: str = "memory") -> float:
-        """Seconds that a kernel needs to move so many, once."""
+    def streaming(self, nbytes: float, limit: str = "memory") -> float:
+        """Seconds that a kernel needs to move so many, once, without its launch. limit: whose share of the bandwidth it has."""
         return nbytes * self.from_memory(nbytes) / self.bandwidth[limit]
 
     def from_memory(self, nbytes: float) -> float:
@@ -92,17 +89,9 @@ class Kernels:
         half = self.cache / 2
         return min(1.0, max(0.0, nbytes - half) / half) if half else 1.0
 
-    def streaming(self, read: float, written: float = 0.0, limit: str = "memory") -> float:
-        """For so many bytes, without a launch: what fits into the cache is read from it, as it was written just before. limit: whose share
-        of the bandwidth it has."""
-        nbytes = read + written
-        if nbytes < self.cache:
-            nbytes -= read * min(FROM_CACHE, 1 - nbytes / self.cache)
-        return nbytes / self.bandwidth[limit]
-
     def filling(self, nbytes: float) -> float:
         """A kernel that fills memory: no longer than it is launched, where there is little of it."""
-        return FILLING * self.spec.kernel + self.streaming(0, nbytes)
+        return FILLING * self.spec.kernel + self.streaming(nbytes)
 
     def took(self, cycles: float) -> float:
         """Seconds of that many cycles of a multiprocessor."""

@@ -34,7 +34,7 @@ def _rows(kernels, costs: tuple[float, float], tensor, columns: int, read: int, 
     """A block for each row, for a result of the tensor's size. read: how many such tensors are."""
     row, byte = costs
     computing = kernels.took((row * (tensor.numel() // columns) + byte * tensor.nbytes) / kernels.spec.processors)
-    return kernels.spec.kernel + max(computing, kernels.streaming(read * tensor.nbytes, tensor.nbytes, limit))
+    return kernels.spec.kernel + max(computing, kernels.streaming((read + 1) * tensor.nbytes, limit))
 
 
 def layer_norm(kernels, args, tensors) -> float:
@@ -70,7 +70,7 @@ def _of_weight(kernels, x, columns: int, count: int) -> float:
         parts = ceil(rows / PARTIAL)
         plan = reductions.plan_of_columns(parts, columns, spec)
         partial = parts * columns * x.itemsize
-        return spec.kernel + kernels.streaming(nbytes, count * partial) + count * plan.seconds(kernels, partial)
+        return spec.kernel + kernels.streaming(nbytes + count * partial) + count * plan.seconds(kernels, partial)
     steps = ceil(rows / next(step for least, step in STEPS if rows >= least))
     waiting = steps * (STEP[count] + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
     return spec.kernel + max(kernels.took(waiting), kernels.streaming(nbytes))
@@ -92,7 +92,7 @@ def group_norm(kernels, args, tensors) -> float:
 
 def _scaled(kernels, number: float, x, read: int) -> float:
     """An elementwise kernel that reads so many images, without its launch."""
-    return max(kernels.took(number * x.numel() / kernels.spec.processors), kernels.streaming(read * x.nbytes, x.nbytes))
+    return max(kernels.took(number * x.numel() / kernels.spec.processors), kernels.streaming((read + 1) * x.nbytes))
 
 
 def group_norm_backward(kernels, args, tensors) -> float:

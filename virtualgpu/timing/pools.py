@@ -32,7 +32,7 @@ def _window(args, at: int) -> tuple[float, float]:
 def _threads(kernels, cycles: float, numbers: int, read: float, written: float) -> float:
     """A thread for each number, in so many cycles of a multiprocessor."""
     computing = kernels.took(cycles * numbers / kernels.spec.processors)
-    return kernels.spec.kernel + max(computing, kernels.streaming(read, written))
+    return kernels.spec.kernel + max(computing, kernels.streaming(read + written))
 
 
 def maximum(kernels, args, tensors) -> float:
@@ -79,7 +79,7 @@ def _in_last(image) -> bool:
 def adaptive(kernels, args, tensors) -> float:
     """_adaptive_avg_pool2d(x, sides)."""
     image, made = tensors[0], tensors[-1]
-    moving = kernels.streaming(image.nbytes, made.nbytes)
+    moving = kernels.streaming(image.nbytes + made.nbytes)
     if _in_last(image):  # other kernels, which nobody measured
         return kernels.spec.kernel + moving
     looked_at, rounds = _of_block(image, made)
@@ -97,7 +97,7 @@ def adaptive_backward(kernels, args, tensors) -> float:
     """_adaptive_avg_pool2d_backward(gradient, x), after zeros."""
     gradient, made = args[0], tensors[-1]
     if _in_last(gradient):
-        return 2 * kernels.spec.kernel + kernels.streaming(gradient.nbytes, made.nbytes)
+        return 2 * kernels.spec.kernel + kernels.streaming(gradient.nbytes + made.nbytes)
     looked_at, _ = _of_block(made, gradient)
     adding = looked_at * prod(gradient.shape[-2:]) * atomics.plain(made).warp / atomics.WARP
     return kernels.filling(made.nbytes) + kernels.spec.kernel + _blocks(kernels, ADAPTIVE_BACKWARD + adding, made)

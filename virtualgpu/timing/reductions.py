@@ -75,7 +75,7 @@ def _seconds(dims_at: int, telling: float, kernels, args, tensors) -> float:
     source = args[0]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if len(args) > 1 and isinstance(args[1], torch.Tensor):  # max of two tensors
-        return kernels.spec.kernel + kernels.streaming(nbytes - tensors[-1].nbytes, tensors[-1].nbytes)
+        return kernels.spec.kernel + kernels.streaming(nbytes)
     if source.layout is not torch.strided or not source.numel():
         return kernels.spec.kernel + kernels.streaming(nbytes)
     nbytes -= max(0, source.nbytes - source.untyped_storage().nbytes())  # of an expanded tensor

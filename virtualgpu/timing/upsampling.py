@@ -54,7 +54,7 @@ def bilinear(kernels, args, tensors) -> float:
     waiting = ANOTHER_LINE + (FROM_MEMORY if image.nbytes + made.nbytes > kernels.cache else 0)
     step = STEP + waiting * min(1.0, places * image.itemsize / atomics.LINE)
     computing = _through_channels(kernels, made, step, BILINEAR)
-    return kernels.spec.kernel + max(computing, kernels.streaming(image.nbytes, made.nbytes))
+    return kernels.spec.kernel + max(computing, kernels.streaming(image.nbytes + made.nbytes))
 
 
 def bicubic(kernels, args, tensors) -> float:
@@ -100,7 +100,7 @@ def nearest(kernels, args, tensors) -> float:
         block = min(NEAREST_BLOCK, 1 << max(1, width).bit_length() - 1)
         numbers = numbers // max(1, width) * ceil(width / block) * block
     computing = kernels.took(NEAREST * numbers / kernels.spec.processors)
-    return kernels.spec.kernel + max(computing, kernels.streaming(image.nbytes, made.nbytes) / NEAREST_SHARE)
+    return kernels.spec.kernel + max(computing, kernels.streaming(image.nbytes + made.nbytes) / NEAREST_SHARE)
 
 
 def nearest_backward(kernels, args, tensors) -> float:
@@ -115,7 +115,7 @@ def nearest_backward(kernels, args, tensors) -> float:
     conflicts = 1 if _is_last(made) else _common(words, BANKS)
     on_one = min(threads, NEAREST_BLOCK * ceil(ceil(threads / NEAREST_BLOCK) / spec.processors))
     waiting = max(waiting, batch * down * wide * on_one * conflicts / BANKS, WRITTEN * made.numel() / spec.processors)
-    return spec.kernel + max(kernels.took(waiting), kernels.streaming(gradient.nbytes, made.nbytes))
+    return spec.kernel + max(kernels.took(waiting), kernels.streaming(gradient.nbytes + made.nbytes))
 
 
 def _common(words: int, banks: int) -> int:

