@@ -68,9 +68,8 @@ def bilinear_backward(kernels, args, tensors) -> float:
     gradient, made = tensors[0], tensors[-1]
     _, places = _planes(gradient)
     spec = kernels.spec
-    at_once = (
-        spec.processors * spec.limits.threads / places
-    )  # images whose gradients the threads that run together have
+    # images whose gradients the threads that run together have
+    at_once = spec.processors * spec.limits.threads / places
     lines = made.nbytes / atomics.LINE
     if not _is_last(made):
         lines = min(lines, at_once * _planes(made)[1] * made.itemsize / atomics.LINE)
