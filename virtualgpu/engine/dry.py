@@ -26,6 +26,7 @@ QUANTIZED |= {
     "_make_per_tensor_quantized_tensor",
     "_make_per_channel_quantized_tensor",
 }
+TAKEN_AS_TRUE = "_virtualgpu_taken_as_true"  # a tensor's attribute
 CHECKS = {"all", "_is_all_true"}  # what a program asks of its numbers before it goes on
 MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
@@ -40,7 +41,14 @@ class DryRun:
         self.crosscheck = environment.crosscheck()
 
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
-        """The result as a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
+        """The result as a shape, or the value that is read."""
+        out = self._run(op, args, kwargs, tensors, gpu)
+        if op.name in CHECKS:
+            setattr(out, TAKEN_AS_TRUE, True)
+        return out
+
+    def _run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
+        """As a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.returns_value_to_host:
             value = values.computed(op, args, kwargs, tensors)
             if value is NotImplemented:
@@ -63,12 +71,6 @@ class DryRun:
             raise _sparse(op) from None
         key = tuple(key)
         made = self.recipes.get(key)
-        if op.name in CHECKS:
-            return _taken_as_true(self.by_recipe(op, args, kwargs, tensors, gpu, key, made))
-        return self.by_recipe(op, args, kwargs, tensors, gpu, key, made)
-
-    def by_recipe(self, op: Operation, args, kwargs, tensors, gpu: GPU | None, key: tuple, made):
-        """The same, where it is a shape. made: what was remembered of these, or None."""
         if made is not None:
             if self.crosscheck:
                 with self.machine.untracked():
@@ -150,14 +152,6 @@ class DryRun:
         if dtype is torch.bool:
             return getattr(tensors[0], TAKEN_AS_TRUE, False)
         return float("nan") if dtype.is_floating_point else 0
-
-
-TAKEN_AS_TRUE = "_virtualgpu_taken_as_true"
-
-
-def _taken_as_true(out: Tensor) -> Tensor:
-    setattr(out, TAKEN_AS_TRUE, True)
-    return out
 
 
 def _sparse(op: Operation) -> NotImplementedError:

@@ -74,7 +74,7 @@ class Timing:
             nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
             if kind is not PLAIN and (kind is not ELEMENTWISE or nbytes > SHORT):
                 kind = kind.in_call(args, tensors)
-            seconds = gpu.kernels.moving(nbytes, kind, args)
+            seconds = gpu.kernels.moving(nbytes, kind, args, tensors)
             if op.name in COPIED:
                 seconds += sum(gpu.kernels.moving(2 * tensor.nbytes, PLAIN) for tensor in copied_first(op.name, args))
         else:

@@ -36,7 +36,7 @@ class Loop(NamedTuple):
         fit = max(1, spec.limits.threads // THREADS)
         beside = min(fit, -(-blocks // spec.processors))
         step = max(self.latency, self.through * beside) + self.lost * lost
-        return -(-blocks // (spec.processors * fit)) * (self.fixed + steps * step) / (1e3 * spec.clock_rate)
+        return card.took(-(-blocks // (spec.processors * fit)) * (self.fixed + steps * step))
 
 
 # PyTorch's own. Statistics took 0.59 us a step on a V100 (NVIDIA's PyProf, 64 x 64 x 112 x 112) and 0.40 us on an H20 (FlagGems #5754),
@@ -51,21 +51,16 @@ KEEPING, BESIDE, PAIR = 4000, 1150, 0.66
 FORWARD_NUMBER = {"single": 0.52, "half": 0.52, "pair": 0.34}
 BACKWARD_NUMBER = {"single": 1.39, "half": 1.1, "pair": 0.57}
 FORWARD_LOST = 0.32
-KEPT = {
-    4: 112 << 10,
-    2: 160 << 10,
-}  # bytes of a channel, by those of a number: f32 kept 98 KiB and not 128, f16 128 KiB and not 196
+# Bytes of a channel, by those of a number: f32 kept 98 KiB and not 128, f16 128 KiB and not 196
+KEPT = {4: 112 << 10, 2: 160 << 10}
 # The result is written by blocks of 64 threads and more: what starting one takes, and a number (on top, from memory)
 BLOCK, NUMBER, NUMBER_LOST = 163, 0.37, 0.22
 # Channels last, PyTorch's own: statistics and the result, then both passes of the backward one. Sums of tiles are added up by the last
 # block of each, which is in `fixed`
 LAST_STATISTICS, LAST_RESULT = Loop(12000, 500, 208, 350), Loop(0, 300, 130, 220)
 LAST_SUMS, LAST_GRADIENT = Loop(12000, 400, 140, 100), Loop(0, 480, 200, 130)
-TILE, TILES, EACH = (
-    32,
-    128,
-    16,
-)  # channels of one, how many there are one below the other at most, and numbers of a thread if fewer do
+# Channels of a tile, how many there are one below the other at most, and numbers of a thread if fewer do
+TILE, TILES, EACH = 32, 128, 16
 # by cuDNN: cycles for each number, for each byte of it, and how much more that is from memory
 CUDNN_LAST, CUDNN_LAST_BACKWARD = (0.35, 0.15, 0.5), (0.4, 0.2, 0.6)
 
@@ -133,9 +128,8 @@ def _forward(image: Image, card: "Kernels") -> float:
     channels = image.shape[1]
     if image.own:
         statistics = max(STATISTICS.seconds(card, channels, _steps(image.shape), lost), card.streaming(nbytes))
-        return (
-            2.5 * launch + statistics + _result(image, card)
-        )  # between the two a small kernel: inverse deviation, running averages
+        # between the two a small kernel: inverse deviation, running averages
+        return 2.5 * launch + statistics + _result(image, card)
     if _kept(image, 1):
         return launch + _keeping(FORWARD_NUMBER, FORWARD_LOST * lost, image, card, 2)
     steps = _cudnn_steps(image.shape, UNROLLED)
@@ -192,7 +186,7 @@ def _keeping(number: dict[str, float], lost: float, image: Image, card: "Kernels
     each = number["pair" if pair else "half" if image.size == 2 else "single"] + lost * (PAIR if pair else 1.0)
     rounds = -(-channels // (spec.processors * fit))
     cycles = rounds * (fixed + beside * image.numbers / channels * each)
-    return max(cycles / (1e3 * spec.clock_rate), card.streaming(moved * image.nbytes))
+    return max(card.took(cycles), card.streaming(moved * image.nbytes))
 
 
 def _result(image: Image, card: "Kernels") -> float:

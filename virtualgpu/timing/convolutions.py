@@ -163,23 +163,16 @@ def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key
 
 def _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved) -> float:
     """Its gradient: each of its numbers is a sum over all places of the images."""
-    read, places, columns, length = (
-        weight.shape[1],
-        prod(weight.shape[2:]),
-        weight.shape[0] // groups,
-        _positions(gradient),
-    )
-    images = image, gradient
+    read, places, length = weight.shape[1], prod(weight.shape[2:]), _positions(gradient)
+    columns, few = weight.shape[0] // groups, read < CHANNELS
     whole = kernels.hopper and groups == 1 and places > 1 and _on_tensor_cores(kernels.spec, key) and not kernels.peak
-    if not whole:
-        return _one(kernels, "weight", (read * places, columns, length), images, weight, stride, groups, key, moved)
-    summing, columns = SUMMING * kernels.spec.kernel, _tiles(columns)
-    if read >= CHANNELS:
-        sizes = places * _tiles(read), columns, length
-        return summing + _one(kernels, "weight", sizes, images, weight, stride, groups, key, moved)
-    if key == TF32:
-        sizes = read * places, columns, length
-        return summing + _one(kernels, "weight", sizes, images, weight, stride, groups, key, moved) / FEW_TF32
+    summing = SUMMING * kernels.spec.kernel if whole else 0.0
+    if whole:
+        columns = _tiles(columns)
+    if not whole or not few or key == TF32:
+        sizes = places * (_tiles(read) if whole and not few else read), columns, length
+        seconds = _one(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
+        return summing + (seconds / FEW_TF32 if whole and few else seconds)
     multiplying = kernels.plain(2 * _tiles(CHANNELS * places) * columns * length / FEW, moved, key)
     filling = kernels.spec.kernel + REORDERED * CHANNELS * _positions(image) / kernels.cycles
     first = gradient.dim() > 2 and gradient.stride(1) != 1

@@ -52,13 +52,13 @@ class Kernels:
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 
-    def moving(self, nbytes: float, kind: Kind, args=()) -> float:
-        """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. args: the operation's, for a kind
-        that takes a while at least."""
+    def moving(self, nbytes: float, kind: Kind, args=(), tensors=()) -> float:
+        """A kernel that is bound by memory. nbytes: of all `tensors` that it reads and writes, once. args: the operation's, for a kind
+        that asks for them."""
         spec = self.spec
         if self.peak:
             return spec.kernel + nbytes / spec.bandwidth
-        if kind.own is not None and kind.call and (seconds := kind.own(self, *kind.call)) is not None:
+        if kind.own is not None and args and (seconds := kind.own(self, args, tensors)) is not None:
             return seconds
         bandwidth, beyond = self.bandwidth[kind.limit], 0.0
         if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory

@@ -39,7 +39,6 @@ class Kind(NamedTuple):
     own: Callable | None = None
     least: float = 0.0  # what `cycles` and `more` come to in a call
     beyond: float = 0.0
-    call: tuple = ()  # arguments and tensors of that call, for `own`
 
     def evaluates(self, args) -> bool:
         """Is this call no training, of a kind that tells the two apart?"""
@@ -50,7 +49,7 @@ class Kind(NamedTuple):
         if self.evaluates(args):
             return self._replace(traffic=1.0, launches=1, own=None, least=cycles.EVALUATING * tensors[0].numel())
         if self.own is not None:
-            return self._replace(call=(args, tensors)) if all(tensor.numel() for tensor in tensors) else self
+            return self if all(tensor.numel() for tensor in tensors) else self._replace(own=None)
         if self.elementwise:
             if converts(tensors):
                 return CONVERTING if self is ELEMENTWISE else self._replace(per_cycle=CONVERTED)

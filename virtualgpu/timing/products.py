@@ -111,7 +111,7 @@ class _Way:
             self.each *= MMA_SYNC
         elif self.tensor_cores and kernels.hopper and narrow:
             self.each = min(self.each, peak * MMA_SYNC / spec.processors)
-        self.cycle = 1 / (spec.clock_rate * 1e3)
+        self.cycle = kernels.took(1)
         self.load = (ODD_LOAD if product.together == 1 else NARROW_LOAD) * self.cycle if narrow else 0.0
         self.odd = product.cublas and narrow and product.together == 1 and spec.capability[0] == 9
         # nvjet's
