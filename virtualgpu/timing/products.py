@@ -65,9 +65,11 @@ WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half o
 # Cycles of a multiprocessor for each number of the sum, in which a block waits: in single precision (sm80_xmma_gemm_.._tilesize32x32x8, one
 # block, 512 to 1024 numbers) for matrices that lie along the sum, and for those that do not (.._nt_n); in 16 bits with narrow loads
 # (cutlass_80_wmma_tensorop). tests/gpu/h100_profiled.csv, as all below. AHEAD: numbers of the first step, before which nothing is there.
-# Rows of an odd length wait on Hopper as long as in single precision, and have none of its large tiles: 8192 x 50257 over 768 in bfloat16 takes
-# 6.6 ms, 525 x 754 over 91 takes 6 us, 528 x 375 over 166 takes 7.5 (27 such products in tests/accuracy/kernels.csv)
 ALONG_WAIT, ACROSS_WAIT, NARROW_WAIT, AHEAD = 66, 41, 22, 8
+# Rows of an odd length are left to kernels of Turing on a Hopper (cutlass_75_tensorop_.._align1). They wait as long as single precision does, split
+# the sum in any number of parts, and load so many cycles an edge: where both matrices lie along the sum, and otherwise. Where only the result's
+# rows are odd, they have no larger tiles than 128 x 128. 156 products of 257 to 50257 columns on an H100 (tests/gpu/h100_more.csv)
+ALONG_ODD, ACROSS_ODD, ODD_SPLITS, ODD_ROUNDS = 0.31, 0.27, range(1, 33), 4
 # Single precision, fewer multiplications than so many: cuBLAS always splits the sum, or with a bias takes sgemm_largek_lds64, one block with
 # three kernels beside it (a counter cleared, the result scaled, the bias added)
 FEW = 1 << 21
@@ -112,8 +114,11 @@ class _Way:
         elif self.tensor_cores and kernels.hopper and narrow:
             self.each = min(self.each, peak * MMA_SYNC / spec.processors)
         self.cycle = kernels.took(1)
-        self.load = (ODD_LOAD if product.together == 1 else NARROW_LOAD) * self.cycle if narrow else 0.0
         self.odd = product.cublas and narrow and product.together == 1 and spec.capability[0] == 9
+        load = ODD_LOAD if product.together == 1 else NARROW_LOAD
+        if self.odd:
+            load = ALONG_ODD if product.along == 2 else ACROSS_ODD
+        self.load = load * self.cycle if narrow else 0.0
         # nvjet's
         self.of_hopper = warp_groups and product.cublas and spec.capability[0] == 9 and key != TF32
         # whose kernels in single precision, or narrow ones, are those of Ampere
@@ -123,9 +128,10 @@ class _Way:
         """Seconds, without the first launch."""
         if self.of_ampere and not self.tensor_cores:
             return self.single_precision()
-        wait = ALONG_WAIT if self.odd else NARROW_WAIT if self.of_ampere else 0
+        if self.odd:
+            return self.tiled(ODD_SPLITS, wait=ALONG_WAIT, most=ODD_ROUNDS)
         bias = BIAS_WAIT * self.cycle if self.of_hopper and self.product.bias else 0.0
-        return bias + self.tiled(wait=wait)
+        return bias + self.tiled(wait=NARROW_WAIT if self.of_ampere else 0)
 
     def single_precision(self) -> float:
         """As cuBLAS chooses on Ampere and later; with a bias among its kernels that add one (cublasLt)."""
@@ -142,8 +148,10 @@ class _Way:
             return self.tiled(BIAS_SPLITS, BIAS_PART, ALONG_WAIT)
         return self.tiled((1,) if product.length <= LONG else (1, 2), wait=ALONG_WAIT)
 
-    def tiled(self, splits=SPLITS, shortest: int = PART, wait: float = 0, always: bool = False) -> float:
-        """By the best tiles and parts. wait: cycles for each number of the sum. always: a second kernel is there, split or not."""
+    def tiled(self, splits=SPLITS, shortest: int = PART, wait: float = 0, always: bool = False, most: int = 2) -> float:
+        """By the best tiles and parts, no more of which than `most` a multiprocessor. wait: cycles for each number of the sum.
+
+        always: a second kernel is there, split or not."""
         product, spec = self.product, self.spec
         batch, rows, columns, length = product[:4]
         processors, best = spec.processors, math.inf
@@ -152,7 +160,7 @@ class _Way:
             blocks = batch * -(-rows // height) * -(-columns // width)
             step = max(2 * height * width / (self.each * reached), self.load * (height + width))
             for parts in splits:
-                if parts > 1 and (length < shortest * parts or blocks * parts > 2 * processors):
+                if parts > 1 and (length < shortest * parts or blocks * parts > most * processors):
                     break
                 rounds = blocks * parts / processors
                 rounds = math.ceil(rounds) if rounds < WAVE else rounds + 0.5
@@ -168,7 +176,7 @@ class _Way:
     def tiles(self) -> tuple[tuple[int, int, float], ...]:
         """Either way round."""
         if self.odd:
-            return OF_ODD
+            return OF_ODD if self.product.along == 2 and self.product.length % 2 == 0 else OF_TENSOR_CORES
         return OF_HOPPER if self.of_hopper else OF_TENSOR_CORES if self.tensor_cores else OF_CORES
 
 
@@ -177,7 +185,7 @@ def _both(tiles) -> tuple[tuple[int, int, float], ...]:
 
 
 OF_CORES, OF_TENSOR_CORES = _both(TILES), _both(TENSOR_TILES)
-OF_ODD = _both(tile for tile in TENSOR_TILES if tile[0] * tile[1] <= 128 * 64)
+OF_ODD = _both(tile for tile in TENSOR_TILES if tile[0] * tile[1] <= 128 * 128)
 OF_HOPPER = _both(
     (height, width, min(1.0, height * width / (height + width) / LOADED))
     for height in HEIGHTS
