@@ -1,4 +1,4 @@
-"""Modules that move: in a dry run, too, a parameter stays itself."""
+"""Modules that move or are loaded: in a dry run, too, a parameter stays itself, and has a shape alone."""
 
 import torch
 from torch import nn
@@ -9,8 +9,9 @@ from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace what Module.to, cuda, half and their kind do."""
+    """Replace what Module.to, cuda, half and their kind do, and load_state_dict."""
     patches.stand_in(nn.Module, "_apply", _apply, machine)
+    patches.stand_in(nn.Module, "load_state_dict", _load_state_dict, machine)
 
 
 def _apply(machine: Machine, original, module: nn.Module, *args, **kwargs):
@@ -27,6 +28,18 @@ def _apply(machine: Machine, original, module: nn.Module, *args, **kwargs):
             torch.utils.swap_tensors(parameter, moved)
             setattr(module, name, parameter)
     return out
+
+
+def _load_state_dict(machine: Machine, original, module: nn.Module, state_dict, strict=True, assign=False):
+    """With `assign`, the parameters are a file's tensors, with their numbers. A dry run has no use for those, and autograd takes no shape for
+    the gradient of such a leaf: a model that is cut or cast before it moves to its GPU would fail."""
+    result = original(module, state_dict, strict=strict, assign=assign)
+    if assign and machine.dry and not machine.local.bypass:
+        for parameter in module.parameters():
+            if type(parameter) is nn.Parameter and not _compat.is_really_meta(parameter):
+                shape = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+                torch.utils.swap_tensors(parameter, nn.Parameter(shape, parameter.requires_grad))
+    return result
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -216,6 +216,21 @@ def test_parameters_from_a_file_stay_tied():
     assert model[1].weight is weight and weight.device.type == weight.grad.device.type == "cpu"
 
 
+def test_parameters_assigned_from_a_file_can_be_cut_before_they_move():
+    """As gpt-fast cuts a model for tensor parallel on the CPU, where gradients are on."""
+    numpy = pytest.importorskip("numpy")
+    with torch.device("meta"):
+        model = nn.Linear(3, 4)
+    state = {"weight": numpy.ones((4, 3), "float32"), "bias": numpy.ones(4, "float32")}
+    model.load_state_dict({name: torch.from_numpy(values) for name, values in state.items()}, assign=True)
+    halves = model.weight.split(2)
+    model.weight = nn.Parameter(torch.cat((halves[1], halves[0]))[:2])
+    assert model.bias.requires_grad and not model.bias.is_meta and model.weight.device.type == "cpu"
+    before = torch.cuda.memory_allocated()
+    model.cuda()
+    assert model.weight.shape == (2, 3) and torch.cuda.memory_allocated() - before == 2 * 512
+
+
 def test_data_of_a_parameter_from_a_file_can_be_replaced():
     """As a library cuts a weight for tensor parallel, or gives a new one its numbers."""
     weight = tied()[0].weight
