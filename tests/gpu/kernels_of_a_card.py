@@ -1,14 +1,16 @@
-"""Kernels of every kind as a program calls them, by their settings: what h100_profiled.csv and h200_profiled.csv have one row of each for.
+"""Kernels of every kind as a program calls them, by their settings: what *_profiled.csv and *_convolutions.csv have one row of each for.
 
 The times there are those of torch.profiler, added up over the kernels of one call (microseconds; one H100 and one H200, PyTorch 2.11, CUDA 13, cuDNN
 9.19, 2026-11-27), in three states of the second-level cache: fresh: what goes in was written just before, as in a forward pass; cold:
-256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph.
+256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph. Convolutions (square images, padded by
+kernel // 2 * dilation) and products of odd rows have fresh alone; of the convolutions, `longest` is which kernel took most of the time.
 
     python -m tests.gpu.kernels_of_a_card     on a machine with a GPU: the same rows there, beside the table's
 """
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,12 +34,28 @@ class Row(NamedTuple):
 
 def rows(family: str = "", card: str = "H100") -> list[Row]:
     """Of that family, or all."""
-    with open(TABLES / f"{card.lower()}_profiled.csv", encoding="utf-8", newline="") as file:
-        return [
-            Row(row["family"], json.loads(row["settings"]), *(float(row[state]) for state in ("fresh", "cold", "warm")))
-            for row in csv.DictReader(file)
-            if row["family"] == family or not family
-        ]
+    profiled = [
+        Row(
+            row["family"],
+            json.loads(row["settings"]),
+            *(float(row[state] or "nan") for state in ("fresh", "cold", "warm")),
+        )
+        for row in _table(f"{card.lower()}_profiled.csv")
+    ]
+    every = profiled + [_of_a_convolution(row) for row in _table(f"{card.lower()}_convolutions.csv")]
+    return [row for row in every if row.family == family or not family]
+
+
+def _table(name: str) -> list[dict[str, str]]:
+    with open(TABLES / name, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _of_a_convolution(row: dict[str, str]) -> Row:
+    batch, channels, size = (int(row[name]) for name in ("batch", "channels", "size"))
+    settings = {name: int(row[name]) for name in ("made", "kernel", "stride", "dilation", "groups")}
+    settings |= {"dtype": row["dtype"], "pas": row["pas"], "last": row["layout"] == "last"}
+    return Row("convolution", settings | {"shape": [batch, channels, size, size]}, float(row["us"]), math.nan, math.nan)
 
 
 class Call(NamedTuple):
@@ -53,8 +71,9 @@ def call(family: str, settings: dict) -> Call:
 
 
 def precision(settings: dict) -> None:
-    """TF32 in products where the settings say so; convolutions have it anyway."""
+    """TF32 in products where the settings say so; convolutions have it anyway, unless they say float32."""
     torch.backends.cuda.matmul.allow_tf32 = settings["dtype"] == "tf32"
+    torch.backends.cudnn.allow_tf32 = settings["dtype"] != "float32" or "kernel" not in settings
 
 
 def _random(settings: dict, *shape: int, grad: bool = False) -> torch.Tensor:

@@ -45,7 +45,7 @@ def simulated(family: str, settings: dict) -> float:
 def logs(family: str, card: str, stride: int = 1) -> dict[str, list[float]]:
     """Of measured over simulated, by what the rows have in common."""
     groups = defaultdict(list)
-    before = torch.backends.cuda.matmul.allow_tf32
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         with virtualgpu.dry_run(1, like=card):
             for row in kernels_of_a_card.rows(family, card)[::stride]:
@@ -54,7 +54,7 @@ def logs(family: str, card: str, stride: int = 1) -> dict[str, list[float]]:
                 ]
                 groups[" ".join(alike)].append(math.log(row.fresh / simulated(family, row.settings)))
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     return groups
 
 
