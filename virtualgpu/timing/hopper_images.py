@@ -1,0 +1,187 @@
+"""Convolutions that make an image on a Hopper's tensor cores, forward or as the gradient of what went in: how long cuDNN's kernels take.
+
+Of kernels larger than 1x1, without groups, with so many channels that nothing is filled up. Such a convolution is a product of matrices (implicit
+GEMM): rows are the places of the image that is made, columns its channels, and the sum runs over the channels read, for each tap of the kernel.
+It is cut into tiles; a multiprocessor goes through the steps of a tile's sum, writes it, and takes the next one. A kernel takes as many rounds of
+tiles as there are, or what memory needs. Which kernel cuDNN takes it guesses by such a rule of its own: here by the shortest time, times a
+factor for each kernel. The gradient of a convolution with strides is done for each remainder of the places apart, by kernels of their own.
+
+Kernels want the channels last, and images and weights that have them first are reordered by others before and after.
+
+From 1984 such convolutions on an H100 (cuDNN 9.19, PyTorch 2.11, torch.profiler, which names each kernel and its tiles), three of four of them:
+cycles of a multiprocessor for what each kernel does by convolutions that take it, factors by all.
+"""
+
+from collections.abc import Sequence
+from math import ceil, prod
+from typing import NamedTuple
+
+from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
+from virtualgpu.timing.kernels import Kernels
+
+CHANNELS = 8  # of fewer, other kernels are taken
+TAPS, REACH = (
+    32,
+    15,
+)  # more taps, or places from the first one to the last, the Tensor Memory Accelerator's kernels don't take
+STRIDED_DILATION = 8  # nor those for strides so much dilation
+# A tile's numbers are written in so much more of the time where they have 32 bits
+WIDER = 1.5
+# A sum that multiprocessors share: steps that each one takes at least, and cycles for each number of a tile whose parts are added up
+SHARED_STEPS, ADDING = 20, 1.0
+# Kernels that reorder: the beginning and end, a block of 32 places of 32 channels, in 16 bits and in 32, and their time over others' from memory
+REORDERED, BLOCK, HALVES_BLOCK, SINGLE_BLOCK, HALVES_FROM_MEMORY = 2800, 32, 385, 450, 1.5
+
+
+class Kind(NamedTuple):
+    """start: cycles at the beginning and the end. number: for each of a tile, to write it. busy: the share of the multiprocessors that it
+    keeps busy, as it takes several at once (clusters). clears: memory is cleared first, by a kernel, for the counter of tiles."""
+
+    start: int
+    number: float
+    busy: float
+    clears: bool
+
+
+TMA = Kind(10000, 0.1, 0.955, True)  # sm90_xmma_.._warpgroupsize1x1x1_..
+STRIDED = Kind(12000, 0.15, 0.91, True)  # sm90_xmma_dgrad_implicit_gemm_indexed_.._strided
+CUTLASS = Kind(5000, 0.2, 1.0, False)  # cutlass_tensorop_..s16816.. and s1688: Ampere's
+XMMA = Kind(6000, 0.3, 1.0, False)  # sm80_xmma_..: the same
+
+
+class Tile(NamedTuple):
+    """rows, columns, depth: of one step. step: its cycles. guess: cuDNN's for the time, over what it is. shared: multiprocessors share the sums
+    (segment_k_on). first: the result is written with channels first."""
+
+    kind: Kind
+    rows: int
+    columns: int
+    depth: int
+    step: int
+    guess: float
+    shared: bool = False
+    first: bool = False
+
+
+OF_AMPERE = (
+    Tile(CUTLASS, 128, 128, 32, 538, 1.0),
+    Tile(CUTLASS, 128, 64, 32, 442, 1.0),
+    Tile(CUTLASS, 64, 64, 32, 304, 1.0),
+    Tile(XMMA, 64, 32, 64, 362, 1.1),
+)
+OF_HALVES = (
+    Tile(TMA, 128, 128, 64, 604, 0.8),
+    Tile(TMA, 128, 256, 64, 1270, 0.9),
+    Tile(TMA, 256, 64, 32, 498, 0.8),
+    Tile(TMA, 64, 128, 64, 333, 1.0),
+    Tile(TMA, 64, 64, 64, 202, 1.1),
+    *OF_AMPERE,
+)
+OF_SINGLE = Tile(CUTLASS, 256, 64, 16, 627, 0.7)
+# In 16 bits, and in TF32
+HALVES = {
+    "forward": OF_HALVES,
+    "image": OF_HALVES,
+    "strided": (Tile(STRIDED, 256, 128, 64, 1372, 0.7), Tile(STRIDED, 256, 64, 32, 742, 0.7), *OF_AMPERE),
+}
+SINGLE = {
+    "forward": (
+        Tile(TMA, 128, 128, 32, 610, 0.6),
+        Tile(TMA, 64, 64, 32, 218, 0.8),
+        Tile(TMA, 128, 64, 32, 570, 0.6, shared=True),
+        Tile(XMMA, 128, 128, 16, 551, 0.7, first=True),
+        OF_SINGLE,
+    ),
+    "image": (
+        Tile(TMA, 128, 64, 32, 560, 0.5),
+        Tile(TMA, 128, 128, 32, 680, 0.5, shared=True),
+        Tile(STRIDED, 128, 64, 32, 499, 1.0),
+        OF_SINGLE,
+    ),
+    "strided": (Tile(STRIDED, 256, 64, 32, 742, 1.3), OF_SINGLE),
+}
+
+
+class Window(NamedTuple):
+    """How the kernel goes over the image."""
+
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+
+
+def takes(kernels: Kernels, made, weight, groups: int, key) -> bool:
+    """Is this rule for it?"""
+    return (
+        kernels.spec.capability[0] == 9
+        and not kernels.peak
+        and key in (FLOAT16, BFLOAT16, TF32)
+        and groups == 1
+        and made.dim() in (3, 4)
+        and prod(weight.shape[2:]) > 1
+        and min(weight.shape[:2]) >= CHANNELS
+    )
+
+
+def seconds(kernels: Kernels, which: str, made, read, weight, window: Window) -> float:
+    """`made` [batch, channels, *size] from `read`. which: "forward", or the gradient of the "image"."""
+    way = "image" if (which == "forward") == window.transposed else "forward"
+    if which == "forward" and window.transposed:
+        made, read = read, made
+    strided = way == "image" and max(window.stride) > 1
+    menu = (SINGLE if made.itemsize == 4 else HALVES)["strided" if strided else way]
+    moving = kernels.streaming(made.nbytes + read.nbytes + weight.nbytes)
+    before = sum(_reordering(kernels, tensor) for tensor in (read, weight) if _first(tensor))
+    after = _reordering(kernels, made) if _first(made) else 0.0
+
+    def total(tile: Tile) -> float:
+        ordered = before + (0.0 if tile.first else after)
+        return ordered + max(moving, _multiplying(kernels, tile, made, read, weight, window))
+
+    able = [tile for tile in menu if _able(tile, made, weight, window)]
+    return total(min(able, key=lambda tile: tile.guess * total(tile)))
+
+
+def _able(tile: Tile, made, weight, window: Window) -> bool:
+    if tile.first and not _first(made):
+        return False
+    if tile.kind is STRIDED:
+        return max(window.dilation) < STRIDED_DILATION
+    reach = max((size - 1) * step for size, step in zip(weight.shape[2:], _each(window.dilation, weight), strict=True))
+    return tile.kind is not TMA or (prod(weight.shape[2:]) <= TAPS and reach <= REACH)
+
+
+def _each(steps: Sequence[int], weight) -> Sequence[int]:
+    """One of each dimension."""
+    return steps if len(steps) == weight.dim() - 2 else [steps[0]] * (weight.dim() - 2)
+
+
+def _multiplying(kernels: Kernels, tile: Tile, made, read, weight, window: Window) -> float:
+    kind = tile.kind
+    parts = prod(_each(window.stride, weight)) if kind is STRIDED else 1
+    places, numbers = made.shape[0] * prod(made.shape[2:]), tile.rows * tile.columns
+    tiles = parts * ceil(places / parts / tile.rows) * ceil(made.shape[1] / tile.columns)
+    steps = prod(weight.shape[2:]) / parts * ceil(read.shape[1] / tile.depth)
+    writing = kind.number * numbers * (WIDER if made.itemsize == 4 else 1.0)
+    at_once = int(kind.busy * kernels.spec.processors)
+    if tile.shared:
+        at_once = min(at_once, max(1, int(tiles * steps / SHARED_STEPS)))
+        cycles = tiles * steps / at_once * tile.step + ceil(tiles / at_once) * writing + ADDING * numbers
+    else:
+        cycles = ceil(tiles / at_once) * (steps * tile.step + writing)
+    clearing = kernels.filling(0) if kind.clears and not tile.shared and tiles > at_once else 0.0
+    return clearing + kernels.took(kind.start + cycles)
+
+
+def _first(tensor) -> bool:
+    """Are its channels before the places, and not last?"""
+    return tensor.shape[1] > 1 and tensor.stride(1) != 1
+
+
+def _reordering(kernels: Kernels, tensor) -> float:
+    """A kernel that reads [batch, channels, *size] and writes it with its channels last, or back."""
+    halves = tensor.itemsize == 2
+    blocks = tensor.shape[0] * ceil(tensor.shape[1] / BLOCK) * ceil(prod(tensor.shape[2:]) / BLOCK)
+    computing = blocks * (HALVES_BLOCK if halves else SINGLE_BLOCK) / kernels.cycles
+    moving = kernels.streaming(2 * tensor.nbytes) * (HALVES_FROM_MEMORY if halves else 1.0)
+    return kernels.took(REORDERED) + max(computing, moving)
