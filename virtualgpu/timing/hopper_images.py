@@ -31,6 +31,8 @@ WIDER = 1.5
 SHARED_STEPS, ADDING = 20, 1.0
 # Kernels that reorder: the beginning and end, a block of 32 places of 32 channels, in 16 bits and in 32, and their time over others' from memory
 REORDERED, BLOCK, HALVES_BLOCK, SINGLE_BLOCK, HALVES_FROM_MEMORY = 2800, 32, 385, 450, 1.5
+# Ampere's want their numbers as TF32: what isn't reordered is rounded by a kernel, its beginning and end, and its time over others' for memory
+ROUNDED, ROUNDED_MOVING = 7000, 1.2
 
 
 class Kind(NamedTuple):
@@ -133,10 +135,11 @@ def seconds(kernels: Kernels, which: str, made, read, weight, window: Window) ->
     moving = kernels.streaming(made.nbytes + read.nbytes + weight.nbytes)
     before = sum(_reordering(kernels, tensor) for tensor in (read, weight) if _first(tensor))
     after = _reordering(kernels, made) if _first(made) else 0.0
+    rounding = sum(_rounding(kernels, tensor) for tensor in (read, weight) if tensor.itemsize == 4 and not _first(tensor))
 
     def total(tile: Tile) -> float:
-        ordered = before + (0.0 if tile.first else after)
-        return ordered + max(moving, _multiplying(kernels, tile, made, read, weight, window))
+        prepared = before + (0.0 if tile.first else after) + (rounding if tile.kind in (CUTLASS, XMMA) else 0.0)
+        return prepared + max(moving, _multiplying(kernels, tile, made, read, weight, window))
 
     able = [tile for tile in menu if _able(tile, made, weight, window)]
     return total(min(able, key=lambda tile: tile.guess * total(tile)))
@@ -185,3 +188,8 @@ def _reordering(kernels: Kernels, tensor) -> float:
     computing = blocks * (HALVES_BLOCK if halves else SINGLE_BLOCK) / kernels.cycles
     moving = kernels.streaming(2 * tensor.nbytes) * (HALVES_FROM_MEMORY if halves else 1.0)
     return kernels.took(REORDERED) + max(computing, moving)
+
+
+def _rounding(kernels: Kernels, tensor) -> float:
+    """A kernel that reads float32 and writes TF32 (convertTensor_kernel)."""
+    return kernels.took(ROUNDED) + ROUNDED_MOVING * kernels.streaming(2 * tensor.nbytes)
