@@ -8,7 +8,7 @@ Seconds: cuDNN's ways of doing it, by the order of channels, type and size of th
 (implicit GEMM); those of 3x3 in single precision take fewer multiplications (Winograd). Of a 1x1 convolution the weight is multiplied
 with the image as it lies, whatever its order of channels. Larger ones want the channels last on tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels
 first ("..._nhwc2nchw", "..._nhwckrsc_nchw" in traces); Ampere's kernels for 16 bits have no such form, so that what they made is
-converted as well.
+converted as well. On a Hopper most that make an image go by rules for each kernel (`hopper_images`).
 
 `python -m tests.accuracy.convolutions` sets them beside DeepBench's (V100, T4, P100), KernelBench's (T4 to B200) and spio's (RTX 3090, 4090).
 """

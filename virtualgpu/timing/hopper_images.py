@@ -1,15 +1,18 @@
 """Convolutions that make an image on a Hopper's tensor cores, forward or as the gradient of what went in: how long cuDNN's kernels take.
 
-Of kernels larger than 1x1, without groups, with so many channels that nothing is filled up. Such a convolution is a product of matrices (implicit
-GEMM): rows are the places of the image that is made, columns its channels, and the sum runs over the channels read, for each tap of the kernel.
-It is cut into tiles; a multiprocessor goes through the steps of a tile's sum, writes it, and takes the next one. A kernel takes as many rounds of
-tiles as there are, or what memory needs. Which kernel cuDNN takes it guesses by such a rule of its own: here by the shortest time, times a
-factor for each kernel. The gradient of a convolution with strides is done for each remainder of the places apart, by kernels of their own.
+Those of kernels larger than 1x1, without groups, of at least 8 channels on both sides; in one or two dimensions.
 
-Kernels want the channels last, and images and weights that have them first are reordered by others before and after.
+Such a convolution is a product of matrices (implicit GEMM): rows are the places of the image that is made, columns its channels, and the sum
+runs over the channels read, for each tap of the kernel. It is cut into tiles. A multiprocessor goes step by step along the sum of one,
+writes it, and takes the next; the last round is waited for. The gradient of a convolution with strides has kernels of its own, which do
+the places of each remainder apart, with the taps that meet them. Which kernel is taken cuDNN guesses: here it is the one of the shortest
+time, times a factor for each kernel, by which cuDNN seems to misjudge it.
 
-From 1984 such convolutions on an H100 (cuDNN 9.19, PyTorch 2.11, torch.profiler, which names each kernel and its tiles), three of four of them:
-cycles of a multiprocessor for what each kernel does by convolutions that take it, factors by all.
+All want the channels last: images and weights that have them first are reordered before, and the result after.
+
+From an H100 (cuDNN 9.19, PyTorch 2.11, torch.profiler, which names each kernel and its tiles): 1984 convolutions, a quarter of them held back
+(tests/gpu/h100_convolutions.csv). Cycles of a multiprocessor by the convolutions that take the kernel, factors by all. Of those held back, 68 % are
+within 15 % and 86 % within 30 %. What stays off is mostly a kernel that is far from the best, which cuDNN takes for no reason that sizes tell.
 """
 
 from collections.abc import Sequence
@@ -19,25 +22,26 @@ from typing import NamedTuple
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
 from virtualgpu.timing.kernels import Kernels
 
-CHANNELS = 8  # of fewer, other kernels are taken
-TAPS, REACH = (
-    32,
-    15,
-)  # more taps, or places from the first one to the last, the Tensor Memory Accelerator's kernels don't take
-STRIDED_DILATION = 8  # nor those for strides so much dilation
-# A tile's numbers are written in so much more of the time where they have 32 bits
+CHANNELS = 8  # fewer are filled up, or left to other kernels
+# Hopper's kernels let the Tensor Memory Accelerator read, up to so many taps and places from the first to the last; 7x7 and dilated by 8
+# and more are left to others. Those for strides, which look places up (indexed), take any taps, but no such dilation
+TAPS, REACH, DILATION = 32, 15, 8
+# Numbers of 32 bits take so much longer to write
 WIDER = 1.5
-# A sum that multiprocessors share: steps that each one takes at least, and cycles for each number of a tile whose parts are added up
+# Where multiprocessors share the steps of all tiles evenly (stream-K): steps that each one has at least, and cycles for each number of a tile
+# whose parts are added up
 SHARED_STEPS, ADDING = 20, 1.0
-# Kernels that reorder: the beginning and end, a block of 32 places of 32 channels, in 16 bits and in 32, and their time over others' from memory
+# Kernels that reorder (nchwToNhwcKernel, nhwcToNchwKernel): beginning and end, a block of 32 places of 32 channels (a weight's 9 places are
+# one, too), in 16 bits and in 32; and what those in 16 bits take over others from memory
 REORDERED, BLOCK, HALVES_BLOCK, SINGLE_BLOCK, HALVES_FROM_MEMORY = 2800, 32, 385, 450, 1.5
-# Ampere's want their numbers as TF32: what isn't reordered is rounded by a kernel, its beginning and end, and its time over others' for memory
+# Ampere's kernels want their numbers rounded to TF32 before. Reordering does so; else convertTensor_kernel does: beginning and end, and what it
+# takes over others from memory
 ROUNDED, ROUNDED_MOVING = 7000, 1.2
 
 
 class Kind(NamedTuple):
-    """start: cycles at the beginning and the end. number: for each of a tile, to write it. busy: the share of the multiprocessors that it
-    keeps busy, as it takes several at once (clusters). clears: memory is cleared first, by a kernel, for the counter of tiles."""
+    """start: cycles at the beginning and the end. number: for each of a tile, to write it. busy: the share of the multiprocessors at work, which
+    clusters of several don't all fit. clears: a kernel clears a counter before, by which multiprocessors take their next tiles."""
 
     start: int
     number: float
@@ -52,8 +56,8 @@ XMMA = Kind(6000, 0.3, 1.0, False)  # sm80_xmma_..: the same
 
 
 class Tile(NamedTuple):
-    """rows, columns, depth: of one step. step: its cycles. guess: cuDNN's for the time, over what it is. shared: multiprocessors share the sums
-    (segment_k_on). first: the result is written with channels first."""
+    """rows, columns, depth: of one step. step: its cycles; of several blocks that run side by side, for each. guess: the factor for cuDNN's choice.
+    shared: multiprocessors share the sums (segment_k_on). first: it writes the result with its channels first (nhwckrsc_nchw)."""
 
     kind: Kind
     rows: int
@@ -83,7 +87,7 @@ OF_SINGLE = Tile(CUTLASS, 256, 64, 16, 627, 0.7)
 # In 16 bits, and in TF32
 HALVES = {
     "forward": OF_HALVES,
-    "image": OF_HALVES,
+    "image": (*OF_HALVES, Tile(STRIDED, 128, 128, 64, 727, 1.0)),
     "strided": (Tile(STRIDED, 256, 128, 64, 1372, 0.7), Tile(STRIDED, 256, 64, 32, 742, 0.7), *OF_AMPERE),
 }
 SINGLE = {
@@ -135,7 +139,7 @@ def seconds(kernels: Kernels, which: str, made, read, weight, window: Window) ->
     moving = kernels.streaming(made.nbytes + read.nbytes + weight.nbytes)
     before = sum(_reordering(kernels, tensor) for tensor in (read, weight) if _first(tensor))
     after = _reordering(kernels, made) if _first(made) else 0.0
-    rounding = sum(_rounding(kernels, tensor) for tensor in (read, weight) if tensor.itemsize == 4 and not _first(tensor))
+    rounding = sum(_rounding(kernels, tensor) for tensor in (read, weight) if not _first(tensor))
 
     def total(tile: Tile) -> float:
         prepared = before + (0.0 if tile.first else after) + (rounding if tile.kind in (CUTLASS, XMMA) else 0.0)
@@ -146,10 +150,11 @@ def seconds(kernels: Kernels, which: str, made, read, weight, window: Window) ->
 
 
 def _able(tile: Tile, made, weight, window: Window) -> bool:
+    """Can this kernel do it?"""
     if tile.first and not _first(made):
         return False
     if tile.kind is STRIDED:
-        return max(window.dilation) < STRIDED_DILATION
+        return max(window.dilation) < DILATION
     reach = max((size - 1) * step for size, step in zip(weight.shape[2:], _each(window.dilation, weight), strict=True))
     return tile.kind is not TMA or (prod(weight.shape[2:]) <= TAPS and reach <= REACH)
 
@@ -160,6 +165,7 @@ def _each(steps: Sequence[int], weight) -> Sequence[int]:
 
 
 def _multiplying(kernels: Kernels, tile: Tile, made, read, weight, window: Window) -> float:
+    """The kernel itself, as far as the multiprocessors bound it."""
     kind = tile.kind
     parts = prod(_each(window.stride, weight)) if kind is STRIDED else 1
     places, numbers = made.shape[0] * prod(made.shape[2:]), tile.rows * tile.columns
@@ -191,5 +197,7 @@ def _reordering(kernels: Kernels, tensor) -> float:
 
 
 def _rounding(kernels: Kernels, tensor) -> float:
-    """A kernel that reads float32 and writes TF32 (convertTensor_kernel)."""
+    """A kernel that reads float32 and writes TF32 (convertTensor_kernel); none for 16 bits."""
+    if tensor.itemsize == 2:
+        return 0.0
     return kernels.took(ROUNDED) + ROUNDED_MOVING * kernels.streaming(2 * tensor.nbytes)
