@@ -10,9 +10,10 @@ time, times a factor for each kernel, by which cuDNN seems to misjudge it.
 
 All want the channels last: images and weights that have them first are reordered before, and the result after.
 
-From an H100 (cuDNN 9.19, PyTorch 2.11, torch.profiler, which names each kernel and its tiles): 1984 convolutions, a quarter of them held back
-(tests/gpu/h100_convolutions.csv). Cycles of a multiprocessor by the convolutions that take the kernel, factors by all. Of those held back, 68 % are
-within 15 % and 86 % within 30 %. What stays off is mostly a kernel that is far from the best, which cuDNN takes for no reason that sizes tell.
+From 1984 convolutions on an H100 (cuDNN 9.19, PyTorch 2.11, torch.profiler, which names each kernel and its tiles;
+tests/gpu/h100_convolutions.csv): cycles of a multiprocessor by those that take the kernel, factors by three quarters of all. Of 120 others, which
+nothing here was fitted to (tests/gpu/h100_profiled.csv), 68 % are within 15 % and 84 % within 30 %. What stays off is mostly a kernel far
+from the best, which cuDNN takes for no reason that sizes tell.
 """
 
 from collections.abc import Sequence
