@@ -127,7 +127,8 @@ class Timing:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
         rates = rate(op.func, tensors)
         known = gpu.kernels.known
-        key = (op, rates, share, *[_shape(tensor) for tensor in tensors], *[arg for arg in args if type(arg) in FLAGS])
+        settings = [tuple(arg) if type(arg) in LISTS else arg for arg in args if _sets(arg)]
+        key = (op, rates, share, *[_shape(tensor) for tensor in tensors], *settings)
         seconds = known.get(key)
         if seconds is None:
             if len(known) > KNOWN:
@@ -142,6 +143,11 @@ class Timing:
 
 
 FLAGS, LISTS = (bool, int), (list, tuple)
+
+
+def _sets(arg) -> bool:
+    """Is it a flag, a number or a few of these, such as the dilation of a convolution?"""
+    return type(arg) in FLAGS or (type(arg) in LISTS and len(arg) > 0 and type(arg[0]) in FLAGS)
 
 
 def _shape(tensor: torch.Tensor) -> tuple:
