@@ -111,7 +111,7 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
     result = tensors[-1]
     transposed, groups = args[6], args[8] if len(args) > 8 else 1
     made, read = (image, result) if transposed else (result, image)
-    length = weight.shape[0 if transposed else 1] // (groups if transposed else 1) * prod(weight.shape[2:])
+    length = weight.shape[1] * prod(weight.shape[2:])
     adds_bias = False
     if depthwise.is_depthwise(weight, groups):
         asked = depthwise.Convolution(image, weight, args[3], args[5])

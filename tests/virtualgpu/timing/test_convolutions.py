@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchvision import models
 
 import virtualgpu
@@ -63,3 +64,16 @@ def test_a_backward_pass_is_two_forward_passes(make, monkeypatch):
         loss = nn.functional.cross_entropy(make()(torch.empty(2, 3, 96, 96)), torch.zeros(2, dtype=torch.long))
         loss.backward()
     assert 1.85 < flops[True] / flops[False] <= 2  # no gradient of the images
+
+
+def test_a_transposed_convolution_is_as_long_as_its_sums():
+    """It reads few channels and makes many, or the other way round, with as many products."""
+    with virtualgpu.dry_run(1, like="A100"):
+        clock, seconds = virtualgpu.machine().clock, []
+        for wide, made in ((64, 1024), (1024, 64)):
+            image = torch.empty(16, wide, 64, 64, device="cuda")
+            weight = torch.empty(wide, made, 2, 2, device="cuda")
+            before = clock.computing[0]
+            F.conv_transpose2d(image, weight, stride=2)
+            seconds.append(clock.computing[0] - before)
+    assert 0.3 < seconds[0] / seconds[1] < 3
