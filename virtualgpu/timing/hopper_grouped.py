@@ -15,16 +15,17 @@ from virtualgpu.timing.kernels import Kernels
 # Widths of tiles, and multiplications a cycle of a multiprocessor with them, zeros counted as well: in 16 bits and TF32. Of up to 8 channels a group fewer
 TILES = {False: ((64, 830), (128, 1250)), True: ((32, 210), (64, 320), (128, 400))}
 NARROW, NARROW_SHARE = 8, 0.7
+LEAST = 4  # channels a group: fewer are filled up
 # What the gradient of a strided convolution's image reaches of 64 wide tiles (it is done for all places of the image), and that of the weight
 STRIDED, WEIGHT = {False: 600, True: 190}, {False: 680, True: 175}
 WIDE = 64
-# Cycles before and after: with an image made, and with a weight's gradient
-START, WEIGHT_START = 4000, {False: 14000, True: 24000}
+# Cycles before and after, in 16 bits and TF32
+START = {"forward": (4000, 8000), "image": (5000, 12000), "weight": (14000, 24000)}
 BESIDE = 3  # multiplying and moving pass side by side, though not wholly: their times are added as powers
 # nchwToNhwcKernel and back: cycles for each number, and more for what comes from memory; tensorTransformGeneric, which fills up or cuts images with the channels
-# last (more cycles for each number), and the weight (in all). convertTensor_kernel, before TF32's gradient of a weight: over what memory needs
+# last, and weights: in all, and for each number. convertTensor_kernel, before TF32's gradient of a weight: over what memory needs
 CONVERTED, CONVERTED_FROM_MEMORY = 0.2, 0.26
-TAKEN_APART, OF_WEIGHT = 2.2, 24000
+TRANSFORMING, TRANSFORMED = 16000, 2.15
 ROUNDED = 1.25
 
 
@@ -49,11 +50,17 @@ class Grouped(NamedTuple):
     @property
     def width(self) -> int:
         """Channels of a group, the most of both sides."""
-        return max(self.read, self.made) // self.groups
+        return max(self.read, self.made, LEAST * self.groups) // self.groups
+
+    @property
+    def uneven(self) -> bool:
+        """No power of two."""
+        return bool(self.width & (self.width - 1))
 
     @property
     def odd(self) -> bool:
-        return bool(self.width & (self.width - 1)) or self.size * self.width < 8
+        """Without a kernel of its own."""
+        return self.uneven or max(self.read, self.made) < LEAST * self.groups
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -63,14 +70,10 @@ class Grouped(NamedTuple):
 
 def seconds(kernels: Kernels, of: Grouped) -> float:
     """`way`: forward, or the gradient of the "image" or of the "weight"."""
-    multiplying = kernels.took(_started(of)) + _products(of) / _rate(of) / kernels.cycles
+    multiplying = kernels.took(START[of.way][of.key == TF32]) + _products(of) / _rate(of) / kernels.cycles
     moving = kernels.streaming(of.size * sum(of.numbers))
     busy = (multiplying**BESIDE + moving**BESIDE) ** (1 / BESIDE)
     return kernels.spec.kernel + busy + _around(kernels, of)
-
-
-def _started(of: Grouped) -> float:
-    return WEIGHT_START[of.key == TF32] if of.way == "weight" else START
 
 
 def _tile(of: Grouped) -> tuple[int, int]:
@@ -88,7 +91,7 @@ def _wide(of: Grouped) -> int:
 def _products(of: Grouped) -> float:
     """Multiplications, zeros counted."""
     wide = _wide(of)
-    merged = of.groups if of.odd or of.width >= wide else -(-of.groups * of.width // wide)
+    merged = of.groups if of.uneven or of.width >= wide else -(-of.groups * of.width // wide)
     places = of.places if of.way == "image" else of.places_made
     return float(of.images) * places * merged * wide * wide * of.kernel
 
@@ -105,10 +108,10 @@ def _rate(of: Grouped) -> float:
 
 def _around(kernels: Kernels, of: Grouped) -> float:
     """The kernels that bring images into shape, and the weight."""
-    filled = _tile(of)[0] / of.width if of.odd and of.width >= NARROW else 1.0
+    filled = _tile(of)[0] / of.width if of.uneven else 1.0
     total = sum(_converting(kernels, of, numbers, filled) for numbers in of.numbers)
     if of.odd:
-        total += kernels.took(OF_WEIGHT)
+        total += kernels.spec.kernel + kernels.took(TRANSFORMING)
     return total + (kernels.spec.kernel if total and not of.last else 0.0)
 
 
@@ -120,5 +123,6 @@ def _converting(kernels: Kernels, of: Grouped, numbers: int, filled: float) -> f
         clearing = kernels.filling(of.size * numbers * filled) if of.odd else 0.0
         return launch + clearing + max(kernels.streaming(moved), each * numbers * filled / kernels.cycles)
     if of.odd:
-        return launch + kernels.filling(of.size * numbers * filled) + TAKEN_APART * numbers * filled / kernels.cycles
+        transforming = kernels.took(TRANSFORMING) + TRANSFORMED * numbers / kernels.cycles
+        return kernels.filling(of.size * numbers * filled) + transforming
     return launch + ROUNDED * kernels.streaming(moved) if of.way == "weight" and of.key == TF32 else 0.0
