@@ -16,8 +16,10 @@ from virtualgpu.timing.products import Product, busy
 # Multiplying and moving pass side by side, though not wholly: their times are added as powers. A weight's gradient has few tiles of long sums, which
 # begin with reading and end with summing up
 BESIDE, BESIDE_WEIGHT = 3, 2
-# What they reach of the products that `products` knows, in TF32: by mma.sync where cuBLAS has cutlass_80_tensorop_s1688gemm, by wgmma where it has sm90_xmma_gemm
-OLD_TF32, NEW_TF32 = 0.9, 0.8
+# In TF32 cuBLAS takes mma.sync (cutlass_80_tensorop_s1688gemm) up to so many multiplications a multiprocessor, and wgmma (sm90_xmma_gemm) for more: where both
+# matrices lie along the sum, and else. What they reach of the products that `products` knows
+LARGE_ALONG, LARGE = 3.2e6, 20e6
+OLD_TF32, NEW_TF32 = 0.85, 0.95
 # reduce_wgrad_nchw_helper waits so many cycles for each image
 WAIT = 54
 # nchwToNhwcKernel and back: cycles of a multiprocessor for each number, and more for what comes from memory
@@ -56,10 +58,10 @@ def _of_cublas(kernels: Kernels, of: Pointwise) -> float:
         parts = 4 * of.images * of.read * of.made
         moved += parts
         summed = kernels.spec.kernel + kernels.took(WAIT * of.images) + kernels.streaming(parts)
-    return kernels.spec.kernel + _beside(kernels, of, _product(of), moved) + summed
+    return kernels.spec.kernel + _beside(kernels, of, _product(of, kernels.spec.processors), moved) + summed
 
 
-def _product(of: Pointwise) -> Product:
+def _product(of: Pointwise, processors: int) -> Product:
     """As cuBLAS is asked for it, channels last and first."""
     images, read, made, places = of.images, of.read, of.made, of.places_made
     if of.last:
@@ -73,8 +75,8 @@ def _product(of: Pointwise) -> Product:
         rows, along = (places, places if of.way == "weight" else read), {"forward": 1, "image": 0, "weight": 2}[of.way]
     share = 1.0
     if of.key == TF32:
-        old = of.last == (of.way == "weight")
-        along, share = (0, OLD_TF32) if old else (max(1, along), NEW_TF32)
+        each = images * places * read * made / processors
+        along, share = (2, NEW_TF32) if each > (LARGE_ALONG if along == 2 else LARGE) else (0, OLD_TF32)
     return Product(*asked, of.key, 0, together(of.size, *rows), share, along)
 
 
@@ -86,7 +88,7 @@ def _beside(kernels: Kernels, of: Pointwise, product: Product, moved: float) -> 
 def _of_cudnn(kernels: Kernels, of: Pointwise) -> float:
     read, made = of.images * of.places * of.read, of.images * of.places_made * of.made
     touched = read if of.way == "image" else of.images * of.places_made * of.read
-    product = _product(of._replace(last=True))._replace(share=REACHED[of.way], along=2)
+    product = _product(of._replace(last=True), kernels.spec.processors)._replace(share=REACHED[of.way], along=2)
     moved = of.size * (touched + made) / (SPREAD if of.way == "image" else 1.0)
     multiplying = kernels.took(START[of.way][of.key == TF32]) + _beside(kernels, of, product, moved)
     converting = 0.0 if of.last else _converting(kernels, read, of.size) + _converting(kernels, made, of.size)
