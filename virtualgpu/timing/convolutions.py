@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise, hopper_first_layers, hopper_grouped, hopper_pointwise
+from virtualgpu.timing import depthwise, hopper_convolutions
 from virtualgpu.timing.kernels import REORDERED, Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
@@ -116,7 +116,9 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
         asked = depthwise.Convolution(image, weight, args[3], args[5])
         adds_bias = asked.by_pytorch
         seconds = depthwise.seconds(kernels, "forward", asked, made, read, moved)
-    elif own := None if transposed else _of_hopper(kernels, "forward", image, result, weight, groups, key):
+    elif not transposed and (
+        own := hopper_convolutions.seconds(kernels, "forward", image, result, weight, args[3], groups, key)
+    ):
         seconds = own
     else:
         seconds = _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
@@ -138,54 +140,22 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
         if mask[1]:
             total += depthwise.seconds(kernels, "weight", asked, gradient, image, moved)
     else:
-        own = {
-            which: None if transposed else _of_hopper(kernels, which, image, gradient, weight, groups, key)
-            for which, wanted in zip(("image", "weight"), mask, strict=False)
-            if wanted
-        }
-        total += sum(seconds or 0.0 for seconds in own.values())
-        if mask[0] and own["image"] is None:
+        own = {}
+        if not transposed:
+            for which in (which for which, wanted in zip(("image", "weight"), mask, strict=False) if wanted):
+                own[which] = hopper_convolutions.seconds(kernels, which, image, gradient, weight, stride, groups, key)
+        total += sum(seconds for seconds in own.values() if seconds is not None)
+        if mask[0] and own.get("image") is None:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
             reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
             channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
             length = max(1, int(channels * reach))
             total += _of_an_image(kernels, "image", image, gradient, weight, length, stride, groups, key, moved)
-        if mask[1] and own["weight"] is None:
+        if mask[1] and own.get("weight") is None:
             total += _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved)
     if len(mask) > 2 and mask[2]:
         total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
     return total
-
-
-def _of_hopper(kernels: Kernels, which: str, image, made, weight, groups: int, key) -> float | None:
-    """Of the kernels that a Hopper (not a B200) has on tensor cores for 1x1, groups and first layers; None: of another convolution."""
-    spec = kernels.spec
-    if spec.capability[0] != 9 or kernels.peak or key not in spec.rates or not _on_tensor_cores(spec, key):
-        return None
-    (images, read), channels = image.shape[:2], made.shape[1]
-    places, places_made, kernel = (prod(shape[2:]) for shape in (image.shape, made.shape, weight.shape))
-    last = image.stride(1) == 1 or made.stride(1) == 1
-    if not made.numel() or not image.numel():
-        return None
-    if groups > 1:
-        grouped = hopper_grouped.Grouped(
-            which, images, read, channels, places, places_made, kernel, groups, last, key
-        )
-        return hopper_grouped.seconds(kernels, grouped)
-    if read < hopper_first_layers.FEWER:
-        if which == "image":
-            return None
-        apart = tuple(weight.shape[2:]) == tuple(size // made_size for size, made_size in zip(image.shape[2:], made.shape[2:]))
-        layer = hopper_first_layers.FirstLayer(
-            which, images, read, channels, places, places_made, kernel, apart, last, key
-        )
-        return hopper_first_layers.seconds(kernels, layer)
-    if kernel > 1:
-        return None
-    pointwise = hopper_pointwise.Pointwise(
-        which, images, read, channels, places, places_made, last, key, image.itemsize
-    )
-    return hopper_pointwise.seconds(kernels, pointwise)
 
 
 def _positions(image) -> int:

@@ -17,7 +17,10 @@ FEWER = 8  # channels read
 DIRECT, COLUMNS, LEAST = 0.0385, 32, 36
 # wgrad_alg0_engine: before and after, and for each place of 32 channels, with a stride of 1 and more
 ALG0_START, ALG0 = 20000, (33, 61)
-SHORT, SHORT_LAST = 27, 48  # products of a sum that are left to them, channels first and last, of fewer channels than FILLED
+SHORT, SHORT_LAST = (
+    27,
+    48,
+)  # products of a sum that are left to them, channels first and last, of fewer channels than FILLED
 FILLED = 4
 # wo_smem, for each place of 32 channels: and each number of its sum, channels filled to 4. A 7x7 has a kernel of its own in float16 (fprop_image_first_layer)
 SPARSE, SPARSE_NUMBER, OWN, OWN_NUMBER, OWN_WEIGHT = 5, 0.33, 49, 0.1, 0.55
@@ -47,10 +50,12 @@ class FirstLayer(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Bytes of a number."""
         return 4 if self.key == TF32 else 2
 
     @property
     def results(self) -> int:
+        """Places of all images made."""
         return self.images * self.places_made
 
     @property

@@ -45,6 +45,7 @@ class Grouped(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Bytes of a number."""
         return 4 if self.key == TF32 else 2
 
     @property
@@ -79,7 +80,9 @@ def seconds(kernels: Kernels, of: Grouped) -> float:
 def _tile(of: Grouped) -> tuple[int, int]:
     """Its width, and multiplications a cycle."""
     tiles = TILES[of.key == TF32]
-    return next((tile for tile in tiles if of.width <= tile[0]), (-(-of.width // tiles[-1][0]) * tiles[-1][0], tiles[-1][1]))
+    return next(
+        (tile for tile in tiles if of.width <= tile[0]), (-(-of.width // tiles[-1][0]) * tiles[-1][0], tiles[-1][1])
+    )
 
 
 def _wide(of: Grouped) -> int:

@@ -13,15 +13,15 @@ from virtualgpu.hardware.datasheet import TF32
 from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.products import Product, busy
 
-# Multiplying and moving pass side by side, though not wholly: their times are added as powers. A weight's gradient has few tiles of long sums, which
-# begin with reading and end with summing up
-BESIDE, BESIDE_WEIGHT = 3, 2
+# Multiplying and moving pass side by side, though not wholly: their times are added as powers. The gradient of a weight, of few tiles with long sums, reaches
+# so much of the bandwidth
+BESIDE, READ = 3, 0.85
 # In TF32 cuBLAS takes mma.sync (cutlass_80_tensorop_s1688gemm) up to so many multiplications a multiprocessor, and wgmma (sm90_xmma_gemm) for more: where both
 # matrices lie along the sum, and else. What they reach of the products that `products` knows
 LARGE_ALONG, LARGE = 3.2e6, 20e6
 OLD_TF32, NEW_TF32 = 0.85, 0.95
-# reduce_wgrad_nchw_helper waits so many cycles for each image
-WAIT = 54
+# reduce_wgrad_nchw_helper: so much of a launch, and cycles that it waits for each image
+SUMMING, WAIT = 0.6, 61
 # nchwToNhwcKernel and back: cycles of a multiprocessor for each number, and more for what comes from memory
 CONVERTED, CONVERTED_FROM_MEMORY = 0.2, 0.26
 # Beyond the stride of 1: cycles that cuDNN's take before and after, of 16 bits and of TF32, and what they reach of a product. Of an image's gradient all
@@ -57,7 +57,7 @@ def _of_cublas(kernels: Kernels, of: Pointwise) -> float:
     if not of.last and of.way == "weight":
         parts = 4 * of.images * of.read * of.made
         moved += parts
-        summed = kernels.spec.kernel + kernels.took(WAIT * of.images) + kernels.streaming(parts)
+        summed = SUMMING * kernels.spec.kernel + kernels.took(WAIT * of.images) + kernels.streaming(parts)
     return kernels.spec.kernel + _beside(kernels, of, _product(of, kernels.spec.processors), moved) + summed
 
 
@@ -66,7 +66,11 @@ def _product(of: Pointwise, processors: int) -> Product:
     images, read, made, places = of.images, of.read, of.made, of.places_made
     if of.last:
         positions = images * places
-        sizes = {"forward": (positions, made, read), "image": (positions, read, made), "weight": (made, read, positions)}
+        sizes = {
+            "forward": (positions, made, read),
+            "image": (positions, read, made),
+            "weight": (made, read, positions),
+        }
         asked = 1, *sizes[of.way]
         rows, along = (read, made), {"forward": 2, "image": 1, "weight": 0}[of.way]
     else:
@@ -81,8 +85,8 @@ def _product(of: Pointwise, processors: int) -> Product:
 
 
 def _beside(kernels: Kernels, of: Pointwise, product: Product, moved: float) -> float:
-    power = BESIDE_WEIGHT if of.way == "weight" and of.key != TF32 else BESIDE
-    return (busy(kernels, product) ** power + kernels.streaming(moved) ** power) ** (1 / power)
+    moving = kernels.streaming(moved) / (READ if of.way == "weight" else 1.0)
+    return (busy(kernels, product) ** BESIDE + moving**BESIDE) ** (1 / BESIDE)
 
 
 def _of_cudnn(kernels: Kernels, of: Pointwise) -> float:
