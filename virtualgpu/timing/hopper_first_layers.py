@@ -13,21 +13,25 @@ from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
 from virtualgpu.timing.kernels import Kernels
 
 FEWER = 8  # channels read
-# The other cores: for each product, and each place of 32 channels at least
-DIRECT, COLUMNS, LEAST = 0.0385, 32, 36
+# The other cores: for each product; of one channel for each place of 32 channels made at least, in 16 bits and TF32
+DIRECT, COLUMNS, LEAST = 0.0385, 32, (38, 50)
 # wgrad_alg0_engine: before and after, and for each place of 32 channels, with a stride of 1 and more
-ALG0_START, ALG0 = 20000, (33, 61)
+ALG0_START, ALG0 = 30000, (33, 59)
 SHORT, SHORT_LAST = (
     27,
     48,
 )  # products of a sum that are left to them, channels first and last, of fewer channels than FILLED
 FILLED = 4
-# wo_smem, for each place of 32 channels: and each number of its sum, channels filled to 4. A 7x7 has a kernel of its own in float16 (fprop_image_first_layer)
-SPARSE, SPARSE_NUMBER, OWN, OWN_NUMBER, OWN_WEIGHT = 5, 0.33, 49, 0.1, 0.55
-# cutlass_tensorop: a step of 32 numbers of the sum of 128 x 128 results, channels filled to 8; a step of 32 places of 128 x 64 of the weight's gradient, in 16 bits
-# and TF32, before and after which so many cycles pass; and for each of its parts that ReduceSplitK sums up
-TILE, STEP, FORWARD_STEP = 128, 32, 2500
-WEIGHT_STEP, WEIGHT_START, SUMMED = (620, 1300), 14000, 158
+# wo_smem, for each place of 32 channels, and each number of its sum, channels filled to 4; in 16 bits and TF32
+SPARSE, SPARSE_NUMBER = (4, 9), (0.33, 0.28)
+# A 7x7 has kernels of its own in float16 (.._image_first_layer): for each number of such a sum, and for each place of an image, of which so many blocks, two a
+# multiprocessor, make a part of the gradient of a weight of 64 channels
+OWN, OWN_NUMBER, OWN_PLACE, OWN_BLOCKS = 49, 0.1, 10.4, 8
+# cutlass_tensorop: a step of 32 numbers of the sum of 128 x 128 results, channels filled to 8. Longer sums than so many places of a kernel are left to it
+TILE, STEP, FORWARD_STEP, LONG = 128, 32, 2500, 128
+# A step of 32 places of 128 x 64 of the weight's gradient, in 16 bits and TF32, and of 128 x 128, in 16 bits; before and after all of them; for each part of it that
+# ReduceSplitK sums up
+WEIGHT_STEP, WIDE_STEP, WEIGHT_START, SUMMED = (620, 1300), 970, 14000, 158
 # A place of an image filled up: channels first (nchwToNhwcKernel); last (nhwcAddPaddingKernel) it takes more than the memory would
 FILLED_FIRST, FILLED_LAST = 10.7, 1.35
 # As many results put back, and as many numbers of a gradient: nhwcToNchwKernel
@@ -76,7 +80,8 @@ def seconds(kernels: Kernels, of: FirstLayer) -> float:
 def _direct(kernels: Kernels, of: FirstLayer) -> float:
     if of.way == "weight":
         return kernels.took(ALG0_START) + of.columns * ALG0[of.places > of.places_made] / kernels.cycles
-    return of.columns * max(LEAST, DIRECT * COLUMNS * of.channels * of.kernel) / kernels.cycles
+    least = LEAST[of.key == TF32] if of.channels == 1 else 0
+    return of.columns * max(least, DIRECT * COLUMNS * of.channels * of.kernel) / kernels.cycles
 
 
 def _is_direct(of: FirstLayer) -> bool:
@@ -94,7 +99,7 @@ def _is_direct(of: FirstLayer) -> bool:
 
 
 def _forward(kernels: Kernels, of: FirstLayer) -> float:
-    launch, padded = kernels.spec.kernel, of.key == BFLOAT16
+    launch, padded = kernels.spec.kernel, of.key == BFLOAT16 or of.kernel > LONG
     if padded:
         tiles = -(-of.results // TILE) * max(0.5, -(-of.made // TILE * 2) / 2 if of.made > TILE // 2 else 0.5)
         rounds = math.ceil(tiles / kernels.spec.processors)
@@ -103,7 +108,9 @@ def _forward(kernels: Kernels, of: FirstLayer) -> float:
         padded = True
         busy = of.columns * OWN_NUMBER * FILLED * of.kernel / kernels.cycles
     else:
-        busy = of.columns * (SPARSE + SPARSE_NUMBER * FILLED * of.kernel) / kernels.cycles
+        busy = (
+            of.columns * (SPARSE[of.key == TF32] + SPARSE_NUMBER[of.key == TF32] * FILLED * of.kernel) / kernels.cycles
+        )
     if of.last:
         around = _filling(kernels, of) if padded or of.key == TF32 else 0.0
         return launch + busy + around + (launch if around else 0.0)
@@ -113,13 +120,15 @@ def _forward(kernels: Kernels, of: FirstLayer) -> float:
 
 
 def _weight(kernels: Kernels, of: FirstLayer) -> float:
-    filled = FILLED if of.key == TF32 else FEWER
-    tiles = -(-of.kernel * filled // TILE) * -(-of.made // (TILE // 2))
-    multiplying = tiles * of.results / STEP * WEIGHT_STEP[of.key == TF32] / kernels.cycles
+    filled, processors = FILLED if of.key == TF32 else FEWER, kernels.spec.processors
+    wide = of.key != TF32 and of.made > TILE // 2
+    tiles = -(-of.kernel * filled // TILE) * -(-of.made // (TILE if wide else TILE // 2))
+    multiplying = tiles * of.results / STEP * (WIDE_STEP if wide else WEIGHT_STEP[of.key == TF32]) / kernels.cycles
     if of.key == FLOAT16 and of.kernel == OWN:
-        multiplying *= OWN_WEIGHT
+        rounds = math.ceil(OWN_BLOCKS * -(-of.made // (TILE // 2)) * of.images / (2 * processors))
+        multiplying = kernels.took(rounds * OWN_PLACE * of.places_made)
     moving = kernels.streaming(of.size * (of.images * of.places * filled + of.results * of.made))
-    parts = max(1, 2 * kernels.spec.processors // tiles)
+    parts = max(1, 2 * processors // tiles)
     busy = kernels.took(WEIGHT_START + SUMMED * parts) + math.hypot(multiplying, moving)
     gradient = 0.0 if of.last and of.key != TF32 else _reordering(kernels, of)
     return 2 * kernels.spec.kernel + busy + _filling(kernels, of) + gradient
