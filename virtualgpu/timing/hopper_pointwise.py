@@ -14,8 +14,8 @@ from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.products import Product, busy
 
 # Multiplying and moving pass side by side, though not wholly: their times are added as powers. The gradient of a weight, of few tiles with long sums, reaches
-# so much of the bandwidth
-BESIDE, READ = 3, 0.85
+# so much of the bandwidth. What is written is no faster for the second-level cache: to so much of what the memory takes
+BESIDE, READ, WRITTEN = 3, 0.85, 1.1
 # In TF32 cuBLAS takes mma.sync (cutlass_80_tensorop_s1688gemm) up to so many multiplications a multiprocessor, and wgmma (sm90_xmma_gemm) for more: where both
 # matrices lie along the sum, and else. What they reach of the products that `products` knows
 LARGE_ALONG, LARGE = 3.2e6, 20e6
@@ -85,7 +85,13 @@ def _product(of: Pointwise, processors: int) -> Product:
 
 
 def _beside(kernels: Kernels, of: Pointwise, product: Product, moved: float) -> float:
-    moving = kernels.streaming(moved) / (READ if of.way == "weight" else 1.0)
+    moving = kernels.streaming(moved)
+    if of.way == "weight":
+        moving /= READ
+    else:
+        channels, places = (of.read, of.places) if of.way == "image" else (of.made, of.places_made)
+        written = of.size * of.images * places * channels
+        moving = max(moving, WRITTEN * written / kernels.bandwidth["memory"])
     return (busy(kernels, product) ** BESIDE + moving**BESIDE) ** (1 / BESIDE)
 
 
