@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise, hopper_images
+from virtualgpu.timing import depthwise, hopper_convolutions, hopper_images
 from virtualgpu.timing.hopper_images import Window
 from virtualgpu.timing.kernels import REORDERED, Kernels
 
@@ -117,6 +117,10 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
         asked = depthwise.Convolution(image, weight, args[3], args[5])
         adds_bias = asked.by_pytorch
         seconds = depthwise.seconds(kernels, "forward", asked, made, read, moved)
+    elif not transposed and (
+        own := hopper_convolutions.seconds(kernels, "forward", image, result, weight, args[3], groups, key)
+    ):
+        seconds = own
     else:
         window = Window(args[3], args[5], transposed)
         seconds = _of_an_image(kernels, "forward", made, read, weight, length, window, groups, key, moved)
@@ -138,14 +142,19 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
         if mask[1]:
             total += depthwise.seconds(kernels, "weight", asked, gradient, image, moved)
     else:
-        if mask[0]:
+        own = {}
+        if not transposed:
+            for which in (which for which, wanted in zip(("image", "weight"), mask, strict=False) if wanted):
+                own[which] = hopper_convolutions.seconds(kernels, which, image, gradient, weight, stride, groups, key)
+        total += sum(seconds for seconds in own.values() if seconds is not None)
+        if mask[0] and own.get("image") is None:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
             reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
             channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
             length = max(1, int(channels * reach))
             window = Window(stride, dilation, transposed)
             total += _of_an_image(kernels, "image", image, gradient, weight, length, window, groups, key, moved)
-        if mask[1]:
+        if mask[1] and own.get("weight") is None:
             total += _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved)
     if len(mask) > 2 and mask[2]:
         total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
