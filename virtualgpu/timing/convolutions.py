@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise
+from virtualgpu.timing import depthwise, hopper_weights
 from virtualgpu.timing.kernels import REORDERED, Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
@@ -142,7 +142,10 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
             channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
             length = max(1, int(channels * reach))
             total += _of_an_image(kernels, "image", image, gradient, weight, length, stride, groups, key, moved)
-        if mask[1]:
+        if mask[1] and hopper_weights.taken(kernels, weight, groups, key):
+            made, read = (image, gradient) if transposed else (gradient, image)
+            total += hopper_weights.seconds(kernels, made, read, weight, dilation, key)
+        elif mask[1]:
             total += _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved)
     if len(mask) > 2 and mask[2]:
         total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
