@@ -31,12 +31,12 @@ ALL, PARTS, LARGE = 0.8, 9, 256 * 128
 
 
 class Tile(NamedTuple):
-    """step: cycles of one along the sum. guess: what cuDNN believes it to take over what it does; shared: the same where sums are shared."""
+    """step: cycles of one along the sum. alone, shared: what cuDNN believes it to take over what it does, where sums are shared or not."""
 
     rows: int
     columns: int
     step: int
-    guess: float = 1.0
+    alone: float = 1.0
     shared: float = 1.0
 
 
@@ -50,8 +50,11 @@ class Menu(NamedTuple):
     shared_step: float  # over that of a tile by itself: all multiprocessors read
     persistent: float  # share of the multiprocessors that have a block, if there are more tiles
     powers: bool  # whether small tiles have 1, 2, 4 or 8 parts
+    doubt: int  # cycles: cuDNN shares sums only where that many are won
+    old: float  # what it believes Ampere's kernels to take over what they do
 
     def blocks(self, processors: int) -> int:
+        """That take one tile after the other, where there are more of these than multiprocessors."""
         return int(self.persistent * processors)
 
     def parts(self, tile: Tile, tiles: int, processors: int) -> float | None:
@@ -68,12 +71,12 @@ class Menu(NamedTuple):
 HALVES = Menu(
     (
         Tile(64, 64, 217),
-        Tile(64, 128, 323),
-        Tile(128, 64, 297),
-        Tile(64, 256, 670),
-        Tile(256, 64, 660),
+        Tile(64, 128, 323, shared=1.4),
+        Tile(128, 64, 297, alone=1.4),
+        Tile(64, 256, 670, shared=0.7),
+        Tile(256, 64, 660, alone=0.7),
         Tile(128, 128, 598),
-        Tile(128, 256, 1160),
+        Tile(128, 256, 1160, shared=0.7),
         Tile(256, 128, 1155),
     ),
     depth=64,
@@ -82,17 +85,27 @@ HALVES = Menu(
     shared_step=1.14,
     persistent=10 / 11,
     powers=True,
+    doubt=24000,
+    old=2.0,
 )
 # TF32: wgmma takes numbers that do not lie along the sum in 16 bits alone (PTX ISA, wgmma.mma_async), and turning them round takes 4.5 cycles for
 # each number of the edges, more than the tensor cores do
 SINGLE = Menu(
-    (Tile(64, 64, 620), Tile(64, 128, 980), Tile(128, 64, 845), Tile(128, 128, 1220), Tile(256, 64, 1445)),
+    (
+        Tile(64, 64, 620, 1.4, 1.1),
+        Tile(64, 128, 980),
+        Tile(128, 64, 845, shared=0.9),
+        Tile(128, 128, 1220, 0.8, 1.1),
+        Tile(256, 64, 1445),
+    ),
     depth=32,
     start=(6000, 36),
     shared_start=(12500, 68),
     shared_step=1.0,
     persistent=1.0,
     powers=False,
+    doubt=12000,
+    old=1.1,
 )
 NEXT = 2000  # cycles between two tiles of a block
 # Up to so many parts of a tile are added one after the other, and more by a kernel of its own (split_k_kernel): cycles for a part, and for that
@@ -145,7 +158,7 @@ OLD_SPLITS = (
     70,
 )  # parts, of OLD_STEPS or more, as the grids have them
 # Cycles before and after; those of adding up; what their parts cost over writing them once; and what cuDNN's choice of them takes over the best
-OLD_STEPS, OLD_START, OLD_ADDING, OLD_PARTS, MISSED, OLD_GUESS = 4, 9900, 5000, 2.25, 1.2, 1.0
+OLD_STEPS, OLD_START, OLD_ADDING, OLD_PARTS, MISSED = 4, 9900, 5000, 2.25, 1.2
 # TF32 is rounded by a kernel of its own before Ampere's (convertTensor_kernel), channels last; else by that which converts. Cycles of it, and of one
 # that converts (nchwToNhwcKernel): this has tiles of 32 channels and 32 places, some of them partly empty, of which a number takes MOVED
 ROUNDING, CONVERTING, BLOCK, MOVED = 7000, 3000, 32, 0.33
@@ -182,14 +195,15 @@ def seconds(
     places, length = prod(weight.shape[2:]), made.shape[0] * prod(made.shape[2:])
     product = _Sum(weight.shape[0], weight.shape[1], places, length, made.nbytes + read.nbytes)
     single, first = key == TF32, [image for image in (made, read) if image.stride(1) != 1]
+    menu = SINGLE if single else HALVES
     reach = max((size - 1) * step for size, step in zip(weight.shape[2:], dilation, strict=False))
     rounding = 0.0
     if single and not first:
         rounding = sum(_rewriting(kernels, image.nbytes, ROUNDING) for image in (made, read))
     old = rounding + _by_amperes(kernels, product, single)
-    guesses = [(OLD_GUESS * old, old)]
+    guesses = [(menu.old * old, old)]
     if places <= PLACES and reach <= REACH:
-        guesses += _by_hoppers(kernels, product, SINGLE if single else HALVES)
+        guesses += _by_hoppers(kernels, product, menu)
     if any(image is read for image in first):
         first.append(weight)
     return min(guesses)[1] + sum(_converting(kernels, image) for image in first)
@@ -211,7 +225,7 @@ def _by_hoppers(kernels: Kernels, product: _Sum, menu: Menu) -> Iterator[tuple[f
             + (rounds - 1) * NEXT
         )
         own = max(least, kernels.took(cycles))
-        yield tile.guess * own, own
+        yield tile.alone * own, own
         parts = menu.parts(tile, tiles, processors)
         if parts is None:
             continue
@@ -222,7 +236,7 @@ def _by_hoppers(kernels: Kernels, product: _Sum, menu: Menu) -> Iterator[tuple[f
         )
         cycles += ADDING[0] + ADDING[1] * edges if parts > PARTS else PART * parts
         own = max(least, kernels.took(cycles))
-        yield tile.shared * own, own
+        yield tile.shared * own + kernels.took(menu.doubt), own
 
 
 def _by_amperes(kernels: Kernels, product: _Sum, single: bool) -> float:
