@@ -1,19 +1,20 @@
-"""The gradient of a convolution's weight on a Hopper in 16 bits and TF32, of kernels larger than 1x1: how long cuDNN's kernels take.
+"""The gradient of a convolution's weight on a Hopper, in 16 bits and TF32, of kernels larger than 1x1: how long cuDNN's kernels take.
 
 It is a product of matrices, [made channels, positions] and [positions, read channels], for each place of the weight. Hopper's kernels
 (sm90_xmma_wgrad_indexed_implicit_gemm in traces) cut it into tiles of one place each, and a multiprocessor sums up one tile after the
-other, by steps along the positions (..segment_k_off); or all multiprocessors share the sums, where there are few tiles (..segment_k_on).
-Weights with more places, or whose places lie further apart, are left to Ampere's kernels (cutlass_tensorop_..wgrad), two blocks of which
-share a multiprocessor and whose parts another kernel adds up. cuDNN guesses which tiles are the fastest, and sometimes takes others.
+other, by steps along the positions (..segment_k_off); or all multiprocessors share the sums (..segment_k_on). Weights with more places, or
+whose places lie further apart, are left to Ampere's kernels (cutlass_tensorop_..wgrad, sm80_xmma_wgrad_..): two blocks of them share a
+multiprocessor, and another kernel adds up the parts of a sum. Which tiles are the fastest cuDNN guesses, and is sometimes wrong.
 
-All want the channels last, and an image that has them first is converted, and the gradient of the weight back.
+All want the channels last: an image that has them first is converted, and the gradient of the weight back.
 
-From 992 convolutions on an H100 (cuDNN 9.19, torch.profiler, tests/gpu/h100_convolutions.csv): times, names and grids of the kernels.
+From 744 convolutions on an H100 (cuDNN 9.19, torch.profiler, tests/gpu/h100_convolutions.csv), their times and the names and grids of their
+kernels; of 248 others 82 % are within 30 %. Not found out is when cuDNN takes kernels without tensor cores (wgrad_alg1_engine), ten
+times as long, for 12 of 60 of those that are left to Ampere's in 16 bits.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -22,16 +23,36 @@ from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
 from virtualgpu.timing.kernels import Kernels
 
 LEAST = 8  # channels: with fewer, images are filled up first
-PLACES, REACH = 32, 16  # of the weight at most, and from the first of them to the last: else Ampere's
+PLACES, REACH = 32, 16  # of the weight at most, and from the first of them to the last, of Hopper's kernels
+# A sum is shared by two multiprocessors or more; or by all, where there are tiles for so many of them. A part costs as many cycles as PART, or, where
+# there are more than PARTS, they are added up by a kernel of its own (split_k_kernel). Tiles of two groups of warps are large
+ALL, PARTS, LARGE, PART = 0.8, 9, 256 * 128, 1000
+NEXT = 2000  # cycles between two tiles that follow one another on a multiprocessor
+BANDWIDTH = 0.85  # of what others reach of memory's
+# Of Ampere's: into how many parts sums are cut, of how many steps at least; cycles before and after, and of adding up parts; what these
+# take over writing them once; and what cuDNN's choice takes over the best
+OLD_PARTS, OLD_STEPS, OLD_START, OLD_ADDING, OLD_MOVED, MISSED = (1, 2, 3, 5, 8, 13, 20), 4, 10000, 5000, 2.25, 1.2
+# Cycles of a kernel that converts (nchwToNhwcKernel), by blocks of 32 channels and 32 places, some of them partly empty, and of each of
+# their numbers, by all multiprocessors. Channels last, TF32 is rounded before Ampere's kernels (convertTensor_kernel)
+CONVERTING, BLOCK, NUMBER, ROUNDING = 3000, 32, 0.33, 7000
 
 
-# A sum is shared by two multiprocessors or more, or by all where there are tiles for so many of them. More parts than so many are added by a
-# kernel of its own. Tiles of two groups of warps are large ones
-ALL, PARTS, LARGE = 0.8, 9, 256 * 128
+class Cycles(NamedTuple):
+    """For a tile, and for each number of its edges."""
+
+    tile: int
+    edge: int
+
+    def of(self, edges: int) -> int:
+        """A tile with so many of these numbers."""
+        return self.tile + self.edge * edges
+
+
+ADDING = Cycles(3000, 64)
 
 
 class Tile(NamedTuple):
-    """step: cycles of one along the sum. alone, shared: what cuDNN believes it to take over what it does, where sums are shared or not."""
+    """step: cycles of one along the sum. alone, shared: what cuDNN believes it to take over what it does, by itself or with shared sums."""
 
     rows: int
     columns: int
@@ -40,36 +61,43 @@ class Tile(NamedTuple):
     shared: float = 1.0
 
 
+class Old(NamedTuple):
+    """Of Ampere's, with all places beside one another in the columns. step, pair: cycles of one block on a multiprocessor, and of two."""
+
+    rows: int
+    columns: int
+    depth: int
+    step: int
+    pair: int
+
+
 class Menu(NamedTuple):
-    """Of a type. depth: positions of a step. Cycles before and after the steps: a pair is for a tile, and for each number of its edges."""
+    """Of a type. depth: positions of a step."""
 
     tiles: tuple[Tile, ...]
     depth: int
-    start: tuple[int, int]
-    shared_start: tuple[int, int]  # with what a kernel before it prepares (init_device_workspace)
-    shared_step: float  # over that of a tile by itself: all multiprocessors read
-    persistent: float  # share of the multiprocessors that have a block, if there are more tiles
+    start: Cycles
+    shared_start: Cycles  # with the kernel before it (init_device_workspace)
+    shared_step: float  # over that of a tile by itself
+    used: float  # share of the multiprocessors that have a block, where there are more tiles
     powers: bool  # whether small tiles have 1, 2, 4 or 8 parts
-    doubt: int  # cycles: cuDNN shares sums only where that many are won
-    old: float  # what it believes Ampere's kernels to take over what they do
+    doubt: int  # cycles that sharing has to win at least before cuDNN does it
+    olds: tuple[Old, ...]
+    old: float  # what cuDNN believes Ampere's to take over what they do
 
-    def blocks(self, processors: int) -> int:
-        """That take one tile after the other, where there are more of these than multiprocessors."""
-        return int(self.persistent * processors)
-
-    def parts(self, tile: Tile, tiles: int, processors: int) -> float | None:
-        """Of one tile's sum, if it is shared; less than 1 where multiprocessors have several."""
+    def parts(self, tile: Tile, tiles: int, processors: int) -> float:
+        """Of one tile's sum, if it is shared; less than 1 where multiprocessors have several; 0 if it is not."""
         if 2 * tiles > processors:
-            blocks = self.blocks(processors)
-            return blocks / tiles if tiles > ALL * blocks else None
+            blocks = int(self.used * processors)
+            return blocks / tiles if tiles > ALL * blocks else 0
         parts = processors // tiles
         small = self.powers and parts <= PARTS and tile.rows * tile.columns < LARGE
         return 1 << (parts.bit_length() - 1) if small else parts
 
 
-# 16 bits: what tensor cores take (a * b / 32 cycles) and a little more
+# What tensor cores take, rows x columns / 32, and a little more
 HALVES = Menu(
-    (
+    tiles=(
         Tile(64, 64, 217),
         Tile(64, 128, 323, shared=1.4),
         Tile(128, 64, 297, alone=1.4),
@@ -80,18 +108,19 @@ HALVES = Menu(
         Tile(256, 128, 1155),
     ),
     depth=64,
-    start=(8400, 4),
-    shared_start=(14500, 32),
+    start=Cycles(8400, 4),
+    shared_start=Cycles(14500, 32),
     shared_step=1.14,
-    persistent=10 / 11,
+    used=10 / 11,
     powers=True,
     doubt=24000,
+    olds=(Old(64, 64, 64, 990, 1540), Old(256, 128, 32, 1290, 2500), Old(32, 128, 32, 400, 830)),
     old=2.0,
 )
-# TF32: wgmma takes numbers that do not lie along the sum in 16 bits alone (PTX ISA, wgmma.mma_async), and turning them round takes 4.5 cycles for
-# each number of the edges, more than the tensor cores do
+# wgmma takes TF32 only where it lies along the sum (PTX ISA, wgmma.mma_async), and turning it round takes 4.5 cycles for each number of
+# the edges, more than tensor cores do
 SINGLE = Menu(
-    (
+    tiles=(
         Tile(64, 64, 620, 1.4, 1.1),
         Tile(64, 128, 980),
         Tile(128, 64, 845, shared=0.9),
@@ -99,73 +128,19 @@ SINGLE = Menu(
         Tile(256, 64, 1445),
     ),
     depth=32,
-    start=(6000, 36),
-    shared_start=(12500, 68),
+    start=Cycles(6000, 36),
+    shared_start=Cycles(12500, 68),
     shared_step=1.0,
-    persistent=1.0,
+    used=1.0,
     powers=False,
     doubt=12000,
+    olds=(Old(64, 64, 32, 860, 1270), Old(128, 128, 16, 930, 1820), Old(256, 64, 16, 805, 1560)),
     old=1.1,
 )
-NEXT = 2000  # cycles between two tiles of a block
-# Up to so many parts of a tile are added one after the other, and more by a kernel of its own (split_k_kernel): cycles for a part, and for that
-# kernel, as above
-PART, ADDING = 1000, (3000, 64)
-BANDWIDTH = 0.85  # of memory's, what these kernels and those that convert reach
 
 
-class Old(NamedTuple):
-    """Of Ampere's. Columns: read channels times places. alone, pair: cycles of a step, of one block on a multiprocessor, and of two."""
-
-    rows: int
-    columns: int
-    depth: int
-    alone: int
-    pair: int
-
-
-OLD_HALVES = (
-    Old(64, 64, 64, 990, 1540),
-    Old(64, 128, 32, 625, 1250),
-    Old(128, 64, 64, 1170, 2080),
-    Old(128, 128, 32, 930, 1740),
-    Old(256, 64, 32, 750, 1520),
-    Old(256, 128, 32, 1290, 2500),
-    Old(64, 32, 64, 435, 690),
-    Old(32, 128, 32, 400, 830),
-)
-OLD_SINGLE = (
-    Old(64, 64, 32, 860, 1270),
-    Old(64, 128, 16, 665, 1190),
-    Old(128, 128, 16, 930, 1820),
-    Old(256, 64, 16, 805, 1560),
-)
-OLD_SPLITS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    10,
-    13,
-    17,
-    20,
-    26,
-    35,
-    52,
-    70,
-)  # parts, of OLD_STEPS or more, as the grids have them
-# Cycles before and after; those of adding up; what their parts cost over writing them once; and what cuDNN's choice of them takes over the best
-OLD_STEPS, OLD_START, OLD_ADDING, OLD_PARTS, MISSED = 4, 9900, 5000, 2.25, 1.2
-# TF32 is rounded by a kernel of its own before Ampere's (convertTensor_kernel), channels last; else by that which converts. Cycles of it, and of one
-# that converts (nchwToNhwcKernel): this has tiles of 32 channels and 32 places, some of them partly empty, of which a number takes MOVED
-ROUNDING, CONVERTING, BLOCK, MOVED = 7000, 3000, 32, 0.33
-
-
-class _Sum(NamedTuple):
-    """The product: rows and columns for each of the places, summed up over the length. nbytes: of what is read."""
+class Sum(NamedTuple):
+    """The product: [rows, length] and [length, columns] for each of the places. nbytes: of what is read."""
 
     rows: int
     columns: int
@@ -173,99 +148,84 @@ class _Sum(NamedTuple):
     length: int
     nbytes: int
 
+    def tiles(self, rows: int, columns: int) -> int:
+        """Of that size, for one place."""
+        return -(-self.rows // rows) * -(-self.columns // columns)
+
 
 def taken(kernels: Kernels, weight: torch.Tensor, groups: int, key: str) -> bool:
     """Whether these kernels are."""
-    on_tensor_cores = key in (FLOAT16, BFLOAT16, TF32)
-    larger = weight.dim() == 4 and groups == 1 and prod(weight.shape[2:]) > 1
-    return (
-        kernels.spec.capability[0] == 9
-        and not kernels.peak
-        and on_tensor_cores
-        and larger
-        and min(weight.shape[:2]) >= LEAST
-    )
+    if kernels.spec.capability[0] != 9 or kernels.peak or key not in (FLOAT16, BFLOAT16, TF32):
+        return False
+    return weight.dim() == 4 and groups == 1 and min(weight.shape[:2]) >= LEAST and math.prod(weight.shape[2:]) > 1
 
 
 def seconds(
     kernels: Kernels, made: torch.Tensor, read: torch.Tensor, weight: torch.Tensor, dilation: Sequence[int], key: str
 ) -> float:
-    """Of the gradient of `weight` [made channels, read channels, *size]. made and read: the gradient and the image, or the other way
-    round where the convolution is transposed."""
-    places, length = prod(weight.shape[2:]), made.shape[0] * prod(made.shape[2:])
-    product = _Sum(weight.shape[0], weight.shape[1], places, length, made.nbytes + read.nbytes)
-    single, first = key == TF32, [image for image in (made, read) if image.stride(1) != 1]
-    menu = SINGLE if single else HALVES
-    reach = max((size - 1) * step for size, step in zip(weight.shape[2:], dilation, strict=False))
-    rounding = 0.0
-    if single and not first:
-        rounding = sum(_rewriting(kernels, image.nbytes, ROUNDING) for image in (made, read))
-    old = rounding + _by_amperes(kernels, product, single)
+    """Of the gradient of `weight` [made channels, read channels, *size]. made, read: the gradient and the image, or the other way round
+    where the convolution is transposed."""
+    menu = SINGLE if key == TF32 else HALVES
+    rows, columns, *size = weight.shape
+    places, length = math.prod(size), made.shape[0] * math.prod(made.shape[2:])
+    product = Sum(rows, columns, places, length, made.nbytes + read.nbytes)
+    first = [image for image in (made, read) if image.stride(1) != 1]
+    old = _by_amperes(kernels, product, menu)
+    if key == TF32 and not first:
+        old += sum(_rewriting(kernels, image.nbytes, ROUNDING) for image in (made, read))
     guesses = [(menu.old * old, old)]
-    if places <= PLACES and reach <= REACH:
+    if places <= PLACES and max((one - 1) * step for one, step in zip(size, dilation, strict=False)) <= REACH:
         guesses += _by_hoppers(kernels, product, menu)
     if any(image is read for image in first):
         first.append(weight)
     return min(guesses)[1] + sum(_converting(kernels, image) for image in first)
 
 
-def _by_hoppers(kernels: Kernels, product: _Sum, menu: Menu) -> Iterator[tuple[float, float]]:
+def _by_hoppers(kernels: Kernels, product: Sum, menu: Menu) -> Iterator[tuple[float, float]]:
     """What cuDNN believes each kernel to take, and what it does."""
-    processors = kernels.spec.processors
-    blocks = menu.blocks(processors)
+    processors, steps = kernels.spec.processors, product.length / menu.depth
     least = product.nbytes / (BANDWIDTH * kernels.bandwidth["memory"])
     for tile in menu.tiles:
-        edges = tile.rows + tile.columns
-        tiles = product.places * -(-product.rows // tile.rows) * -(-product.columns // tile.columns)
-        rounds = 1 if tiles <= processors else -(-tiles // blocks)
-        cycles = (
-            menu.start[0]
-            + menu.start[1] * edges
-            + rounds * -(-product.length // menu.depth) * tile.step
-            + (rounds - 1) * NEXT
-        )
-        own = max(least, kernels.took(cycles))
-        yield tile.alone * own, own
-        parts = menu.parts(tile, tiles, processors)
-        if parts is None:
-            continue
-        cycles = (
-            menu.shared_start[0]
-            + menu.shared_start[1] * edges
-            + product.length / menu.depth / parts * menu.shared_step * tile.step
-        )
-        cycles += ADDING[0] + ADDING[1] * edges if parts > PARTS else PART * parts
-        own = max(least, kernels.took(cycles))
-        yield tile.shared * own + kernels.took(menu.doubt), own
+        edges, tiles = tile.rows + tile.columns, product.places * product.tiles(tile.rows, tile.columns)
+        rounds = 1 if tiles <= processors else -(-tiles // int(menu.used * processors))
+        cycles = menu.start.of(edges) + rounds * (math.ceil(steps) * tile.step + NEXT) - NEXT
+        alone = max(least, kernels.took(cycles))
+        yield tile.alone * alone, alone
+        if parts := menu.parts(tile, tiles, processors):
+            added = ADDING.of(edges) if parts > PARTS else PART * parts
+            summing = steps / parts * menu.shared_step * tile.step
+            shared = max(least, kernels.took(menu.shared_start.of(edges) + summing + added))
+            yield tile.shared * shared + kernels.took(menu.doubt), shared
 
 
-def _by_amperes(kernels: Kernels, product: _Sum, single: bool) -> float:
-    """The best of them, and what cuDNN's choice takes over it."""
+def _by_amperes(kernels: Kernels, product: Sum, menu: Menu) -> float:
+    """What cuDNN's choice of them takes."""
     best, pairs = math.inf, 2 * kernels.spec.processors
-    result = 4 * product.rows * product.columns * product.places
-    for tile in OLD_SINGLE if single else OLD_HALVES:
-        tiles = -(-product.rows // tile.rows) * -(-product.columns * product.places // tile.columns)
-        for parts in OLD_SPLITS:
+    beside = product._replace(columns=product.columns * product.places)
+    for tile in menu.olds:
+        tiles = beside.tiles(tile.rows, tile.columns)
+        for parts in OLD_PARTS:
             if parts > 1 and (product.length < OLD_STEPS * tile.depth * parts or tiles * parts > 4 * pairs):
                 break
             full, left = divmod(tiles * parts, pairs)
-            step = full * tile.pair + (tile.pair if 2 * left > pairs else tile.alone if left else 0)
-            taken = kernels.took(OLD_START + -(-product.length // (tile.depth * parts)) * step)
+            step = full * tile.pair + (tile.pair if 2 * left > pairs else tile.step if left else 0)
+            one = kernels.took(OLD_START + -(-product.length // (tile.depth * parts)) * step)
             if parts > 1:
-                taken += kernels.took(OLD_ADDING) + OLD_PARTS * parts * result / kernels.bandwidth["memory"]
-            best = min(best, taken)
+                moved = OLD_MOVED * parts * 4 * beside.rows * beside.columns
+                one += kernels.took(OLD_ADDING) + moved / kernels.bandwidth["memory"]
+            best = min(best, one)
     return MISSED * best
 
 
 def _converting(kernels: Kernels, image: torch.Tensor) -> float:
     """Its channels from first to last, or back."""
-    filled = image.shape[0] * math.prod(-(-size // BLOCK) * BLOCK for size in (image.shape[1], prod(image.shape[2:])))
-    return max(
-        _rewriting(kernels, image.nbytes, CONVERTING), kernels.took(CONVERTING) + MOVED * filled / kernels.cycles
-    )
+    sizes = image.shape[1], math.prod(image.shape[2:])
+    numbers = image.shape[0] * math.prod(-(-size // BLOCK) * BLOCK for size in sizes)
+    by_blocks = kernels.took(CONVERTING) + NUMBER * numbers / kernels.cycles
+    return max(_rewriting(kernels, image.nbytes, CONVERTING), by_blocks)
 
 
 def _rewriting(kernels: Kernels, nbytes: int, cycles: int) -> float:
-    """A kernel that reads so many bytes and writes as many. Two of them follow each other, and the second one finds less in the cache."""
+    """A kernel that reads so many bytes and writes as many, as does another one beside it: the cache is for both."""
     moved = 2 * nbytes
     return kernels.took(cycles) + moved * kernels.from_memory(2 * moved) / (BANDWIDTH * kernels.bandwidth["memory"])
