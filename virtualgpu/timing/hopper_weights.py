@@ -84,6 +84,7 @@ class Menu(NamedTuple):
     doubt: int  # cycles that sharing has to win at least before cuDNN does it
     olds: tuple[Old, ...]
     old: float  # what cuDNN believes Ampere's to take over what they do
+    wide: int  # with fewer channels of both it takes Ampere's alone
 
     def parts(self, tile: Tile, tiles: int, processors: int) -> float:
         """Of one tile's sum, if it is shared; less than 1 where multiprocessors have several; 0 if it is not."""
@@ -116,6 +117,7 @@ HALVES = Menu(
     doubt=24000,
     olds=(Old(64, 64, 64, 990, 1540), Old(256, 128, 32, 1290, 2500), Old(32, 128, 32, 400, 830)),
     old=2.0,
+    wide=64,
 )
 # wgmma takes TF32 only where it lies along the sum (PTX ISA, wgmma.mma_async), and turning it round takes 4.5 cycles for each number of
 # the edges, more than tensor cores do
@@ -136,6 +138,7 @@ SINGLE = Menu(
     doubt=12000,
     olds=(Old(64, 64, 32, 860, 1270), Old(128, 128, 16, 930, 1820), Old(256, 64, 16, 805, 1560)),
     old=1.1,
+    wide=0,
 )
 
 
@@ -174,7 +177,8 @@ def seconds(
     if key == TF32 and not first:
         old += sum(_rewriting(kernels, image.nbytes, ROUNDING) for image in (made, read))
     guesses = [(menu.old * old, old)]
-    if places <= PLACES and max((one - 1) * step for one, step in zip(size, dilation, strict=False)) <= REACH:
+    wide = max(rows, columns) >= menu.wide
+    if wide and places <= PLACES and max((one - 1) * step for one, step in zip(size, dilation, strict=False)) <= REACH:
         guesses += _by_hoppers(kernels, product, menu)
     if any(image is read for image in first):
         first.append(weight)
