@@ -25,30 +25,27 @@ from virtualgpu.timing.kernels import Kernels
 LEAST = 8  # channels: with fewer, images are filled up first
 PLACES, REACH = 32, 16  # of the weight at most, and from the first of them to the last, of Hopper's kernels
 # A sum is shared by two multiprocessors or more; or by all, where there are tiles for so many of them. A part costs as many cycles as PART, or, where
-# there are more than PARTS, they are added up by a kernel of its own (split_k_kernel). Tiles of two groups of warps are large
+# there are more than PARTS, they are added up by a kernel of its own. Tiles of two groups of warps are large
 ALL, PARTS, LARGE, PART = 0.8, 9, 256 * 128, 1000
 NEXT = 2000  # cycles between two tiles that follow one another on a multiprocessor
 BANDWIDTH = 0.85  # of what others reach of memory's
 # Of Ampere's: into how many parts sums are cut, of how many steps at least; cycles before and after, and of adding up parts; what these
 # take over writing them once; and what cuDNN's choice takes over the best
-OLD_PARTS, OLD_STEPS, OLD_START, OLD_ADDING, OLD_MOVED, MISSED = (1, 2, 3, 5, 8, 13, 20), 4, 10000, 5000, 2.25, 1.2
+OLD_PARTS, OLD_STEPS, OLD_START, OLD_ADDING, OLD_MOVED, MISSED = (
+    (1, 2, 3, 5, 8, 13, 20),
+    4,
+    10000,
+    (5000, 200),
+    2.25,
+    1.1,
+)
 # Cycles of a kernel that converts (nchwToNhwcKernel), by blocks of 32 channels and 32 places, some of them partly empty, and of each of
 # their numbers, by all multiprocessors. Channels last, TF32 is rounded before Ampere's kernels (convertTensor_kernel)
 CONVERTING, BLOCK, NUMBER, ROUNDING = 3000, 32, 0.33, 7000
 
 
-class Cycles(NamedTuple):
-    """For a tile, and for each number of its edges."""
-
-    tile: int
-    edge: int
-
-    def of(self, edges: int) -> int:
-        """A tile with so many of these numbers."""
-        return self.tile + self.edge * edges
-
-
-ADDING = Cycles(3000, 64)
+# Cycles of that kernel (split_k_kernel): for a tile, and for each number of its edges
+ADDING = 3000, 64
 
 
 class Tile(NamedTuple):
@@ -72,18 +69,17 @@ class Old(NamedTuple):
 
 
 class Menu(NamedTuple):
-    """Of a type. depth: positions of a step."""
+    """Of a type. depth: positions of a step. start, shared_start: cycles before and after, for a tile and for each number of its edges."""
 
     tiles: tuple[Tile, ...]
     depth: int
-    start: Cycles
-    shared_start: Cycles  # with the kernel before it (init_device_workspace)
+    start: tuple[int, int]
+    shared_start: tuple[int, int]  # with the kernel before it (init_device_workspace)
     shared_step: float  # over that of a tile by itself
     used: float  # share of the multiprocessors that have a block, where there are more tiles
     powers: bool  # whether small tiles have 1, 2, 4 or 8 parts
     doubt: int  # cycles that sharing has to win at least before cuDNN does it
     olds: tuple[Old, ...]
-    old: float  # what cuDNN believes Ampere's to take over what they do
     wide: int  # with fewer channels of both it takes Ampere's alone
 
     def parts(self, tile: Tile, tiles: int, processors: int) -> float:
@@ -99,45 +95,35 @@ class Menu(NamedTuple):
 # What tensor cores take, rows x columns / 32, and a little more
 HALVES = Menu(
     tiles=(
-        Tile(64, 64, 217),
-        Tile(64, 128, 323, shared=1.4),
-        Tile(128, 64, 297, alone=1.4),
-        Tile(64, 256, 670, shared=0.7),
-        Tile(256, 64, 660, alone=0.7),
-        Tile(128, 128, 598),
-        Tile(128, 256, 1160, shared=0.7),
-        Tile(256, 128, 1155),
+        *(Tile(64, 64, 217), Tile(64, 128, 323, shared=1.4), Tile(128, 64, 297, alone=1.4), Tile(128, 128, 598)),
+        *(Tile(64, 256, 670, shared=0.7), Tile(256, 64, 660, alone=0.7)),
+        *(Tile(128, 256, 1160, shared=0.7), Tile(256, 128, 1155)),
     ),
     depth=64,
-    start=Cycles(8400, 4),
-    shared_start=Cycles(14500, 32),
+    start=(8400, 4),
+    shared_start=(14500, 32),
     shared_step=1.14,
     used=10 / 11,
     powers=True,
     doubt=24000,
     olds=(Old(64, 64, 64, 990, 1540), Old(256, 128, 32, 1290, 2500), Old(32, 128, 32, 400, 830)),
-    old=2.0,
     wide=64,
 )
 # wgmma takes TF32 only where it lies along the sum (PTX ISA, wgmma.mma_async), and turning it round takes 4.5 cycles for each number of
 # the edges, more than tensor cores do
 SINGLE = Menu(
     tiles=(
-        Tile(64, 64, 620, 1.4, 1.1),
-        Tile(64, 128, 980),
-        Tile(128, 64, 845, shared=0.9),
-        Tile(128, 128, 1220, 0.8, 1.1),
-        Tile(256, 64, 1445),
+        *(Tile(64, 64, 620, alone=1.4, shared=1.1), Tile(64, 128, 980), Tile(128, 64, 845, shared=0.9)),
+        *(Tile(128, 128, 1220, alone=0.8, shared=1.1), Tile(256, 64, 1445)),
     ),
     depth=32,
-    start=Cycles(6000, 36),
-    shared_start=Cycles(12500, 68),
+    start=(6000, 36),
+    shared_start=(12500, 68),
     shared_step=1.0,
     used=1.0,
     powers=False,
     doubt=12000,
     olds=(Old(64, 64, 32, 860, 1270), Old(128, 128, 16, 930, 1820), Old(256, 64, 16, 805, 1560)),
-    old=1.1,
     wide=0,
 )
 
@@ -176,7 +162,7 @@ def seconds(
     old = _by_amperes(kernels, product, menu)
     if key == TF32 and not first:
         old += sum(_rewriting(kernels, image.nbytes, ROUNDING) for image in (made, read))
-    guesses = [(menu.old * old, old)]
+    guesses = [(old, old)]
     wide = max(rows, columns) >= menu.wide
     if wide and places <= PLACES and max((one - 1) * step for one, step in zip(size, dilation, strict=False)) <= REACH:
         guesses += _by_hoppers(kernels, product, menu)
@@ -192,13 +178,13 @@ def _by_hoppers(kernels: Kernels, product: Sum, menu: Menu) -> Iterator[tuple[fl
     for tile in menu.tiles:
         edges, tiles = tile.rows + tile.columns, product.places * product.tiles(tile.rows, tile.columns)
         rounds = 1 if tiles <= processors else -(-tiles // int(menu.used * processors))
-        cycles = menu.start.of(edges) + rounds * (math.ceil(steps) * tile.step + NEXT) - NEXT
+        cycles = menu.start[0] + menu.start[1] * edges + rounds * (math.ceil(steps) * tile.step + NEXT) - NEXT
         alone = max(least, kernels.took(cycles))
         yield tile.alone * alone, alone
         if parts := menu.parts(tile, tiles, processors):
-            added = ADDING.of(edges) if parts > PARTS else PART * parts
+            added = ADDING[0] + ADDING[1] * edges if parts > PARTS else PART * parts
             summing = steps / parts * menu.shared_step * tile.step
-            shared = max(least, kernels.took(menu.shared_start.of(edges) + summing + added))
+            shared = max(least, kernels.took(menu.shared_start[0] + menu.shared_start[1] * edges + summing + added))
             yield tile.shared * shared + kernels.took(menu.doubt), shared
 
 
@@ -216,7 +202,7 @@ def _by_amperes(kernels: Kernels, product: Sum, menu: Menu) -> float:
             one = kernels.took(OLD_START + -(-product.length // (tile.depth * parts)) * step)
             if parts > 1:
                 moved = OLD_MOVED * parts * 4 * beside.rows * beside.columns
-                one += kernels.took(OLD_ADDING) + moved / kernels.bandwidth["memory"]
+                one += kernels.took(OLD_ADDING[0] + OLD_ADDING[1] * parts) + moved / kernels.bandwidth["memory"]
             best = min(best, one)
     return MISSED * best
 
