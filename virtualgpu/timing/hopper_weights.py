@@ -24,28 +24,22 @@ from virtualgpu.timing.kernels import Kernels
 
 LEAST = 8  # channels: with fewer, images are filled up first
 PLACES, REACH = 32, 16  # of the weight at most, and from the first of them to the last, of Hopper's kernels
+# In 16 bits: with fewer channels, made and read, all is left to Ampere's; of more tiles than multiprocessors these have so many blocks; and
+# small tiles have 1, 2, 4 or 8 parts of a sum
+FEW, USED = 64, 10 / 11
 # A sum is shared by two multiprocessors or more; or by all, where there are tiles for so many of them. A part costs as many cycles as PART, or, where
-# there are more than PARTS, they are added up by a kernel of its own. Tiles of two groups of warps are large
-ALL, PARTS, LARGE, PART = 0.8, 9, 256 * 128, 1000
+# there are more than PARTS, a kernel of its own adds them up (split_k_kernel): cycles for a tile, and for each number of its edges. Tiles of
+# two groups of warps are large
+ALL, PARTS, LARGE, PART, ADDING = 0.8, 9, 256 * 128, 1000, (3000, 64)
 NEXT = 2000  # cycles between two tiles that follow one another on a multiprocessor
 BANDWIDTH = 0.85  # of what others reach of memory's
-# Of Ampere's: into how many parts sums are cut, of how many steps at least; cycles before and after, and of adding up parts; what these
-# take over writing them once; and what cuDNN's choice takes over the best
-OLD_PARTS, OLD_STEPS, OLD_START, OLD_ADDING, OLD_MOVED, MISSED = (
-    (1, 2, 3, 5, 8, 13, 20),
-    4,
-    10000,
-    (5000, 200),
-    2.25,
-    1.1,
-)
+# Of Ampere's: into how many parts sums are cut, of how many steps at least; cycles before and after, and of adding up, at all and for
+# each part; what the parts take over writing them once; and what cuDNN's choice takes over the best
+OLD_PARTS, OLD_STEPS, OLD_START = (1, 2, 3, 5, 8, 13, 20), 4, 10000
+OLD_ADDING, OLD_MOVED, MISSED = (5000, 200), 2.25, 1.1
 # Cycles of a kernel that converts (nchwToNhwcKernel), by blocks of 32 channels and 32 places, some of them partly empty, and of each of
 # their numbers, by all multiprocessors. Channels last, TF32 is rounded before Ampere's kernels (convertTensor_kernel)
 CONVERTING, BLOCK, NUMBER, ROUNDING = 3000, 32, 0.33, 7000
-
-
-# Cycles of that kernel (split_k_kernel): for a tile, and for each number of its edges
-ADDING = 3000, 64
 
 
 class Tile(NamedTuple):
@@ -76,19 +70,21 @@ class Menu(NamedTuple):
     start: tuple[int, int]
     shared_start: tuple[int, int]  # with the kernel before it (init_device_workspace)
     shared_step: float  # over that of a tile by itself
-    used: float  # share of the multiprocessors that have a block, where there are more tiles
-    powers: bool  # whether small tiles have 1, 2, 4 or 8 parts
     doubt: int  # cycles that sharing has to win at least before cuDNN does it
     olds: tuple[Old, ...]
-    wide: int  # with fewer channels of both it takes Ampere's alone
+    halves: bool
+
+    def blocks(self, processors: int) -> int:
+        """Of how many multiprocessors, where there are more tiles."""
+        return int(USED * processors) if self.halves else processors
 
     def parts(self, tile: Tile, tiles: int, processors: int) -> float:
         """Of one tile's sum, if it is shared; less than 1 where multiprocessors have several; 0 if it is not."""
         if 2 * tiles > processors:
-            blocks = int(self.used * processors)
+            blocks = self.blocks(processors)
             return blocks / tiles if tiles > ALL * blocks else 0
         parts = processors // tiles
-        small = self.powers and parts <= PARTS and tile.rows * tile.columns < LARGE
+        small = self.halves and parts <= PARTS and tile.rows * tile.columns < LARGE
         return 1 << (parts.bit_length() - 1) if small else parts
 
 
@@ -103,11 +99,9 @@ HALVES = Menu(
     start=(8400, 4),
     shared_start=(14500, 32),
     shared_step=1.14,
-    used=10 / 11,
-    powers=True,
     doubt=24000,
     olds=(Old(64, 64, 64, 990, 1540), Old(256, 128, 32, 1290, 2500), Old(32, 128, 32, 400, 830)),
-    wide=64,
+    halves=True,
 )
 # wgmma takes TF32 only where it lies along the sum (PTX ISA, wgmma.mma_async), and turning it round takes 4.5 cycles for each number of
 # the edges, more than tensor cores do
@@ -120,11 +114,9 @@ SINGLE = Menu(
     start=(6000, 36),
     shared_start=(12500, 68),
     shared_step=1.0,
-    used=1.0,
-    powers=False,
     doubt=12000,
     olds=(Old(64, 64, 32, 860, 1270), Old(128, 128, 16, 930, 1820), Old(256, 64, 16, 805, 1560)),
-    wide=0,
+    halves=False,
 )
 
 
@@ -136,10 +128,6 @@ class Sum(NamedTuple):
     places: int
     length: int
     nbytes: int
-
-    def tiles(self, rows: int, columns: int) -> int:
-        """Of that size, for one place."""
-        return -(-self.rows // rows) * -(-self.columns // columns)
 
 
 def taken(kernels: Kernels, weight: torch.Tensor, groups: int, key: str) -> bool:
@@ -163,8 +151,9 @@ def seconds(
     if key == TF32 and not first:
         old += sum(_rewriting(kernels, image.nbytes, ROUNDING) for image in (made, read))
     guesses = [(old, old)]
-    wide = max(rows, columns) >= menu.wide
-    if wide and places <= PLACES and max((one - 1) * step for one, step in zip(size, dilation, strict=False)) <= REACH:
+    few = menu.halves and max(rows, columns) < FEW
+    reach = max((one - 1) * step for one, step in zip(size, dilation, strict=False))
+    if not few and places <= PLACES and reach <= REACH:
         guesses += _by_hoppers(kernels, product, menu)
     if any(image is read for image in first):
         first.append(weight)
@@ -172,12 +161,12 @@ def seconds(
 
 
 def _by_hoppers(kernels: Kernels, product: Sum, menu: Menu) -> Iterator[tuple[float, float]]:
-    """What cuDNN believes each kernel to take, and what it does."""
+    """What cuDNN believes each of them to take, and what it does."""
     processors, steps = kernels.spec.processors, product.length / menu.depth
     least = product.nbytes / (BANDWIDTH * kernels.bandwidth["memory"])
     for tile in menu.tiles:
-        edges, tiles = tile.rows + tile.columns, product.places * product.tiles(tile.rows, tile.columns)
-        rounds = 1 if tiles <= processors else -(-tiles // int(menu.used * processors))
+        edges, tiles = tile.rows + tile.columns, product.places * _tiles(tile, product.rows, product.columns)
+        rounds = 1 if tiles <= processors else -(-tiles // menu.blocks(processors))
         cycles = menu.start[0] + menu.start[1] * edges + rounds * (math.ceil(steps) * tile.step + NEXT) - NEXT
         alone = max(least, kernels.took(cycles))
         yield tile.alone * alone, alone
@@ -191,9 +180,9 @@ def _by_hoppers(kernels: Kernels, product: Sum, menu: Menu) -> Iterator[tuple[fl
 def _by_amperes(kernels: Kernels, product: Sum, menu: Menu) -> float:
     """What cuDNN's choice of them takes."""
     best, pairs = math.inf, 2 * kernels.spec.processors
-    beside = product._replace(columns=product.columns * product.places)
+    rows, columns = product.rows, product.columns * product.places
     for tile in menu.olds:
-        tiles = beside.tiles(tile.rows, tile.columns)
+        tiles = _tiles(tile, rows, columns)
         for parts in OLD_PARTS:
             if parts > 1 and (product.length < OLD_STEPS * tile.depth * parts or tiles * parts > 4 * pairs):
                 break
@@ -201,10 +190,14 @@ def _by_amperes(kernels: Kernels, product: Sum, menu: Menu) -> float:
             step = full * tile.pair + (tile.pair if 2 * left > pairs else tile.step if left else 0)
             one = kernels.took(OLD_START + -(-product.length // (tile.depth * parts)) * step)
             if parts > 1:
-                moved = OLD_MOVED * parts * 4 * beside.rows * beside.columns
+                moved = OLD_MOVED * parts * 4 * rows * columns
                 one += kernels.took(OLD_ADDING[0] + OLD_ADDING[1] * parts) + moved / kernels.bandwidth["memory"]
             best = min(best, one)
     return MISSED * best
+
+
+def _tiles(tile: Tile | Old, rows: int, columns: int) -> int:
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
 
 
 def _converting(kernels: Kernels, image: torch.Tensor) -> float:
