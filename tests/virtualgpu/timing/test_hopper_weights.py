@@ -19,9 +19,17 @@ MEASURED = {
 }
 
 
+@pytest.fixture
+def tf32_as_before():
+    """For products, which `simulated` switches."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32_as_before")
 @pytest.mark.parametrize("one", MEASURED, ids=str)
-def test_as_measured(one, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", torch.backends.cuda.matmul.allow_tf32)  # put back
+def test_as_measured(one):
     dtype, shape, made, kernel, dilation, last = one
     settings = {"dtype": dtype, "shape": list(shape), "made": made, "kernel": kernel, "dilation": dilation}
     settings |= {"stride": 1, "groups": 1, "last": last, "pas": "weight"}
