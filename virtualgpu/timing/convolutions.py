@@ -8,7 +8,7 @@ Seconds: cuDNN's ways of doing it, by the order of channels, type and size of th
 (implicit GEMM); those of 3x3 in single precision take fewer multiplications (Winograd). Of a 1x1 convolution the weight is multiplied
 with the image as it lies, whatever its order of channels. Larger ones want the channels last on tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels
 first ("..._nhwc2nchw", "..._nhwckrsc_nchw" in traces); Ampere's kernels for 16 bits have no such form, so that what they made is
-converted as well. On a Hopper most that make an image go by rules for each kernel (`hopper_images`).
+converted as well. On a Hopper most go by rules for each kernel (`hopper`).
 
 `python -m tests.accuracy.convolutions` sets them beside DeepBench's (V100, T4, P100), KernelBench's (T4 to B200) and spio's (RTX 3090, 4090).
 """
@@ -17,8 +17,8 @@ from math import prod
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise, hopper_convolutions, hopper_images
-from virtualgpu.timing.hopper_images import Window
+from virtualgpu.timing import depthwise, hopper
+from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import REORDERED, Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
@@ -117,13 +117,9 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
         asked = depthwise.Convolution(image, weight, args[3], args[5])
         adds_bias = asked.by_pytorch
         seconds = depthwise.seconds(kernels, "forward", asked, made, read, moved)
-    elif not transposed and (
-        own := hopper_convolutions.seconds(kernels, "forward", image, result, weight, args[3], groups, key)
-    ):
-        seconds = own
     else:
-        window = Window(args[3], args[5], transposed)
-        seconds = _of_an_image(kernels, "forward", made, read, weight, length, window, groups, key, moved)
+        own = _on_a_hopper(kernels, "forward", image, result, weight, args[3], args[5], transposed, groups, key)
+        seconds = own or _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
     # a bias is added to cuDNN's result by a kernel of its own
     if args[2] is not None and not adds_bias:
         seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
@@ -142,20 +138,19 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
         if mask[1]:
             total += depthwise.seconds(kernels, "weight", asked, gradient, image, moved)
     else:
-        own = {}
-        if not transposed:
-            for which in (which for which, wanted in zip(("image", "weight"), mask, strict=False) if wanted):
-                own[which] = hopper_convolutions.seconds(kernels, which, image, gradient, weight, stride, groups, key)
-        total += sum(seconds for seconds in own.values() if seconds is not None)
-        if mask[0] and own.get("image") is None:
+        settings = weight, stride, dilation, transposed, groups, key
+        if mask[0]:
             steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
             reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
             channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
             length = max(1, int(channels * reach))
-            window = Window(stride, dilation, transposed)
-            total += _of_an_image(kernels, "image", image, gradient, weight, length, window, groups, key, moved)
-        if mask[1] and own.get("weight") is None:
-            total += _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved)
+            total += _on_a_hopper(kernels, "image", image, gradient, *settings) or _of_an_image(
+                kernels, "image", image, gradient, weight, length, stride, groups, key, moved
+            )
+        if mask[1]:
+            total += _on_a_hopper(kernels, "weight", image, gradient, *settings) or _of_the_weight(
+                kernels, gradient, image, weight, stride, groups, key, moved
+            )
     if len(mask) > 2 and mask[2]:
         total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
     return total
@@ -165,14 +160,19 @@ def _positions(image) -> int:
     return image.shape[0] * prod(image.shape[2:])
 
 
-def _of_an_image(kernels, which, made, read, weight, length, window: Window, groups, key, moved) -> float:
+def _on_a_hopper(kernels, which, image, made, weight, stride, dilation, transposed, groups, key) -> float | None:
+    """By its rules: None where there is none. which: forward, or the gradient of the "image" or of the "weight"."""
+    if transposed:
+        image, made, which = made, image, {"forward": "image", "image": "forward"}.get(which, which)
+    return hopper.seconds(kernels, Convolution(which, image, made, weight, stride, dilation, groups, key))
+
+
+def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key, moved) -> float:
     """The image `made` [batch, channels, *size] from `read`: each of its numbers is a sum of `length` products."""
-    if hopper_images.takes(kernels, made, weight, groups, key):
-        return hopper_images.seconds(kernels, which, made, read, weight, window)
     if _on_tensor_cores(kernels.spec, key):
         length = -(-length // CHANNELS) * CHANNELS
     sizes = _positions(made), made.shape[1] // groups, length
-    return _one(kernels, which, sizes, (made, read), weight, window.stride, groups, key, moved)
+    return _one(kernels, which, sizes, (made, read), weight, stride, groups, key, moved)
 
 
 def _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved) -> float:

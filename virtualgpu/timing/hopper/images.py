@@ -16,14 +16,14 @@ nothing here was fitted to (tests/gpu/h100_profiled.csv), 68 % are within 15 % a
 from the best, which cuDNN takes for no reason that sizes tell.
 """
 
-from collections.abc import Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
+from torch import Tensor
+
+from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
-CHANNELS = 8  # fewer are filled up, or left to other kernels
 # Hopper's kernels let the Tensor Memory Accelerator read, up to so many taps and places from the first to the last; 7x7 and dilated by 8
 # and more are left to others. Those for strides, which look places up (indexed), take any taps, but no such dilation
 TAPS, REACH, DILATION = 32, 15, 8
@@ -109,34 +109,13 @@ SINGLE = {
 }
 
 
-class Window(NamedTuple):
-    """How the kernel goes over the image."""
-
-    stride: Sequence[int]
-    dilation: Sequence[int]
-    transposed: bool
-
-
-def takes(kernels: Kernels, made, weight, groups: int, key) -> bool:
-    """Is this rule for it?"""
-    return (
-        kernels.spec.capability[0] == 9
-        and not kernels.peak
-        and key in (FLOAT16, BFLOAT16, TF32)
-        and groups == 1
-        and made.dim() in (3, 4)
-        and prod(weight.shape[2:]) > 1
-        and min(weight.shape[:2]) >= CHANNELS
-    )
-
-
-def seconds(kernels: Kernels, which: str, made, read, weight, window: Window) -> float:
-    """`made` [batch, channels, *size] from `read`. which: "forward", or the gradient of the "image"."""
-    way = "image" if (which == "forward") == window.transposed else "forward"
-    if which == "forward" and window.transposed:
+def seconds(kernels: Kernels, convolution: Convolution) -> float:
+    """Forward, or of the gradient of the image, with its launches."""
+    made, read, weight = convolution.made, convolution.image, convolution.weight
+    if convolution.way == "image":
         made, read = read, made
-    strided = way == "image" and max(window.stride) > 1
-    menu = (SINGLE if made.itemsize == 4 else HALVES)["strided" if strided else way]
+    strided = convolution.way == "image" and max(convolution.stride) > 1
+    menu = (SINGLE if made.itemsize == 4 else HALVES)["strided" if strided else convolution.way]
     moving = kernels.streaming(made.nbytes + read.nbytes + weight.nbytes)
     before = sum(_reordering(kernels, tensor) for tensor in (read, weight) if _first(tensor))
     after = _reordering(kernels, made) if _first(made) else 0.0
@@ -144,34 +123,28 @@ def seconds(kernels: Kernels, which: str, made, read, weight, window: Window) ->
 
     def total(tile: Tile) -> float:
         prepared = before + (0.0 if tile.first else after) + (rounding if tile.kind in (CUTLASS, XMMA) else 0.0)
-        return prepared + max(moving, _multiplying(kernels, tile, made, read, weight, window))
+        return prepared + max(moving, _multiplying(kernels, tile, made, read, convolution))
 
-    able = [tile for tile in menu if _able(tile, made, weight, window)]
+    able = [tile for tile in menu if _able(tile, made, convolution)]
     return total(min(able, key=lambda tile: tile.guess * total(tile)))
 
 
-def _able(tile: Tile, made, weight, window: Window) -> bool:
+def _able(tile: Tile, made: Tensor, convolution: Convolution) -> bool:
     """Can this kernel do it?"""
     if tile.first and not _first(made):
         return False
     if tile.kind is STRIDED:
-        return max(window.dilation) < DILATION
-    reach = max((size - 1) * step for size, step in zip(weight.shape[2:], _each(window.dilation, weight), strict=True))
-    return tile.kind is not TMA or (prod(weight.shape[2:]) <= TAPS and reach <= REACH)
+        return max(convolution.dilation) < DILATION
+    return tile.kind is not TMA or (convolution.taps <= TAPS and convolution.reach <= REACH)
 
 
-def _each(steps: Sequence[int], weight) -> Sequence[int]:
-    """One of each dimension."""
-    return steps if len(steps) == weight.dim() - 2 else [steps[0]] * (weight.dim() - 2)
-
-
-def _multiplying(kernels: Kernels, tile: Tile, made, read, weight, window: Window) -> float:
+def _multiplying(kernels: Kernels, tile: Tile, made: Tensor, read: Tensor, convolution: Convolution) -> float:
     """The kernel itself, as far as the multiprocessors bound it."""
     kind = tile.kind
-    parts = prod(_each(window.stride, weight)) if kind is STRIDED else 1
+    parts = prod(convolution.each(convolution.stride)) if kind is STRIDED else 1
     places, numbers = made.shape[0] * prod(made.shape[2:]), tile.rows * tile.columns
     tiles = parts * ceil(places / parts / tile.rows) * ceil(made.shape[1] / tile.columns)
-    steps = prod(weight.shape[2:]) / parts * ceil(read.shape[1] / tile.depth)
+    steps = convolution.taps / parts * ceil(read.shape[1] / tile.depth)
     writing = kind.number * numbers * (WIDER if made.itemsize == 4 else 1.0)
     at_once = int(kind.busy * kernels.spec.processors)
     if tile.shared:
@@ -183,12 +156,12 @@ def _multiplying(kernels: Kernels, tile: Tile, made, read, weight, window: Windo
     return clearing + kernels.took(kind.start + cycles)
 
 
-def _first(tensor) -> bool:
+def _first(tensor: Tensor) -> bool:
     """Are its channels before the places, and not last?"""
     return tensor.shape[1] > 1 and tensor.stride(1) != 1
 
 
-def _reordering(kernels: Kernels, tensor) -> float:
+def _reordering(kernels: Kernels, tensor: Tensor) -> float:
     """A kernel that reads [batch, channels, *size] and writes it with its channels last, or back."""
     halves = tensor.itemsize == 2
     blocks = tensor.shape[0] * ceil(tensor.shape[1] / BLOCK) * ceil(prod(tensor.shape[2:]) / BLOCK)
@@ -197,7 +170,7 @@ def _reordering(kernels: Kernels, tensor) -> float:
     return kernels.took(REORDERED) + max(computing, moving)
 
 
-def _rounding(kernels: Kernels, tensor) -> float:
+def _rounding(kernels: Kernels, tensor: Tensor) -> float:
     """A kernel that reads float32 and writes TF32 (convertTensor_kernel); none for 16 bits."""
     if tensor.itemsize == 2:
         return 0.0

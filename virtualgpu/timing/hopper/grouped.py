@@ -10,6 +10,7 @@ for each group, 3 to 30 times as long, mostly of a gradient; nothing in their si
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
 # Widths of tiles, and multiplications a cycle of a multiprocessor with them, zeros counted as well: in 16 bits and TF32. Of up to 8 channels a group fewer
@@ -69,8 +70,11 @@ class Grouped(NamedTuple):
         return self.images * self.places * self.read, self.images * self.places_made * self.made
 
 
-def seconds(kernels: Kernels, of: Grouped) -> float:
-    """`way`: forward, or the gradient of the "image" or of the "weight"."""
+def seconds(kernels: Kernels, convolution: Convolution) -> float:
+    """With its launches."""
+    of = Grouped(
+        convolution.way, *convolution.sizes, convolution.taps, convolution.groups, convolution.last, convolution.key
+    )
     multiplying = kernels.took(START[of.way][of.key == TF32]) + _products(of) / _rate(of) / kernels.cycles
     moving = kernels.streaming(of.size * sum(of.numbers))
     busy = (multiplying**BESIDE + moving**BESIDE) ** (1 / BESIDE)

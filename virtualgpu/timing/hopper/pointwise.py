@@ -10,6 +10,7 @@ From 918 convolutions on an H100 (cuDNN 9.19, torch.profiler: tests/gpu/h100_con
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.products import Product, busy
 
@@ -46,8 +47,9 @@ class Pointwise(NamedTuple):
     size: int
 
 
-def seconds(kernels: Kernels, of: Pointwise) -> float:
-    """`way`: forward, or the gradient of the "image" or of the "weight"."""
+def seconds(kernels: Kernels, convolution: Convolution) -> float:
+    """With its launches."""
+    of = Pointwise(convolution.way, *convolution.sizes, convolution.last, convolution.key, convolution.image.itemsize)
     return _of_cublas(kernels, of) if of.places == of.places_made else _of_cudnn(kernels, of)
 
 

@@ -10,9 +10,10 @@ import math
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
+from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
-FEWER = 8  # channels read
+FEWER = 8  # channels read: filled up to these
 # The other cores: for each product; of one channel for each place of 32 channels made at least, in 16 bits and TF32
 DIRECT, COLUMNS, LEAST = 0.0385, 32, (38, 50)
 # wgrad_alg0_engine: before and after, and for each place of 32 channels, with a stride of 1 and more
@@ -68,8 +69,10 @@ class FirstLayer(NamedTuple):
         return self.results * -(-self.made // COLUMNS)
 
 
-def seconds(kernels: Kernels, of: FirstLayer) -> float:
-    """`way`: forward, or the gradient of the "weight"."""
+def seconds(kernels: Kernels, convolution: Convolution) -> float:
+    """Forward, or of the gradient of the weight, with its launches."""
+    apart = all(size == step for size, step in zip(convolution.weight.shape[2:], convolution.stride, strict=False))
+    of = FirstLayer(convolution.way, *convolution.sizes, convolution.taps, apart, convolution.last, convolution.key)
     direct = kernels.spec.kernel + _direct(kernels, of)
     if _is_direct(of):
         return direct

@@ -1,0 +1,49 @@
+"""Convolutions on a Hopper (H100, H200), in 16 bits or TF32: which of cuDNN's and cuBLAS's kernels they take, and how long.
+
+What kernels there are, and their tiles, is from their names in traces of 5,094 convolutions on an H100 (cuDNN 9.19, PyTorch 2.11: tests/gpu/
+h100_convolutions.csv). Of 3,426 on an H200, of which nothing is from, see `python -m tests.virtualgpu.timing.test_profiled_kernels H200`.
+
+images          what makes an image: forward, or the gradient of what was read, of kernels larger than 1x1
+weights         the gradient of the weight of such
+pointwise       1x1: products of matrices
+first_layers    fewer than 8 channels read: filled up, or left to other cores
+grouped         groups of several channels, done side by side
+convolution     what all of these are asked about
+"""
+
+from collections.abc import Callable
+
+from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
+from virtualgpu.timing.hopper import first_layers, grouped, images, pointwise, weights
+from virtualgpu.timing.hopper.convolution import Convolution
+from virtualgpu.timing.kernels import Kernels
+
+HOPPER = 9  # of compute capability
+DIMENSIONS = (3, 4)  # of an image [batch, channels, *size]
+CHANNELS = 8  # with fewer, images are filled up
+
+
+def seconds(kernels: Kernels, convolution: Convolution) -> float | None:
+    """With its launches. None: there is no rule for it here."""
+    spec, key = kernels.spec, convolution.key
+    if spec.capability[0] != HOPPER or kernels.peak or key not in (FLOAT16, BFLOAT16, TF32) or key not in spec.rates:
+        return None
+    rule = _rule(convolution)
+    return None if rule is None else rule(kernels, convolution)
+
+
+def _rule(convolution: Convolution) -> Callable[[Kernels, Convolution], float] | None:
+    way, image, made, weight = convolution[:4]
+    if image.dim() not in DIMENSIONS or not image.numel() or not made.numel():
+        return None
+    if convolution.groups > 1:
+        return grouped.seconds
+    if image.shape[1] < CHANNELS:
+        return None if way == "image" else first_layers.seconds
+    if convolution.taps == 1:
+        return pointwise.seconds
+    if made.shape[1] < CHANNELS:
+        return None
+    if way != "weight":
+        return images.seconds
+    return weights.seconds if weight.dim() == max(DIMENSIONS) else None
