@@ -8,6 +8,7 @@ weights         the gradient of the weight of such
 pointwise       1x1: products of matrices
 first_layers    fewer than 8 channels read: filled up, or left to other cores
 grouped         groups of several channels, done side by side
+reordering      what brings images from channels first to last, and back
 convolution     what all of these are asked about
 """
 

@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
+from virtualgpu.timing.hopper import reordering
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
@@ -35,8 +36,6 @@ TILE, STEP, FORWARD_STEP, LONG = 128, 32, 2500, 128
 WEIGHT_STEP, WIDE_STEP, WEIGHT_START, SUMMED = (620, 1300), 970, 14000, 158
 # A place of an image filled up: channels first (nchwToNhwcKernel); last (nhwcAddPaddingKernel) it takes more than the memory would
 FILLED_FIRST, FILLED_LAST = 10.7, 1.35
-# As many results put back, and as many numbers of a gradient: nhwcToNchwKernel
-REORDERED = 0.5
 
 
 class FirstLayer(NamedTuple):
@@ -118,7 +117,11 @@ def _forward(kernels: Kernels, of: FirstLayer) -> float:
         around = _filling(kernels, of) if padded or of.key == TF32 else 0.0
         return launch + busy + around + (launch if around else 0.0)
     # TF32's kernels for whole loads write the channels first by themselves
-    back = 0.0 if of.key == TF32 and of.channels == FILLED else _reordering(kernels, of)
+    back = (
+        0.0
+        if of.key == TF32 and of.channels == FILLED
+        else reordering.of_numbers(kernels, of.results * of.made, of.size)
+    )
     return 2 * launch + busy + _filling(kernels, of) + back
 
 
@@ -133,7 +136,7 @@ def _weight(kernels: Kernels, of: FirstLayer) -> float:
     moving = kernels.streaming(of.size * (of.images * of.places * filled + of.results * of.made))
     parts = max(1, 2 * processors // tiles)
     busy = kernels.took(WEIGHT_START + SUMMED * parts) + math.hypot(multiplying, moving)
-    gradient = 0.0 if of.last and of.key != TF32 else _reordering(kernels, of)
+    gradient = 0.0 if of.last and of.key != TF32 else reordering.of_numbers(kernels, of.results * of.made, of.size)
     return 2 * kernels.spec.kernel + busy + _filling(kernels, of) + gradient
 
 
@@ -145,9 +148,3 @@ def _filling(kernels: Kernels, of: FirstLayer) -> float:
     if not of.last:
         return kernels.spec.kernel + clearing + FILLED_FIRST * places / kernels.cycles
     return kernels.spec.kernel + clearing + FILLED_LAST * kernels.streaming(of.size * places * (of.channels + filled))
-
-
-def _reordering(kernels: Kernels, of: FirstLayer) -> float:
-    """Of what is made, or of its gradient."""
-    numbers = of.results * of.made
-    return kernels.spec.kernel + max(kernels.streaming(2 * of.size * numbers), REORDERED * numbers / kernels.cycles)

@@ -10,6 +10,7 @@ for each group, 3 to 30 times as long, mostly of a gradient; nothing in their si
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.timing.hopper import reordering
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
@@ -23,7 +24,7 @@ WIDE = 64
 # Cycles before and after, in 16 bits and TF32
 START = {"forward": (4000, 8000), "image": (5000, 12000), "weight": (14000, 24000)}
 BESIDE = 3  # multiplying and moving pass side by side, though not wholly: their times are added as powers
-# nchwToNhwcKernel and back: cycles for each number, and more for what comes from memory; tensorTransformGeneric, which fills up or cuts images with the channels
+# The same in groups that are filled up or cut, channels first: cycles for each number, and more for what comes from memory; tensorTransformGeneric, which fills up or cuts images with the channels
 # last, and weights: in all, and for each number. convertTensor_kernel, before TF32's gradient of a weight: over what memory needs
 CONVERTED, CONVERTED_FROM_MEMORY = 0.2, 0.26
 TRANSFORMING, TRANSFORMED = 16000, 2.15
@@ -125,9 +126,11 @@ def _around(kernels: Kernels, of: Grouped) -> float:
 def _converting(kernels: Kernels, of: Grouped, numbers: int, filled: float) -> float:
     """One image."""
     moved, launch = 2 * of.size * numbers, kernels.spec.kernel
+    if not of.last and not of.odd:
+        return reordering.of_numbers(kernels, numbers, of.size)
     if not of.last:
         each = CONVERTED + CONVERTED_FROM_MEMORY * kernels.from_memory(moved)
-        clearing = kernels.filling(of.size * numbers * filled) if of.odd else 0.0
+        clearing = kernels.filling(of.size * numbers * filled)
         return launch + clearing + max(kernels.streaming(moved), each * numbers * filled / kernels.cycles)
     if of.odd:
         transforming = kernels.took(TRANSFORMING) + TRANSFORMED * numbers / kernels.cycles

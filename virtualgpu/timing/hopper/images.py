@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from virtualgpu.timing.hopper import reordering
 from virtualgpu.timing.hopper.convolution import Convolution
+from virtualgpu.timing.hopper.reordering import is_first
 from virtualgpu.timing.kernels import Kernels
 
 # Hopper's kernels let the Tensor Memory Accelerator read, up to so many taps and places from the first to the last; 7x7 and dilated by 8
@@ -32,9 +34,6 @@ WIDER = 1.5
 # Where multiprocessors share the steps of all tiles evenly (stream-K): steps that each one has at least, and cycles for each number of a tile
 # whose parts are added up
 SHARED_STEPS, ADDING = 20, 1.0
-# Kernels that reorder (nchwToNhwcKernel, nhwcToNchwKernel): beginning and end, a block of 32 places of 32 channels (a weight's 9 places are
-# one, too), in 16 bits and in 32; and what those in 16 bits take over others from memory
-REORDERED, BLOCK, HALVES_BLOCK, SINGLE_BLOCK, HALVES_FROM_MEMORY = 2800, 32, 385, 450, 1.5
 # Ampere's kernels want their numbers rounded to TF32 before. Reordering does so; else convertTensor_kernel does: beginning and end, and what it
 # takes over others from memory
 ROUNDED, ROUNDED_MOVING = 7000, 1.2
@@ -117,9 +116,9 @@ def seconds(kernels: Kernels, convolution: Convolution) -> float:
     strided = convolution.way == "image" and max(convolution.stride) > 1
     menu = (SINGLE if made.itemsize == 4 else HALVES)["strided" if strided else convolution.way]
     moving = kernels.streaming(made.nbytes + read.nbytes + weight.nbytes)
-    before = sum(_reordering(kernels, tensor) for tensor in (read, weight) if _first(tensor))
-    after = _reordering(kernels, made) if _first(made) else 0.0
-    rounding = sum(_rounding(kernels, tensor) for tensor in (read, weight) if not _first(tensor))
+    before = sum(reordering.seconds(kernels, tensor) for tensor in (read, weight) if is_first(tensor))
+    after = reordering.seconds(kernels, made) if is_first(made) else 0.0
+    rounding = sum(_rounding(kernels, tensor) for tensor in (read, weight) if not is_first(tensor))
 
     def total(tile: Tile) -> float:
         prepared = before + (0.0 if tile.first else after) + (rounding if tile.kind in (CUTLASS, XMMA) else 0.0)
@@ -131,7 +130,7 @@ def seconds(kernels: Kernels, convolution: Convolution) -> float:
 
 def _able(tile: Tile, made: Tensor, convolution: Convolution) -> bool:
     """Can this kernel do it?"""
-    if tile.first and not _first(made):
+    if tile.first and not is_first(made):
         return False
     if tile.kind is STRIDED:
         return max(convolution.dilation) < DILATION
@@ -154,20 +153,6 @@ def _multiplying(kernels: Kernels, tile: Tile, made: Tensor, read: Tensor, convo
         cycles = ceil(tiles / at_once) * (steps * tile.step + writing)
     clearing = kernels.filling(0) if kind.clears and not tile.shared and tiles > at_once else 0.0
     return clearing + kernels.took(kind.start + cycles)
-
-
-def _first(tensor: Tensor) -> bool:
-    """Are its channels before the places, and not last?"""
-    return tensor.shape[1] > 1 and tensor.stride(1) != 1
-
-
-def _reordering(kernels: Kernels, tensor: Tensor) -> float:
-    """A kernel that reads [batch, channels, *size] and writes it with its channels last, or back."""
-    halves = tensor.itemsize == 2
-    blocks = tensor.shape[0] * ceil(tensor.shape[1] / BLOCK) * ceil(prod(tensor.shape[2:]) / BLOCK)
-    computing = blocks * (HALVES_BLOCK if halves else SINGLE_BLOCK) / kernels.cycles
-    moving = kernels.streaming(2 * tensor.nbytes) * (HALVES_FROM_MEMORY if halves else 1.0)
-    return kernels.took(REORDERED) + max(computing, moving)
 
 
 def _rounding(kernels: Kernels, tensor: Tensor) -> float:

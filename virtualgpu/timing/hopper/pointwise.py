@@ -10,6 +10,7 @@ From 918 convolutions on an H100 (cuDNN 9.19, torch.profiler: tests/gpu/h100_con
 from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.timing.hopper import reordering
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.products import Product, busy
@@ -23,8 +24,6 @@ LARGE_ALONG, LARGE = 3.2e6, 20e6
 OLD_TF32, NEW_TF32 = 0.85, 0.95
 # reduce_wgrad_nchw_helper: so much of a launch, and cycles that it waits for each image
 SUMMING, WAIT = 0.6, 61
-# nchwToNhwcKernel and back: cycles of a multiprocessor for each number, and more for what comes from memory
-CONVERTED, CONVERTED_FROM_MEMORY = 0.2, 0.26
 # Beyond the stride of 1: cycles that cuDNN's take before and after, of 16 bits and of TF32, and what they reach of a product. Of an image's gradient all
 # places are written, of which those between are zero, to so much of the bandwidth
 START = {"forward": (6500, 6500), "image": (13000, 13000), "weight": (5000, 30000)}
@@ -50,7 +49,10 @@ class Pointwise(NamedTuple):
 def seconds(kernels: Kernels, convolution: Convolution) -> float:
     """With its launches."""
     of = Pointwise(convolution.way, *convolution.sizes, convolution.last, convolution.key, convolution.image.itemsize)
-    return _of_cublas(kernels, of) if of.places == of.places_made else _of_cudnn(kernels, of)
+    if of.places == of.places_made:
+        return _of_cublas(kernels, of)
+    first = [tensor for tensor in (convolution.image, convolution.made) if reordering.is_first(tensor)]
+    return _of_cudnn(kernels, of) + sum(reordering.seconds(kernels, tensor) for tensor in first)
 
 
 def _of_cublas(kernels: Kernels, of: Pointwise) -> float:
@@ -103,12 +105,4 @@ def _of_cudnn(kernels: Kernels, of: Pointwise) -> float:
     product = _product(of._replace(last=True), kernels.spec.processors)._replace(share=REACHED[of.way], along=2)
     moved = of.size * (touched + made) / (SPREAD if of.way == "image" else 1.0)
     multiplying = kernels.took(START[of.way][of.key == TF32]) + _beside(kernels, of, product, moved)
-    converting = 0.0 if of.last else _converting(kernels, read, of.size) + _converting(kernels, made, of.size)
-    return kernels.spec.kernel + multiplying + converting
-
-
-def _converting(kernels: Kernels, numbers: int, size: int) -> float:
-    """From channels first to last, or back."""
-    moved = 2 * size * numbers
-    each = CONVERTED + CONVERTED_FROM_MEMORY * kernels.from_memory(moved)
-    return kernels.spec.kernel + max(kernels.streaming(moved), each * numbers / kernels.cycles)
+    return kernels.spec.kernel + multiplying

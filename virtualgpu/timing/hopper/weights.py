@@ -17,9 +17,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
 from virtualgpu.hardware.datasheet import TF32
+from virtualgpu.timing.hopper import reordering
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
@@ -37,9 +36,8 @@ BANDWIDTH = 0.85  # of what others reach of memory's
 # each part; what the parts take over writing them once; and what cuDNN's choice takes over the best
 OLD_PARTS, OLD_STEPS, OLD_START = (1, 2, 3, 5, 8, 13, 20), 4, 10000
 OLD_ADDING, OLD_MOVED, MISSED = (5000, 200), 2.25, 1.1
-# Cycles of a kernel that converts (nchwToNhwcKernel), by blocks of 32 channels and 32 places, some of them partly empty, and of each of
-# their numbers, by all multiprocessors. Channels last, TF32 is rounded before Ampere's kernels (convertTensor_kernel)
-CONVERTING, BLOCK, NUMBER, ROUNDING = 3000, 32, 0.33, 7000
+# Channels last, TF32 is rounded before Ampere's kernels (convertTensor_kernel): cycles, at all
+ROUNDING = 7000
 
 
 class Tile(NamedTuple):
@@ -137,7 +135,7 @@ def seconds(kernels: Kernels, convolution: Convolution) -> float:
     rows, columns, places = *weight.shape[:2], convolution.taps
     length = made.shape[0] * math.prod(made.shape[2:])
     product = Sum(rows, columns, places, length, made.nbytes + read.nbytes)
-    first = [image for image in (made, read) if image.stride(1) != 1]
+    first = [image for image in (made, read) if reordering.is_first(image)]
     old = _by_amperes(kernels, product, menu)
     if key == TF32 and not first:
         old += sum(_rewriting(kernels, image.nbytes, ROUNDING) for image in (made, read))
@@ -147,7 +145,7 @@ def seconds(kernels: Kernels, convolution: Convolution) -> float:
         guesses += _by_hoppers(kernels, product, menu)
     if any(image is read for image in first):
         first.append(weight)
-    return min(guesses)[1] + sum(_converting(kernels, image) for image in first)
+    return min(guesses)[1] + sum(reordering.seconds(kernels, image) for image in first)
 
 
 def _by_hoppers(kernels: Kernels, product: Sum, menu: Menu) -> Iterator[tuple[float, float]]:
@@ -188,14 +186,6 @@ def _by_amperes(kernels: Kernels, product: Sum, menu: Menu) -> float:
 
 def _tiles(tile: Tile | Old, rows: int, columns: int) -> int:
     return -(-rows // tile.rows) * -(-columns // tile.columns)
-
-
-def _converting(kernels: Kernels, image: torch.Tensor) -> float:
-    """Its channels from first to last, or back."""
-    sizes = image.shape[1], math.prod(image.shape[2:])
-    numbers = image.shape[0] * math.prod(-(-size // BLOCK) * BLOCK for size in sizes)
-    by_blocks = kernels.took(CONVERTING) + NUMBER * numbers / kernels.cycles
-    return max(_rewriting(kernels, image.nbytes, CONVERTING), by_blocks)
 
 
 def _rewriting(kernels: Kernels, nbytes: int, cycles: int) -> float:
