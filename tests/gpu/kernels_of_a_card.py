@@ -53,7 +53,7 @@ def _table(name: str) -> list[dict[str, str]]:
 
 def _of_a_convolution(row: dict[str, str]) -> Row:
     batch, channels, size = (int(row[name]) for name in ("batch", "channels", "size"))
-    settings = {name: int(row[name]) for name in ("made", "kernel", "stride", "dilation", "groups")}
+    settings: dict[str, object] = {name: int(row[name]) for name in ("made", "kernel", "stride", "dilation", "groups")}
     settings |= {"dtype": row["dtype"], "pas": row["pas"], "last": row["layout"] == "last"}
     return Row("convolution", settings | {"shape": [batch, channels, size, size]}, float(row["us"]), math.nan, math.nan)
 

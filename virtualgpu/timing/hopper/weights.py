@@ -132,7 +132,7 @@ def seconds(kernels: Kernels, convolution: Convolution) -> float:
     """With its launches."""
     made, read, weight, key = convolution.made, convolution.image, convolution.weight, convolution.key
     menu = SINGLE if key == TF32 else HALVES
-    rows, columns, places = *weight.shape[:2], convolution.taps
+    rows, columns, places = weight.shape[0], weight.shape[1], convolution.taps
     length = made.shape[0] * math.prod(made.shape[2:])
     product = Sum(rows, columns, places, length, made.nbytes + read.nbytes)
     first = [image for image in (made, read) if reordering.is_first(image)]
