@@ -1,4 +1,4 @@
-"""Convolutions on a Hopper (H100, H200), in 16 bits or TF32: which of cuDNN's and cuBLAS's kernels they take, and how long.
+"""Convolutions on a Hopper (H100, H200): which of cuDNN's and cuBLAS's kernels they take, and how long.
 
 What kernels there are, and their tiles, is from their names in traces of 5,094 convolutions on an H100 (cuDNN 9.19, PyTorch 2.11: tests/gpu/
 h100_convolutions.csv). Of 3,426 on an H200, of which nothing is from, see `python -m tests.virtualgpu.timing.test_profiled_kernels H200`.
@@ -8,14 +8,15 @@ weights         the gradient of the weight of such
 pointwise       1x1: products of matrices
 first_layers    fewer than 8 channels read: filled up, or left to other cores
 grouped         groups of several channels, done side by side
+single          single precision without TF32, without groups
 reordering      what brings images from channels first to last, and back
 convolution     what all of these are asked about
 """
 
 from collections.abc import Callable
 
-from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
-from virtualgpu.timing.hopper import first_layers, grouped, images, pointwise, weights
+from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
+from virtualgpu.timing.hopper import first_layers, grouped, images, pointwise, single, weights
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
@@ -26,16 +27,19 @@ CHANNELS = 8  # with fewer, images are filled up
 
 def seconds(kernels: Kernels, convolution: Convolution) -> float | None:
     """With its launches. None: there is no rule for it here."""
-    spec, key = kernels.spec, convolution.key
-    if spec.capability[0] != HOPPER or kernels.peak or key not in (FLOAT16, BFLOAT16, TF32) or key not in spec.rates:
+    if kernels.spec.capability[0] != HOPPER or kernels.peak:
         return None
     rule = _rule(convolution)
     return None if rule is None else rule(kernels, convolution)
 
 
 def _rule(convolution: Convolution) -> Callable[[Kernels, Convolution], float] | None:
-    way, image, made, weight = convolution[:4]
+    way, image, made, weight, *_, key = convolution
     if image.dim() not in DIMENSIONS or not image.numel() or not made.numel():
+        return None
+    if key == FLOAT32:
+        return single.seconds if weight.itemsize == 4 and convolution.groups == 1 else None
+    if key not in (FLOAT16, BFLOAT16, TF32):
         return None
     if convolution.groups > 1:
         return grouped.seconds
