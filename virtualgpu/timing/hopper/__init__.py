@@ -21,7 +21,7 @@ from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
 HOPPER = 9  # of compute capability
-DIMENSIONS = (3, 4)  # of an image [batch, channels, *size]
+DIMENSIONS = (3, 4, 5)  # of an image [batch, channels, *size]
 CHANNELS = 8  # with fewer, images are filled up
 
 
@@ -44,11 +44,11 @@ def _rule(convolution: Convolution) -> Callable[[Kernels, Convolution], float] |
     if convolution.groups > 1:
         return grouped.seconds
     if image.shape[1] < CHANNELS:
-        return None if way == "image" else first_layers.seconds
+        return images.seconds if way == "image" else first_layers.seconds
     if convolution.taps == 1:
         return pointwise.seconds
     if made.shape[1] < CHANNELS:
         return None
     if way != "weight":
         return images.seconds
-    return weights.seconds if weight.dim() == max(DIMENSIONS) else None
+    return weights.seconds if weight.dim() >= 4 else None
