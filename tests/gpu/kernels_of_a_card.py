@@ -2,7 +2,7 @@
 
 The times there are those of torch.profiler, added up over the kernels of one call (microseconds; one H100 and one H200, PyTorch 2.11, CUDA 13, cuDNN
 9.19, 2026-11-27), in three states of the second-level cache: fresh: what goes in was written just before, as in a forward pass; cold:
-256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph. Convolutions (square images, padded by
+256 MB were written in between; warm: the same call ran just before, as in a loop or a replayed graph. Convolutions (padded by
 kernel // 2 * dilation) and products of odd rows have fresh alone; of the convolutions, `longest` is which kernel took most of the time.
 
     python -m tests.gpu.kernels_of_a_card     on a machine with a GPU: the same rows there, beside the table's
@@ -52,10 +52,16 @@ def _table(name: str) -> list[dict[str, str]]:
 
 
 def _of_a_convolution(row: dict[str, str]) -> Row:
-    batch, channels, size = (int(row[name]) for name in ("batch", "channels", "size"))
-    settings: dict[str, object] = {name: int(row[name]) for name in ("made", "kernel", "stride", "dilation", "groups")}
+    """One number for the size, the kernel or the stride stands for all dimensions: two, if the size is one."""
+    size = [int(side) for side in row["size"].split("x")]
+    size = size * 2 if len(size) == 1 else size
+    settings: dict[str, object] = {name: int(row[name]) for name in ("made", "dilation", "groups", "transposed")}
     settings |= {"dtype": row["dtype"], "pas": row["pas"], "last": row["layout"] == "last"}
-    return Row("convolution", settings | {"shape": [batch, channels, size, size]}, float(row["us"]), math.nan, math.nan)
+    for name in ("kernel", "stride"):
+        sides = [int(side) for side in row[name].split("x")]
+        settings[name] = sides * len(size) if len(sides) == 1 else sides
+    shape = [int(row["batch"]), int(row["channels"]), *size]
+    return Row("convolution", settings | {"shape": shape}, float(row["us"]), math.nan, math.nan)
 
 
 class Call(NamedTuple):
@@ -92,7 +98,8 @@ def _one_pass(settings: dict, function: Callable[[], torch.Tensor], image: torch
 
 
 def _in_layout(settings: dict, image: torch.Tensor) -> torch.Tensor:
-    return image.contiguous(memory_format=LAST) if settings.get("last") else image
+    order = torch.channels_last_3d if image.dim() == 5 else LAST
+    return image.contiguous(memory_format=order) if settings.get("last") else image
 
 
 def _batch_norm(settings: dict) -> Call:
@@ -134,21 +141,30 @@ def _product(settings: dict) -> Call:
 
 
 def _interpolate(settings: dict) -> Call:
-    x, size = _random(settings, *settings["shape"], grad=True), (settings["to"],) * 2
-    return _one_pass(settings, lambda: F.interpolate(x, size=size, mode=settings["mode"]), x, [x])
+    x = _random(settings, *settings["shape"], grad=True)
+    how = {"scale_factor": settings["scale"]} if "scale" in settings else {"size": (settings["to"],) * 2}
+    return _one_pass(settings, lambda: F.interpolate(x, mode=settings["mode"], **how), x, [x])
 
 
 def _convolution(settings: dict) -> Call:
-    shape, kernel, groups, dilation = (settings[name] for name in ("shape", "kernel", "groups", "dilation"))
+    shape, groups, dilation = (settings[name] for name in ("shape", "groups", "dilation"))
+    kernel, stride = (_each(settings[name], len(shape) - 2) for name in ("kernel", "stride"))
+    transposed = bool(settings.get("transposed"))
     x = _in_layout(settings, _random(settings, *shape))
-    weight = _in_layout(settings, _random(settings, settings["made"], shape[1] // groups, kernel, kernel))
+    channels = (shape[1], settings["made"] // groups) if transposed else (settings["made"], shape[1] // groups)
+    weight = _in_layout(settings, _random(settings, *channels, *kernel))
+    padding = [size // 2 * dilation for size in kernel]
+    if transposed:
+        padding = [max(0, (size - step) // 2) for size, step in zip(kernel, stride, strict=True)]
+    options = stride, padding, [dilation] * len(kernel), transposed, [0] * len(kernel), groups
     wanted = {"forward": [], "image": [x], "weight": [weight]}[settings["pas"]]
     for tensor in wanted:
         tensor.requires_grad_()
-    padding = kernel // 2 * dilation
-    return _one_pass(
-        settings, lambda: F.conv2d(x, weight, None, settings["stride"], padding, dilation, groups), x, wanted
-    )
+    return _one_pass(settings, lambda: torch.convolution(x, weight, None, *options), x, wanted)
+
+
+def _each(value: int | list[int], dimensions: int) -> list[int]:
+    return [value] * dimensions if isinstance(value, int) else value
 
 
 def _pool(settings: dict) -> Call:
@@ -158,6 +174,8 @@ def _pool(settings: dict) -> Call:
         "adaptive": lambda: F.adaptive_avg_pool2d(x, int(size)),
         "avg": lambda: F.avg_pool2d(x, int(size)),
         "max": lambda: F.max_pool2d(x, int(size), 2),
+        "avg3d": lambda: F.avg_pool3d(x, int(size)),
+        "max3d": lambda: F.max_pool3d(x, int(size)),
     }
     return _one_pass(settings, calls[kind], x, [x])
 

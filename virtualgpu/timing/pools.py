@@ -15,6 +15,10 @@ MAXIMUM_BACKWARD, MAXIMUM_BACKWARD_LAST, AVERAGE_BACKWARD, WINDOW = 2.7, 2.0, 4.
 # block, and for each number that a thread looks at; going back by atomic operations
 BLOCK, ADAPTIVE, ADAPTIVE_NUMBER, ADAPTIVE_BACKWARD = (32, 8), 600, 30, 530
 LEAST = 2000  # cycles of one block by itself
+# Three-dimensional ones have a block of 32 x 8 threads for each part of each plane of each channel of what comes out, or of its gradient (MaxPool3d.cu,
+# AveragePool3d.cu): cycles of a block that looks at eight numbers; as many for its beginning as for these is supposed. Going back, a maximum is
+# added atomically, in 32 bits and in 16
+MAXIMUM_3D, AVERAGE_3D, AVERAGE_3D_BACKWARD, MAXIMUM_3D_BACKWARD, EIGHT = 1090, 1150, 1020, {4: 430, 2: 800}, 8
 
 
 def _pair(value) -> tuple:
@@ -64,6 +68,46 @@ def average_backward(kernels, args, tensors) -> float:
     made = tensors[-1]
     _, windows = _window(args, 2)
     return _threads(kernels, AVERAGE_BACKWARD + WINDOW * windows, made.numel(), args[0].nbytes, made.nbytes)
+
+
+def maximum_3d(kernels, args, tensors) -> float:
+    """max_pool3d_with_indices(x, sides, strides, ...)."""
+    return _of_planes(kernels, MAXIMUM_3D, prod(_each(args[1])), tensors[-1], tensors[0].nbytes + tensors[-1].nbytes)
+
+
+def average_3d(kernels, args, tensors) -> float:
+    """avg_pool3d(x, sides, strides, ...)."""
+    return _of_planes(kernels, AVERAGE_3D, prod(_each(args[1])), tensors[-1], tensors[0].nbytes + tensors[-1].nbytes)
+
+
+def maximum_3d_backward(kernels, args, tensors) -> float:
+    """max_pool3d_with_indices_backward(gradient, x, ...), after zeros: what it adds to is read and written, with the lines around it."""
+    gradient, made = args[0], tensors[-1]
+    cycles = MAXIMUM_3D_BACKWARD[min(4, made.itemsize)]
+    moved = 2 * made.nbytes + gradient.nbytes + 8 * gradient.numel()  # with the indices
+    return kernels.filling(made.nbytes) + _of_planes(kernels, cycles, EIGHT, gradient, moved)
+
+
+def average_3d_backward(kernels, args, tensors) -> float:
+    """avg_pool3d_backward(gradient, x, sides, strides, ...), after zeros."""
+    gradient, made = args[0], tensors[-1]
+    moved = gradient.nbytes + made.nbytes
+    return kernels.filling(made.nbytes) + _of_planes(
+        kernels, AVERAGE_3D_BACKWARD, prod(_each(args[2])), gradient, moved
+    )
+
+
+def _each(sides) -> tuple:
+    """Of three dimensions."""
+    values = tuple(sides) if isinstance(sides, (list, tuple)) else (sides,)
+    return values * 3 if len(values) == 1 else values
+
+
+def _of_planes(kernels, cycles: float, looked_at: int, image, moved: float) -> float:
+    wide, tall = BLOCK
+    blocks = prod(image.shape[:-2]) * ceil(image.shape[-1] / wide) * ceil(image.shape[-2] / tall)
+    computing = kernels.took(blocks * cycles * (1 + looked_at / EIGHT) / 2 / kernels.spec.processors)
+    return kernels.spec.kernel + max(computing, kernels.streaming(moved))
 
 
 def _blocks(kernels, cycles: float, image) -> float:

@@ -5,6 +5,9 @@ through all images and channels one after the other, so that a small result leav
 Going back, it adds atomically. UpSampleNearest2d.cu: a thread has four channels, and going back one number of the input, for which it
 reads all that were made of it. Channels last, each number has a thread; that was not measured.
 
+UpSampleLinear1d.cu and UpSampleTrilinear3d.cu are like the bilinear one, but going back a thread adds to its numbers one by one; in 16 bits, for
+which there is no such addition, it tries until nobody came between. UpSampleNearest3d.cu: a thread goes through the images.
+
 Figures in cycles of a multiprocessor, of an H100, PyTorch 2.11 (tests/gpu/h100_profiled.csv).
 """
 
@@ -23,6 +26,12 @@ BICUBIC_STEP, BICUBIC = 900, 1.97
 # Of a nearest neighbour's numbers, and the share of the bandwidth that their narrow writes reach; going back, of a row that was made of one
 # number and of each number in it, and of what a thread writes
 NEAREST, NEAREST_SHARE, ROW, IN_ROW, WRITTEN = 0.48, 0.72, 554, 87, 0.8
+# Of a linear result's step, and more where what goes in and out is larger than a half of the second-level cache; its additions of 16 bits
+LINEAR_STEP, LINEAR_FROM_MEMORY, LINEAR_HALVES = 365, 360, 5000
+# Of a trilinear one: a step, and each number; the same going back, in 32 bits and in 16
+TRILINEAR_STEP, TRILINEAR, TRILINEAR_BACK = 560, 1.7, {4: (890, 4.5), 2: (2700, 8.2)}
+# Of a nearest neighbour's thread in three dimensions, and of each image that it goes through; going back, of each number that it reads in one
+NEAREST_3D, NEAREST_3D_IMAGE, NEAREST_3D_BACK, NEAREST_3D_READ = 2.5, 0.35, 1.6, 0.4
 # Numbers of 32 bits that the first-level cache gives at once; threads that read one bank wait for each other
 BANKS = 32
 
@@ -91,8 +100,58 @@ def bicubic_backward(kernels, args, tensors) -> float:
     return kernels.filling(made.nbytes) + kernels.spec.kernel + adding
 
 
+def linear(kernels, args, tensors) -> float:
+    """upsample_linear1d_out_frame, after zeros where it writes."""
+    made = tensors[-1]
+    step = _linear_step(kernels, tensors)
+    return kernels.filling(made.nbytes) + kernels.spec.kernel + _through_channels(kernels, made, step, BILINEAR)
+
+
+def linear_backward(kernels, args, tensors) -> float:
+    """upsample_linear1d_out_frame_backward, after zeros."""
+    gradient, made = tensors[0], tensors[-1]
+    step = LINEAR_HALVES if made.itemsize == 2 else _linear_step(kernels, tensors)
+    return kernels.filling(made.nbytes) + kernels.spec.kernel + _through_channels(kernels, gradient, step, BILINEAR)
+
+
+def _linear_step(kernels, tensors) -> float:
+    beyond = tensors[0].nbytes + tensors[-1].nbytes > kernels.cache / 2
+    return LINEAR_STEP + (LINEAR_FROM_MEMORY if beyond else 0)
+
+
+def trilinear(kernels, args, tensors) -> float:
+    """upsample_trilinear3d_out_frame."""
+    image, made = tensors[0], tensors[-1]
+    computing = _through_channels(kernels, made, TRILINEAR_STEP, TRILINEAR)
+    return kernels.spec.kernel + max(computing, kernels.streaming(image.nbytes + made.nbytes))
+
+
+def trilinear_backward(kernels, args, tensors) -> float:
+    """upsample_trilinear3d_backward_out_frame: a thread for each place of the gradient adds to eight numbers in each step, after zeros."""
+    gradient, made = tensors[0], tensors[-1]
+    adding = _through_channels(kernels, gradient, *TRILINEAR_BACK[min(4, made.itemsize)])
+    return kernels.filling(made.nbytes) + kernels.spec.kernel + adding
+
+
+def nearest_3d(kernels, args, tensors) -> float:
+    """upsample_nearest3d_out_frame."""
+    image, made = tensors[0], tensors[-1]
+    batch = made.shape[0]
+    cycles = (NEAREST_3D + NEAREST_3D_IMAGE * batch) * made.numel() / max(1, batch) / kernels.spec.processors
+    return kernels.spec.kernel + max(kernels.took(cycles), kernels.streaming(image.nbytes + made.nbytes))
+
+
+def nearest_3d_backward(kernels, args, tensors) -> float:
+    """upsample_nearest3d_backward_out_frame."""
+    gradient, made = tensors[0], tensors[-1]
+    batch = made.shape[0]
+    read = NEAREST_3D_READ * batch * gradient.numel() / max(1, made.numel())
+    cycles = (NEAREST_3D_BACK + read) * made.numel() / max(1, batch) / kernels.spec.processors
+    return kernels.spec.kernel + max(kernels.took(cycles), kernels.streaming(gradient.nbytes + made.nbytes))
+
+
 def nearest(kernels, args, tensors) -> float:
-    """upsample_nearest2d_out_frame, whose blocks are as wide as a power of two."""
+    """upsample_nearest1d_out_frame and upsample_nearest2d_out_frame, whose blocks are as wide as a power of two."""
     image, made = tensors[0], tensors[-1]
     numbers, width = made.numel(), made.shape[-1]
     if not _is_last(made):
@@ -103,11 +162,12 @@ def nearest(kernels, args, tensors) -> float:
 
 
 def nearest_backward(kernels, args, tensors) -> float:
-    """upsample_nearest2d_backward_out_frame: a thread goes through the images, and through all that was made of its number."""
+    """upsample_nearest1d_backward_out_frame and upsample_nearest2d_backward_out_frame: a thread goes through the images, and through all that was made of its number."""
     gradient, made = tensors[0], tensors[-1]
     spec, batch = kernels.spec, made.shape[0]
     threads = made.numel() / max(1, batch)
-    down, wide = (max(1.0, gradient.shape[dim] / max(1, made.shape[dim])) for dim in (2, 3))
+    ratios = [max(1.0, one / max(1, other)) for one, other in zip(gradient.shape[2:], made.shape[2:], strict=True)]
+    down, wide = prod(ratios[:-1]), ratios[-1]
     rounds = ceil(threads / (spec.processors * spec.limits.threads))
     waiting = rounds * batch * down * (ROW + IN_ROW * (wide - 1))
     words = int(wide * gradient.itemsize) // 4  # from what a thread reads to what its neighbour does

@@ -1,6 +1,6 @@
 """Convolutions that make an image on a Hopper's tensor cores, forward or as the gradient of what went in: how long cuDNN's kernels take.
 
-Those of kernels larger than 1x1, without groups, of at least 8 channels on both sides; in one or two dimensions.
+Those of kernels larger than 1x1, without groups, that read at least 8 channels. Three dimensions go by the same rules, of which they were no part.
 
 Such a convolution is a product of matrices (implicit GEMM): rows are the places of the image that is made, columns its channels, and the sum
 runs over the channels read, for each tap of the kernel. It is cut into tiles. A multiprocessor goes step by step along the sum of one,

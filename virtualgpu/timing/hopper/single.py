@@ -1,6 +1,6 @@
 """Convolutions in single precision, without TF32, on a Hopper: how long cuDNN's kernels take, forward and for both gradients.
 
-Those without groups, in one or two dimensions. There are several ways, of which the one of the shortest time is taken: no factors for cuDNN's guesses
+Those without groups; three dimensions were not measured. There are several ways, of which the one of the shortest time is taken: no factors for cuDNN's guesses
 make it better.
 
 Forward: a product of matrices (implicit GEMM) in tiles. The gradient of the image: the same with all taps, whatever the strides; or products
