@@ -26,7 +26,7 @@ REACHED: dict[str, tuple[float, float]] = {
     "group_norm": (1.1, 0.9),
     "row_norm": (1.1, 0.85),
     "attention": (1.06, 0.95),
-    "product": (1.08, 0.9),
+    "product": (1.08, 0.88),
     "convolution": (1.08, 0.74),
 }
 
