@@ -14,73 +14,24 @@ converted as well. On a Hopper most go by rules for each kernel (`hopper`).
 """
 
 from math import prod
-from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
 from virtualgpu.timing import depthwise, hopper
 from virtualgpu.timing.hopper.convolution import Convolution
-from virtualgpu.timing.kernels import REORDERED, Kernels
+from virtualgpu.timing.kernels import Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
 CHANNELS = 8
-# What convolutions reach of products, in 16 bits and in TF32, on cards whose instructions not all of cuDNN's kernels know: on an H100 (cuDNN 9.19)
-# "sm90_xmma_..." in 16 bits, and "sm80_xmma_..." for some of TF32; of a B200 it is known that it ran Ampere's, with which a Hopper reaches 63 % of its
-# peak (arXiv 2402.13499)
-OLD_INSTRUCTIONS = {9: (1.0, 0.85), 10: (0.63, 0.63)}
-# Their time over that of a plain product of the same sizes and type: forward, gradient of the image and of the weight
-AS_A_PRODUCT = {"forward": 1.0, "image": 1.0, "weight": 1.0}
-DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}  # DeepBench's, V100, T4, P100 and 1080 Ti, medians
-
-
-class Ways(NamedTuple):
-    """That time, by cuDNN's way of doing it. single: float32 without TF32; halves: 16 bits on tensor cores. 3x3: of stride 1."""
-
-    single_1x1: dict[str, float]
-    single_3x3: dict[str, float]
-    halves_1x1: dict[str, float]
-    halves_larger: dict[str, float]
-    tf32_larger: dict[str, float] = AS_A_PRODUCT
-
-
-# Before: DeepBench's, medians; 3x3 by Winograd, and 1x1 on tensor cores loses as much as it does without (V100 and T4: 1.2 forward, 1.2 to 1.5
-# and 1.5 to 2 backward). Hopper: cuDNN 9.19 on an H100, medians of 15 convolutions of 1x1 and 11 of 3x3 in float32, which it chooses by guess
-# (from half to twice as much); in 16 bits 1x1 is a product (cuBLAS's nvjet_sm90 kernels), and the gradient of larger weights takes 0.6 to 0.9
-WAYS = {
-    "before Hopper": Ways(
-        single_1x1=DIRECT,
-        single_3x3={"forward": 0.62, "image": 0.62, "weight": 0.62},
-        halves_1x1=DIRECT,
-        halves_larger=AS_A_PRODUCT,
-    ),
-    "Hopper": Ways(
-        single_1x1={"forward": 1.3, "image": 1.75, "weight": 3.4},
-        single_3x3={"forward": 1.1, "image": 0.68, "weight": 0.42},
-        halves_1x1=AS_A_PRODUCT,
-        halves_larger={"forward": 1.0, "image": 1.0, "weight": 0.74},
-        tf32_larger={"forward": 1.0, "image": 1.0, "weight": 1.1},
-    ),
-}
-# Hopper's kernels for the gradient of a larger weight cut it into tiles of so many channels, each place of the weight apart; their parts are
-# summed up by kernels of their own (wgrad_indexed_implicit_gemm, reduction::kernel::ReduceSplitK; tests/gpu/h100_profiled.csv)
-TILE, SUMMING = 64, 4
-# Images of few channels are filled up for it (nhwcAddPaddingKernel), and those kernels reach so much of products: 160 to 190 TFLOPS of an H100, for 3x3
-# to 16x16; without 16 bits, half of what a first layer's takes on the cards before
-FEW, FEW_TF32 = 0.25, 2.0
+# Their time over that of a plain product of the same sizes and type, by cuDNN's way of doing it, forward and for the gradients of the image and
+# of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. Directly; 1x1 on tensor cores loses as much as without; 3x3 of stride 1 in
+# single precision by Winograd. Larger ones on tensor cores are plain products
+DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
+WINOGRAD = 0.62
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
 # an RTX 3090, 144 on a 4090)
 MERGED = 64
-# Groups whose channels are no power of two have no kernel of their own on Hopper (cuDNN 9.19): the image is filled up with zeros, or cut into
-# groups that follow one another. Channels last, that is a kernel of so many cycles of a multiprocessor for each number (tensorTransformGeneric
-# 2 to 2.8, nhwcSliceCKernel 1); first, the kernel that reorders does it as well. What multiplies takes longer than others of groups do: medians of 60
-# of 24, 56 and 120 channels (tests/gpu/h100_profiled.csv)
-TAKEN_APART, ODD = 2.4, {"forward": 1.6, "image": 1.6, "weight": 3.5}
-# That of other grouped ones, in 16 bits and TF32: six of 4 to 16 channels, without one that takes ten times as long
-GROUPED_WEIGHT = 1.45, 2.7
-# Hopper's reach so much of what a dense one does: six convolutions of 32 groups on an H100 (cuDNN 9.19), 0.38 to 0.49 in 16 bits and 0.54 to 0.57 in
-# TF32; without two whose gradients take ten times as long
-GROUPED = 0.41, 0.55
 
 
 def forward_flops(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
@@ -177,24 +128,8 @@ def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key
 
 def _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved) -> float:
     """Its gradient: each of its numbers is a sum over all places of the images."""
-    read, places, length = weight.shape[1], prod(weight.shape[2:]), _positions(gradient)
-    columns, few = weight.shape[0] // groups, read < CHANNELS
-    whole = kernels.hopper and groups == 1 and places > 1 and _on_tensor_cores(kernels.spec, key) and not kernels.peak
-    summing = SUMMING * kernels.spec.kernel if whole else 0.0
-    if whole:
-        columns = _tiles(columns)
-    if not whole or not few or key == TF32:
-        sizes = places * (_tiles(read) if whole and not few else read), columns, length
-        seconds = _one(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
-        return summing + (seconds / FEW_TF32 if whole and few else seconds)
-    multiplying = kernels.plain(2 * _tiles(CHANNELS * places) * columns * length / FEW, moved, key)
-    filling = kernels.spec.kernel + REORDERED * CHANNELS * _positions(image) / kernels.cycles
-    first = gradient.dim() > 2 and gradient.stride(1) != 1
-    return summing + multiplying + filling + (kernels.reordering(gradient) if first else 0.0)
-
-
-def _tiles(channels: int) -> int:
-    return -(-channels // TILE) * TILE
+    sizes = weight.shape[1] * prod(weight.shape[2:]), weight.shape[0] // groups, _positions(gradient)
+    return _one(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
 
 
 def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
@@ -204,20 +139,12 @@ def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> f
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = FLOAT32, False
-    share = 1 / _method(which, weight, stride, key, tensor_cores, WAYS[kernels.generation])
-    if tensor_cores and spec.capability[0] in OLD_INSTRUCTIONS:
-        share *= OLD_INSTRUCTIONS[spec.capability[0]][key == TF32]
+    share = 1 / _method(which, weight, stride, key, tensor_cores)
     together = _together(sizes[1], weight, groups) if tensor_cores else 1
-    odd = kernels.hopper and groups > 1 and tensor_cores and bool(weight.shape[1] & (weight.shape[1] - 1))
-    if together > 1 or odd:
-        if kernels.hopper:
-            share *= GROUPED[key == TF32]
-            share /= ODD[which] if odd else GROUPED_WEIGHT[key == TF32] if which == "weight" else 1.0
+    if together > 1:
         seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
     else:
         seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share)
-    if odd:
-        seconds += sum(TAKEN_APART * image.numel() / kernels.cycles for image in images if image.stride(1) == 1)
     return seconds + (_converting(kernels, which, images[0], images[1], weight, stride, key) if tensor_cores else 0.0)
 
 
@@ -229,15 +156,14 @@ def _together(columns: int, weight, groups: int) -> int:
     return together
 
 
-def _method(which: str, weight, stride, key, tensor_cores: bool, ways: Ways) -> float:
+def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
     """What cuDNN's way takes over a plain product of that type."""
     pointwise, square = prod(weight.shape[2:]) == 1, tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}
     if tensor_cores:
-        larger = ways.halves_larger if key != TF32 else ways.tf32_larger
-        return ((ways.halves_1x1 if key != TF32 else DIRECT) if pointwise else larger)[which]
+        return DIRECT[which] if pointwise else 1.0
     if key != FLOAT32:
         return 1.0
-    return (ways.single_3x3 if square else ways.single_1x1 if pointwise else DIRECT)[which]
+    return WINOGRAD if square else DIRECT[which]
 
 
 def _on_tensor_cores(spec, key) -> bool:

@@ -21,14 +21,13 @@ from virtualgpu.timing.hopper import first_layers, grouped, images, pointwise, s
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
-HOPPER = 9  # of compute capability
 DIMENSIONS = (3, 4, 5)  # of an image [batch, channels, *size]
 CHANNELS = 8  # with fewer, images are filled up
 
 
 def seconds(kernels: Kernels, convolution: Convolution) -> float | None:
     """With its launches. None: there is no rule for it here."""
-    if kernels.spec.capability[0] != HOPPER or kernels.peak:
+    if not kernels.hopper or kernels.peak:
         return None
     rule = _rule(convolution)
     return None if rule is None else rule(kernels, convolution)
