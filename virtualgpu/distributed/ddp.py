@@ -14,7 +14,7 @@ from virtualgpu.torch_api.registry import Patches
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace dist.Reducer, what groups tensors for it, and what compares parameters, which in a dry run has no values."""
+    """Replace dist.Reducer, what groups tensors for it, and what compares parameters, which in a dry run has no values; and what logs its times."""
     for function, *state in (
         (_compute_bucket_assignment_by_size,),
         (_broadcast_coalesced,),
@@ -22,6 +22,13 @@ def install(machine: Machine, patches: Patches) -> None:
     ):
         patches.stand_in_everywhere(dist, function.__name__, function, *state)
     patches.replace(dist, "Reducer", type("Reducer", (Reducer,), {"machine": machine}))
+    patches.stand_in(dist.Logger, "set_runtime_stats_and_log", _log, machine)
+
+
+def _log(machine: Machine, original, logger) -> None:
+    """C++ has timers for the CPU's and CUDA's parameters alone, and warns every program of it: in a dry run they are meta's."""
+    if not machine.dry:
+        original(logger)
 
 
 class Reducer(dist.Reducer):

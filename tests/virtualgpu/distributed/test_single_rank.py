@@ -9,23 +9,6 @@ from torch import nn
 import virtualgpu
 from virtualgpu.distributed import rank_config
 
-PROGRAM = """
-import os, torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl")
-model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]).cuda()
-for layer in model:
-    fully_shard(layer)
-fully_shard(model)
-model(torch.randn(8, 4096, device="cuda")).sum().backward()
-print(dist.get_rank(), dist.get_world_size(), torch.cuda.device_count(), dist.get_backend())
-dist.destroy_process_group()
-"""
-
 
 def sharded_step() -> tuple[dict[str, int], list]:
     """Bytes, and collectives, of a step of FSDP2."""

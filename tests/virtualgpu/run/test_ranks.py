@@ -3,15 +3,50 @@ that dies: test_train_script."""
 
 import re
 
+ALONE = """
+import os, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]).cuda()
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+model(torch.randn(8, 4096, device="cuda")).sum().backward()
+print(dist.get_rank(), dist.get_world_size(), torch.cuda.device_count(), dist.get_backend())
+dist.destroy_process_group()
+"""
+
 
 def test_one_rank_of_many(run, tmp_path):
-    from tests.virtualgpu.distributed.test_single_rank import PROGRAM as ALONE
-
     (tmp_path / "program.py").write_text(ALONE)
     found = run("--dry", "--like", "H100", "--world-size", 512, "--rank", 3, tmp_path / "program.py")
     assert found.returncode == 0, found.stderr
     assert found.stdout == "3 512 1 nccl\n"
     assert "dry run" in found.stderr and re.search(r"^ +3 +\d+ +[\d.]+ MiB", found.stderr, re.M)
+
+
+DDP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8).cuda())
+for _ in range(3):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_ddp_does_not_warn_of_its_timers(run, tmp_path):
+    """C++ does, once a process: they know the times of no shapes."""
+    (tmp_path / "program.py").write_text(DDP)
+    done = run("--dry", "--world-size", 2, tmp_path / "program.py")
+    assert done.returncode == 0 and "Time stats" not in done.stderr, done.stderr
 
 
 ALIKE = """
