@@ -8,10 +8,11 @@ kernel // 2 * dilation) and products of odd rows have fresh alone; of the convol
     python -m tests.gpu.kernels_of_a_card     on a machine with a GPU: the same rows there, beside the table's
 """
 
+import contextlib
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,14 +73,23 @@ class Call(NamedTuple):
 
 
 def call(family: str, settings: dict) -> Call:
-    """On the current GPU. TF32 is to be switched as `settings["dtype"]` says: see `precision`."""
+    """On the current GPU. Call it, and run it, in `precision(settings)`."""
     return MAKERS[family](settings)
 
 
-def precision(settings: dict) -> None:
+@contextlib.contextmanager
+def precision(settings: dict) -> Iterator[None]:
     """TF32 in products where the settings say so; convolutions have it anyway, unless they say float32."""
-    torch.backends.cuda.matmul.allow_tf32 = settings["dtype"] == "tf32"
-    torch.backends.cudnn.allow_tf32 = settings["dtype"] != "float32" or "kernel" not in settings
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, settings["dtype"] == "tf32"
+    try:
+        # PyTorch's own test utilities, once imported, allow no other way to set cuDNN's
+        with torch.backends.cudnn.flags(
+            enabled=True, allow_tf32=settings["dtype"] != "float32" or "kernel" not in settings
+        ):
+            yield
+    finally:
+        matmul.allow_tf32 = before
 
 
 def _random(settings: dict, *shape: int, grad: bool = False) -> torch.Tensor:
@@ -268,10 +278,9 @@ def main() -> None:
     flush = torch.empty(64 << 20, device="cuda")
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; microseconds here, and in the table")
     for row in rows():
-        precision(row.settings)
-        print(
-            f"{row.family:<12} {json.dumps(row.settings):<110} {profiled(call(row.family, row.settings), flush):9.2f} {row.fresh:9.2f}"
-        )
+        with precision(row.settings):
+            here = profiled(call(row.family, row.settings), flush)
+        print(f"{row.family:<12} {json.dumps(row.settings):<110} {here:9.2f} {row.fresh:9.2f}")
 
 
 if __name__ == "__main__":

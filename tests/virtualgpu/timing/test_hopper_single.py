@@ -10,10 +10,8 @@ from tests.virtualgpu.timing.test_hopper_images import gradient_of_image, took
 
 @pytest.fixture(autouse=True)
 def without_tf32():
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 def ones(*shape: int, last: bool = False) -> torch.Tensor:

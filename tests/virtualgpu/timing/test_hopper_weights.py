@@ -1,7 +1,6 @@
 """Gradients of weights on a Hopper, beside what an H100 took (cuDNN 9.19, torch.profiler, microseconds of all kernels)."""
 
 import pytest
-import torch
 
 import virtualgpu
 from tests.virtualgpu.timing.test_profiled_kernels import simulated
@@ -19,15 +18,6 @@ MEASURED = {
 }
 
 
-@pytest.fixture
-def tf32_as_before():
-    """For products, which `simulated` switches."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.mark.usefixtures("tf32_as_before")
 @pytest.mark.parametrize("one", MEASURED, ids=str)
 def test_as_measured(one):
     dtype, shape, made, kernel, dilation, last = one

@@ -9,7 +9,6 @@ from collections import defaultdict
 from statistics import median
 
 import pytest
-import torch
 
 import virtualgpu
 from tests.accuracy.kernels import within
@@ -33,28 +32,22 @@ REACHED: dict[str, tuple[float, float]] = {
 
 def simulated(family: str, settings: dict) -> float:
     """Microseconds of its kernels, in a dry run."""
-    kernels_of_a_card.precision(settings)
-    one = kernels_of_a_card.call(family, settings)
     clock = virtualgpu.machine().clock
-    one.run()
-    before = clock.computing[0]
-    one.run()
+    with kernels_of_a_card.precision(settings):
+        one = kernels_of_a_card.call(family, settings)
+        one.run()
+        before = clock.computing[0]
+        one.run()
     return 1e6 * (clock.computing[0] - before)
 
 
 def logs(family: str, card: str, stride: int = 1) -> dict[str, list[float]]:
     """Of measured over simulated, by what the rows have in common."""
     groups = defaultdict(list)
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    try:
-        with virtualgpu.dry_run(1, like=card):
-            for row in kernels_of_a_card.rows(family, card)[::stride]:
-                alike = [
-                    str(row.settings[name]) for name in ("dtype", "pas", "op", "way", "mode") if name in row.settings
-                ]
-                groups[" ".join(alike)].append(math.log(row.fresh / simulated(family, row.settings)))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with virtualgpu.dry_run(1, like=card):
+        for row in kernels_of_a_card.rows(family, card)[::stride]:
+            alike = [str(row.settings[name]) for name in ("dtype", "pas", "op", "way", "mode") if name in row.settings]
+            groups[" ".join(alike)].append(math.log(row.fresh / simulated(family, row.settings)))
     return groups
 
 
