@@ -21,15 +21,15 @@ LEAST = 2000  # cycles of one block by itself
 MAXIMUM_3D, AVERAGE_3D, AVERAGE_3D_BACKWARD, MAXIMUM_3D_BACKWARD, EIGHT = 1090, 1150, 1020, {4: 430, 2: 800}, 8
 
 
-def _pair(value) -> tuple:
+def _sides(value, dimensions: int = 2) -> tuple:
     values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    return values * 2 if len(values) == 1 else values
+    return values * dimensions if len(values) == 1 else values
 
 
 def _window(args, at: int) -> tuple[float, float]:
     """(numbers in a window, windows that a number is in), by the place of its sides among the arguments; the strides come next."""
-    sides = _pair(args[at])
-    strides = _pair(args[at + 1]) if len(args) > at + 1 and args[at + 1] not in (None, [], ()) else sides
+    sides = _sides(args[at])
+    strides = _sides(args[at + 1]) if len(args) > at + 1 and args[at + 1] not in (None, [], ()) else sides
     return prod(sides), prod(ceil(side / stride) for side, stride in zip(sides, strides, strict=True))
 
 
@@ -72,12 +72,16 @@ def average_backward(kernels, args, tensors) -> float:
 
 def maximum_3d(kernels, args, tensors) -> float:
     """max_pool3d_with_indices(x, sides, strides, ...)."""
-    return _of_planes(kernels, MAXIMUM_3D, prod(_each(args[1])), tensors[-1], tensors[0].nbytes + tensors[-1].nbytes)
+    return _of_planes(
+        kernels, MAXIMUM_3D, prod(_sides(args[1], 3)), tensors[-1], tensors[0].nbytes + tensors[-1].nbytes
+    )
 
 
 def average_3d(kernels, args, tensors) -> float:
     """avg_pool3d(x, sides, strides, ...)."""
-    return _of_planes(kernels, AVERAGE_3D, prod(_each(args[1])), tensors[-1], tensors[0].nbytes + tensors[-1].nbytes)
+    return _of_planes(
+        kernels, AVERAGE_3D, prod(_sides(args[1], 3)), tensors[-1], tensors[0].nbytes + tensors[-1].nbytes
+    )
 
 
 def maximum_3d_backward(kernels, args, tensors) -> float:
@@ -93,14 +97,8 @@ def average_3d_backward(kernels, args, tensors) -> float:
     gradient, made = args[0], tensors[-1]
     moved = gradient.nbytes + made.nbytes
     return kernels.filling(made.nbytes) + _of_planes(
-        kernels, AVERAGE_3D_BACKWARD, prod(_each(args[2])), gradient, moved
+        kernels, AVERAGE_3D_BACKWARD, prod(_sides(args[2], 3)), gradient, moved
     )
-
-
-def _each(sides) -> tuple:
-    """Of three dimensions."""
-    values = tuple(sides) if isinstance(sides, (list, tuple)) else (sides,)
-    return values * 3 if len(values) == 1 else values
 
 
 def _of_planes(kernels, cycles: float, looked_at: int, image, moved: float) -> float:

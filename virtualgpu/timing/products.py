@@ -68,7 +68,7 @@ WAVE = 4  # up to so many rounds the last one is waited for; beyond that, half o
 ALONG_WAIT, ACROSS_WAIT, NARROW_WAIT, AHEAD = 66, 41, 22, 8
 # Rows of an odd length are left to kernels of Turing on a Hopper (cutlass_75_tensorop_.._align1). They wait as long as single precision does, split
 # the sum in any number of parts, and load so many cycles an edge: where both matrices lie along the sum, and otherwise. Where only the result's
-# rows are odd, they have no larger tiles than 128 x 128. 156 products of 257 to 50257 columns on an H100 (tests/gpu/h100_more.csv)
+# rows are odd, they have no larger tiles than 128 x 128. 156 products of 257 to 50257 columns on an H100 (tests/gpu/h100_profiled.csv)
 ALONG_ODD, ACROSS_ODD, ODD_SPLITS, ODD_ROUNDS = 0.31, 0.27, range(1, 33), 4
 # Single precision, fewer multiplications than so many: cuBLAS always splits the sum, or with a bias takes sgemm_largek_lds64, one block with
 # three kernels beside it (a counter cleared, the result scaled, the bias added)

@@ -6,6 +6,31 @@ from typing import NamedTuple
 
 import torch
 
+from virtualgpu.hardware.datasheet import TF32
+
+
+class Sizes(NamedTuple):
+    """Of one, for rules that ask for no more: `images` of `read` channels and `places` each, made into as many of `made` channels and `places_made`.
+
+    kernel: places of it. apart: no number is read twice. last: its channels are last, not first."""
+
+    way: str
+    images: int
+    read: int
+    made: int
+    places: int
+    places_made: int
+    kernel: int
+    groups: int
+    apart: bool
+    last: bool
+    key: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.key == TF32 else 2
+
 
 class Convolution(NamedTuple):
     """way: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its weight.
@@ -29,15 +54,13 @@ class Convolution(NamedTuple):
         return prod(self.weight.shape[2:])
 
     @property
-    def last(self) -> bool:
-        """Are its channels last, not first?"""
-        return self.image.stride(1) == 1 or self.made.stride(1) == 1
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """Images, channels of the image and of what is made, and their places."""
-        image, made = self.image, self.made
-        return image.shape[0], image.shape[1], made.shape[1], prod(image.shape[2:]), prod(made.shape[2:])
+    def sizes(self) -> Sizes:
+        """As numbers."""
+        image, made, weight = self.image, self.made, self.weight
+        counts = image.shape[0], image.shape[1], made.shape[1], prod(image.shape[2:]), prod(made.shape[2:])
+        apart = all(size == step for size, step in zip(weight.shape[2:], self.stride, strict=False))
+        last = image.stride(1) == 1 or made.stride(1) == 1
+        return Sizes(self.way, *counts, self.taps, self.groups, apart, last, self.key)
 
     def each(self, steps: Sequence[int]) -> Sequence[int]:
         """One of each dimension, where one may stand for all."""

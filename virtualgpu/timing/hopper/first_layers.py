@@ -7,11 +7,10 @@ From 432 convolutions of 9 such layers, those of well-known models, on an H100 (
 """
 
 import math
-from typing import NamedTuple
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, TF32
 from virtualgpu.timing.hopper import reordering
-from virtualgpu.timing.hopper.convolution import Convolution
+from virtualgpu.timing.hopper.convolution import Convolution, Sizes
 from virtualgpu.timing.kernels import Kernels
 
 FEWER = 8  # channels read: filled up to these
@@ -19,10 +18,8 @@ FEWER = 8  # channels read: filled up to these
 DIRECT, COLUMNS, LEAST = 0.0385, 32, (38, 50)
 # wgrad_alg0_engine: before and after, and for each place of 32 channels, with a stride of 1 and more
 ALG0_START, ALG0 = 30000, (33, 59)
-SHORT, SHORT_LAST = (
-    27,
-    48,
-)  # products of a sum that are left to them, channels first and last, of fewer channels than FILLED
+# Products of a sum that are left to them, channels first and last, of fewer channels than FILLED
+SHORT, SHORT_LAST = 27, 48
 FILLED = 4
 # wo_smem, for each place of 32 channels, and each number of its sum, channels filled to 4; in 16 bits and TF32
 SPARSE, SPARSE_NUMBER = (4, 9), (0.33, 0.28)
@@ -38,24 +35,8 @@ WEIGHT_STEP, WIDE_STEP, WEIGHT_START, SUMMED = (620, 1300), 970, 14000, 158
 FILLED_FIRST, FILLED_LAST = 10.7, 1.35
 
 
-class FirstLayer(NamedTuple):
-    """`images` of `channels` and `places` each, made into `made` channels of places_made. kernel: places of it. key: into Spec.rates."""
-
-    way: str
-    images: int
-    channels: int
-    made: int
-    places: int
-    places_made: int
-    kernel: int
-    apart: bool
-    last: bool
-    key: str
-
-    @property
-    def size(self) -> int:
-        """Bytes of a number."""
-        return 4 if self.key == TF32 else 2
+class FirstLayer(Sizes):
+    """One of these."""
 
     @property
     def results(self) -> int:
@@ -70,8 +51,7 @@ class FirstLayer(NamedTuple):
 
 def seconds(kernels: Kernels, convolution: Convolution) -> float:
     """Forward, or of the gradient of the weight, with its launches."""
-    apart = all(size == step for size, step in zip(convolution.weight.shape[2:], convolution.stride, strict=False))
-    of = FirstLayer(convolution.way, *convolution.sizes, convolution.taps, apart, convolution.last, convolution.key)
+    of = FirstLayer(*convolution.sizes)
     direct = kernels.spec.kernel + _direct(kernels, of)
     if _is_direct(of):
         return direct
@@ -82,18 +62,18 @@ def seconds(kernels: Kernels, convolution: Convolution) -> float:
 def _direct(kernels: Kernels, of: FirstLayer) -> float:
     if of.way == "weight":
         return kernels.took(ALG0_START) + of.columns * ALG0[of.places > of.places_made] / kernels.cycles
-    least = LEAST[of.key == TF32] if of.channels == 1 else 0
-    return of.columns * max(least, DIRECT * COLUMNS * of.channels * of.kernel) / kernels.cycles
+    least = LEAST[of.key == TF32] if of.read == 1 else 0
+    return of.columns * max(least, DIRECT * COLUMNS * of.read * of.kernel) / kernels.cycles
 
 
 def _is_direct(of: FirstLayer) -> bool:
     """What the other cores are left."""
-    length = of.channels * of.kernel
-    if of.channels >= FILLED or length > SHORT_LAST:
+    length = of.read * of.kernel
+    if of.read >= FILLED or length > SHORT_LAST:
         return False
     if of.way == "weight":
         return of.key == TF32
-    if of.channels == 1:
+    if of.read == 1:
         return True
     if not of.last:
         return length <= SHORT and of.key != TF32
@@ -118,9 +98,7 @@ def _forward(kernels: Kernels, of: FirstLayer) -> float:
         return launch + busy + around + (launch if around else 0.0)
     # TF32's kernels for whole loads write the channels first by themselves
     back = (
-        0.0
-        if of.key == TF32 and of.channels == FILLED
-        else reordering.of_numbers(kernels, of.results * of.made, of.size)
+        0.0 if of.key == TF32 and of.read == FILLED else reordering.of_numbers(kernels, of.results * of.made, of.size)
     )
     return 2 * launch + busy + _filling(kernels, of) + back
 
@@ -147,4 +125,4 @@ def _filling(kernels: Kernels, of: FirstLayer) -> float:
     clearing = kernels.filling(of.size * places * filled)
     if not of.last:
         return kernels.spec.kernel + clearing + FILLED_FIRST * places / kernels.cycles
-    return kernels.spec.kernel + clearing + FILLED_LAST * kernels.streaming(of.size * places * (of.channels + filled))
+    return kernels.spec.kernel + clearing + FILLED_LAST * kernels.streaming(of.size * places * (of.read + filled))

@@ -7,11 +7,9 @@ From 360 convolutions of 3x3 on an H100 (cuDNN 9.19, torch.profiler: tests/gpu/h
 for each group, 3 to 30 times as long, mostly of a gradient; nothing in their sizes tells when.
 """
 
-from typing import NamedTuple
-
 from virtualgpu.hardware.datasheet import TF32
 from virtualgpu.timing.hopper import reordering
-from virtualgpu.timing.hopper.convolution import Convolution
+from virtualgpu.timing.hopper.convolution import Convolution, Sizes
 from virtualgpu.timing.kernels import Kernels
 
 # Widths of tiles, and multiplications a cycle of a multiprocessor with them, zeros counted as well: in 16 bits and TF32. Of up to 8 channels a group fewer
@@ -31,24 +29,8 @@ TRANSFORMING, TRANSFORMED = 16000, 2.15
 ROUNDED = 1.25
 
 
-class Grouped(NamedTuple):
-    """`images` of read channels and `places` each, made into as many of `made` channels and places_made. kernel: places of it. key: into Spec.rates."""
-
-    way: str
-    images: int
-    read: int
-    made: int
-    places: int
-    places_made: int
-    kernel: int
-    groups: int
-    last: bool
-    key: str
-
-    @property
-    def size(self) -> int:
-        """Bytes of a number."""
-        return 4 if self.key == TF32 else 2
+class Grouped(Sizes):
+    """One of these."""
 
     @property
     def width(self) -> int:
@@ -73,9 +55,7 @@ class Grouped(NamedTuple):
 
 def seconds(kernels: Kernels, convolution: Convolution) -> float:
     """With its launches."""
-    of = Grouped(
-        convolution.way, *convolution.sizes, convolution.taps, convolution.groups, convolution.last, convolution.key
-    )
+    of = Grouped(*convolution.sizes)
     multiplying = kernels.took(START[of.way][of.key == TF32]) + _products(of) / _rate(of) / kernels.cycles
     moving = kernels.streaming(of.size * sum(of.numbers))
     busy = (multiplying**BESIDE + moving**BESIDE) ** (1 / BESIDE)

@@ -7,11 +7,9 @@ so that images with their channels first are converted before and after.
 From 918 convolutions on an H100 (cuDNN 9.19, torch.profiler: tests/gpu/h100_convolutions.csv).
 """
 
-from typing import NamedTuple
-
 from virtualgpu.hardware.datasheet import TF32
 from virtualgpu.timing.hopper import reordering
-from virtualgpu.timing.hopper.convolution import Convolution
+from virtualgpu.timing.hopper.convolution import Convolution, Sizes
 from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.products import Product, busy
 
@@ -30,32 +28,16 @@ START = {"forward": (6500, 6500), "image": (13000, 13000), "weight": (5000, 3000
 REACHED, SPREAD = {"forward": 1.0, "image": 0.7, "weight": 0.8}, 0.85
 
 
-class Pointwise(NamedTuple):
-    """`images` of read channels and `places` each, made into as many of `made` channels and places / stride's.
-
-    key: into Spec.rates. size: bytes of a number."""
-
-    way: str
-    images: int
-    read: int
-    made: int
-    places: int
-    places_made: int
-    last: bool
-    key: str
-    size: int
-
-
 def seconds(kernels: Kernels, convolution: Convolution) -> float:
     """With its launches."""
-    of = Pointwise(convolution.way, *convolution.sizes, convolution.last, convolution.key, convolution.image.itemsize)
+    of = convolution.sizes
     if of.places == of.places_made:
         return _of_cublas(kernels, of)
     first = [tensor for tensor in (convolution.image, convolution.made) if reordering.is_first(tensor)]
     return _of_cudnn(kernels, of) + sum(reordering.seconds(kernels, tensor) for tensor in first)
 
 
-def _of_cublas(kernels: Kernels, of: Pointwise) -> float:
+def _of_cublas(kernels: Kernels, of: Sizes) -> float:
     moved = of.size * (of.images * of.places * (of.read + of.made) + of.read * of.made)
     summed = 0.0
     if not of.last and of.way == "weight":
@@ -65,7 +47,7 @@ def _of_cublas(kernels: Kernels, of: Pointwise) -> float:
     return kernels.spec.kernel + _beside(kernels, of, _product(of, kernels.spec.processors), moved) + summed
 
 
-def _product(of: Pointwise, processors: int) -> Product:
+def _product(of: Sizes, processors: int) -> Product:
     """As cuBLAS is asked for it, channels last and first."""
     images, read, made, places = of.images, of.read, of.made, of.places_made
     if of.last:
@@ -88,7 +70,7 @@ def _product(of: Pointwise, processors: int) -> Product:
     return Product(*asked, of.key, 0, together(of.size, *rows), share, along)
 
 
-def _beside(kernels: Kernels, of: Pointwise, product: Product, moved: float) -> float:
+def _beside(kernels: Kernels, of: Sizes, product: Product, moved: float) -> float:
     moving = kernels.streaming(moved)
     if of.way == "weight":
         moving /= READ
@@ -99,7 +81,7 @@ def _beside(kernels: Kernels, of: Pointwise, product: Product, moved: float) -> 
     return (busy(kernels, product) ** BESIDE + moving**BESIDE) ** (1 / BESIDE)
 
 
-def _of_cudnn(kernels: Kernels, of: Pointwise) -> float:
+def _of_cudnn(kernels: Kernels, of: Sizes) -> float:
     read, made = of.images * of.places * of.read, of.images * of.places_made * of.made
     touched = read if of.way == "image" else of.images * of.places_made * of.read
     product = _product(of._replace(last=True), kernels.spec.processors)._replace(share=REACHED[of.way], along=2)
