@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import suggest_memory_format
-from virtualgpu.distributed.calls import Call
+from virtualgpu.distributed.calls import Call, is_fp8
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them
 # The dtypes that it has (`ncclDataType`); torch/csrc/cuda/nccl.cpp, by which the kinds of COPIED go, names the same
@@ -15,7 +15,9 @@ DTYPES = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 }  # fmt: skip
+INVALID_ARGUMENT = ("ProcessGroupNCCL.cpp:3780", "invalid argument", "Invalid value for an argument.")
 COPIED = ("all_to_all", "gather", "scatter")
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # that are added up, from Hopper on; all are copied
 OF_COMPLEX = ("SUM", "AVG", "PREMUL_SUM")  # the others would reduce both halves of a number on their own
 
 
@@ -40,11 +42,17 @@ def check(call: Call, rank: int, size: int) -> None:
                     raise ValueError("Tensors must be non-overlapping and dense")
 
 
-def check_what_nccl_has(call: Call, size: int) -> None:
-    """Raises PyTorch's error for a root and for dtypes that gloo would refuse in words of its own, or not at all."""
+def check_what_nccl_has(call: Call, size: int, capability: tuple[int, int]) -> None:
+    """Raises PyTorch's error for a root and for dtypes that gloo would refuse in words of its own, or not at all.
+
+    capability: the GPU's.
+    """
     if call.kind in ("broadcast", "reduce") and not 0 <= call.root < size:
         words = f"{call.kind.capitalize()} : invalid root {call.root} (root should be in the 0..{size} range)"
-        raise refused_by_nccl("ProcessGroupNCCL.cpp:3780", "invalid argument", "Invalid value for an argument.", words)
+        raise refused_by_nccl(*INVALID_ARGUMENT, words)
+    if call.reduction[0] and capability < (9, 0) and any(tensor.dtype in FP8 for tensor in call.tensors):
+        # of its taskAppend, enqueue.cc; copies of FP8 are refused by NCCL 2.27 and before alone
+        raise refused_by_nccl(*INVALID_ARGUMENT, "FP8 reduction support begins with sm90 capable devices.")
     for tensor in call.tensors:
         if tensor.dtype not in DTYPES and not tensor.is_complex():  # a complex number is sent as two
             name = str(tensor.dtype).removeprefix("torch.").replace("uint", "UInt")
@@ -84,6 +92,8 @@ def reduction(call: Call, rank: int, size: int) -> None:
     name, _ = call.reduction
     if name in REFUSED:
         raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
+    if any(is_fp8(tensor.dtype) and tensor.dtype not in FP8 for tensor in call.tensors):
+        raise RuntimeError("Unsupported Float8 type for NCCL reduction")
     if name == "AVG" and any(tensor.dtype is torch.bool for tensor in call.tensors):
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
     if name not in OF_COMPLEX and any(tensor.is_complex() for tensor in call.tensors):

@@ -73,7 +73,7 @@ class Communicator:
         """This rank has come to a collective. Raises what PyTorch does for tensors that NCCL refuses."""
         check(call, self.rank, self.size)
         if self.nccl:
-            check_what_nccl_has(call, self.size)
+            check_what_nccl_has(call, self.size, gpu.spec.capability)
         if self.unlike is not None:
             self.unlike.finish()  # raises: the ranks' numbers would not meet any more
         if self.failed is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed.calls import Call
+from virtualgpu.distributed.calls import Call, is_fp8
 
 
 class Transfer:
@@ -121,12 +121,17 @@ def _begin_reduction(transfer: Transfer, call: Call, memory: torch.Tensor, dtype
         options.reduceOp = dist.ReduceOp.MAX  # or, as NCCL has it
     else:
         options.reduceOp = getattr(dist.ReduceOp, "SUM" if name in ("AVG", "PREMUL_SUM") else name)
+    narrow = memory
+    if is_fp8(dtype):
+        memory = narrow.float()  # gloo does not add up FP8; NCCL rounds each sum of two, this the last one
     if name == "PREMUL_SUM":
         memory.mul_(factor)
     if memory.numel():
         transfer.begin("reduce" if to_root else "allreduce", options, [memory])
     if name == "AVG":
         transfer.then(_divide, memory, transfer.size)
+    if memory is not narrow:
+        transfer.then(narrow.copy_, memory)
 
 
 def _divide(memory: torch.Tensor, size: int) -> None:
@@ -250,12 +255,15 @@ def all_reduce_alike(call: Call, rank: int, size: int) -> None:
     """A sum and a product count all ranks; others leave a tensor as it is."""
     name, factor = call.reduction
     for tensor in call.outputs:
+        numbers = tensor.float() if is_fp8(tensor.dtype) else tensor
         if name == "PREMUL_SUM":
-            tensor.mul_(factor)
+            numbers.mul_(factor)
         if name in ("SUM", "PREMUL_SUM") and tensor.dtype is not torch.bool:
-            tensor.mul_(size)
+            numbers.mul_(size)
         elif name == "PRODUCT":
-            tensor.pow_(size)
+            numbers.pow_(size)
+        if numbers is not tensor:
+            tensor.copy_(numbers)
 
 
 def broadcast_alike(call: Call, rank: int, size: int) -> None:

@@ -258,6 +258,41 @@ def test_one_rank_alone():
         assert dist.get_backend() == "nccl" and out.tolist() == [0, 1, 2]
         with pytest.raises(RuntimeError, match="device type cpu"):
             dist.all_reduce(torch.ones(1))
+        with pytest.raises(RuntimeError, match="Unsupported Float8 type for NCCL reduction"):
+            dist.all_reduce(x.to(torch.float8_e5m2fnuz))
+    finally:
+        dist.destroy_process_group()
+
+
+def sums_of_fp8():
+    from torch import distributed as dist
+
+    rank, sums = dist.get_rank(), []
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        numbers = torch.tensor([1.0 + rank, 2.0], device="cuda").to(dtype)
+        part = torch.empty(1, device="cuda", dtype=dtype)
+        dist.reduce_scatter_tensor(part, numbers, dist.ReduceOp.AVG)
+        dist.all_reduce(numbers)
+        sums.append((numbers.dtype is dtype, numbers.tolist(), part.item()))
+    return sums
+
+
+def test_sums_of_fp8(on_gpus):
+    zero, one = on_gpus(sums_of_fp8, like="H100")
+    assert zero == [(True, [3, 4], 1.5)] * 2 and one == [(True, [3, 4], 2)] * 2
+
+
+def test_fp8_is_added_up_from_hopper_on_and_copied_everywhere():
+    import torch.distributed as dist
+
+    virtualgpu.gpus(1, like="A100")
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        x, out = (torch.full((3,), value, device="cuda").to(torch.float8_e4m3fn) for value in (1.5, 0.0))
+        dist.all_gather_into_tensor(out, x)
+        assert out.tolist() == [1.5, 1.5, 1.5]
+        with pytest.raises(dist.DistBackendError, match="FP8 reduction support begins with sm90"):
+            dist.all_reduce(x)
     finally:
         dist.destroy_process_group()
 
