@@ -9,14 +9,13 @@ import nbformat
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
-MOVED = {"07_models_that_do_not_fit.ipynb"}  # of one cell, which says where the lesson is now: old links lead there
 LONGEST = ("05", "07", "09", "08", "01", "04", "10", "03", "06", "02")  # by the time that their processes take together
 TAGS = {"bootstrap", "cover", "exercise", "solution", "prediction", "nbval-ignore-output", "raises-exception"}
 
 
 def notebooks() -> list[Path]:
     """The lessons in the order of reading, which is that of their numbers."""
-    return [path for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")) if path.name not in MOVED]
+    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
 
 def longest_first(paths: list[Path]) -> list[Path]:

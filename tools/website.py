@@ -127,7 +127,7 @@ def onward(text: str, folder: str) -> str:
         target = posixpath.normpath(posixpath.join(folder, target))
         if target == ENGINE_README:
             return f"](/engine/{section or ENGINE}.md)"
-        if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb", target) and Path(target).name not in series.MOVED:
+        if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb", target):
             return f"](/{target}{section and f'#{section}'})"
         if target.startswith("docs/"):
             return f"](/{target.removeprefix('docs/')})"

@@ -164,13 +164,6 @@ def test_a_prediction_is_written_before_it_is_answered(notebook):
             assert any("helpers.reveal(guess, " in after.source for after in cells[at + 1 : at + 4]), cell.source
 
 
-def test_a_lesson_that_moved_is_a_stub_with_a_link():
-    for name in series.MOVED:
-        (cell,) = series.read(series.NOTEBOOKS / name).cells
-        (link,) = re.findall(r"\]\((\S+?)\)", cell.source)
-        assert series.NOTEBOOKS / link in NOTEBOOKS
-
-
 def test_links_between_notebooks_lead_somewhere(notebook):
     names = {path.name for path in NOTEBOOKS}
     for cell in notebook.cells:
