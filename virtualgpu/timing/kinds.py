@@ -93,6 +93,16 @@ def copied_first(name: str, args) -> list[Tensor]:
     return [args[at] for at in COPIED[name] if not args[at].is_contiguous()]
 
 
+NEAREST = ("upsample_nearest", "_upsample_nearest_exact")  # which differ by half a place
+NEAREST_OWN = {
+    "1d": upsampling.nearest,
+    "1d_backward": upsampling.nearest_backward,
+    "2d": upsampling.nearest,
+    "2d_backward": upsampling.nearest_backward,
+    "3d": upsampling.nearest_3d,
+    "3d_backward": upsampling.nearest_3d_backward,
+}
+
 # Twice over what goes in: once for its mean and variance or its sums, once for the result (Normalization.cuh)
 KINDS = {
     "native_batch_norm": Kind(1.5, training=5, own=batch_norm),
@@ -130,18 +140,7 @@ KINDS = {
     "upsample_bilinear2d_backward": Kind(launches=2, own=upsampling.bilinear_backward),
     "upsample_bicubic2d": Kind(launches=2, own=upsampling.bicubic),
     "upsample_bicubic2d_backward": Kind(launches=2, own=upsampling.bicubic_backward),
-    "upsample_nearest1d": Kind(own=upsampling.nearest),
-    "upsample_nearest1d_backward": Kind(own=upsampling.nearest_backward),
-    "upsample_nearest3d": Kind(own=upsampling.nearest_3d),
-    "upsample_nearest3d_backward": Kind(own=upsampling.nearest_3d_backward),
-    "_upsample_nearest_exact1d": Kind(own=upsampling.nearest),
-    "_upsample_nearest_exact1d_backward": Kind(own=upsampling.nearest_backward),
-    "_upsample_nearest_exact3d": Kind(own=upsampling.nearest_3d),
-    "_upsample_nearest_exact3d_backward": Kind(own=upsampling.nearest_3d_backward),
-    "upsample_nearest2d": Kind(own=upsampling.nearest),
-    "upsample_nearest2d_backward": Kind(own=upsampling.nearest_backward),
-    "_upsample_nearest_exact2d": Kind(own=upsampling.nearest),
-    "_upsample_nearest_exact2d_backward": Kind(own=upsampling.nearest_backward),
+    **{f"{name}{dims}": Kind(own=own) for name in NEAREST for dims, own in NEAREST_OWN.items()},
     "nll_loss_forward": Kind(made=True, waits=cycles.rounds(0)),
     "nll_loss_backward": Kind(made=True, waits=cycles.rounds(1), launches=2),  # zeros, and a number in each row
     "masked_fill": Kind(2.0, launches=2, elementwise=True),  # a copy, filled in place
