@@ -407,9 +407,9 @@ def test_tf32_is_allowed_where_the_public_switches_say_so():
     before = products.allow_tf32
     for allowed in (not before, before):
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
-            assert _compat.convolutions_in_tf32() is allowed
+            assert _compat.in_tf32("conv") is _compat.in_tf32("rnn") is allowed
         products.allow_tf32 = allowed
-        assert _compat.products_in_tf32() is allowed
+        assert _compat.in_tf32("matmul") is allowed
 
 
 # -- PyTorch's own detector of races

@@ -15,8 +15,7 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 built_with_cuda = C._has_cuda  # C++ of other wheels has no guard for CUDA's devices, also where no driver is needed
 parallel_functions = torch.nn.parallel._functions  # where DataParallel keeps its streams
 
-# What torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32 say, twenty times as fast
-convolutions_in_tf32, products_in_tf32 = C._get_cudnn_allow_tf32, C._get_cublas_allow_tf32
+_fp32_precision = C._get_fp32_precision_getter
 
 # Which kernel attention takes: SDPBackend's numbers in the order in which they are asked, and as it is before anybody changes it
 attention_priority, ATTENTION_PRIORITY = C._get_sdp_priority_order, [1, 2, 0, 3, 4]
@@ -34,6 +33,17 @@ LT_HAS_ITS_OWN = VERSION < (2, 12)  # cuBLASLt's workspace beside cuBLAS's, whos
 SETS_WORKSPACES = VERSION >= (2, 13)  # torch.backends.cuda.cublas_workspace_size
 
 activate_gpu_trace = C._activate_gpu_trace  # from then on C++ reports to torch.cuda._gpu_trace
+
+
+def in_tf32(operation: str) -> bool:
+    """May float32 be rounded to TF32 in a GPU's "matmul", "conv" or "rnn"? As cuBLAS and cuDNN are told, whether the program said so by
+    fp32_precision, allow_tf32 or set_float32_matmul_precision; whoever asks by another of these than the program used gets an error."""
+    return _fp32_precision("cuda", operation) == "tf32"
+
+
+def cpu_multiplies_in_bfloat16() -> bool:
+    """Numbers of float32, where the processor can."""
+    return _fp32_precision("mkldnn", "matmul") == "bf16"
 
 
 def real_gpus() -> int:

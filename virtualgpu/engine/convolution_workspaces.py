@@ -9,6 +9,7 @@ that in a backward pass, is not modelled.
 
 import torch
 
+from virtualgpu import _compat
 from virtualgpu.engine.halves import HALVES
 
 AMPERE = (8, 0)
@@ -46,7 +47,7 @@ def backward(args, kwargs, out, gpu) -> list[int]:
 def _on_tensor_cores(input, groups: int, gpu) -> bool:
     if gpu.spec.capability < AMPERE or not torch.backends.cudnn.enabled or not input.numel():
         return False
-    if input.dtype not in HALVES and not (input.dtype is torch.float32 and torch.backends.cudnn.allow_tf32):
+    if input.dtype not in HALVES and not (input.dtype is torch.float32 and _compat.in_tf32("conv")):
         return False
     return groups == 1 or groups != input.shape[1]  # otherwise one filter for each channel
 

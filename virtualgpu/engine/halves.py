@@ -11,6 +11,8 @@ grid_sample: the CPU's kernel works out where to look in float16 or bfloat16 its
 import torch
 from torch import Tensor
 
+from virtualgpu import _compat
+
 aten, STRIDED = torch.ops.aten, torch.strided
 HALF, HALVES = torch.float16, (torch.float16, torch.bfloat16)
 
@@ -68,7 +70,7 @@ def _is_other(tensor: Tensor, narrow: torch.dtype) -> bool:
 
 def accumulated_in() -> torch.dtype:
     """float32; float64 where the program lets the CPU multiply float32 with the precision of bfloat16, which is below float16's."""
-    return torch.float64 if torch.get_float32_matmul_precision() == "medium" else torch.float32
+    return torch.float64 if _compat.cpu_multiplies_in_bfloat16() else torch.float32
 
 
 def widened(tensor: Tensor | None) -> Tensor | None:

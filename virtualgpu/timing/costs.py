@@ -11,7 +11,8 @@ from virtualgpu.timing.attention import attention, attention_backward, encoder_l
 
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}
-OF_CUDNN = CONVOLUTIONS | {aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default}
+RECURRENT = {aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default}
+OF_CUDNN = CONVOLUTIONS | RECURRENT
 
 
 def formula(func) -> Callable | None:
@@ -54,8 +55,8 @@ def rate(func, tensors: Iterable[torch.Tensor]) -> str:
         dtype = next((PARTS[tensor.dtype] for tensor in tensors if tensor.dtype in PARTS), torch.float32)
     if dtype != torch.float32:
         return KEYS.get(dtype, FLOAT32)
-    allowed = _compat.convolutions_in_tf32 if func in OF_CUDNN else _compat.products_in_tf32
-    return TF32 if allowed() else FLOAT32  # a card that has no such rate falls back to that of float32
+    allowed = _compat.in_tf32("conv" if func in CONVOLUTIONS else "rnn" if func in RECURRENT else "matmul")
+    return TF32 if allowed else FLOAT32  # a card that has no such rate falls back to that of float32
 
 
 KEYS = {getattr(torch, name): name for name in DTYPES if name != TF32}

@@ -104,6 +104,18 @@ def test_a_sum_beyond_float16s_steps_is_kept(gpus):
     assert F.conv2d(x, torch.ones(1, 1, 63, 63, dtype=HALF, device="cuda")).flatten().tolist() == [3968.0] * 4
 
 
+def test_however_the_program_says_the_precision_of_float32(gpus):
+    """set_float32_matmul_precision and allow_tf32, asked after the newer fp32_precision, raise."""
+    a = torch.ones(8, 16, dtype=HALF, device="cuda")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert (a @ a.T).unique().tolist() == [16]
+        assert F.scaled_dot_product_attention(a[None], a[None], a[None]).unique().tolist() == [1]
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_no_less_exact_where_float32_is_let_be(gpus):
     """On processors that multiply in bfloat16, "medium" would be below float16: there it is float64."""
     assert halves.accumulated_in() is torch.float32

@@ -448,3 +448,34 @@ def test_tf32_is_used_where_pytorch_allows_it():
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert TF32 in SPECS["A100"].rates and 4 < plain / fast < 8
+
+
+SETTINGS = {  # operation: where PyTorch keeps its setting
+    "matmul": torch.backends.cuda.matmul,
+    "conv": torch.backends.cudnn.conv,
+    "rnn": torch.backends.cudnn.rnn,
+}
+
+
+@pytest.mark.parametrize("operation", SETTINGS)
+def test_precision_of_float32_is_what_fp32_precision_says(operation):
+    """It is no error that the settings before PyTorch 2.9, asked after it, would say something else."""
+
+    def calculation():
+        x = torch.ones(64, 256, 32, 32, device="cuda")
+        if operation == "rnn":
+            layer, texts = torch.nn.LSTM(1024, 1024, device="cuda"), torch.ones(16, 256, 1024, device="cuda")
+            return lambda: layer(texts)
+        if operation == "conv":
+            return lambda: torch.conv2d(x, torch.ones(256, 256, 3, 3, device="cuda"))
+        return lambda: torch.ones(4096, 4096, device="cuda") @ torch.ones(4096, 4096, device="cuda")
+
+    setting = SETTINGS[operation]
+    before = setting.fp32_precision
+    try:
+        times = {}
+        for setting.fp32_precision in ("ieee", "tf32"):
+            times[setting.fp32_precision] = seconds(calculation)
+    finally:
+        setting.fp32_precision = before
+    assert times["ieee"] / times["tf32"] > 1.5

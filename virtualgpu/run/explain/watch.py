@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from virtualgpu import environment
 from virtualgpu._compat import distributed as _compat
+from virtualgpu._compat import in_tf32
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.engine.halves import HALVES
 from virtualgpu.run import left
@@ -75,7 +76,7 @@ class Watch(steps.Watch):
             bucket_cap=min((ddp.bucket_bytes_cap / (1 << 20) for ddp in self.wrapped), default=None),
             compressible=self._compressible(),
             half=self.half,
-            tf32=torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32,
+            tf32=in_tf32("matmul"),
             batch=self._batch(first),
         )
         left.leave(folder, LEFT, explained)
