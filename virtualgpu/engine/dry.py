@@ -52,7 +52,7 @@ class DryRun:
         if op.returns_value_to_host:
             value = values.computed(op, args, kwargs, tensors)
             if value is NotImplemented:
-                return self.placeholder_value(op, tensors, gpu)
+                return self.placeholder_value(op, tensors)
             if gpu is not None and value != value:  # nan: something without values was written to it
                 self.machine.warn_of_nan()
             return value
@@ -141,11 +141,10 @@ class DryRun:
         with self.machine.untracked():
             return op.func(_on_meta(args[0]), lengths, *args[2:])
 
-    def placeholder_value(self, op: Operation, tensors, gpu: GPU | None):
+    def placeholder_value(self, op: Operation, tensors):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal), True where all()
         does: checks of numbers hold, those of torch.distributions, say."""
-        if gpu is not None:
-            self.machine.warn_of_nan()
+        self.machine.warn_of_nan()
         if op.name != "_local_scalar_dense":
             return op.name == "allclose" and _compat.graph_task() != -1  # a derivative asks whether it is defined
         dtype = tensors[0].dtype

@@ -13,7 +13,7 @@ from virtualgpu.engine.gpu import CONTEXT, GPU
 from virtualgpu.engine.in_flight import InFlight
 from virtualgpu.engine.thread_context import ThreadContext, dry_runs
 from virtualgpu.engine.workspaces import Workspaces
-from virtualgpu.environment import launch_blocking
+from virtualgpu.environment import DRY_HAS_NO_VALUES, launch_blocking
 from virtualgpu.errors import forked, invalid_ordinal, no_gpus, used_before_fork
 from virtualgpu.hardware import links
 from virtualgpu.hardware.datasheet import Link
@@ -149,7 +149,7 @@ class Machine:
         if self._warns_of_nan:
             self._warns_of_nan = False
             warn_at_the_program(
-                "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans, True for all())"
+                f"{DRY_HAS_NO_VALUES}: what it reads is nan (0 for whole numbers, False for booleans, True for all())"
             )
 
     @contextlib.contextmanager

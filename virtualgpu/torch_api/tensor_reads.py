@@ -94,6 +94,7 @@ class Reads:
             return tensor
         elif (known := values.values_of(tensor)) is not None:
             return known
+        self.machine.warn_of_nan()
         nothing = math.nan if tensor.is_floating_point() else 0
         with self.machine.untracked():
             return torch.full(tuple(tensor.shape), nothing, dtype=tensor.dtype, device="cpu")

@@ -464,6 +464,18 @@ def test_dry_run_gives_shapes_places_and_bytes():
     assert torch.zeros(2).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("read", [
+    lambda x: x.tolist(),
+    lambda x: x.sum().cpu().item(),
+    lambda x: x.argmax(1).cpu().numpy(),
+    lambda x: bool(x.sum().cpu() < 1),
+])  # fmt: skip
+def test_dry_run_says_that_it_has_no_values(read):
+    """Where they are copied to the CPU first, too, as most programs do."""
+    with virtualgpu.dry_run(1), pytest.warns(UserWarning, match="computes shapes, no values"):
+        read(torch.rand(4, 3, device="cuda"))
+
+
 def test_dry_run_of_what_was_made_outside():
     virtualgpu.gpus(2)
     model, x = nn.Linear(3, 2).to("cuda:1"), torch.randn(4, 3)

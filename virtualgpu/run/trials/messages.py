@@ -6,9 +6,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from virtualgpu.environment import DRY_HAS_NO_VALUES
 from virtualgpu.run import program
 
-READS = re.compile(r"^(.+):(\d+): UserWarning: a dry run computes shapes", re.M)  # engine/dry.py
+READS = re.compile(rf"^(.+):(\d+): UserWarning: {DRY_HAS_NO_VALUES}", re.M)
 WARNING = re.compile(r"UserWarning: (.*\bvirtual GPUs?\b.*)$", re.M)
 ERROR = re.compile(r"([\w.]*(?:Error|Exception|Interrupt)\w*|[^\s:]+: error)(:.*)?$")  # or argparse's
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
