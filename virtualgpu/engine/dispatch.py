@@ -67,6 +67,8 @@ class Dispatch(_compat.TorchDispatchMode):
         op = _operations.get(func)
         if op is None:
             if isinstance(func, _compat.HigherOrderOperator):
+                if self.machine.in_flight.parts:
+                    self.machine.in_flight.let_finish(tensors_of(args, kwargs))
                 if (
                     func in flex_attention.KERNELS
                     and (out := flex_attention.run(self, func, args, kwargs)) is not NotImplemented
@@ -79,6 +81,7 @@ class Dispatch(_compat.TorchDispatchMode):
                 op.on_gpu = extensions.on_gpu(func)
             _operations[func] = op
         if nested.some or op.name in nested.MAKERS:
+            self._let_finish(op, args, kwargs)
             out = nested.run(self, op, args, kwargs)
             if out is not NotImplemented:
                 return out
@@ -97,21 +100,29 @@ class Dispatch(_compat.TorchDispatchMode):
             if (dry_runs.some or self.machine.always_dry) and self.machine.dry:
                 values.propagate_view(func, args, kwargs, out)
             return out
-        if op.override is not None and (out := op.override(self, func, args, kwargs)) is not NotImplemented:
-            return out
+        if op.override is not None:
+            if func.namespace == "aten":  # a collective looks after its own
+                self._let_finish(op, args, kwargs)
+            out = op.override(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         if op.extension and (out := extensions.run(self, func, args, kwargs)) is not NotImplemented:
             return out
         if op.factory:
             return self.factories.make(op, args, kwargs)
+        self._let_finish(op, args, kwargs)
         tensors = tensors_of(args, kwargs)
-        if self.machine.in_flight.parts:
-            self.machine.in_flight.let_finish(tensors, op.written(args, kwargs))
         gpu = self.place(op, args, kwargs, tensors)
         if op.generator:
             self.eager.check_generator(args, kwargs, gpu)
         if op.takes_device and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self.factories.make_like(op, args, kwargs, tensors, gpu)
         return self._work(op, args, kwargs, tensors, gpu)
+
+    def _let_finish(self, op: Operation, args, kwargs) -> None:
+        """The collectives that fill what this operation reads, or read what it writes to."""
+        if self.machine.in_flight.parts:
+            self.machine.in_flight.let_finish(tensors_of(args, kwargs), op.written(args, kwargs))
 
     def _work(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """Carry out an operation of tensors that are all on `gpu` (None: the CPU)."""

@@ -64,6 +64,24 @@ def test_a_kernel_reads_what_a_collective_brings_even_if_nobody_waits(on_gpus):
     assert on_gpus(used_without_waiting) == [({3.0, 4.0}, True)] * 2
 
 
+def attended_without_waiting():
+    import torch.distributed as dist
+
+    q, s = torch.zeros(1, 4, 1024, 64, device="cuda"), torch.ones(2, 4, 1024, 64, device="cuda")
+    works = [dist.reduce_scatter_tensor(q.view(-1), s.view(-1), async_op=True)]
+    attended = [nn.functional.scaled_dot_product_attention(q, q, q).unique().tolist()]
+    cell, x = nn.LSTMCell(64, 4, device="cuda"), torch.zeros(SIZE // 64, 64, device="cuda")
+    works.append(dist.all_reduce(x.fill_(1), async_op=True))
+    before = cell(x)[0]
+    for work in works:
+        work.wait()
+    return attended, torch.equal(before, cell(x)[0])
+
+
+def test_attention_and_cells_do_so_too(on_gpus):
+    assert on_gpus(attended_without_waiting) == [([[2.0]], True)] * 2
+
+
 def trained(delayed: bool):
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
