@@ -35,7 +35,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 VARIABLE, CROSSCHECK, PROFILED = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK", "VIRTUALGPU_PROFILED"
-DRY_HAS_NO_VALUES = "a dry run computes shapes, no values"  # a warning's beginning, by which `fit` knows it among what a program prints
+DRY_HAS_NO_VALUES = (
+    "a dry run computes shapes, no values"  # a warning's beginning, by which `fit` knows it among what a program prints
+)
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
 
 

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import extensions, flex_attention, in_place, nested, nondeterministic, on_meta, overrides, values
+from virtualgpu.engine import (
+    copies,
+    extensions,
+    flex_attention,
+    in_place,
+    nested,
+    nondeterministic,
+    on_meta,
+    overrides,
+    values,
+)
 from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
@@ -192,7 +202,7 @@ class Dispatch(_compat.TorchDispatchMode):
                 self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
                 pinned = is_pinned(args[0]) or is_pinned(args[1])
-                machine.charge_copy(source, target, args[1].nbytes, len(args) > 2 and args[2], pinned)
+                copies.charge(machine, *args[:2], (target, source), len(args) > 2 and args[2], pinned)
         if asserts:
             clock.stop(gpu.index)
         return out

@@ -1,11 +1,9 @@
 """Operations that make a tensor: from no other one (zeros), or with a `device` of their own (zeros_like, the copies of C++)."""
 
-import math
-
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import values
+from virtualgpu.engine import copies, values
 from virtualgpu.engine.allocation import Allocation, MadeByCpp, gpu_of, is_pinned, label, made_by_cpp, pin
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
@@ -117,11 +115,8 @@ class Factories:
         elif own:
             label(out, MadeByCpp())
         if op.converts and target is not source:
-            nbytes, pinned = (
-                math.prod(out.shape) * out.element_size(),
-                bool(kwargs.get("pin_memory")) or is_pinned(tensors[0]),
-            )
-            machine.charge_copy(source, target, nbytes, bool(kwargs.get("non_blocking")), pinned)
+            pinned = bool(kwargs.get("pin_memory")) or is_pinned(tensors[0])
+            copies.charge(machine, out, tensors[0], (target, source), bool(kwargs.get("non_blocking")), pinned)
         elif target is not None:
             self.timing.write(op, out, target)
         if kwargs.get("pin_memory") and target is None:

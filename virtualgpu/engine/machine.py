@@ -242,7 +242,8 @@ class Machine:
             return
         wait = not (non_blocking and pinned)
         if source is not None and target is not None:
-            self.clock.between(source.index, target.index, self._peer_link(source.spec).seconds(nbytes))
+            link = links.between(source.spec, target.spec, promised=self.settings.clock == DATASHEET)
+            self.clock.between(source.index, target.index, link.seconds(nbytes))
         elif target is not None:
             seconds = self.host_link(target, "in", pinned).seconds(nbytes)
             self.clock.host_copy(target.index, seconds, wait, "copy from the host", "in")
@@ -253,11 +254,6 @@ class Machine:
     def host_link(self, gpu: GPU, way: str, pinned: bool) -> Link:
         """What copies from the host ("in") or to it ("out") reach."""
         return gpu.spec.host if self.settings.clock == DATASHEET else links.to_host(gpu.spec.host, way, pinned)
-
-    def _peer_link(self, spec: Spec) -> Link:
-        if self.settings.clock == DATASHEET or not spec.peer_access:  # through the host's memory: measured as it is
-            return spec.peer
-        return links.to_peer(spec.peer, spec.capability, spec.nvlink is not None)
 
     def place(self, tensor: torch.Tensor, gpu: GPU | None) -> torch.Tensor:
         """Let this tensor's storage live on `gpu`. Raises torch.OutOfMemoryError where there is no room."""

@@ -229,7 +229,7 @@ def propagate_view(func, args, kwargs, out) -> None:
 def propagate_copy(tensor: Tensor, copy: Tensor) -> None:
     """A copy to or from a GPU, of what is kept there. Call it untracked."""
     if is_kept(copy) and (known := values_of(tensor)) is not None:
-        values = known.clone()
+        values = known.to(copy.dtype, copy=True)
         _mark([values], _any_stale([known]))
         attach([copy], [values])
 

@@ -11,7 +11,7 @@ import functools
 from statistics import median
 
 from virtualgpu.hardware import tables
-from virtualgpu.hardware.datasheet import PCIE3, PCIE4, PCIE5, Link
+from virtualgpu.hardware.datasheet import PCIE3, PCIE4, PCIE5, Link, Spec
 
 GENERATIONS = {3: PCIE3, 4: PCIE4, 5: PCIE5}
 LATENCY = 12e-6  # of such a copy: two RTX 4090, 11.4 to 13.1 us (p2pBandwidthLatencyTest)
@@ -32,6 +32,21 @@ def to_host(link: Link, way: str, pinned: bool) -> Link:
     rate = median(row["rate"] for row in [row for row in own if row["way"] == way] or own) * 1e9
     lanes = min(link.bandwidth / GENERATIONS[generation].bandwidth, 1.0)
     return Link(rate * lanes if pinned else min(rate, to_host(link, way, True).bandwidth), link.latency)
+
+
+def between(one: Spec, other: Spec, promised: bool = False) -> Link:
+    """What copies from one GPU to another reach: over NVLink, if they are of one kind that has it; over PCI Express, where both cards have peer
+    access; else through the host's memory. promised: as data sheets say it, not as others measured it.
+    """
+    if not (one.peer_access and other.peer_access):  # `peer` is measured as it is
+        return min((card.host if card.peer_access else card.peer for card in (one, other)), key=_bandwidth)
+    alike = (one.peer, one.nvlink) == (other.peer, other.nvlink)
+    link = one.peer if alike else min(one.host, other.host, key=_bandwidth)
+    return link if promised else to_peer(link, one.capability, alike and one.nvlink is not None)
+
+
+def _bandwidth(link: Link) -> float:
+    return link.bandwidth
 
 
 @functools.cache

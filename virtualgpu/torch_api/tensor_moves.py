@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import values
+from virtualgpu.engine import copies, values
 from virtualgpu.engine.allocation import gpu_of, is_pinned, pin, sparse_parts, storage_of
 from virtualgpu.engine.dispatch import has_dispatch
 from virtualgpu.engine.eager import LARGE, require_room
@@ -21,14 +21,15 @@ class Moves:
 
     machine: Machine
 
-    def move(self, tensor: torch.Tensor, target: GPU | None, wait: bool = True) -> torch.Tensor:
-        """A copy of `tensor` on `target` (None: the CPU), a new storage, through which gradients travel back and tangents on."""
+    def move(self, tensor: torch.Tensor, target: GPU | None, wait: bool = True, **changes) -> torch.Tensor:
+        """A copy of `tensor` on `target` (None: the CPU), a new storage, through which gradients travel back and tangents on. changes: its dtype
+        and memory_format, where they are not the tensor's."""
         backward = tensor.requires_grad and torch.is_grad_enabled()
         if backward or _compat.in_forward_mode() or _compat.is_functorch_wrapped(tensor):
-            return ToCopy.apply(tensor, self, target, wait)
-        return self.carry(tensor, target, wait)
+            return ToCopy.apply(tensor, self, target, wait, changes)
+        return self.carry(tensor, target, wait, changes)
 
-    def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool) -> torch.Tensor:
+    def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool, changes: dict) -> torch.Tensor:
         """As `move`, without gradients. Raises torch.OutOfMemoryError where there is no room."""
         machine, source = self.machine, gpu_of(tensor)
         batched = _compat.is_batched_gradient(tensor)
@@ -36,19 +37,19 @@ class Moves:
             # as an operation, what it is made of comes by; C++'s `to` would find it on the CPU
             device = CPU if target is None else target.device
             plain = tensor if batched else tensor.detach()  # a batch of gradients cannot, and need not
-            return torch.ops.aten._to_copy.default(plain, device=device, non_blocking=not wait)
+            return torch.ops.aten._to_copy.default(plain, device=device, non_blocking=not wait, **changes)
         if source is not None:
             machine.own(source)
         if self._has_nothing(tensor) and (source or target) is not None:
             raise no_data(made_in_dry_run=source is not None)
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.numel() * changes.get("dtype", tensor.dtype).itemsize
         if target is not None and nbytes >= LARGE:
             target.require(nbytes) if machine.dry else require_room([nbytes], target)
         with machine.untracked():
             if machine.dry and not _compat.is_really_meta(tensor):
-                copy = _compat.empty_like(tensor.detach(), device="meta")
+                copy = _compat.empty_like(tensor.detach(), device="meta", **changes)
             else:
-                copy = tensor.detach().clone()
+                copy = torch.ops.aten._to_copy.default(tensor.detach(), **changes)
             if machine.dry:
                 values.propagate_copy(tensor, copy)
         if storage_of(copy) is not None:
@@ -57,7 +58,7 @@ class Moves:
         if target is None and source is not None and not wait:
             pin(copy)  # PyTorch pins what it copies to in the background
         pinned = is_pinned(tensor) or is_pinned(copy)
-        machine.charge_copy(source, target, nbytes, not wait, pinned)
+        copies.charge(machine, copy, tensor, (target, source), not wait, pinned)
         return copy
 
     def _has_nothing(self, tensor: torch.Tensor) -> bool:
@@ -78,7 +79,8 @@ class Moves:
             if apart and where.type == "cuda" and self.machine.gpu(where) is not gpu_of(tensor):
                 return original(tensor, *args, **kwargs)
             tensor = self.taken_over(original, tensor)
-            plain = original(tensor, dtype, *args[1:], **{k: v for k, v in kwargs.items() if k != "other"})
+            copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
+            memory_format = kwargs.get("memory_format")
         else:
             where, dtype, _non_blocking, memory_format = _compat.parse_to(
                 *(_as_cuda_device(a) for a in args if not isinstance(a, bool)),
@@ -94,16 +96,18 @@ class Moves:
             if where is not None:
                 tensor = self.taken_over(original, tensor)
             copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
-            plain = tensor
-            if dtype is not None or memory_format is not None or copy:
-                options = {"copy": copy} | ({"memory_format": memory_format} if memory_format is not None else {})
-                plain = original(tensor, dtype if dtype is not None else tensor.dtype, **options)
+        changes = {} if dtype in (None, tensor.dtype) else {"dtype": dtype}
+        if memory_format not in (None, torch.preserve_format):
+            changes["memory_format"] = memory_format
+        target = None if where is None else self.machine.gpu(where)
+        if where is not None and gpu_of(tensor) is not target:
+            wait = not kwargs.get("non_blocking", flags[0] if flags else False)
+            return self.move(tensor, target, wait, **changes)
+        plain = tensor
+        if changes or copy:
+            plain = original(tensor, changes.pop("dtype", tensor.dtype), copy=copy, **changes)
         if where is None:
             return plain
-        wait = not kwargs.get("non_blocking", flags[0] if flags else False)
-        target = self.machine.gpu(where)
-        if gpu_of(plain) is not target:
-            return self.move(plain, target, wait)
         if target is None and self._has_nothing(plain) and not apart:
             raise no_data(made_in_dry_run=False)
         return plain
@@ -159,25 +163,26 @@ class ToCopy(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tensor, patches, target, wait):
+    def forward(tensor, patches, target, wait, changes):
         """`Moves.carry` it to `target`; None: the CPU."""
-        return patches.carry(tensor, target, wait)
+        return patches.carry(tensor, target, wait, changes)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Remember where the tensor was (`source`), and where it goes (`target`)."""
-        tensor, ctx.patches, ctx.target, _ = inputs
+        tensor, ctx.patches, ctx.target, _, changes = inputs
         ctx.source = gpu_of(tensor)
+        ctx.forth, ctx.back = ({"dtype": dtype} if "dtype" in changes else {} for dtype in (output.dtype, tensor.dtype))
 
     @staticmethod
     def backward(ctx, gradient):
         """The gradient goes to where the tensor was; the host waits, unless both places are GPUs."""
-        return ctx.patches.move(gradient, ctx.source), None, None, None
+        return ctx.patches.move(gradient, ctx.source, **ctx.back), None, None, None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):
         """A tangent goes where the tensor went."""
-        return ctx.patches.move(tangent, ctx.target)
+        return ctx.patches.move(tangent, ctx.target, **ctx.forth)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

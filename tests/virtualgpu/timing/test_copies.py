@@ -85,3 +85,76 @@ def test_a_slot_with_fewer_lanes_and_one_that_nobody_measured(way):
         assert pageable.bandwidth <= pinned.bandwidth < link.bandwidth and pinned.latency == link.latency
     chip_to_chip = Link(450e9, 2e-6)
     assert links.to_host(chip_to_chip, way, False) == chip_to_chip
+
+
+@pytest.mark.parametrize("way", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])
+@pytest.mark.parametrize(
+    "cards, expected",
+    [
+        ("V100,T4", 4.4),  # one without peer access: through the host's memory, as fast as the slower one is there
+        ("A100,V100", 12.6),  # no NVLink joins unlike cards: PCI Express, of the older generation
+    ],
+)
+def test_unlike_gpus_copy_as_fast_as_the_slower_way(run, cards, expected, way):
+    source, target = way
+    with run(2, like=cards):
+        here = torch.ones(NBYTES, dtype=torch.uint8, device=source)
+        assert rate(lambda: here.to(target)) == pytest.approx(expected, rel=0.02)
+        assert torch.cuda.can_device_access_peer(0, 1) is (cards == "A100,V100")
+
+
+def from_gpu():
+    return torch.zeros(4096, 4096, device="cuda")  # 64 MiB
+
+
+def from_host(pinned=False):
+    return torch.zeros(4096, 4096, pin_memory=pinned)
+
+
+# MiB that the copy takes on the GPU, its result included, and MiB that it sends
+CHANGED = {
+    "converted on the host, which waits": (lambda x: x.to("cpu", torch.float64), from_gpu, 0, 64),
+    "converted on the host before": (lambda x: x.to("cuda", torch.float16), from_host, 32, 32),
+    "converted on the GPU, for which nobody waits": (
+        lambda x: x.to("cuda", torch.float16, non_blocking=True),
+        lambda: from_host(True),
+        96,
+        64,
+    ),
+    "half of each row, gathered on the GPU": (lambda x: x[:, ::2].cpu(), from_gpu, 32, 32),
+    "into half of each row, spread on the GPU": (lambda x: x[:, ::2].copy_(torch.zeros(4096, 2048)), from_gpu, 32, 32),
+    "turned round on the GPU": (lambda x: x.t().copy_(torch.zeros(4096, 4096)), from_gpu, 64, 64),
+    "as it lies": (lambda x: x.t().cpu(), from_gpu, 0, 64),
+    "channels last, turned round on the GPU": (
+        lambda x: x.view(16, 4, 512, 512).to("cuda", memory_format=torch.channels_last),
+        from_host,
+        128,
+        64,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_copies_that_change_type_or_order(run, name):
+    """copy_kernel_cuda and copy_requires_temporaries in Copy.cu."""
+    copy, make, taken, sent = CHANGED[name]
+    with run(1, like="A100"):
+        x, clock = make(), virtualgpu.machine().clock
+        plain = torch.empty(sent << 20, dtype=torch.uint8, device="cpu", pin_memory=x.is_pinned())
+        over = torch.empty_like(plain, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for one in (
+            lambda: (
+                plain.copy_(over) if x.is_cuda and "into" not in name and "turned" not in name else over.copy_(plain)
+            ),
+            lambda: copy(x),
+        ):
+            torch.cuda.synchronize()
+            start = clock.host
+            one()
+            torch.cuda.synchronize()
+            seconds.append(clock.host - start)
+        assert torch.cuda.max_memory_allocated() - before == taken << 20
+        assert seconds[1] == pytest.approx(seconds[0], abs=0.3e-3)  # a kernel on the GPU takes little beside
