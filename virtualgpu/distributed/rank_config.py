@@ -6,6 +6,7 @@ not alike (a pipeline's stages, uneven shards), only this one is seen.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -48,19 +49,30 @@ def make(world_size: int, rank: int = 0, gpus_per_node: int = 8) -> RankConfig:
     return RankConfig(world_size, rank, gpus_per_node)
 
 
-def enter(machine, rank: RankConfig) -> Mapping[str, str | None]:
-    """From now on this process is that rank; returns what the environment said before."""
+class Before(NamedTuple):
+    """What this process was before it played a rank: which other one it played, if any, and what the environment said."""
+
+    rank: RankConfig | None
+    has_groups: bool
+    environ: Mapping[str, str | None]
+
+
+def enter(machine, rank: RankConfig) -> Before:
+    """From now on this process is that rank; returns what it was before."""
+    before = Before(machine.single_rank, _has_groups(), {name: os.environ.get(name) for name in rank.environ})
     machine.play(rank)
-    before = {name: os.environ.get(name) for name in rank.environ}
     os.environ.update(rank.environ)
     return before
 
 
-def leave(machine, before: Mapping[str, str | None]) -> None:
-    """This process plays no rank any more: its process groups are destroyed, the environment is as it was `before`."""
-    from torch import distributed as dist
+def leave(machine, before: Before) -> None:
+    """This process is what it was `before`; process groups that it has made since are destroyed."""
+    machine.play(before.rank)
+    if _has_groups() and not before.has_groups:
+        sys.modules["torch.distributed"].destroy_process_group()
+    environment.restore(before.environ)
 
-    machine.play(None)
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-    environment.restore(before)
+
+def _has_groups() -> bool:
+    dist = sys.modules.get("torch.distributed")  # this file does without PyTorch
+    return dist is not None and dist.is_available() and dist.is_initialized()

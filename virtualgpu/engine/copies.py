@@ -39,7 +39,7 @@ def charge(machine: Machine, target: Tensor, source: Tensor, places: tuple, non_
     """The time and the memory of target.copy_(source). places: the GPU of the target and that of the source, None for the host, and not the same.
     pinned: is the host's memory? Raises torch.OutOfMemoryError."""
     to, came = places
-    if target.layout is not torch.strided or source.layout is not torch.strided:
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (target, source)):
         machine.charge_copy(came, to, source.numel() * source.element_size(), non_blocking, pinned)
         return
     if to is not None and came is not None and came.spec.peer_access and to.spec.peer_access:

@@ -27,9 +27,16 @@ ALERTS |= {
     "_embedding_bag_backward": ("embedding_bag_backward_cuda_max", lambda args, kwargs: args[8] == MAX),
     "put": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
     "put_": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
+    "scatter": ("scatter_reduce_cuda_kernel", lambda args, kwargs: _reduces(args, kwargs)),
+    "scatter_": ("scatter_reduce_cuda_kernel", lambda args, kwargs: _reduces(args, kwargs)),
     "median": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
     "nanmedian": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
 }
+
+
+def _reduces(args, kwargs) -> bool:
+    """scatter with reduce=, of a tensor; that of a number says nothing."""
+    return "reduce" in kwargs and len(args) > 3 and isinstance(args[3], torch.Tensor)
 
 
 def check(op, args, kwargs) -> None:

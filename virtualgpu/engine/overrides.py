@@ -56,7 +56,7 @@ ABSENT += ("_histogramdd_from_bin_tensors", "_spdiags", "to_mkldnn")
 def fill(dispatch, func, args, kwargs):
     """Another device's number may fill a tensor: the host reads it first."""
     tensor, value = args
-    if gpu_of(tensor) is gpu_of(value):
+    if gpu_of(tensor) is gpu_of(value) or value.dim():  # PyTorch refuses more than a number
         return NotImplemented
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 

@@ -121,14 +121,14 @@ def _as_one_of_many(where: rank_config.RankConfig | None, network: Network | Non
         )
     machine = current()
     before = machine.connect(network or machine.settings.network)
-    environ = None
+    played = None
     try:
-        environ = None if where is None else rank_config.enter(machine, where)
+        played = None if where is None else rank_config.enter(machine, where)
         yield
     finally:
         _many.release()
-        if environ is not None:
-            rank_config.leave(machine, environ)
+        if played is not None:
+            rank_config.leave(machine, played)
         if current() is not None:
             current().connect(before)
 

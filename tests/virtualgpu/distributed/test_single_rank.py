@@ -74,6 +74,20 @@ def test_a_model_over_hundreds_of_ranks(without_workspaces):
     assert before == {name: os.environ.get(name) for name in before}
 
 
+def test_one_within_another_gives_the_outer_one_back():
+    import torch.distributed as dist
+
+    with virtualgpu.dry_run(like="T4", world_size=8, rank=3):
+        dist.init_process_group("nccl")
+        with virtualgpu.dry_run(world_size=2):
+            assert os.environ["WORLD_SIZE"] == "2"
+        assert (os.environ["WORLD_SIZE"], os.environ["RANK"]) == ("8", "3")
+        x = torch.ones(2, device="cuda")
+        dist.all_reduce(x)
+        assert (dist.get_world_size(), dist.get_rank()) == (8, 3)
+    assert not dist.is_initialized() and "RANK" not in os.environ
+
+
 def test_what_cannot_be():
     for wrong in ({"world_size": 0}, {"world_size": 4, "rank": 4}, {"world_size": 4, "gpus_per_node": 0}):
         with pytest.raises(ValueError, match=r"whole number|ranks count from 0"), virtualgpu.dry_run(**wrong):

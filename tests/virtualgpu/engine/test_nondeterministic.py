@@ -47,6 +47,16 @@ def put(device):
     )
 
 
+def scattered(**options):
+    """Into one place."""
+
+    def run(device):
+        zeros, source = torch.zeros(3, device=device), torch.ones(2, device=device)
+        return zeros.scatter(0, torch.zeros(2, dtype=torch.long, device=device), source, **options)
+
+    return run
+
+
 REFUSED = {
     "avg_pool3d_backward_cuda": learn(lambda x: F.avg_pool3d(x, 2), (1, 1, 4, 4, 4)),
     "adaptive_avg_pool2d_backward_cuda": learn(lambda x: F.adaptive_avg_pool2d(x, 2), (1, 1, 4, 4)),
@@ -75,12 +85,14 @@ REFUSED = {
     "_histc_cuda with floating point input": lambda device: torch.rand(3, device=device).histc(),
     "_bincount_cuda": counted(True),
     "put_": put,
+    "scatter_reduce_cuda_kernel": scattered(reduce="add"),
     "median CUDA with indices output": lambda device: torch.rand(3, device=device).median(0),
 }
 ALLOWED = {
     "bilinear, as nn has it": learn(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (1, 1, 2, 2)),
     "replicate": learn(lambda x: F.pad(x, (1, 1), "replicate"), (1, 1, 4)),
     "means of bags": bags("mean"),
+    "scatter": scattered(),
     "without weights": counted(False),
     "one median": lambda device: torch.rand(3, device=device).median(),
     "cross entropy": learn(lambda x: F.cross_entropy(x, torch.zeros(2, dtype=torch.long, device=x.device)), (2, 3)),

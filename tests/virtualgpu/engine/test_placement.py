@@ -435,6 +435,8 @@ def test_lengths_of_a_packed_sequence_stay_on_the_cpu(gpus):
 def test_a_number_of_another_device_fills(gpus):
     x, y = torch.zeros(2, device=ONE), torch.zeros(2)
     x.fill_(torch.tensor(3.0, device=ZERO))
+    with pytest.raises(RuntimeError):
+        y.fill_(torch.ones(1))
     y.fill_(x[0])
     x[0] = torch.tensor(5.0)
     y[1] = x[0]
