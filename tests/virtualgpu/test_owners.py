@@ -3,8 +3,11 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import virtualgpu
 
+ROOT = Path(virtualgpu.__file__).parent
 OWNERS = {"machine", "clock", "memory", "gpu", "collectives", "communicators", "workspaces", "dry_runs"}
 
 
@@ -20,6 +23,15 @@ def assigned(tree: ast.AST) -> list[str]:
 
 
 def test_nobody_assigns_to_what_another_keeps():
-    folder = Path(virtualgpu.__file__).parent
+    folder = ROOT
     files = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in folder.rglob("*.py")}
     assert {name: names for name, text in files.items() if (names := assigned(ast.parse(text)))} == {}
+
+
+@pytest.mark.parametrize("package", ["distributed", "engine", "memory", "sanitizer", "timing"])
+def test_a_packages_docstring_names_its_files(package):
+    """It is the index of those folders whose files one has to find."""
+    folder = ROOT / package
+    index = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8")))
+    files = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert not [name for name in sorted(files - {"__init__"}) if f"`{name}`" not in index]

@@ -61,7 +61,8 @@ def implementation(operator: HigherOrderOperator):
         if key in kernels:
             return kernels[key]
     raise NotImplementedError(
-        f"{operator.name()} is not modelled by virtual GPUs: PyTorch has no plain implementation of it"
+        f"{operator.name()} is not modelled by virtual GPUs: PyTorch has no plain implementation of it. "
+        "Call the operations that it stands for"
     )
 
 

@@ -97,7 +97,8 @@ def generator_at(seed: torch.Tensor) -> torch.Generator:
     number = int(seed.flatten()[0])
     if number not in STATES:
         raise RuntimeError(
-            f"the random numbers of this attention's forward pass are no longer known: more than {MAX_STATES} with dropout came after it"
+            f"the random numbers of this attention's forward pass are no longer known: more than {MAX_STATES} with dropout came after it. "
+            "Call backward() earlier, or set dropout_p=0"
         )
     generator = torch.Generator()
     generator.set_state(STATES[number])

@@ -44,7 +44,8 @@ class Eager:
                 raise errors.host_full(sum(needed), host_free()) from None
             if isinstance(error, NotImplementedError) and "the 'CPU' backend" in str(error):
                 raise NotImplementedError(
-                    f"{op.func.name()} runs on GPUs alone: PyTorch has no CPU kernel of it, with which virtual GPUs compute"
+                    f"{op.func.name()} runs on GPUs alone: PyTorch has no CPU kernel of it, with which virtual GPUs compute. "
+                    "Write it with other operations, or run this line in a dry run"
                 ) from None
             if (own := words.of_cuda(error)) is not error:
                 raise own from None

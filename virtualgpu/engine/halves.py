@@ -73,6 +73,11 @@ def accumulated_in() -> torch.dtype:
     return torch.float64 if _compat.cpu_multiplies_in_bfloat16() else torch.float32
 
 
+def exact(tensor: Tensor) -> Tensor:
+    """What CUDA's norms reckon in: single precision for half."""
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
 def widened(tensor: Tensor | None) -> Tensor | None:
     """In float32, if it is of float16. Call it untracked."""
     return _to(tensor, HALF, accumulated_in())

@@ -13,7 +13,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine import rms_norm
 from virtualgpu.engine.allocation import allocation_of, gpu_of
-from virtualgpu.engine.halves import HALVES
+from virtualgpu.engine.halves import exact
 
 aten = torch.ops.aten
 
@@ -51,11 +51,6 @@ def record_stream(tensor, stream) -> None:
             allocation.gpu.memory.record_stream(allocation.block, stream.stream_id)
 
 
-def _exact(tensor):
-    """What CUDA's kernels reckon in: single precision for half."""
-    return tensor.float() if tensor.dtype in HALVES else tensor
-
-
 def _sum(tensor):
     """Over all dimensions but that of the channels."""
     dims = [dim for dim in range(tensor.dim()) if dim != 1]
@@ -69,7 +64,7 @@ def _like(tensor, channels):
 
 def _stats(input, eps):
     """(mean, 1 / standard deviation) of each channel."""
-    x = _exact(input)
+    x = exact(input)
     count = x.numel() // max(x.shape[1], 1)
     mean = _sum(x) / count
     variance = _sum((x - _like(x, mean)).square()) / count
@@ -77,12 +72,12 @@ def _stats(input, eps):
 
 
 def _elemt(input, weight, bias, mean, invstd, eps):
-    x = _exact(input)
+    x = exact(input)
     out = (x - _like(x, mean)) * _like(x, invstd)
     if weight is not None:
-        out = out * _like(x, _exact(weight))
+        out = out * _like(x, exact(weight))
     if bias is not None:
-        out = out + _like(x, _exact(bias))
+        out = out + _like(x, exact(bias))
     return out.to(input.dtype)
 
 
@@ -94,7 +89,7 @@ def _gather_stats(input, mean, invstd, running_mean, running_var, momentum, eps,
 
 def _gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts):
     """Mean and 1 / standard deviation of all, from those of the parts, a row each. Writes to the running figures."""
-    mean, invstd = _exact(mean), _exact(invstd)
+    mean, invstd = exact(mean), exact(invstd)
     counts = counts.to(mean.dtype).view(-1, 1)
     total = counts.sum()
     overall = (mean * counts).sum(0) / total
@@ -108,7 +103,7 @@ def _gather_stats_with_counts(input, mean, invstd, running_mean, running_var, mo
 
 def _backward_reduce(gradient, input, mean, invstd, weight, input_g, weight_g, bias_g):
     """(sum of the gradient, of gradient times (input - mean), gradient of the weight, of the bias), as far as they are wanted."""
-    dy, x = _exact(gradient), _exact(input)
+    dy, x = exact(gradient), exact(input)
     summed = _sum(dy)
     correlated = _sum(dy * (x - _like(x, mean)))
     kind = gradient.dtype if weight is None else weight.dtype
@@ -121,11 +116,11 @@ def _backward_reduce(gradient, input, mean, invstd, weight, input_g, weight_g, b
 
 
 def _backward_elemt(gradient, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
-    dy, x = _exact(gradient), _exact(input)
+    dy, x = exact(gradient), exact(input)
     share = 1 / count.sum().to(dy.dtype)
-    slope = _like(x, invstd.square() * _exact(sum_dy_xmu) * share)
-    scale = invstd if weight is None else invstd * _exact(weight)
-    out = (dy - _like(x, _exact(sum_dy) * share) - (x - _like(x, mean)) * slope) * _like(x, scale)
+    slope = _like(x, invstd.square() * exact(sum_dy_xmu) * share)
+    scale = invstd if weight is None else invstd * exact(weight)
+    out = (dy - _like(x, exact(sum_dy) * share) - (x - _like(x, mean)) * slope) * _like(x, scale)
     return out.to(input.dtype)
 
 

@@ -180,8 +180,11 @@ class Machine:
             if device.type == "cpu":
                 return None
             if device.type != "cuda":
+                known = "".join(f" and {gpu.device}" for gpu in self.gpus[:1]) + (
+                    f" to cuda:{len(self.gpus) - 1}" if len(self.gpus) > 1 else ""
+                )
                 raise NotImplementedError(
-                    f"virtual GPUs know the devices cpu and cuda:0 to cuda:{len(self.gpus) - 1}, not {str(device)!r}"
+                    f"virtual GPUs know the devices cpu{known}, not {str(device)!r}: write device='cuda'"
                 )
             index = self.local.current if device.index is None else device.index
         if not 0 <= index < len(self.look()):

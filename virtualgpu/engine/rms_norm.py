@@ -9,7 +9,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import PLAIN, gpu_of
-from virtualgpu.engine.halves import HALVES
+from virtualgpu.engine.halves import exact
 
 
 def is_fused(input, weight) -> bool:
@@ -27,30 +27,26 @@ def is_fused(input, weight) -> bool:
 
 def forward(input, normalized_shape, weight, eps):
     """_fused_rms_norm: (output, 1 / root mean square of each row)."""
-    x, dims = _exact(input), _dims(normalized_shape)
+    x, dims = exact(input), _dims(normalized_shape)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rstd = (x.square().mean(dims, keepdim=True) + eps).rsqrt()
     out = x * rstd
-    return (out if weight is None else out * _exact(weight)).to(input.dtype), rstd
+    return (out if weight is None else out * exact(weight)).to(input.dtype), rstd
 
 
 def backward(gradient, input, normalized_shape, rstd, weight, mask):
     """_fused_rms_norm_backward: gradients of input and weight, None for those that nobody asked for."""
-    dy, x, dims = _exact(gradient), _exact(input), _dims(normalized_shape)
+    dy, x, dims = exact(gradient), exact(input), _dims(normalized_shape)
     normed = x * rstd
     dx = dweight = None
     if mask[0]:
-        scaled = dy if weight is None else dy * _exact(weight)
+        scaled = dy if weight is None else dy * exact(weight)
         dx = ((scaled - normed * (scaled * normed).mean(dims, keepdim=True)) * rstd).to(input.dtype)
     if mask[1] and weight is not None:
         rows = list(range(input.dim() - len(dims)))
         dweight = dy * normed
         dweight = (dweight.sum(rows) if rows else dweight).to(weight.dtype)
     return dx, dweight
-
-
-def _exact(tensor):
-    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def _dims(normalized_shape) -> list[int]:

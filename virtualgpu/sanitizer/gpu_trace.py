@@ -136,11 +136,11 @@ def _copies(machine: Machine, patches: Patches) -> None:
     """Tensor.to and its kind do not come to dispatch modes here: show them to PyTorch's detector, which is one."""
     carry = TensorPatches.carry
 
-    def carry_and_tell(patched, tensor, target, wait):
+    def carry_and_tell(patched, tensor, target, wait, **changes):
         mode = _compat.cuda_sanitizer_mode()
         if mode is None or patched.machine is not machine:
-            return carry(patched, tensor, target, wait)
-        copy = _Copy(lambda tensor: carry(patched, tensor, target, wait))
+            return carry(patched, tensor, target, wait, **changes)
+        copy = _Copy(lambda tensor: carry(patched, tensor, target, wait, **changes))
         return mode.__torch_dispatch__(copy, (), (tensor,))
 
     patches.replace(TensorPatches, "carry", carry_and_tell)

@@ -104,10 +104,10 @@ def _factories(machine: Machine, patches: Patches, detector: Detector) -> None:
 def _copies(machine: Machine, patches: Patches, detector: Detector) -> None:
     carry = TensorPatches.carry
 
-    def carry_and_tell(patched, tensor, target, wait):
+    def carry_and_tell(patched, tensor, target, wait, **changes):
         __tracebackhide__ = True
         if patched.machine is not machine:
-            return carry(patched, tensor, target, wait)
+            return carry(patched, tensor, target, wait, **changes)
         begun, source = detector.work("copy (Tensor.to)"), gpu_of(tensor)
         if source is not None and target is not None and source is not target:
             detector.met(detector.clock.current(source.index), detector.clock.current(target.index))
@@ -115,7 +115,7 @@ def _copies(machine: Machine, patches: Patches, detector: Detector) -> None:
             detector.on_gpu(tensor, begun, "self", False)
         elif _pinned(tensor) and target is not None:
             begun.touch(tensor, "self", False, detector.clock.current(target.index))
-        copy = carry(patched, tensor, target, wait)
+        copy = carry(patched, tensor, target, wait, **changes)
         if target is not None:
             detector.on_gpu(copy, begun, "out", True)
             if source is not None and source is not target:

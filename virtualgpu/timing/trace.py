@@ -19,24 +19,22 @@ class Recording(list):
             json.dump({"traceEvents": chrome_events(self), "displayTimeUnit": "ms"}, file)
 
 
-def chrome_events(spans: Iterable[Span], origin: float = 0.0, rank: int | None = None) -> list[dict]:
+def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict]:
     """The events of a Chrome trace; times in microseconds since `origin` (seconds). Kernels of one annotation that follow each
     other on a stream lie under one event of that name, of the category that torch.profiler gives these."""
     spans = list(spans)
     events: list[dict] = []
     for gpu, stream in sorted({(span.gpu, span.stream) for span in spans}):
-        who = f"GPU {gpu} (virtual)" if rank is None else f"rank {rank}, GPU {gpu} (virtual)"
-        pid = gpu if rank is None else rank
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": who}})
+        events.append({"ph": "M", "name": "process_name", "pid": gpu, "args": {"name": f"GPU {gpu} (virtual)"}})
         name = "default stream" if stream == 0 else f"stream {stream}"
-        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": stream, "args": {"name": name}})
+        events.append({"ph": "M", "name": "thread_name", "pid": gpu, "tid": stream, "args": {"name": name}})
     for span in [*_annotated(spans), *spans]:
         events.append(
             {
                 "ph": "X",
                 "name": span.name,
                 "cat": span.kind,
-                "pid": span.gpu if rank is None else rank,
+                "pid": span.gpu,
                 "tid": span.stream,
                 "ts": (span.start - origin) * 1e6,
                 "dur": (span.end - span.start) * 1e6,

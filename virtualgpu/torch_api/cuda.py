@@ -150,7 +150,7 @@ class Driver:
     def can_access_peer(self, device: int, peer: int) -> bool:
         """torch.cuda.can_device_access_peer: where both cards' `peer_access` allow it. False for a GPU and itself."""
         one, other = self.gpu(device), self.gpu(peer)
-        return one is not other and getattr(one.spec, "peer_access", True) and getattr(other.spec, "peer_access", True)
+        return one is not other and one.spec.peer_access and other.spec.peer_access
 
     def arch_list(self) -> list[str]:
         """torch.cuda.get_arch_list: here the capabilities of the GPUs there are ("sm_75"), not those of a wheel."""
@@ -159,7 +159,7 @@ class Driver:
     def sleep(self, cycles: int) -> None:
         """A kernel of one thread, which does nothing for so many cycles."""
         gpu = self.gpu()
-        self.clock.spin(gpu.index, cycles / (getattr(gpu.spec, "clock", None) or 1.5e9), "sleep")
+        self.clock.spin(gpu.index, gpu.kernels.took(cycles), "sleep")
 
     def set_sync_debug_mode(self, mode: int) -> None:
         """1: a warning, 2: an error where the host waits for a stream to go on. Waiting that is asked for by its name

@@ -72,7 +72,7 @@ class Generator(Plain, metaclass=Kind):
     def graphsafe_get_state(self, *args):
         """Raises NotImplementedError."""
         raise NotImplementedError(
-            "CUDA graphs are not modelled by virtual GPUs, nor are generators that share a state for them"
+            "CUDA graphs are not modelled by virtual GPUs, nor are generators that share a state for them: use get_state() and set_state()"
         )
 
     graphsafe_set_state = graphsafe_get_state

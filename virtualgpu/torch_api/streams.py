@@ -278,12 +278,16 @@ class EventMethods:
         if max(self.time, end_event.time) > self.machine.clock.host:
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         if self._gpu != end_event._gpu:
-            raise RuntimeError("CUDA error: invalid resource handle: the two events are of different GPUs")
+            raise RuntimeError(
+                "CUDA error: invalid resource handle: the two events are of different GPUs; record both on one"
+            )
         return (end_event.time - self.time) * 1e3
 
     @staticmethod
     def ipc_handle(*_):
-        raise NotImplementedError("events between processes are not modelled by virtual GPUs")
+        raise NotImplementedError(
+            "events between processes are not modelled by virtual GPUs: synchronize, and tell the other process by a queue or a barrier"
+        )
 
     from_ipc_handle = ipc_handle
 

@@ -27,9 +27,9 @@ class Moves:
         backward = tensor.requires_grad and torch.is_grad_enabled()
         if backward or _compat.in_forward_mode() or _compat.is_functorch_wrapped(tensor):
             return ToCopy.apply(tensor, self, target, wait, changes)
-        return self.carry(tensor, target, wait, changes)
+        return self.carry(tensor, target, wait, **changes)
 
-    def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool, changes: dict) -> torch.Tensor:
+    def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool, **changes) -> torch.Tensor:
         """As `move`, without gradients. Raises torch.OutOfMemoryError where there is no room."""
         machine, source = self.machine, gpu_of(tensor)
         batched = _compat.is_batched_gradient(tensor)
@@ -165,7 +165,7 @@ class ToCopy(torch.autograd.Function):
     @staticmethod
     def forward(tensor, patches, target, wait, changes):
         """`Moves.carry` it to `target`; None: the CPU."""
-        return patches.carry(tensor, target, wait, changes)
+        return patches.carry(tensor, target, wait, **changes)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

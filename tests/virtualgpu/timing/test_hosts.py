@@ -7,9 +7,15 @@ import torch.utils.checkpoint
 import virtualgpu
 from virtualgpu.hardware.hosts import HOSTS
 from virtualgpu.hardware.settings import DATASHEET, find
+from virtualgpu.run import cli
 from virtualgpu.timing import weights
 
 resnet50 = pytest.importorskip("torchvision").models.resnet50
+
+
+def test_the_runner_names_them_all():
+    line = next(line for line in cli.USAGE.splitlines() if "--host NAME" in line)
+    assert all(name in line for name in HOSTS)
 
 
 def passed(function):
