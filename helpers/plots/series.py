@@ -39,11 +39,13 @@ def sweep(
     ylim: tuple[float, float | None] | None = None,
     xscale: str = "log",
 ) -> None:
-    """One line a series over x, on a logarithmic axis or a linear one; `points` are somebody else's figures: {"who": {x: y}}."""
+    """One line a series over x, on a logarithmic axis or a linear one; `points` are somebody else's figures, {"who": {x: y}}, in a
+    line's color where "who" ends with its name."""
     points = points or {}
     with figures.drawn(title, origin, ylabel=ylabel, ylim=ylim) as axes:
         figures.lines(axes, x, series)
-        for (name, values), color in zip(points.items(), COLORS[len(series) :], strict=False):
+        for (name, values), spare in zip(points.items(), COLORS[len(series) :], strict=False):
+            color = next((color for line, color in zip(series, COLORS, strict=False) if name.endswith(line)), spare)
             axes.plot(list(values), list(values.values()), "*", markersize=12, color=color, label=name)
         crowded = len(series) + len(points) > 4  # a legend of many names would hide what it names
         where = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if crowded else {"loc": "best"}

@@ -171,7 +171,7 @@ def in_words(rows: list[Row]) -> str:
             ]
             sentences.append(f"**{name[0].upper()}{name[1:]}**: {', '.join(shares)} (of {len(group)} figures).")
     if fits := [row for row in rows if row.kind == "fits"]:
-        sentences.append(f"**Does this batch fit?** {sum(row.met for row in fits)} of {len(fits)} told rightly.")
+        sentences.append(f"**Does this batch fit?** {sum(row.met for row in fits)} of {len(fits)} predicted correctly.")
     return " ".join(sentences)
 
 

@@ -96,6 +96,14 @@ def test_a_sweeps_axis_begins_where_it_is_told_to(figures):
     assert figures[0].axes[0].get_ylim() == (0, 100)
 
 
+def test_points_have_the_color_of_the_line_that_they_name(figures):
+    points = {"formula, b": {1: 2}, "others": {2: 3}}
+    plots.sweep([1, 2], {"a": [1, 2], "b": [3, 4]}, "title", "GPUs", "%", "simulated", points=points)
+    a, b, formula, others = (line.get_color() for line in figures[0].axes[0].lines)
+    assert formula == b
+    assert others not in (a, b)
+
+
 def test_numbered_collectives_show_their_numbers(figures):
     spans = [Span(0, start, start + 1, "communication", "all_reduce") for start in range(3)]
     plots.timeline(Timeline.of_ranks([spans], number="all_reduce"), "Three buckets")
