@@ -56,7 +56,7 @@ def of_03(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     lesson: dict = {}
     exec(re.sub(r"^devices = .*$", "", source("03", "import helpers\n"), flags=re.M), lesson)
-    for words in ("class PipelineParallelResNet50", "def train_step", "def measure("):
+    for words in ("def resnet_row", "class PipelineParallelResNet50", "def train_step", "def measure("):
         exec(source("03", words), lesson)
     yield lesson
     virtualgpu.reset()
