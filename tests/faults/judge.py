@@ -80,7 +80,7 @@ def _files(subject: Subject, place: Place) -> list[str]:
 
 # Of others: what Triton and PyTorch's compiler keep for the next time, torchrun's log folder
 KNOWN = r"torchinductor_|torchelastic_|/triton"
-OF_A_WORKER = r"/pymp-"  # the folder of multiprocessing's socket
+OF_A_WORKER = r"/pymp-|/torch_\d+_"  # the folder of multiprocessing's socket, and a tensor on its way to a loader
 
 
 def last(text: str) -> str:
