@@ -60,6 +60,14 @@ def test_the_cheapest_is_of_samples_where_all_know_them():
     assert "$ per 1,000 steps" in told[0] and "samples/s" not in told[0]
 
 
+def test_the_cheapest_leaves_room_where_one_does():
+    roomy, full = fits(step=1.0, samples=16), fits(step=0.5, samples=16)
+    full = full._replace(reserved=int(0.95 * full.capacity))
+    for trials, marked in (([roomy, full], 1), ([full, full._replace(step=0.6)], 1)):
+        told = fit_table.lines(trials, {"T4": Price(1.0)})
+        assert [line.endswith("<") for line in told[1:3]].index(True) + 1 == marked
+
+
 def test_the_dated_prices_are_of_cards_that_there_are():
     prices = fit_prices.load()
     assert prices.keys() <= SPECS.keys() and all(p.usd_per_hour > 0 and p.provider and p.as_of for p in prices.values())

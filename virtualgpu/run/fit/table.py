@@ -35,7 +35,8 @@ def lines(
         )
         for trial in trials
     ]
-    cheapest = min((cost for cost in costs if cost is not None), default=None)
+    known = [(tight(trial), cost) for trial, cost in zip(trials, costs, strict=True) if cost is not None]
+    cheapest = min(known, default=None)  # a tight one only where no other fits
     unit = "$ per million samples" if counted else f"$ per {STEPS:,} steps"
     rows = [
         ("card", "GPUs", *names, "", "peak reserved", "left", "step", "steps/s", "samples/s", "against 1 GPU", unit)
@@ -54,7 +55,7 @@ def lines(
                 f"{1 / step:,.3g}" if step else "",
                 f"{trial.samples / step:,.1f}" if step and counted and trial.samples else "",
                 "" if (share := efficiency(trial, trials)) is None else f"{100 * share:.0f} %",
-                "" if cost is None else f"{cost:.3f}" + (" <" if cost == cheapest and len(trials) > 1 else "  "),
+                "" if cost is None else f"{cost:.3f}" + (" <" if (tight(trial), cost) == cheapest and len(trials) > 1 else "  "),
             )
         )
     keep = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
