@@ -44,10 +44,13 @@ def test_a_source_that_is_left_out_is_met():
 
 
 def test_convolutions_take_what_others_measured():
-    """1,109 of four sources on 12 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table."""
+    """1,778 of seven sources and ours, on 16 cards, forward and backward: `python -m tests.accuracy.convolutions` has the table.
+
+    In 16 bits without dlperf's, whose T4 gets hot and whose 1x1 take up to four times as long as DeepBench's by the same cuDNN."""
     found = convolved.convolutions()
     logs = [one.log for one in found]
-    assert len(logs) > 400 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.5
+    assert len(logs) > 1700 and abs(median(logs)) < math.log(1.1) and measured.within(logs, 30) > 0.6
+    found = [one for one in found if one.source != "rai-project/dlperf"]
     forward = [one.log for one in found if one.direction == "forward" and one.dtype == "float16"]
     assert len(forward) > 30 and abs(median(forward)) < math.log(1.15) and measured.within(forward, 30) > 0.6
 
