@@ -170,7 +170,7 @@ def test_a_pointwise_convolution_takes_images_as_they_are(dtype):
 
 
 def test_a_card_without_tf32_multiplies_less_for_three_by_three():
-    """Winograd's: DeepBench's 3x3 on V100, T4 and P100 take 0.62 of their products' time, PyTorch's settings as they come."""
+    """Winograd's: squares of 4 x 4 places take a quarter of the multiplications, beside which all is turned there and back."""
 
     def convolution(kernel, channels):
         layer = nn.Conv2d(channels, 256, kernel, bias=False, device="cuda")
@@ -178,7 +178,7 @@ def test_a_card_without_tf32_multiplies_less_for_three_by_three():
         return lambda: layer(x)
 
     same = seconds(lambda: convolution(3, 256), "V100") / seconds(lambda: convolution(1, 9 * 256), "V100")
-    assert same == pytest.approx(0.62 / 1.1 * (26 / 28) ** 2, rel=0.1)
+    assert 1 / 4 < same < 1 / 2
 
 
 @pytest.mark.parametrize(("card", "measured"), [("RTX 3090", 1.05e-3), ("RTX 4090", 0.537e-3)])
