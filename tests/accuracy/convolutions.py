@@ -3,7 +3,16 @@
     python -m tests.accuracy.convolutions     by source, direction, kind and card
 
 direction: forward, or of the gradient of the image or of the weight. made: channels of the result. layout: channels first or last. One
-kernel, or the few that cuDNN makes of it; no bias. DeepBench's on a GPU with tensor cores by cuDNN 7.6, the others by PyTorch 2.4 and 2.5.
+kernel, or the few that cuDNN makes of it; no bias. DeepBench's on a GPU with tensor cores by cuDNN 7.6, KernelBench's and spio's by PyTorch 2.4
+and 2.5.
+
+NeuSight's are 3x3 of random sizes by PyTorch 2.1, with TF32 off and cudnn.benchmark on; its V100 has PCIe. Its times begin before the host launches,
+which takes 60 us for the first row and 310 (V100) to 800 (P100) for the last, as cudnn.benchmark's list of shapes grows: what the smallest
+convolutions nearby take (a square of the row's number, through the tenth part of those of less than 1 GFLOP) is taken off; only rows are here of which it is
+a quarter at most. dlperf's are layers of networks by cuDNN 7.6, the fastest of all algorithms, those of 20 us or more by the data sheet; its Quadro RTX
+6000 stands here as a TITAN RTX, its T4 gets hot. kineto's ResNet-50 of batch 32 (of 2021) and HolisticTraceAnalysis' AlexNet, the shapes of which
+are guessed from the network, are by torch.profiler. Of NeuSight's and dlperf's at most 60 for each card and type were drawn from a quarter of the shapes
+that nothing was fitted to.
 """
 
 import csv

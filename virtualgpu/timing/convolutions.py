@@ -5,18 +5,19 @@ channels / groups, *kernel], so that groups count by its size alone. Of the thre
 what went in, that of the weight) none has more terms than another; `torch.utils.flop_counter` leaves groups out of the third.
 
 Seconds: cuDNN's ways of doing it, by the order of channels, type and size of the kernel. A convolution is a product of matrices
-(implicit GEMM); those of 3x3 in single precision take fewer multiplications (Winograd). Of a 1x1 convolution the weight is multiplied
-with the image as it lies, whatever its order of channels. Larger ones want the channels last on tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels
+(implicit GEMM); those of 3x3 in single precision take fewer multiplications (Winograd: `winograd`, and by a share for gradients of the
+weight). Of a 1x1 convolution the weight is multiplied with the image as it lies, whatever its order of channels. Larger ones want the channels last on
+tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels
 first ("..._nhwc2nchw", "..._nhwckrsc_nchw" in traces); Ampere's kernels for 16 bits have no such form, so that what they made is
 converted as well. On a Hopper most go by rules for each kernel (`hopper`).
 
-`python -m tests.accuracy.convolutions` sets them beside DeepBench's (V100, T4, P100), KernelBench's (T4 to B200) and spio's (RTX 3090, 4090).
+`python -m tests.accuracy.convolutions` sets them beside others' (DeepBench, KernelBench, NeuSight, dlperf, kineto, spio).
 """
 
 from math import prod
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise, hopper
+from virtualgpu.timing import depthwise, hopper, winograd
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
@@ -25,7 +26,7 @@ from virtualgpu.timing.kernels import Kernels
 CHANNELS = 8
 # Their time over that of a plain product of the same sizes and type, by cuDNN's way of doing it, forward and for the gradients of the image and
 # of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. Directly; 1x1 on tensor cores loses as much as without; 3x3 of stride 1 in
-# single precision by Winograd. Larger ones on tensor cores are plain products
+# single precision by Winograd, where `winograd` has no rule. Larger ones on tensor cores are plain products
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
 WINOGRAD = 0.62
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
@@ -69,7 +70,7 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
         adds_bias = asked.by_pytorch
         seconds = depthwise.seconds(kernels, "forward", asked, made, read, moved)
     else:
-        own = _on_a_hopper(kernels, "forward", image, result, weight, args[3], args[5], transposed, groups, key)
+        own = _by_a_rule(kernels, "forward", image, result, weight, args[3], args[5], transposed, groups, key)
         seconds = own or _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
     # a bias is added to cuDNN's result by a kernel of its own
     if args[2] is not None and not adds_bias:
@@ -95,11 +96,11 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
             reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
             channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
             length = max(1, int(channels * reach))
-            total += _on_a_hopper(kernels, "image", image, gradient, *settings) or _of_an_image(
+            total += _by_a_rule(kernels, "image", image, gradient, *settings) or _of_an_image(
                 kernels, "image", image, gradient, weight, length, stride, groups, key, moved
             )
         if mask[1]:
-            total += _on_a_hopper(kernels, "weight", image, gradient, *settings) or _of_the_weight(
+            total += _by_a_rule(kernels, "weight", image, gradient, *settings) or _of_the_weight(
                 kernels, gradient, image, weight, stride, groups, key, moved
             )
     if len(mask) > 2 and mask[2]:
@@ -111,8 +112,12 @@ def _positions(image) -> int:
     return image.shape[0] * prod(image.shape[2:])
 
 
-def _on_a_hopper(kernels, which, image, made, weight, stride, dilation, transposed, groups, key) -> float | None:
-    """By its rules: None where there is none. which: forward, or the gradient of the "image" or of the "weight"."""
+def _by_a_rule(kernels, which, image, made, weight, stride, dilation, transposed, groups, key) -> float | None:
+    """On a Hopper, and of 3x3 in single precision before: None where there is none. which: forward, or the gradient of the "image" or of
+    the "weight"."""
+    settings = stride, dilation, groups, _key(kernels, key)
+    if not (transposed or kernels.hopper) and winograd.applies(kernels, which, image, weight, *settings):
+        return winograd.seconds(kernels, *((image, made) if which == "image" else (made, image)))
     if transposed:
         image, made, which = made, image, {"forward": "image", "image": "forward"}.get(which, which)
     return hopper.seconds(kernels, Convolution(which, image, made, weight, stride, dilation, groups, key))
@@ -134,8 +139,7 @@ def _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved)
 
 def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
     """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
-    if key == TF32 and key not in kernels.spec.rates:  # on a card before Ampere
-        key = FLOAT32
+    key = _key(kernels, key)
     spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
     if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
         key, tensor_cores = FLOAT32, False
@@ -164,6 +168,11 @@ def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
     if key != FLOAT32:
         return 1.0
     return WINOGRAD if square else DIRECT[which]
+
+
+def _key(kernels: Kernels, key):
+    """What a card before Ampere makes of TF32."""
+    return FLOAT32 if key == TF32 and key not in kernels.spec.rates else key
 
 
 def _on_tensor_cores(spec, key) -> bool:
