@@ -193,7 +193,9 @@ RUN = Subject(
         "options behind": Misuse([*RUNNER, _program("program"), "--gpus", "2"], "", is_right=True),
         "no program": Misuse([*RUNNER, "--gpus", "2"], "name a program"),
         "no memory": Misuse([*RUNNER, "--memory", "1 KB", _program("program")], "memory"),
-        "trace into a folder": Misuse([*RUNNER, "--trace", ".", _program("program")], "--trace.*name a file in a folder"),
+        "trace into a folder": Misuse(
+            [*RUNNER, "--trace", ".", _program("program")], "--trace.*name a file in a folder"
+        ),
         "TMPDIR is not there": Misuse(
             [*RUNNER, _program("program")], "", environ=(("TMPDIR", "/nowhere"),), is_right=True
         ),

@@ -12,8 +12,9 @@ Tiles and their numbers are those of the grids that NeuSight's traces name, of 1
 cuDNN 8.9; less what its host takes before the launch: tests/accuracy/convolutions.py). Constants are fitted to half of the shapes on an A100, a V100
 (both with PCIe, at what they reach there of plain products) and a P100, which ways there are was chosen by a second quarter. Of the last quarter 79, 78
 and 87 % are within 15 % and 86, 95 and 97 % within 30 %. What stays off is mostly a way far from the best, which cuDNN takes for no reason that sizes
-tell. T4s differ, as they lower their clocks: NeuSight's takes 0.78 of it (57 % within 30 %), dlperf's 1.29. Gradients of the weight and transposed
-convolutions were not measured.
+tell. Turing keeps the share that it had (`convolutions.WINOGRAD`): two T4s, which lower their clocks, took 0.78 and 1.29 of these rules
+(NeuSight's and dlperf's). So do cards before Volta, on which no PyTorch of today runs: the tutorial's table of a K80, read as a P100's, fits
+that better. Gradients of the weight and transposed convolutions were not measured.
 """
 
 from math import ceil, gcd, prod
@@ -34,9 +35,9 @@ SQUARE, PRODUCTS, IMAGES = 4, 36, 16
 AMPERE_TILES = ((128, 128, 1.0),)
 TILES = ((64, 64, 1.0), (128, 64, 1.0), (32, 128, 1.0), (128, 32, 1.0))
 DIRECT_TILES = ((128, 128, 1.0), (128, 64, 1.0), (128, 32, 0.9))
-# Time over that at the card's share of plain products: of the one kernel, of the products, directly; up to Volta, of Turing, and from Ampere on.
-# Turing's one kernel is from NeuSight's T4, its clock left open
-BEFORE, TURING, AMPERE = (1.08, 0.96, 1.04), (1.5, 0.96, 1.04), (1.43, 1.14, 1.32)
+# Time over that at the card's share of plain products: of the one kernel, of the products, directly; up to Volta, and from Ampere on
+BEFORE, AMPERE = (1.08, 0.96, 1.04), (1.43, 1.14, 1.32)
+VOLTA, TURING = (7, 0), (7, 5)  # capabilities
 START, FIRST = 3500, 8  # cycles of each round beside the multiplications, and channels that pass before the first
 # Time over that of memory: turning the weight for the one kernel; the image and the result for the products
 WEIGHT, IMAGE, RESULT = 1.16, 1.6, 0.9
@@ -48,7 +49,8 @@ SPREAD, AMPERE_SPREAD, SECTOR = (2.5, 2.1), (1.9, 0.7), 8
 def applies(kernels: Kernels, which: str, image: Tensor, weight: Tensor, stride, dilation, groups: int, key) -> bool:
     """Is that such a convolution? which: forward, or the gradient of the "image" or of the "weight"."""
     shape = tuple(weight.shape[2:]) == (3, 3) and {*stride, *dilation} == {1} and groups == 1 and image.dim() == 4
-    return shape and key == FLOAT32 and which != "weight" and not kernels.peak
+    known = kernels.spec.capability >= VOLTA and kernels.spec.capability != TURING
+    return shape and known and key == FLOAT32 and which != "weight" and not kernels.peak
 
 
 def seconds(kernels: Kernels, made: Tensor, read: Tensor) -> float:
@@ -106,7 +108,7 @@ def _product(kernels: Kernels, tiles, way: int, count: int, rows: int, columns: 
 def _rate(kernels: Kernels, way: int) -> float:
     """FLOPs a second of one multiprocessor."""
     spec = kernels.spec
-    longer = (AMPERE if spec.capability >= (8, 0) else TURING if spec.capability >= (7, 5) else BEFORE)[way]
+    longer = (AMPERE if spec.capability >= (8, 0) else BEFORE)[way]
     return spec.rates[FLOAT32] * kernels.achieved.product(FLOAT32) / spec.processors / longer
 
 

@@ -55,7 +55,9 @@ def lines(
                 f"{1 / step:,.3g}" if step else "",
                 f"{trial.samples / step:,.1f}" if step and counted and trial.samples else "",
                 "" if (share := efficiency(trial, trials)) is None else f"{100 * share:.0f} %",
-                "" if cost is None else f"{cost:.3f}" + (" <" if (tight(trial), cost) == cheapest and len(trials) > 1 else "  "),
+                ""
+                if cost is None
+                else f"{cost:.3f}" + (" <" if (tight(trial), cost) == cheapest and len(trials) > 1 else "  "),
             )
         )
     keep = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
