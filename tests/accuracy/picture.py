@@ -8,6 +8,7 @@ from tests.accuracy.row import Row
 from tests.accuracy.table import KINDS, TITLES, kind
 
 BANDS = {30: "#e8eef5", 15: "#c5d5e8"}
+MARKERS = "o^s"  # of more sources than there are colours
 TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5)
 
 
@@ -27,7 +28,11 @@ def draw(rows: list[Row], path: Path) -> None:
         for source in TITLES
         if any((row.group or row.source) == source for group in groups.values() for row in group)
     ]
-    colours = dict(zip(sources, itertools.cycle(pyplot.get_cmap("tab20").colors), strict=False))
+    looks = itertools.product(MARKERS, pyplot.get_cmap("tab20").colors)
+    looks = {
+        source: {"marker": marker, "color": colour} for source, (marker, colour) in zip(sources, looks, strict=False)
+    }
+    medians = [median(row.factor for row in group) for group in groups.values()]
     figure, axis = pyplot.subplots(figsize=(11, 6.5), layout="constrained")
     for percent, colour in BANDS.items():
         axis.axhspan(1 / (1 + percent / 100), 1 + percent / 100, color=colour, zorder=0)
@@ -39,23 +44,19 @@ def draw(rows: list[Row], path: Path) -> None:
             across = at + 0.8 * (place + 0.5) / len(here) - 0.4
             width = 0.5 / len(here)
             places = [across + width * (index / max(len(factors) - 1, 1) - 0.5) for index in range(len(factors))]
-            axis.plot(places, factors, "o", color=colours.get(source, "grey"), markersize=4.5, alpha=0.85)
-        middle = median(row.factor for row in group)
+            axis.plot(places, factors, linestyle="", markersize=4.5, alpha=0.85, **looks[source])
+        middle = medians[at]
         axis.plot([at - 0.42, at + 0.42], [middle, middle], color="black", linewidth=1.2, linestyle="--")
-        axis.annotate(
-            f"median {middle:.2f}",
-            (at + 0.42, middle),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=8,
-            ha="right",
-        )
     for source in sources:
-        axis.plot([], [], "o", color=colours.get(source, "grey"), markersize=5, label=TITLES[source])
+        axis.plot([], [], linestyle="", markersize=5, label=TITLES[source], **looks[source])
     axis.set_yscale("log")
     axis.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
     axis.minorticks_off()
-    axis.set_xticks(range(len(groups)), [f"{name}\n{len(group)} rows" for name, group in groups.items()])
+    names = [
+        f"{name}\n{len(group)} rows, median {middle:.2f}"
+        for (name, group), middle in zip(groups.items(), medians, strict=True)
+    ]
+    axis.set_xticks(range(len(groups)), names)
     axis.set_ylabel("measured / simulated")
     title = "Measured figures (published, and 78 programs of ours on an H100 or H200) over simulated ones; bands: 15 and 30 %"
     axis.set_title(title, fontsize=11, loc="left")
