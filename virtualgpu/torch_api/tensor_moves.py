@@ -26,7 +26,7 @@ class Moves:
         and memory_format, where they are not the tensor's."""
         backward = tensor.requires_grad and torch.is_grad_enabled()
         if backward or _compat.in_forward_mode() or _compat.is_functorch_wrapped(tensor):
-            return ToCopy.apply(tensor, self, target, wait, changes)
+            return ToCopy.apply(tensor, self, target, wait, *changes.items())
         return self.carry(tensor, target, wait, **changes)
 
     def carry(self, tensor: torch.Tensor, target: GPU | None, wait: bool, **changes) -> torch.Tensor:
@@ -163,21 +163,23 @@ class ToCopy(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tensor, patches, target, wait, changes):
+    def forward(tensor, patches, target, wait, *changes):
         """`Moves.carry` it to `target`; None: the CPU."""
-        return patches.carry(tensor, target, wait, **changes)
+        return patches.carry(tensor, target, wait, **dict(changes))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Remember where the tensor was (`source`), and where it goes (`target`)."""
-        tensor, ctx.patches, ctx.target, _, changes = inputs
+        tensor, ctx.patches, ctx.target, _, *changes = inputs
         ctx.source = gpu_of(tensor)
-        ctx.forth, ctx.back = ({"dtype": dtype} if "dtype" in changes else {} for dtype in (output.dtype, tensor.dtype))
+        converts = output.dtype is not tensor.dtype
+        ctx.forth, ctx.back = ({"dtype": dtype} if converts else {} for dtype in (output.dtype, tensor.dtype))
+        ctx.others = 3 + len(changes)  # which have no gradient
 
     @staticmethod
     def backward(ctx, gradient):
         """The gradient goes to where the tensor was; the host waits, unless both places are GPUs."""
-        return ctx.patches.move(gradient, ctx.source, **ctx.back), None, None, None, None
+        return ctx.patches.move(gradient, ctx.source, **ctx.back), *[None] * ctx.others
 
     @staticmethod
     def jvp(ctx, tangent, *_):
