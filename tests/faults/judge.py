@@ -71,6 +71,8 @@ def _files(subject: Subject, place: Place) -> list[str]:
     for disk in (place.tmp, place.shm):
         for entry in disk.iterdir():
             os.utime(entry, (0, 0), follow_symlinks=False)  # a young one may be somebody's who has not locked it yet
+            if os.geteuid() == 0:  # where processes were limited another user ran it, whose next run would sweep
+                os.chown(entry, 0, -1, follow_symlinks=False)
         scratch.sweep(str(disk))
     left = [f"{path.parent.name}/{path.name}" for disk in (place.tmp, place.shm) for path in disk.iterdir()]
     known = f"{KNOWN}|{OF_A_WORKER}" if subject.passes_on else KNOWN
