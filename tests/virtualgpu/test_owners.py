@@ -23,8 +23,7 @@ def assigned(tree: ast.AST) -> list[str]:
 
 
 def test_nobody_assigns_to_what_another_keeps():
-    folder = ROOT
-    files = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in folder.rglob("*.py")}
+    files = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in ROOT.rglob("*.py")}
     assert {name: names for name, text in files.items() if (names := assigned(ast.parse(text)))} == {}
 
 

@@ -15,11 +15,6 @@ import torch
 from virtualgpu._compat import distributed as _compat
 
 
-def is_fp8(dtype: torch.dtype) -> bool:
-    """A floating point number of one byte, which PyTorch stores and does not compute with."""
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
 @dataclass(frozen=True, eq=False)
 class Collective:
     """What there is to know of one kind of collective: a row of the table in `collectives`.

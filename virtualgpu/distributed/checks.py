@@ -7,7 +7,8 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import suggest_memory_format
-from virtualgpu.distributed.calls import Call, is_fp8
+from virtualgpu.distributed.calls import Call
+from virtualgpu.engine.unsupported import FLOAT8
 
 REFUSED = ("BAND", "BOR", "BXOR")  # NCCL has none of them
 # The dtypes that it has (`ncclDataType`); torch/csrc/cuda/nccl.cpp, by which the kinds of COPIED go, names the same
@@ -17,7 +18,8 @@ DTYPES = {
 }  # fmt: skip
 INVALID_ARGUMENT = ("ProcessGroupNCCL.cpp:3780", "invalid argument", "Invalid value for an argument.")
 COPIED = ("all_to_all", "gather", "scatter")
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # that are added up, from Hopper on; all are copied
+SUMMED = {torch.float8_e4m3fn, torch.float8_e5m2}  # of FLOAT8, from Hopper on; all are copied
+UNSUMMED = FLOAT8 - SUMMED
 OF_COMPLEX = ("SUM", "AVG", "PREMUL_SUM")  # the others would reduce both halves of a number on their own
 
 
@@ -50,7 +52,7 @@ def check_what_nccl_has(call: Call, size: int, capability: tuple[int, int]) -> N
     if call.kind in ("broadcast", "reduce") and not 0 <= call.root < size:
         words = f"{call.kind.capitalize()} : invalid root {call.root} (root should be in the 0..{size} range)"
         raise refused_by_nccl(*INVALID_ARGUMENT, words)
-    if call.reduction[0] and capability < (9, 0) and any(tensor.dtype in FP8 for tensor in call.tensors):
+    if call.reduction[0] and capability < (9, 0) and any(tensor.dtype in SUMMED for tensor in call.tensors):
         # of its taskAppend, enqueue.cc; copies of FP8 are refused by NCCL 2.27 and before alone
         raise refused_by_nccl(*INVALID_ARGUMENT, "FP8 reduction support begins with sm90 capable devices.")
     for tensor in call.tensors:
@@ -92,7 +94,7 @@ def reduction(call: Call, rank: int, size: int) -> None:
     name, _ = call.reduction
     if name in REFUSED:
         raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
-    if any(is_fp8(tensor.dtype) and tensor.dtype not in FP8 for tensor in call.tensors):
+    if any(tensor.dtype in UNSUMMED for tensor in call.tensors):
         raise RuntimeError("Unsupported Float8 type for NCCL reduction")
     if name == "AVG" and any(tensor.dtype is torch.bool for tensor in call.tensors):
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")

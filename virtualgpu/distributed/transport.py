@@ -18,7 +18,8 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed.calls import Call, is_fp8
+from virtualgpu.distributed.calls import Call
+from virtualgpu.engine.unsupported import FLOAT8
 
 
 class Transfer:
@@ -122,7 +123,7 @@ def _begin_reduction(transfer: Transfer, call: Call, memory: torch.Tensor, dtype
     else:
         options.reduceOp = getattr(dist.ReduceOp, "SUM" if name in ("AVG", "PREMUL_SUM") else name)
     narrow = memory
-    if is_fp8(dtype):
+    if dtype in FLOAT8:
         memory = narrow.float()  # gloo does not add up FP8; NCCL rounds each sum of two, this the last one
     if name == "PREMUL_SUM":
         memory.mul_(factor)
@@ -255,7 +256,7 @@ def all_reduce_alike(call: Call, rank: int, size: int) -> None:
     """A sum and a product count all ranks; others leave a tensor as it is."""
     name, factor = call.reduction
     for tensor in call.outputs:
-        numbers = tensor.float() if is_fp8(tensor.dtype) else tensor
+        numbers = tensor.float() if tensor.dtype in FLOAT8 else tensor
         if name == "PREMUL_SUM":
             numbers.mul_(factor)
         if name in ("SUM", "PREMUL_SUM") and tensor.dtype is not torch.bool:

@@ -43,7 +43,7 @@ def charge(machine: Machine, target: Tensor, source: Tensor, places: tuple, non_
         machine.charge_copy(came, to, source.numel() * source.element_size(), non_blocking, pinned)
         return
     if to is not None and came is not None and came.spec.peer_access and to.spec.peer_access:
-        machine.charge_copy(came, to, target.numel() * target.element_size())
+        machine.charge_copy(came, to, target.nbytes)
         return
     copy = of(target, source, (came is not None) == non_blocking)
     if copy.before and came is not None:

@@ -180,11 +180,10 @@ class Machine:
             if device.type == "cpu":
                 return None
             if device.type != "cuda":
-                known = "".join(f" and {gpu.device}" for gpu in self.gpus[:1]) + (
-                    f" to cuda:{len(self.gpus) - 1}" if len(self.gpus) > 1 else ""
-                )
+                count = len(self.gpus)
+                known = ("cpu", "cpu and cuda:0", f"cpu and cuda:0 to cuda:{count - 1}")[min(count, 2)]
                 raise NotImplementedError(
-                    f"virtual GPUs know the devices cpu{known}, not {str(device)!r}: write device='cuda'"
+                    f"virtual GPUs know the devices {known}, not {str(device)!r}: write device='cuda'"
                 )
             index = self.local.current if device.index is None else device.index
         if not 0 <= index < len(self.look()):

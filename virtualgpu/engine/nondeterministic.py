@@ -9,6 +9,13 @@ import warnings
 import torch
 
 MAX = 2  # embedding_bag's number of mode="max"
+
+
+def _reduces(args, kwargs) -> bool:
+    """scatter with reduce=, of a tensor; that of a number says nothing."""
+    return "reduce" in kwargs and len(args) > 3 and isinstance(args[3], torch.Tensor)
+
+
 # {operation of ATen: (name in the message, whether these arguments need it)}
 ALERTS = {
     f"{name}_backward": (f"{name.removeprefix('_')}_backward_{end}", None)
@@ -27,16 +34,11 @@ ALERTS |= {
     "_embedding_bag_backward": ("embedding_bag_backward_cuda_max", lambda args, kwargs: args[8] == MAX),
     "put": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
     "put_": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
-    "scatter": ("scatter_reduce_cuda_kernel", lambda args, kwargs: _reduces(args, kwargs)),
-    "scatter_": ("scatter_reduce_cuda_kernel", lambda args, kwargs: _reduces(args, kwargs)),
+    "scatter": ("scatter_reduce_cuda_kernel", _reduces),
+    "scatter_": ("scatter_reduce_cuda_kernel", _reduces),
     "median": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
     "nanmedian": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
 }
-
-
-def _reduces(args, kwargs) -> bool:
-    """scatter with reduce=, of a tensor; that of a number says nothing."""
-    return "reduce" in kwargs and len(args) > 3 and isinstance(args[3], torch.Tensor)
 
 
 def check(op, args, kwargs) -> None:

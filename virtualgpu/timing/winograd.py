@@ -18,32 +18,51 @@ that better. Gradients of the weight and transposed convolutions were not measur
 """
 
 from math import ceil, gcd, prod
+from typing import NamedTuple
 
 from torch import Tensor
 
 from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing.kernels import Kernels
 
-# Images, rows and columns of one block of the first way, and its channels; the second shape is Ampere's. Channels read are filled up
-WHOLE, OF_AMPERE, CHANNELS, READ = (1, 8, 16), (4, 8, 4), 32, 8
+VOLTA, TURING, AMPERE = (7, 0), (7, 5), (8, 0)  # capabilities
+# Channels of one block of the first way; channels read are filled up
+CHANNELS, READ = 32, 8
 # Multiplications for each channel read, of such a block: 16 for each of 32 squares and 32 channels
 MULTIPLIED = 16 * 32 * CHANNELS
 # The second way: places of a square each way, products, images that are filled up to a multiple
 SQUARE, PRODUCTS, IMAGES = 4, 36, 16
-# Rows and columns of the products' tiles, and what they reach of the largest: of Ampere (ampere_sgemm_128x128_nn), and before (volta_sgemm_64x64_nn,
-# .._128x64_nn, .._32x128_nn, .._128x32_nn); of the third way, what the smallest reaches of the others
-AMPERE_TILES = ((128, 128, 1.0),)
-TILES = ((64, 64, 1.0), (128, 64, 1.0), (32, 128, 1.0), (128, 32, 1.0))
+# Rows and columns of the third way's tiles, and what the smallest reaches of the others
 DIRECT_TILES = ((128, 128, 1.0), (128, 64, 1.0), (128, 32, 0.9))
-# Time over that at the card's share of plain products: of the one kernel, of the products, directly; up to Volta, and from Ampere on
-BEFORE, AMPERE = (1.08, 0.96, 1.04), (1.43, 1.14, 1.32)
-VOLTA, TURING = (7, 0), (7, 5)  # capabilities
 START, FIRST = 3500, 8  # cycles of each round beside the multiplications, and channels that pass before the first
 # Time over that of memory: turning the weight for the one kernel; the image and the result for the products
 WEIGHT, IMAGE, RESULT = 1.16, 1.6, 0.9
-# The weight for the products, and so much more where no two of SECTOR numbers that lie side by side belong to the same sector of memory: of channels
-# that are a multiple of SECTOR all do. Before Ampere, and from it on
-SPREAD, AMPERE_SPREAD, SECTOR = (2.5, 2.1), (1.9, 0.7), 8
+SECTOR = 8  # numbers that lie side by side in one sector of memory
+
+
+class Generation(NamedTuple):
+    """blocks: images, rows and columns of one of the first way. tiles: of the products, as of DIRECT_TILES. longer: time over that at the card's
+    share of plain products, of the one kernel, of the products, directly. spread: over that of memory, turning the weight for the products, and so
+    much more where no two of SECTOR numbers belong to the same sector: of channels that are a multiple of SECTOR all do."""
+
+    blocks: tuple[tuple[int, int, int], ...]
+    tiles: tuple[tuple[int, int, float], ...]
+    longer: tuple[float, float, float]
+    spread: tuple[float, float]
+
+
+UP_TO_VOLTA = Generation(
+    blocks=((1, 8, 16),),
+    tiles=((64, 64, 1.0), (128, 64, 1.0), (32, 128, 1.0), (128, 32, 1.0)),  # volta_sgemm_64x64_nn and so on
+    longer=(1.08, 0.96, 1.04),
+    spread=(2.5, 2.1),
+)
+FROM_AMPERE_ON = Generation(
+    blocks=((1, 8, 16), (4, 8, 4)),
+    tiles=((128, 128, 1.0),),  # ampere_sgemm_128x128_nn
+    longer=(1.43, 1.14, 1.32),
+    spread=(1.9, 0.7),
+)
 
 
 def applies(kernels: Kernels, which: str, image: Tensor, weight: Tensor, stride, dilation, groups: int, key) -> bool:
@@ -63,13 +82,18 @@ def seconds(kernels: Kernels, made: Tensor, read: Tensor) -> float:
     )
 
 
+def _generation(kernels: Kernels) -> Generation:
+    return FROM_AMPERE_ON if kernels.spec.capability >= AMPERE else UP_TO_VOLTA
+
+
 def _in_one(kernels: Kernels, made: Tensor, read: Tensor) -> float:
     """Without launches, as all below."""
     wide, channels = read.shape[1], ceil(made.shape[1] / CHANNELS)
     size = made.shape[0], *made.shape[2:]
     step = 2 * MULTIPLIED / _rate(kernels, 0) * ceil(wide / READ) * READ
-    blocks = (WHOLE, OF_AMPERE) if kernels.spec.capability >= (8, 0) else (WHOLE,)
-    count = min(channels * prod(ceil(a / b) for a, b in zip(size, block, strict=True)) for block in blocks)
+    count = min(
+        channels * prod(ceil(a / b) for a, b in zip(size, block, strict=True)) for block in _generation(kernels).blocks
+    )
     turned = (9 + 16) * wide * made.shape[1]
     return _rounds(kernels, count) * (step + kernels.took(START)) + WEIGHT * _moving(kernels, turned)
 
@@ -80,13 +104,12 @@ def _in_four(kernels: Kernels, made: Tensor, read: Tensor) -> float:
     image = read.numel() + PRODUCTS * squares * wide
     weight = (9 + PRODUCTS) * wide * channels
     result = made.numel() + PRODUCTS * squares * channels
-    tiles = AMPERE_TILES if kernels.spec.capability >= (8, 0) else TILES
-    product = _product(kernels, tiles, 1, PRODUCTS, squares, channels, wide)
+    product = _product(kernels, _generation(kernels).tiles, 1, PRODUCTS, squares, channels, wide)
     return product + _moving(kernels, IMAGE * image + _spread(kernels, wide) * weight + RESULT * result)
 
 
 def _spread(kernels: Kernels, channels: int) -> float:
-    together, apart = AMPERE_SPREAD if kernels.spec.capability >= (8, 0) else SPREAD
+    together, apart = _generation(kernels).spread
     return together + apart * (1 - gcd(channels, SECTOR) / SECTOR)
 
 
@@ -108,8 +131,7 @@ def _product(kernels: Kernels, tiles, way: int, count: int, rows: int, columns: 
 def _rate(kernels: Kernels, way: int) -> float:
     """FLOPs a second of one multiprocessor."""
     spec = kernels.spec
-    longer = (AMPERE if spec.capability >= (8, 0) else BEFORE)[way]
-    return spec.rates[FLOAT32] * kernels.achieved.product(FLOAT32) / spec.processors / longer
+    return spec.rates[FLOAT32] * kernels.achieved.product(FLOAT32) / spec.processors / _generation(kernels).longer[way]
 
 
 def _rounds(kernels: Kernels, blocks: int) -> int:

@@ -111,25 +111,33 @@ def from_host(pinned=False):
     return torch.zeros(4096, 4096, pin_memory=pinned)
 
 
-# MiB that the copy takes on the GPU, its result included, and MiB that it sends
+# MiB that the copy takes on the GPU, its result included, MiB that it sends, and where to
 CHANGED = {
-    "converted on the host, which waits": (lambda x: x.to("cpu", torch.float64), from_gpu, 0, 64),
-    "converted on the host before": (lambda x: x.to("cuda", torch.float16), from_host, 32, 32),
+    "converted on the host, which waits": (lambda x: x.to("cpu", torch.float64), from_gpu, 0, 64, "cpu"),
+    "converted on the host before": (lambda x: x.to("cuda", torch.float16), from_host, 32, 32, "cuda"),
     "converted on the GPU, for which nobody waits": (
         lambda x: x.to("cuda", torch.float16, non_blocking=True),
         lambda: from_host(True),
         96,
         64,
+        "cuda",
     ),
-    "half of each row, gathered on the GPU": (lambda x: x[:, ::2].cpu(), from_gpu, 32, 32),
-    "into half of each row, spread on the GPU": (lambda x: x[:, ::2].copy_(torch.zeros(4096, 2048)), from_gpu, 32, 32),
-    "turned round on the GPU": (lambda x: x.t().copy_(torch.zeros(4096, 4096)), from_gpu, 64, 64),
-    "as it lies": (lambda x: x.t().cpu(), from_gpu, 0, 64),
+    "half of each row, gathered on the GPU": (lambda x: x[:, ::2].cpu(), from_gpu, 32, 32, "cpu"),
+    "into half of each row, spread on the GPU": (
+        lambda x: x[:, ::2].copy_(torch.zeros(4096, 2048)),
+        from_gpu,
+        32,
+        32,
+        "cuda",
+    ),
+    "turned round on the GPU": (lambda x: x.t().copy_(torch.zeros(4096, 4096)), from_gpu, 64, 64, "cuda"),
+    "as it lies": (lambda x: x.t().cpu(), from_gpu, 0, 64, "cpu"),
     "channels last, turned round on the GPU": (
         lambda x: x.view(16, 4, 512, 512).to("cuda", memory_format=torch.channels_last),
         from_host,
         128,
         64,
+        "cuda",
     ),
 }
 
@@ -137,20 +145,16 @@ CHANGED = {
 @pytest.mark.parametrize("name", CHANGED)
 def test_copies_that_change_type_or_order(run, name):
     """copy_kernel_cuda and copy_requires_temporaries in Copy.cu."""
-    copy, make, taken, sent = CHANGED[name]
+    copy, make, taken, sent, where = CHANGED[name]
     with run(1, like="A100"):
         x, clock = make(), virtualgpu.machine().clock
-        plain = torch.empty(sent << 20, dtype=torch.uint8, device="cpu", pin_memory=x.is_pinned())
-        over = torch.empty_like(plain, device="cuda")
+        host = torch.empty(sent << 20, dtype=torch.uint8, device="cpu", pin_memory=x.is_pinned())
+        gpu = torch.empty_like(host, device="cuda")
+        plain = (lambda: host.copy_(gpu)) if where == "cpu" else (lambda: gpu.copy_(host))
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         seconds = []
-        for one in (
-            lambda: (
-                plain.copy_(over) if x.is_cuda and "into" not in name and "turned" not in name else over.copy_(plain)
-            ),
-            lambda: copy(x),
-        ):
+        for one in (plain, lambda: copy(x)):
             torch.cuda.synchronize()
             start = clock.host
             one()
