@@ -218,6 +218,46 @@ def _elementwise(settings: dict) -> Call:
     return Call([x_last, x, y, gate], calls[settings["op"]])
 
 
+def _viewed(settings: dict) -> torch.Tensor:
+    """What lies in memory in another order than it is used: of `shape` as it lies, a stretch of the last dimension ("of": from, to), the
+    dimensions in another order ("dims"), and at one place a dimension of so many alike ("expand": place, number)."""
+    x = _random(settings, *settings["shape"])
+    if "of" in settings:
+        x = x[..., slice(*settings["of"])]
+    if "dims" in settings:
+        x = x.permute(settings["dims"])
+    if "expand" in settings:
+        place, number = settings["expand"]
+        x = x.unsqueeze(place).expand(*x.shape[:place], number, *x.shape[place:])
+    return x
+
+
+def _copy(settings: dict) -> Call:
+    x = _viewed(settings)
+    dtype = getattr(torch, settings.get("to", settings["dtype"]))
+    order = torch.preserve_format if settings.get("keep") else torch.contiguous_format
+    return Call([x if "expand" not in settings else x.select(settings["expand"][0], 0)], lambda: x.to(dtype, copy=True, memory_format=order))
+
+
+def _cat(settings: dict) -> Call:
+    parts = [_viewed({"dtype": settings["dtype"], **part}) for part in settings["parts"]]
+    return Call(parts, lambda: torch.cat(parts, settings["dim"]))
+
+
+def _masked_attention(settings: dict) -> Call:
+    """mask: "bool", "float" or "gradient" (numbers that are learned). over: of its shape."""
+    batch, heads, queries, head = settings["shape"]
+    keys = settings.get("keys", queries)
+    query, key, value = (_random(settings, batch, heads, length, head, grad=True) for length in (queries, keys, keys))
+    over = settings["over"]
+    mask = torch.rand(over, device="cuda") < 0.9
+    if settings["mask"] != "bool":
+        mask = _random(settings, *over, grad=settings["mask"] == "gradient")
+    inputs = [query, key, value, *([mask] if settings["mask"] == "gradient" else [])]
+    one = _one_pass(settings, lambda: F.scaled_dot_product_attention(query, key, value, mask), query, inputs)
+    return one if settings["pas"] == "backward" else Call([query.detach(), key.detach(), value.detach()], one.run)
+
+
 def _row_norm(settings: dict) -> Call:
     width = settings["columns"]
     x = _random(settings, settings["rows"], width, grad=True)
@@ -246,6 +286,9 @@ MAKERS: dict[str, Callable[[dict], Call]] = {
     "pool": _pool,
     "elementwise": _elementwise,
     "row_norm": _row_norm,
+    "copy": _copy,
+    "cat": _cat,
+    "masked_attention": _masked_attention,
     "group_norm": _group_norm,
 }
 
