@@ -236,7 +236,10 @@ def _copy(settings: dict) -> Call:
     x = _viewed(settings)
     dtype = getattr(torch, settings.get("to", settings["dtype"]))
     order = torch.preserve_format if settings.get("keep") else torch.contiguous_format
-    return Call([x if "expand" not in settings else x.select(settings["expand"][0], 0)], lambda: x.to(dtype, copy=True, memory_format=order))
+    return Call(
+        [x if "expand" not in settings else x.select(settings["expand"][0], 0)],
+        lambda: x.to(dtype, copy=True, memory_format=order),
+    )
 
 
 def _cat(settings: dict) -> Call:

@@ -117,6 +117,8 @@ class Factories:
         if op.converts and target is not source:
             pinned = bool(kwargs.get("pin_memory")) or is_pinned(tensors[0])
             copies.charge(machine, out, tensors[0], (target, source), bool(kwargs.get("non_blocking")), pinned)
+        elif target is not None and op.converts:
+            self.timing.launch(op, args, options, [*tensors, out], out, target)
         elif target is not None:
             self.timing.write(op, out, target)
         if kwargs.get("pin_memory") and target is None:

@@ -9,7 +9,7 @@ from virtualgpu.engine.operations import Operation
 from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing import arithmetic, weights
 from virtualgpu.timing.costs import OF_CUDNN, moved, parts, rate
-from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, PLAIN, copied_first
+from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, PLAIN, copied_first, copying
 
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
 SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
@@ -22,7 +22,7 @@ LIST, CHUNKS, CHUNK = 64, 320, 65536
 class Kernel:
     """What `Timing.launch` asks of an operation, for those that are carried out apart from the others."""
 
-    write_only = writes_lists = False
+    write_only = writes_lists = converts = False
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
@@ -74,9 +74,13 @@ class Timing:
             nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
             if kind is not PLAIN and (kind is not ELEMENTWISE or nbytes > SHORT):
                 kind = kind.in_call(args, tensors)
+                if op.converts and self._is_cold(args[0], gpu):
+                    kind = kind._replace(cold=True)
             seconds = gpu.kernels.moving(nbytes, kind, args, tensors)
             if op.name in COPIED:
-                seconds += sum(gpu.kernels.moving(2 * tensor.nbytes, PLAIN) for tensor in copied_first(op.name, args))
+                seconds += sum(
+                    gpu.kernels.moving(2 * tensor.nbytes, copying(tensor)) for tensor in copied_first(op.name, args)
+                )
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()
@@ -101,6 +105,18 @@ class Timing:
                 and allocation.gpu is gpu
             ):
                 allocation.written_until(end)
+
+    def _is_cold(self, tensor, gpu: GPU) -> bool:
+        """Has a tensor that is converted left the second-level cache? A weight has, which autocast converts once in a step; anything else
+        was just made, unless it was converted before and more than the cache holds may have passed since."""
+        allocation = allocation_of(tensor)
+        if allocation is None or allocation.gpu is not gpu:
+            return False
+        now, before = self.clock.computing[gpu.index], allocation.converted_at
+        allocation.converted_at = now
+        if before is None:
+            return tensor.is_leaf and tensor.requires_grad
+        return (now - before) * gpu.kernels.bandwidth["memory"] > gpu.kernels.cache
 
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""

@@ -6,6 +6,8 @@ All were measured on an H100 (tests/gpu/h100_kernels.csv, PyTorch 2.11; in 16 bi
 from collections.abc import Callable
 from math import prod
 
+import torch
+
 # Any batch norm that evaluates; softmax
 EVALUATING = 0.62
 ROWS = 0.5
@@ -17,6 +19,8 @@ LOOKED_UP, ADDED, SCATTERED = 163, 1.6, 2.8
 # Sorting rows of up to 512 numbers (21 to 23 for 64 and 256), longer ones, and what topk takes for a row and each of its numbers
 SORTED, SORTED_LONG, TOP_ROW, TOP = 22, 8.5, 500, 8
 ROLLED = 1.15
+# A number of so many bytes that cat moves where a part does not lie close (CatArrayBatchedCopy works out each place; tests/gpu/h100_profiled.csv)
+JOINED = {2: 1.0, 4: 1.13}
 # Activations of 16 bits in the second-level cache, and dropout by the bytes of a number: Philox draws four at once, and a byte of the
 # mask is written for each (fused_dropout_kernel_vec; tests/gpu/h100_profiled.csv)
 GELU, SILU, DROPPED = 0.36, 0.28, {2: 0.5, 4: 0.8}
@@ -36,6 +40,24 @@ def rows_of_index(args, tensors) -> float:
     if len(indices) != 1 or indices[0] is None or not indices[0].dtype.is_signed or x.dim() < 2:
         return 0.0
     return 0.0 if prod(x.shape[1:]) * x.itemsize % 16 else LOOKED_UP * indices[0].numel()
+
+
+def rolls(args) -> int:
+    """roll(x, shifts, dims): once for each dimension (TensorTransformations.cu)."""
+    return max(1, len(args[1])) if isinstance(args[1], (list, tuple)) else 1
+
+
+def joined(args, tensors) -> float:
+    """cat(parts, dim), where not all parts lie close in one order (Shape.cu)."""
+    parts = [part for part in args[0] if part.numel()]
+    for order in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
+        if all(_is_close(part, order) for part in parts):
+            return 0.0
+    return JOINED.get(tensors[-1].itemsize, JOINED[4]) * sum(part.numel() for part in parts)
+
+
+def _is_close(tensor, order) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous(memory_format=order)
 
 
 def dropout(args, tensors) -> float:

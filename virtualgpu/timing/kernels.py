@@ -64,12 +64,15 @@ class Kernels:
         if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory
             beyond = max(0.0, nbytes / (kind.per_cycle * self.cycles) - nbytes / bandwidth)
         moved = nbytes * kind.traffic
-        seconds = moved * self.from_memory(moved if kind.made else nbytes) / bandwidth + beyond
+        memory = 1.0 if kind.cold else self.from_memory(moved if kind.made else nbytes)
+        seconds = moved * memory / bandwidth + beyond
         seconds = max(seconds, kind.least / self.cycles) + kind.beyond / self.cycles
         launches = kind.launches * spec.kernel
         if kind.elementwise:
             launches -= min(seconds, STARTING * launches)
         seconds += launches
+        if kind.times is not None and args:
+            seconds *= kind.times(args)
         return seconds + kind.waits(args) if kind.waits is not None and args else seconds
 
     def streaming(self, nbytes: float, limit: str = "memory") -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from virtualgpu.timing import cycles, norms, pools, reductions, upsampling
 from virtualgpu.timing.batch_norms import batch_norm, batch_norm_backward
-from virtualgpu.timing.elementwise import CONVERTED, converts, one_by_one
+from virtualgpu.timing.elementwise import CONVERTED, WIDENED, converts, one_by_one, to_close
 
 
 class Kind(NamedTuple):
@@ -22,7 +22,8 @@ class Kind(NamedTuple):
     one after the other. per_cycle: bytes that a multiprocessor moves in one, at most, in the last of its kernels. few: by the arguments, are
     they so few that one kernel does it, and another makes zeros? cycles: of a multiprocessor, for each number of the largest tensor, at
     least; or a function of the arguments and tensors that says how many in all. more: such a function, of what comes on top. own: by the
-    card's kernels, the arguments and the tensors, all that it takes, of kernels whose threads are counted (None: by the rest)."""
+    card's kernels, the arguments and the tensors, all that it takes, of kernels whose threads are counted (None: by the rest). times: by the
+    arguments, how often all of this is done, one after the other. cold: has what goes in left the second-level cache?"""
 
     traffic: float = 1.0
     limit: str = "memory"
@@ -37,6 +38,8 @@ class Kind(NamedTuple):
     cycles: float | Callable | None = None
     more: Callable | None = None
     own: Callable | None = None
+    times: Callable | None = None
+    cold: bool = False
     least: float = 0.0  # what `cycles` and `more` come to in a call
     beyond: float = 0.0
 
@@ -51,11 +54,13 @@ class Kind(NamedTuple):
         if self.own is not None:
             return self if all(tensor.numel() for tensor in tensors) else self._replace(own=None)
         if self.elementwise:
-            if converts(tensors):
-                return CONVERTING if self is ELEMENTWISE else self._replace(per_cycle=CONVERTED)
-            least = one_by_one(tensors)
-            if self.cycles is not None:
-                least = max(least, self._cycles(args, tensors))
+            places, converting = one_by_one(tensors), converts(tensors)
+            if converting:
+                self = CONVERTING if self is ELEMENTWISE else self._replace(per_cycle=CONVERTED)
+            least = 0.0 if self.cycles is None else self._cycles(args, tensors)
+            if places is not None:
+                widened = WIDENED * tensors[-1].numel() * (converting and tensors[-1].itemsize == 4)
+                return self._replace(least=max(least, places.cycles + widened), traffic=self.traffic * places.traffic)
             return self._replace(least=least) if least else self
         if self.wide is not None and tensors[0].dim():
             row = tensors[0].shape[-1] * tensors[0].itemsize
@@ -91,6 +96,12 @@ COPIED = {
 def copied_first(name: str, args) -> list[Tensor]:
     """Of the operation of that name."""
     return [args[at] for at in COPIED[name] if not args[at].is_contiguous()]
+
+
+def copying(tensor: Tensor) -> Kind:
+    """What makes it lie close."""
+    places = to_close(tensor)
+    return PLAIN if places is None else ELEMENTWISE._replace(least=places.cycles, traffic=places.traffic)
 
 
 NEAREST = ("upsample_nearest", "_upsample_nearest_exact")  # which differ by half a place
@@ -160,7 +171,9 @@ KINDS = {
     "scatter_add": Kind(launches=2, cycles=cycles.added_by(cycles.SCATTERED, 2)),
     "scatter_add_": Kind(cycles=cycles.added_by(cycles.SCATTERED, 2)),
     "cumsum": Kind(waits=cycles.scan),
-    "roll": Kind(cycles=cycles.ROLLED),
+    "roll": Kind(cycles=cycles.ROLLED, times=cycles.rolls),
+    "cat": Kind(cycles=cycles.joined),
+    "stack": Kind(cycles=cycles.joined),
     "constant_pad_nd": Kind(1.6, launches=2),  # filled, then copied into
     # sorted indices, then sums of equal ones: thrust::sort_by_key and four kernels (EmbeddingBackwardKernel.cu)
     "embedding_dense_backward": Kind(1.0, launches=12, few=cycles.few_indices, more=cycles.gradients),
