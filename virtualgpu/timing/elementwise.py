@@ -58,6 +58,16 @@ def one_by_one(tensors) -> float:
     return numbers * (WRITTEN[size] + READ * read + (APART + PIECE * _pieces(made) if apart else 0.0))
 
 
+def chosen(args, tensors) -> float:
+    """Cycles of where(condition, x, y) with one number for x or y, which lies on the GPU and is broadcast; a byte of the condition costs
+    nothing beside (tests/gpu/h100_profiled.csv, masks of attention: 0.5 and 0.6)."""
+    made = tensors[-1]
+    if not made.dim() or made.itemsize not in WRITTEN or (len(tensors) > 3 and all(tensor.dim() for tensor in tensors)):
+        return 0.0
+    whole = sum(1 for tensor in tensors[1:-1] if tensor.dim() and is_whole(tensor, made))
+    return made.numel() * (WRITTEN[made.itemsize] + READ * whole)
+
+
 def is_whole(tensor, made) -> bool:
     """Is each of its numbers read once, for one of the result?"""
     return tensor.numel() == made.numel() and 0 not in tensor.stride()
