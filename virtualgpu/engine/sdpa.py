@@ -41,6 +41,10 @@ class Call:
         """query, key, value and, if there is one, the bias."""
         return [self.query, self.key, self.value, *([] if self.bias is None else [self.bias])]
 
+    def booked(self, learned: bool = False) -> tuple:
+        """What decides over its time (timing.attention_kernels). learned: does the bias get a gradient?"""
+        return (*self.inputs[:3], self.is_causal, bool(self.dropout), self.bias is not None, bool(learned))
+
     def on_cpu(self, query, key, value, bias):
         """scaled_dot_product_attention as the CPU carries it out where it has no kernel for it."""
         groups = query.shape[1] != key.shape[1]
@@ -87,9 +91,7 @@ def forward(dispatch, func, args, kwargs):
     if not (efficient or flash):
         gpu.lend([CUDNN_FORWARD])
     on_gpu = made if efficient else [*made, *seeds, *([debug] if flash else [])]
-    dispatch.timing.book(
-        KERNELS[func], (*call.inputs[:3], call.is_causal, bool(call.dropout)), call.inputs, on_gpu, gpu
-    )
+    dispatch.timing.book(KERNELS[func], call.booked(), call.inputs, on_gpu, gpu)
     if efficient:
         return (*made, *seeds)
     return (*made, None, None, call.query.shape[2], call.key.shape[2], *seeds, debug)
@@ -119,7 +121,7 @@ def backward(dispatch, func, args, kwargs):
             made = [_laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
     scratch = [Allocation(gpu, nbytes) for nbytes in _scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
     read = [grad_out, *call.inputs, out, logsumexp]
-    dispatch.timing.book(KERNELS[func], (*call.inputs[:3], call.is_causal, bool(call.dropout)), read, made, gpu)
+    dispatch.timing.book(KERNELS[func], call.booked(wants_bias), read, made, gpu)
     del scratch
     return (*made[:3], made[3] if wants_bias else None) if efficient else tuple(made)
 

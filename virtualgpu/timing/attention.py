@@ -19,13 +19,14 @@ def attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -
     return attention(query, key, value) * 5 // 2
 
 
-def fused(query, key, value, is_causal, drops=False, *, out_val=None) -> int:
-    """Of a fused kernel, which leaves out what a causal mask hides. drops: does it drop scores? No fewer FLOPs."""
+def fused(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
+    """Of a fused kernel, which leaves out what a causal mask hides. drops: does it drop scores? biased: does it add a mask to them?
+    learned: and make a gradient of it? The same FLOPs."""
     flops = attention(query, key, value)
     return int(flops * causal_share(query.shape[2], key.shape[2])) if is_causal else flops
 
 
-def fused_backward(query, key, value, is_causal, drops=False, *, out_val=None) -> int:
+def fused_backward(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
     """Of a fused kernel's backward pass."""
     return fused(query, key, value, is_causal) * 5 // 2
 

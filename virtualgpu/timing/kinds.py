@@ -11,7 +11,7 @@ from torch import Tensor
 
 from virtualgpu.timing import cycles, norms, pools, reductions, upsampling
 from virtualgpu.timing.batch_norms import batch_norm, batch_norm_backward
-from virtualgpu.timing.elementwise import CONVERTED, WIDENED, converts, one_by_one, to_close
+from virtualgpu.timing.elementwise import CONVERTED, WIDENED, chosen, converts, one_by_one, to_close
 
 
 class Kind(NamedTuple):
@@ -156,6 +156,7 @@ KINDS = {
     "nll_loss_backward": Kind(made=True, waits=cycles.rounds(1), launches=2),  # zeros, and a number in each row
     "masked_fill": Kind(2.0, launches=2, elementwise=True),  # a copy, filled in place
     "masked_fill_": ELEMENTWISE,
+    "where": Kind(elementwise=True, cycles=chosen),
     "gelu": Kind(elementwise=True, cycles=cycles.GELU),
     "silu": Kind(elementwise=True, cycles=cycles.SILU),
     "native_dropout": Kind(1.15, elementwise=True, cycles=cycles.dropout),

@@ -87,6 +87,11 @@ def plan_of_columns(rows: int, columns: int, spec) -> Plan:
     return _plan((rows, columns), (columns, 1), 0, (0,), spec.processors, spec.limits.threads)
 
 
+def plan_of_rows(rows: int, columns: int, spec) -> Plan:
+    """Of a sum over each row of a matrix."""
+    return _plan((rows, columns), (columns, 1), 0, (1,), spec.processors, spec.limits.threads)
+
+
 def plan(source: torch.Tensor, dims, spec) -> Plan:
     """Of a reduction of `source` over `dims`."""
     offset = source.storage_offset() % 4

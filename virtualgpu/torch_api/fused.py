@@ -15,6 +15,7 @@ from virtualgpu.torch_api import autocast
 from virtualgpu.torch_api.registry import Patches
 
 ATTENTION = "scaled_dot_product_attention"
+ALIGNMENT = 8  # numbers: mem_eff_alignment in preprocess_mask of attention.cpp, the same in PyTorch 2.11 and 2.15
 CHECKS = {
     FLASH: "_can_use_flash_attention",
     EFFICIENT: "_can_use_mem_efficient_attention",
@@ -108,12 +109,18 @@ def _flash(params: Params, scale: float | None):
 def _efficient(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, _ = params
     if mask is not None:
-        mask = _as_bias(mask, q.dtype).expand(*q.shape[:3], k.shape[2])
-        if k.shape[2] % 16:  # rows of a bias begin at multiples of 16 numbers
-            mask = nn.functional.pad(mask, (0, -k.shape[2] % 16))[..., : k.shape[2]]
-        elif any(stride % 16 for stride in mask.stride()[:3]):
-            mask = mask.contiguous()
+        mask = _aligned(_as_bias(mask, q.dtype)).expand(*q.shape[:3], k.shape[2])
     return sdpa.EFFICIENT(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, scale=scale)[0]
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    """A bias whose rows begin at multiples of ALIGNMENT numbers, as they are before they are expanded (preprocess_mask): one that lies
+    otherwise is copied into longer rows."""
+    *strides, last = bias.stride()
+    if last == 1 and not any(stride % ALIGNMENT for stride in strides):
+        return bias
+    width = bias.shape[-1]
+    return nn.functional.pad(bias, (0, ALIGNMENT - width % ALIGNMENT))[..., :width]
 
 
 def _cudnn(params: Params, scale: float | None):
@@ -138,10 +145,11 @@ KERNELS = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn, MATH: _math}
 
 
 def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of bool as what is added to the scores: 0, or minus infinity."""
+    """A mask of bool as what is added to the scores: 0, or minus infinity (convert_boolean_attn_mask)."""
     if mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    seen, hidden = (torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, -torch.inf))
+    return torch.where(mask, seen, hidden)
 
 
 def _check(backend):

@@ -86,7 +86,7 @@ def test_plain_operations_are_those_of_the_cpu():
 @pytest.mark.parametrize(("kind", "learns"), [("bool", False), ("float", False), ("float", True)])
 @pytest.mark.parametrize("keys", [48, 41])
 def test_masks(kind, keys, learns):
-    """As bool, and as what is added to the scores; the memory-efficient kernel has rows of a multiple of 16."""
+    """As bool, and as what is added to the scores; the memory-efficient kernel has rows of a multiple of 8."""
     torch.manual_seed(3)
     mask = torch.rand(2, 1, 48, keys) < 0.7 if kind == "bool" else torch.randn(2, 1, 48, keys)
     found = []
@@ -98,6 +98,50 @@ def test_masks(kind, keys, learns):
             assert device == "cpu" or kernel_of(out) == EFFICIENT
             found.append([tensor.detach().cpu() for tensor in (out, *grads)])
     assert all(map(torch.equal, *found))
+
+
+# MiB at its peak: of a mask that is copied into rows of 48 numbers, or made of bool, before it is expanded to all heads and images
+COPIES = [
+    ("A100", BRAIN, (1, 1, 1024, 48), BRAIN, 0.0),
+    ("A100", BRAIN, (1, 1, 1024, 41), BRAIN, 0.09375),
+    ("A100", BRAIN, (1024, 41), BRAIN, 0.09375),
+    ("A100", SINGLE, (1, 1, 1024, 41), SINGLE, 0.1875),
+    ("A100", SINGLE, (1, 1, 1024, 48), torch.bool, 0.1875),
+    ("H100", BRAIN, (1, 1, 1024, 48), torch.bool, 0.09375),
+    ("H100", BRAIN, (1, 1, 1024, 41), BRAIN, 0.0),  # cuDNN takes rows as they are
+]
+
+
+@pytest.mark.parametrize(("like", "dtype", "over", "kind", "copied"), COPIES)
+def test_a_mask_is_copied_before_it_is_expanded(like, dtype, over, kind, copied):
+    """preprocess_mask and convert_boolean_attn_mask in attention.cpp; the kernels of an H100, PyTorch 2.11, show the same order."""
+    with virtualgpu.dry_run(1, like=like):
+        query = torch.zeros(16, 8, 1024, 32, device="cuda", dtype=dtype)
+        key = torch.zeros(16, 8, over[-1], 32, device="cuda", dtype=dtype)
+        masks = [
+            torch.zeros(*over[:-1], 48, device="cuda", dtype=dtype)[..., : over[-1]]
+        ]  # its rows begin where they should
+        masks.append(torch.zeros(over, device="cuda", dtype=kind))
+        peaks = []
+        for mask in (masks[0], *masks):
+            torch.cuda.reset_peak_memory_stats()
+            F.scaled_dot_product_attention(query, key, key, mask)
+            peaks.append(torch.cuda.max_memory_allocated())
+        more = peaks[2] - peaks[1]
+    assert 0 <= more - copied * 2**20 <= 1024  # two numbers beside, of 512 bytes each
+
+
+def test_the_gradient_of_a_mask_is_added_up_before_it_is_cut():
+    """Over the images that share it: what is cut and filled up is no larger than the mask."""
+    with virtualgpu.dry_run(1, like="H100"):
+        leaves = [torch.zeros(64, 4, 49, 32, device="cuda", dtype=BRAIN, requires_grad=True) for _ in range(3)]
+        mask = torch.zeros(1, 4, 49, 49, device="cuda", dtype=BRAIN, requires_grad=True)
+        out = F.scaled_dot_product_attention(*leaves, mask)
+        with virtualgpu.recording() as spans:
+            out.backward(torch.zeros_like(out))
+        names = [span.name for span in spans]
+    assert kernel_of(out) == EFFICIENT
+    assert names.index("sum") < names.index("slice_backward") < names.index("constant_pad_nd")
 
 
 CHOICES = [

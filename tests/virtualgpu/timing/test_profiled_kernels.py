@@ -21,12 +21,13 @@ REACHED: dict[str, tuple[float, float]] = {
     "elementwise": (1.1, 0.85),
     "sum": (1.1, 0.85),
     "copy": (1.06, 0.95),
-    "cat": (1.08, 0.9),
+    "cat": (1.08, 0.85),
     "interpolate": (1.1, 0.8),
     "pool": (1.1, 0.9),
     "group_norm": (1.1, 0.9),
     "row_norm": (1.1, 0.85),
     "attention": (1.06, 0.95),
+    "masked_attention": (1.05, 0.95),
     "product": (1.08, 0.88),
     "convolution": (1.08, 0.74),
 }
@@ -53,8 +54,10 @@ def logs(family: str, card: str, stride: int = 1) -> dict[str, list[float]]:
     return groups
 
 
-@pytest.mark.parametrize("card", ["H100", "H200"])
-@pytest.mark.parametrize("family", REACHED)
+MEASURED = [(family, card) for card in ("H100", "H200") for family in REACHED if kernels_of_a_card.rows(family, card)]
+
+
+@pytest.mark.parametrize(("family", "card"), MEASURED)
 def test_a_kernel_takes_what_it_took_in_a_program(family, card):
     """An H100's times are what the rules are from; nothing of the H200 was an input."""
     off, share = REACHED[family]
