@@ -6,13 +6,14 @@ torchtitan CHECKOUT [name ...] torchtitan's debug model, two steps on four GPUs
 pytorch FOLDER [file ...]      tests of PyTorch's own suite
 distributed FOLDER [file ...]  tests of several processes from it
 fit CHECKOUT [name ...]        "will it fit": other people's programs as they stand; `fit published`: batch sizes that others published
+card [--card H200] [name ...]    models of transformers, timm and torchvision beside what an H100 and an H200 took
 op_db [--dry] [name ...]       every operation of PyTorch's own database
 """
 
 import importlib
 import sys
 
-JUDGES = ("examples", "tutorials", "torchtitan", "pytorch", "distributed", "op_db", "fit")
+JUDGES = ("examples", "tutorials", "torchtitan", "pytorch", "distributed", "op_db", "fit", "card")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in JUDGES:
