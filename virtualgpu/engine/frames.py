@@ -45,6 +45,17 @@ def callers_frame():
     return caller
 
 
+def initializes() -> bool:
+    """Did one of torch.nn.init's functions call the operation? Numbers that it draws again and again until they suit are none of the
+    program's decisions."""
+    frame = sys._getframe(1)
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith(("virtualgpu.", "torch.")):
+        if name == "torch.nn.init":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def warn_at_the_program(message: str) -> None:
     """A warning at the line of the program, below all of ours and PyTorch's: as from C++, once a line, unless its filters say otherwise."""
     frame = sys._getframe(1)

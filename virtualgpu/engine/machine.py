@@ -8,7 +8,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, Allocation, gpu_of, set_allocation, storage_of, stream_of_leaf
-from virtualgpu.engine.frames import warn_at_the_program
+from virtualgpu.engine.frames import initializes, warn_at_the_program
 from virtualgpu.engine.gpu import CONTEXT, GPU
 from virtualgpu.engine.in_flight import InFlight
 from virtualgpu.engine.thread_context import ThreadContext, dry_runs
@@ -146,7 +146,7 @@ class Machine:
 
     def warn_of_nan(self) -> None:
         """A value was read in a dry run, which has none: a warning, once."""
-        if self._warns_of_nan:
+        if self._warns_of_nan and not initializes():
             self._warns_of_nan = False
             warn_at_the_program(
                 f"{DRY_HAS_NO_VALUES}: what it reads is nan (0 for whole numbers, False for booleans, True for all())"

@@ -397,3 +397,11 @@ def test_checks_of_numbers_hold(gpu, dry):
     x = torch.ones(3, 2, device=gpu)
     assert torch.isfinite(x).all() and (x > 0).all(0).all().item() is True and not (x > 0).any()
     assert not (x > 0).all(0)[0] and bool(x.isnan().any()) is False
+
+
+def test_what_an_initializer_draws_until_it_suits_is_no_decision_of_the_program(recwarn):
+    with virtualgpu.dry_run(1):
+        torch.nn.init.trunc_normal_(torch.empty(64, 64, device="cuda"), std=0.02)
+        assert not recwarn.list
+        with pytest.warns(UserWarning, match="a dry run computes shapes, no values"):
+            bool(torch.ones(2, device="cuda").any())
