@@ -27,7 +27,8 @@ QUANTIZED |= {
     "_make_per_channel_quantized_tensor",
 }
 TAKEN_AS_TRUE = "_virtualgpu_taken_as_true"  # a tensor's attribute
-CHECKS = {"all", "_is_all_true"}  # what a program asks of its numbers before it goes on
+COUNTED = "_virtualgpu_counted"  # of a sum: how many truths it adds up
+CHECKS = {"all", "_is_all_true", "sum", "eq"}  # what a program asks of its numbers before it goes on
 MAX_RECIPES = 20_000  # an operation and the shapes it meets; beyond that, start again
 
 
@@ -44,7 +45,7 @@ class DryRun:
         """The result as a shape, or the value that is read."""
         out = self._run(op, args, kwargs, tensors, gpu)
         if op.name in CHECKS:
-            setattr(out, TAKEN_AS_TRUE, True)
+            _note_check(op, args, out)
         return out
 
     def _run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
@@ -151,6 +152,15 @@ class DryRun:
         if dtype is torch.bool:
             return getattr(tensors[0], TAKEN_AS_TRUE, False)
         return float("nan") if dtype.is_floating_point else 0
+
+
+def _note_check(op: Operation, args, out) -> None:
+    """all() holds, also where it is asked by comparing a sum of truths with their number (fast_all of transformers, of a padding mask)."""
+    if op.name == "sum":
+        if args[0].dtype is torch.bool and not out.dim():
+            setattr(out, COUNTED, args[0].numel())
+    elif op.name != "eq" or (isinstance(args[1], int) and args[1] == getattr(args[0], COUNTED, None)):
+        setattr(out, TAKEN_AS_TRUE, True)
 
 
 def _sparse(op: Operation) -> NotImplementedError:

@@ -145,6 +145,11 @@ def _like_second(gradient, tensor, *rest, **options):
     return torch.empty_like(tensor)
 
 
+def _close_as_second(gradient, tensor, *rest, **options):
+    """The same, however that lies."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 def _geqrf(matrix):
     return torch.empty_like(matrix), matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:])))
 
@@ -169,7 +174,7 @@ FOR_SHAPES = {
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,
     "fractional_max_pool3d_backward": _like_second,
-    "_ctc_loss_backward": _like_second,
+    "_ctc_loss_backward": _close_as_second,
     "geqrf": _geqrf,
     "fake_quantize_per_tensor_affine_cachemask": _with_mask,
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _with_mask,

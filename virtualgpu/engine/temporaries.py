@@ -60,6 +60,11 @@ def softmax_backward(args, kwargs, out, gpu) -> list[int]:
     return [max(args[0].nbytes, args[1].nbytes)]
 
 
+def ctc_loss_backward(args, kwargs, out, gpu) -> list[int]:
+    """What the forward pass has kept of sequences from their beginning, from their end (log_beta in LossCTC.cu)."""
+    return [args[6].nbytes]
+
+
 def roll(args, kwargs, out, gpu) -> list[int]:
     """Over several dimensions it goes one by one (TensorTransformations.cu)."""
     return [args[0].nbytes] * (len(args[2]) > 1 if len(args) > 2 else 0)
@@ -142,4 +147,5 @@ RULES = {
     "binary_cross_entropy_with_logits": with_logits,
     **{name: partial(copies, name=name) for name in COPIED},
     "_softmax_backward_data": softmax_backward,
+    "_ctc_loss_backward": ctc_loss_backward,
 }

@@ -27,6 +27,7 @@ SHADOW = "_virtual_shadow"
 STALE = "_virtual_stale"
 # Each of these is known to be that as soon as one of its tensors is that everywhere
 DECIDED = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}
+FILLED = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}  # whatever the tensor's numbers
 LIMIT = 8192  # numbers in a tensor: a generator's state has 5056
 COUNTS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 # of what a program counts on a GPU: a mean over all ranks goes by a number of samples in float64, too
@@ -157,6 +158,8 @@ def propagate(op, args, kwargs, tensors, out) -> None:
     """After an operation on the CPU has given shapes: the same with values, where all have some and are small."""
     results = _results(op, args, kwargs, out)
     values = None if any(result.numel() > LIMIT for result in results) else list(map(values_of, tensors))
+    if values == [None] and op.name in FILLED:
+        values = list(map(_blank, results))
     if values is None or any(value is None for value in values):
         decided = None if values is None else _decided(op, tensors, results)
         invalidate(op.written(args, kwargs))
@@ -168,6 +171,11 @@ def propagate(op, args, kwargs, tensors, out) -> None:
         shadows = tensors_of([made], {}) if op.returns else list(map(values_of, results))
         attach(results, shadows)
         _pass_on(op, values, shadows)
+
+
+def _blank(result: Tensor) -> Tensor:
+    """Any numbers, in the shape of a result."""
+    return _compat.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cpu")
 
 
 def _results(op: Operation, args, kwargs, out) -> list[Tensor]:

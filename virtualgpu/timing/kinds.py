@@ -84,10 +84,11 @@ CONVERTING = Kind(elementwise=True, per_cycle=CONVERTED)
 # (BSD 2-Clause, 2024), 16384 rows of float32 in PyTorch: 1,100 GB/s with 64 KiB a row, 820 to 830 with 128 KiB and more; an H100 reads rows
 # of 98 KiB once, and of 125 KiB more often
 ROW = 112 << 10
-# Which arguments are copied first where they do not lie close (expect_contiguous in SoftMax.cu and layer_norm_kernel.cu)
+# Which arguments are copied first where they do not lie close (contiguous in SoftMax.cu, expect_contiguous in layer_norm_kernel.cu)
 COPIED = {
     "_softmax": (0,),
     "_log_softmax": (0,),
+    "_log_softmax_backward_data": (0, 1),
     "native_layer_norm": (0,),
     "native_layer_norm_backward": (0, 1),
 }

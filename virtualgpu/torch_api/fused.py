@@ -11,7 +11,7 @@ from virtualgpu.engine import rms_norm, sdpa, sdpa_backends
 from virtualgpu.engine.allocation import PLAIN, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.sdpa_backends import CUDNN, EFFICIENT, FLASH, MATH, Params
-from virtualgpu.torch_api import autocast
+from virtualgpu.torch_api import autocast, plain_attention
 from virtualgpu.torch_api.registry import Patches
 
 ATTENTION = "scaled_dot_product_attention"
@@ -109,7 +109,7 @@ def _flash(params: Params, scale: float | None):
 def _efficient(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, _ = params
     if mask is not None:
-        mask = _aligned(_as_bias(mask, q.dtype)).expand(*q.shape[:3], k.shape[2])
+        mask = _aligned(plain_attention.as_bias(mask, q.dtype)).expand(*q.shape[:3], k.shape[2])
     return sdpa.EFFICIENT(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, scale=scale)[0]
 
 
@@ -125,7 +125,7 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
 
 def _cudnn(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, _ = params
-    mask = None if mask is None else _as_bias(mask, q.dtype)
+    mask = None if mask is None else plain_attention.as_bias(mask, q.dtype)
     return sdpa.CUDNN(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, False, scale=scale)[0]
 
 
@@ -136,20 +136,15 @@ def _math(params: Params, scale: float | None):
             "context_parallel splits the fused kernels of attention, and here none of them may run, so that each part would look at "
             "itself alone: give it a dtype and a size of head that they take (sdpa_kernel names the reason)"
         )
-    mask = None if mask is None else _as_bias(mask, q.dtype)
+    mask = None if mask is None else plain_attention.as_bias(mask, q.dtype)
+    params = params._replace(attn_mask=mask)
+    if plain_attention.is_taken(params):
+        return plain_attention.attend(params, scale)
     kernel = torch.ops.aten._scaled_dot_product_attention_math.default
     return kernel(q, k, v, mask, dropout, causal, None, scale=scale, enable_gqa=grouped)[0]
 
 
 KERNELS = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn, MATH: _math}
-
-
-def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of bool as what is added to the scores: 0, or minus infinity (convert_boolean_attn_mask)."""
-    if mask.dtype is not torch.bool:
-        return mask
-    seen, hidden = (torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, -torch.inf))
-    return torch.where(mask, seen, hidden)
 
 
 def _check(backend):

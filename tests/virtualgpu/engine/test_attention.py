@@ -83,6 +83,37 @@ def test_plain_operations_are_those_of_the_cpu():
     assert all(map(torch.equal, results, expected))
 
 
+PLAIN = {
+    "dropout": {"dropout_p": 0.25},
+    "causal": {"is_causal": True},
+    "shared heads": {"heads": (4, 2), "enable_gqa": True},
+    "negative scale": {"scale": -2.0},
+    "mask": {"mask": torch.arange(48) < 40, "dropout_p": 0.5},
+    "bias": {"mask": torch.arange(48.0).expand(4, 48, 48)},
+}
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_operations_one_by_one(name, dtype):
+    """Those of _scaled_dot_product_attention_math, whose function itself the CPU calls."""
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = attend("cpu", dtype=dtype, **PLAIN[name])[1]
+        with virtualgpu.gpus(1):
+            kernel, results = attend("cuda", dtype=dtype, **PLAIN[name])
+    assert kernel is None and all(map(torch.equal, results, expected))
+
+
+def test_what_plain_operations_refuse_is_refused(gpus):
+    with sdpa_kernel(SDPBackend.MATH):
+        leaves = inputs("cuda", heads=(4, 3))
+        with pytest.raises(RuntimeError, match="Number of heads in key and value must divide"):
+            F.scaled_dot_product_attention(*leaves, enable_gqa=True)
+        leaves, mask = inputs("cuda"), torch.ones(48, 48, dtype=torch.bool, device="cuda")
+        with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
+            F.scaled_dot_product_attention(*leaves, mask, is_causal=True)
+
+
 @pytest.mark.parametrize(("kind", "learns"), [("bool", False), ("float", False), ("float", True)])
 @pytest.mark.parametrize("keys", [48, 41])
 def test_masks(kind, keys, learns):
@@ -259,6 +290,46 @@ def test_no_scores_on_the_gpu(like, dtype, dropout):
     assert peak < kept + 9 * out
     with virtualgpu.dry_run(1, like=like):
         assert bytes_and_seconds(like, dtype, dropout_p=dropout) == (kept, peak, pytest.approx(seconds, rel=1e-9))
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE])
+def test_dropout_of_plain_operations_keeps_one_byte_for_each_score(dtype):
+    """Beside what it leaves of them. T5 of transformers on an H100 (its bias learns, so no fused kernel takes it) showed it."""
+    with virtualgpu.dry_run(1, like="H100"), sdpa_kernel(SDPBackend.MATH):
+        # the first leaves cuBLAS its workspace, up to PyTorch 2.14
+        _, without, kept = (bytes_and_seconds("H100", dtype, dropout_p=dropout)[0] for dropout in (0.0, 0.0, 0.1))
+    scores = 2 * 4 * 512 * 512
+    assert kept - without == scores * dtype.itemsize + scores
+
+
+def test_an_unaligned_bias_is_padded_once_for_all_sequences():
+    """As it is, before it is expanded, to rows of a multiple of 8 numbers; a row of such a width whose strides are none, by 8 more. The
+    windows of Swin, MaxViT and CoAtNet have biases of 49 x 49 and 196 x 196, which an H100 (PyTorch 2.11) keeps once for each layer."""
+    with virtualgpu.dry_run(1, like="H100"):
+        for keys, bias, padded in (
+            (49, torch.zeros(4, 48, 49, device="cuda"), 56),
+            (52, torch.zeros(1, 4, 48, 52, device="cuda"), 56),
+            (48, torch.zeros(4, 48, 49, device="cuda")[..., :48], 56),
+            (56, torch.zeros(4, 48, 56, device="cuda"), 0),
+            (56, torch.zeros(48, 56, device="cuda"), 0),
+        ):
+            leaves = inputs("cuda", lengths=(48, keys))
+            before = torch.cuda.memory_allocated()
+            out = F.scaled_dot_product_attention(*leaves, bias.requires_grad_())
+            assert kernel_of(out) == EFFICIENT
+            kept = torch.cuda.memory_allocated() - before - out.nbytes - 2 * 4 * 64 * 4  # and the sums of 64 rows
+            assert kept == 4 * 48 * padded * 4, keys
+            del out  # what it keeps is given back
+
+
+def test_a_mask_of_bool_becomes_a_bias_in_one_operation():
+    """convert_boolean_attn_mask takes where, and two numbers: no second mask, and nothing filled again."""
+    with virtualgpu.dry_run(1, like="H100"):
+        leaves, mask = inputs("cuda", HALF), torch.ones(2, 1, 1, 48, dtype=torch.bool, device="cuda")
+        with virtualgpu.recording() as spans:
+            out = F.scaled_dot_product_attention(*leaves, mask.expand(2, 1, 48, 48))
+    assert kernel_of(out) == CUDNN
+    assert [span.name for span in spans][:3] == ["scalar_tensor", "scalar_tensor", "where"]
 
 
 def test_the_memory_efficient_kernels_result_lies_by_tokens():

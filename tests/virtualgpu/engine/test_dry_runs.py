@@ -397,6 +397,9 @@ def test_checks_of_numbers_hold(gpu, dry):
     x = torch.ones(3, 2, device=gpu)
     assert torch.isfinite(x).all() and (x > 0).all(0).all().item() is True and not (x > 0).any()
     assert not (x > 0).all(0)[0] and bool(x.isnan().any()) is False
+    seen = x > 0  # transformers asks by a sum whether a padding mask hides nothing, and then gives attention none
+    assert seen.sum() == seen.numel()
+    assert not any(map(bool, (seen.sum() == 5, seen.sum() > 5, x.sum() == x.numel())))
 
 
 def test_what_an_initializer_draws_until_it_suits_is_no_decision_of_the_program(recwarn):

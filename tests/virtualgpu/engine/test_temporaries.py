@@ -192,6 +192,25 @@ def test_a_layer_norm_copies_what_does_not_lie_close(h100):
     assert used_backward(out, [x])[1] == used_backward(F.layer_norm(x, (512,), weight), [x])[1] + whole
 
 
+def test_the_gradient_of_ctc_loss_is_copied_for_log_softmax(h100):
+    """It lies by steps, as LossCTC.cu makes it, however the scores lie; so the derivative of a log_softmax by sequences copies it first
+    (SoftMax.cu). A conformer on an H100, PyTorch 2.11, showed it."""
+    x, targets = new(16, 400, 1000), torch.ones(16, 40, dtype=torch.int64, device="cuda")
+    peaks = []
+    for by_steps in (False, True):
+        scores = x.transpose(0, 1).contiguous().log_softmax(-1) if by_steps else x.log_softmax(-1).transpose(0, 1)
+        loss = F.ctc_loss(scores, targets, (400,) * 16, (40,) * 16)
+        (gradient,) = torch.autograd.grad(loss, scores, retain_graph=True)
+        assert gradient.is_contiguous()
+        del gradient
+        peaks.append(used_backward(loss, [scores if by_steps else x])[1])
+    gradient, sums = (
+        x.nbytes,
+        16 * 400 * 81 * 4,
+    )  # sums from the beginning, which are given back after the first, or from the end
+    assert peaks == [pytest.approx(size, rel=0.002) for size in (3 * gradient - sums, gradient + sums)]
+
+
 def test_that_copy_takes_time(h100):
     x, clock = new(4096, 4096, learns=False), virtualgpu.machine().clock
 

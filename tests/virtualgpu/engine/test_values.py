@@ -114,6 +114,19 @@ def test_on_a_gpu_whole_numbers_are_known():
 
 
 @pytest.mark.filterwarnings("error")
+def test_what_is_filled_is_known_whatever_it_is_like():
+    """A padding mask like tokens that are not known."""
+    tokens = torch.randint(9, (2, 8), device="cuda")
+    mask = torch.ones_like(tokens)
+    assert mask.all() and torch.full_like(tokens, 3).sum().item() == 48
+    mask[:, -2:] = 0
+    assert not mask.bool().all() and mask.sum(1).tolist() == [6, 6]
+    large = torch.empty(1 << 13, 1 << 20, device="cuda", dtype=torch.int8)
+    assert large.new_full((2,), 5).tolist() == torch.full_like(large[::1024, :1], 5)[:2, 0].tolist() == [5, 5]
+    assert tokens.new_zeros(2).tolist() == torch.zeros_like(tokens)[0, :2].tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("error")
 def test_a_fused_optimizers_steps_are_known():
     """It counts them on the GPU, in a single float32."""
     model = nn.Linear(3, 2, device="cuda")
