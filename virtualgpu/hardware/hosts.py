@@ -33,5 +33,5 @@ def _host(name: str, values: dict[str, Any]) -> Host:
 
 
 HOSTS = tables.read("hosts", _host)
-DEFAULT = "2024"
+DEFAULT = "2026"
 FREE = Host("free", 0.0, 0.0, 0.0, "no cost at all: what CUDA graphs come near to", 0.0, 0.0)  # for run.explain

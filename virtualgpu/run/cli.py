@@ -32,7 +32,7 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --network NAME what joins nodes: "InfiniBand NDR", "Ethernet 25", ..., or a rate, "100 Gb/s" for each GPU or
                  "100 Gb/s per node" (what PyTorch's model of NCCL has for the card)
   --clock NAME   measured: kernels take what others measured on such cards; datasheet: what the maker promises (measured)
-  --host NAME    what an operation costs the processor: 2026, 2024, 2023, 2021, launch (2024)
+  --host NAME    what an operation costs the processor: 2026, 2024, 2023, 2021, launch (2026)
   --trace FILE   write what each GPU did, on the simulated clock, as a Chrome trace (ui.perfetto.dev opens it)
   --explain      where a step of the optimizer goes, and which changes would gain most: a dry run, and one more with each change
   --steps N      with --explain: steps after which the program is ended (5); 0: it runs to its end

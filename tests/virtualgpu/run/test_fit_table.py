@@ -33,6 +33,14 @@ def test_what_leaves_little_room_is_tight():
     assert "fits, tight" in fit_table.lines([fits(reserved=15 * GIB)], {})[1]
 
 
+def test_a_step_that_waits_for_its_host_is_said():
+    waits, works = fits(n="1")._replace(working=0.27), fits(n="2", step=0.6)._replace(working=0.98)
+    line = said([waits, works], "bound by the host")
+    assert line.startswith("bound by the host: T4 n=1: the GPU works 27 % of a step")
+    for trials in ([works], [fits()], [fits(gpus=2)._replace(working=0.27)]):  # of several, one may wait for another
+        assert not [line for line in fit_table.lines(trials, {}) if "bound by" in line]
+
+
 def test_the_largest_of_a_search():
     trials = [fits(n="8"), fits(n="16"), Trial("T4", 1, {"n": "32"}, "out of memory")]
     assert said(trials, "Largest", searched="n") == "Largest that fits: T4: n=16."

@@ -30,6 +30,7 @@ class Trial(NamedTuple):
     values: of the program's options. status: "fits", "out of memory" or "failed". reserved, capacity: bytes, of the fullest GPU.
     used: GPUs that it put something on. step: simulated seconds of an optimizer's step, the slowest rank's; None where there were none or
     one. ranks: processes that stepped. samples: of all ranks in such a step; None where no option of the program says a batch.
+    working: the share of that step in which the rank's busiest GPU works.
     words: what failed, or how much more was asked for. reads: the first line of the program that reads a value of the GPU, which a dry
     run does not have ("train.py:12"): what it decides by that value, it decides by nan. notes: what the engine does otherwise than a GPU.
     """
@@ -47,6 +48,7 @@ class Trial(NamedTuple):
     samples: int | None = None
     used: int = 0
     notes: tuple[str, ...] = ()
+    working: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -153,11 +155,14 @@ def _trial(
         lost = "" if processes else left.lost(path, status, output)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in processes if rank.ends]
+    timed = [rank for rank in processes if rank.seconds is not None]
+    slowest = max(timed, key=lambda rank: rank.seconds, default=None)
     trial = trial._replace(
         capacity=settings.cards[0].memory,
         reserved=max(peaks, default=0),
         used=sum(map(bool, peaks)),
-        step=max((rank.seconds for rank in processes if rank.seconds is not None), default=None),
+        step=slowest and slowest.seconds,
+        working=slowest and slowest.working,
         ranks=len(stepped),
         samples=_samples(stepped, batch(command, trial.values), settings),
         reads=messages.reads(output),

@@ -10,6 +10,7 @@ from virtualgpu.run.trials import messages
 
 STEPS, SAMPLES = 1000, 1_000_000  # of which a price is told
 TIGHT = 0.1  # of the card: what a real program may take beyond what is counted
+BOUND = 0.7  # of a step: a GPU that works less waits for its host (tests/judges/card: there the figures are off by more than 30 %)
 
 
 def dollars(trial: Trial, price: Price | None, number: float, world_size: int | None = None) -> float | None:
@@ -123,6 +124,12 @@ def _remarks(trials: Sequence[Trial]) -> list[str]:
     if timeless := [trial for trial in done if trial.step is None]:
         what = "one optimizer step" if any(trial.ranks for trial in timeless) else "no optimizer step"
         remarks.append(f"{_named(timeless, trials)}{what} was seen before the program ended, so that none is timed.")
+    if waiting := [trial for trial in done if trial.gpus == 1 and (trial.working or 1.0) < BOUND]:
+        least, most = (f"{100 * of(trial.working or 0.0 for trial in waiting):.0f}" for of in (min, max))
+        remarks.append(
+            f"bound by the host: {_named(waiting, trials)}the GPU works {least if least == most else f'{least} to {most}'} % of a step and waits "
+            "otherwise. One host takes twice as long as another for the same: such a time is less certain than the rest."
+        )
     if idle := [trial for trial in done if trial.used < trial.gpus]:
         counts = ", ".join(dict.fromkeys(f"{t.gpus - t.used} of {t.gpus} GPUs" for t in idle))
         remarks.append(

@@ -20,7 +20,8 @@ LEFT = "steps"
 
 class Steps(NamedTuple):
     """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None.
-    rows: shapes that went into the model in the last step, each with its calls; passes: backward passes of it, of which several
+    busy: seconds for which
+    the busiest GPU had worked by then. rows: shapes that went into the model in the last step, each with its calls; passes: backward passes of it, of which several
     optimizers make one (run/trials/rows.py)."""
 
     rank: int
@@ -28,12 +29,23 @@ class Steps(NamedTuple):
     asked: int | None
     rows: Sequence[tuple[Sequence[int], int]]
     passes: int
+    busy: Sequence[float] = ()
 
     @property
     def seconds(self) -> float | None:
         """Of a step: the median, without the first one, which has the allocator's and the optimizer's beginnings."""
-        lasted = [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
+        lasted = _between(self.ends)
         return statistics.median(lasted) if lasted else None
+
+    @property
+    def working(self) -> float | None:
+        """The share of such a step in which the busiest GPU works."""
+        worked = _between(self.busy)
+        return statistics.median(worked) / self.seconds if worked and self.seconds else None
+
+
+def _between(moments: Sequence[float]) -> list[float]:
+    return [end - start for start, end in zip(moments, moments[1:], strict=False)]
 
 
 class Counter:
@@ -69,6 +81,7 @@ class Watch(Counter):
         super().__init__(most)
         self.machine, self.rows = machine, rows
         self.ends: list[float] = []
+        self.busy: list[float] = []
         self.asked: int | None = None
         for gpu in machine.gpus:
             gpu.memory.watch(self._heard)
@@ -78,6 +91,7 @@ class Watch(Counter):
     def made(self) -> None:
         """A step was made."""
         self.ends.append(self.machine.clock.latest())
+        self.busy.append(max(self.machine.clock.busy))
         if self.rows is not None:
             self.rows.stepped()
 
@@ -87,7 +101,7 @@ class Watch(Counter):
 
     def _begin_anew(self) -> None:
         """In a process that was forked: its parent's steps are not its own."""
-        self.count, self.first, self.several, self.ends, self.asked = 0, None, False, [], None
+        self.count, self.first, self.several, self.ends, self.busy, self.asked = 0, None, False, [], [], None
         if self.rows is not None:
             self.rows.stepped()
 
@@ -97,7 +111,8 @@ class Watch(Counter):
 
         shapes = [] if self.rows is None else list(self.rows.last.items())
         passes = 0 if self.rows is None else self.rows.passes
-        steps = Steps(environment.rank(), self.ends, self.asked, shapes, min(1, passes) if self.several else passes)
+        passes = min(1, passes) if self.several else passes
+        steps = Steps(environment.rank(), self.ends, self.asked, shapes, passes, self.busy)
         left.leave(folder, LEFT, steps)
 
 
