@@ -4,6 +4,7 @@ Each process notes when its optimizer has stepped, and whether a GPU ran out of 
 A step is one of the optimizer that stepped first, so that two optimizers (of a GAN, say) are one step.
 """
 
+import itertools
 import os
 import statistics
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,7 @@ class Steps(NamedTuple):
 
 
 def _between(moments: Sequence[float]) -> list[float]:
-    return [end - start for start, end in zip(moments, moments[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(moments)]
 
 
 class Counter:
