@@ -17,7 +17,7 @@ converted as well. On a Hopper most go by rules for each kernel (`hopper`).
 from math import prod
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise, hopper, winograd
+from virtualgpu.timing import depthwise, hopper, reductions, winograd
 from virtualgpu.timing.hopper.convolution import Convolution
 from virtualgpu.timing.kernels import Kernels
 
@@ -104,8 +104,16 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
                 kernels, gradient, image, weight, stride, groups, key, moved
             )
     if len(mask) > 2 and mask[2]:
-        total += kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
+        total += _of_the_bias(kernels, gradient)
     return total
+
+
+def _of_the_bias(kernels: Kernels, gradient) -> float:
+    """Its gradient: a sum of PyTorch's over all but the channels."""
+    if kernels.peak or gradient.dim() < 3:
+        return kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
+    dims = (0, *range(2, gradient.dim()))
+    return reductions.plan(gradient, dims, kernels.spec).seconds(kernels, gradient.nbytes)
 
 
 def _positions(image) -> int:

@@ -77,3 +77,21 @@ def test_a_transposed_convolution_that_makes_few_channels_is_short():
             F.conv_transpose2d(image, weight, stride=2, padding=1)
             seconds.append(clock.computing[0] - before)
     assert 2.5 < seconds[0] / seconds[1] < 5
+
+
+def test_the_gradient_of_a_bias_is_a_sum_over_all_but_the_channels():
+    def seconds(function):
+        before = virtualgpu.machine().clock.computing[0]
+        function()
+        return virtualgpu.machine().clock.computing[0] - before
+
+    def backward(bias):
+        weight = torch.ones(64, 64, 3, 3, device="cuda", requires_grad=True)
+        bias = torch.ones(64, device="cuda", requires_grad=True) if bias else None
+        result = torch.nn.functional.conv2d(x, weight, bias, padding=1)
+        return lambda: torch.autograd.grad(result, [weight] if bias is None else [weight, bias], gradient)
+
+    with virtualgpu.dry_run(1, like="H100"):
+        x, gradient = (torch.ones(32, 64, 56, 56, device="cuda") for _ in range(2))
+        without, with_bias = (seconds(backward(bias)) for bias in (False, True))
+        assert with_bias - without == pytest.approx(seconds(lambda: gradient.sum((0, 2, 3))), rel=0.02)

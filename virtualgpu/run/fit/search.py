@@ -156,7 +156,7 @@ def _trial(
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in processes if rank.ends]
     timed = [rank for rank in processes if rank.seconds is not None]
-    slowest = max(timed, key=lambda rank: rank.seconds, default=None)
+    slowest = max(timed, key=lambda rank: rank.seconds or 0.0, default=None)
     trial = trial._replace(
         capacity=settings.cards[0].memory,
         reserved=max(peaks, default=0),
