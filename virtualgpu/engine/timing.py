@@ -9,7 +9,7 @@ from virtualgpu.engine.operations import Operation
 from virtualgpu.hardware.datasheet import FLOAT32
 from virtualgpu.timing import arithmetic, weights
 from virtualgpu.timing.costs import OF_CUDNN, moved, parts, rate
-from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, PLAIN, copied_first, copying
+from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, ORDINARY, copied_first, copying
 
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
 SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
@@ -26,7 +26,7 @@ class Kernel:
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
-        self.kind = KINDS.get(self.name, PLAIN)
+        self.kind = KINDS.get(self.name, ORDINARY)
         self.weight = weights.of(self.name, False, self.kind.launches)
         self.convolves = func in OF_CUDNN  # asks for cuDNN's handle, too
 
@@ -72,7 +72,7 @@ class Timing:
         if op.formula is None:
             kind = op.kind
             nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
-            if kind is not PLAIN and (kind is not ELEMENTWISE or nbytes > SHORT):
+            if kind is not ORDINARY and (kind is not ELEMENTWISE or nbytes > SHORT):
                 kind = kind.in_call(args, tensors)
                 if op.converts and self._is_cold(args[0], gpu):
                     kind = kind._replace(cold=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from virtualgpu.hardware.datasheet import FLOAT32, TF32
 from virtualgpu.timing import cudnn_attention
 from virtualgpu.timing.kernels import Kernels
-from virtualgpu.timing.kinds import PLAIN
+from virtualgpu.timing.kinds import ORDINARY
 from virtualgpu.timing.products import WAVE
 from virtualgpu.timing.reductions import plan_of_rows
 
@@ -123,5 +123,5 @@ def _beside(kernels: Kernels, query, split: bool) -> float:
     if query.itemsize == 2:
         return seconds
     rows = numbers // head
-    seconds += kernels.moving(3 * query.nbytes, PLAIN) + spec.kernel
+    seconds += kernels.moving(3 * query.nbytes, ORDINARY) + spec.kernel
     return seconds + plan_of_rows(rows, head, spec).seconds(kernels, query.nbytes + rows * query.itemsize)

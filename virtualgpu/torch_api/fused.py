@@ -8,7 +8,7 @@ from torch import nn
 
 from virtualgpu import _compat
 from virtualgpu.engine import rms_norm, sdpa, sdpa_backends
-from virtualgpu.engine.allocation import PLAIN, gpu_of
+from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.sdpa_backends import CUDNN, EFFICIENT, FLASH, MATH, Params
 from virtualgpu.torch_api import autocast, plain_attention
@@ -131,7 +131,7 @@ def _cudnn(params: Params, scale: float | None):
 
 def _math(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, grouped = params
-    if type(q) not in PLAIN and _compat.carried_out_by_dtensor(sdpa.FLASH):
+    if type(q) not in PLAIN_TYPES and _compat.carried_out_by_dtensor(sdpa.FLASH):
         raise NotImplementedError(
             "context_parallel splits the fused kernels of attention, and here none of them may run, so that each part would look at "
             "itself alone: give it a dtype and a size of head that they take (sdpa_kernel names the reason)"
@@ -185,7 +185,7 @@ def _dropout(machine: Machine, original, input, p, train):
     """One kernel, which keeps a mask of one byte an element (is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp);
     the CPU would keep one of the input's type. The numbers are the same."""
     fused = (
-        type(input) in PLAIN
+        type(input) in PLAIN_TYPES
         and not machine.local.bypass
         and train
         and 0 < p < 1
