@@ -12,7 +12,7 @@ from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.temporaries import RULES
 from virtualgpu.engine.unsupported import check_of
 from virtualgpu.engine.workspaces import USERS
-from virtualgpu.timing import weights
+from virtualgpu.timing import host_weights
 from virtualgpu.timing.costs import CONVOLUTIONS, WRITE_ONLY, formula
 from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, ORDINARY
 
@@ -123,8 +123,8 @@ class Operation:
         self.writes_lists = any("List" in str(arguments[index].type) for index, _ in self.writes)
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else ORDINARY)
-        self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
-        self.weight_of_view = weights.of_view(self.name) if self.is_view else None
+        self.weight = host_weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
+        self.weight_of_view = host_weights.of_view(self.name) if self.is_view else None
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
