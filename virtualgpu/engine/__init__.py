@@ -9,6 +9,6 @@ on shapes alone (`values`: shadow values, `sized`: shapes by them, `on_meta`: wh
 `meta_results`: what PyTorch says wrong of shapes). `unsupported` and `nondeterministic` refuse what CUDA does, `words` in its words, with
 `scalar_types`. `workspaces`, `convolution_workspaces`, `reductions` and `temporaries` are memory that kernels take while they run, `copies`
 what goes from place to place, `in_flight` what collectives still fill; `timing` tells the clock. `factories` are operations that make a tensor, `overrides` those that are like no other, with `recurrent`, `cells`,
-`sdpa` (`sdpa_backends` says which kernel), `rms_norm`, `mixed_batch_norm`, `nested` and `flex_attention`; `kernels` has kernels that the CPU and a dry run lack, `extensions` is for other
+`sdpa` (`sdpa_backends` says which kernel), `rms_norm`, `mixed_batch_norm`, `nested` and `flex_attention`; `lacking` registers kernels that PyTorch has for CUDA alone (`synced_batch_norm`) or lacks on shapes (`shapes_alone`), `extensions` is for other
 people's.
 """

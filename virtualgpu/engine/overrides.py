@@ -7,7 +7,7 @@ import opcode
 
 import torch
 
-from virtualgpu.engine import cells, kernels, mixed_batch_norm, recurrent, sdpa
+from virtualgpu.engine import cells, lacking, mixed_batch_norm, recurrent, sdpa
 from virtualgpu.engine.allocation import allocation_of, gpu_of, gpu_of_storage, is_pinned, pin
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
@@ -20,7 +20,7 @@ def record_stream(dispatch, func, args, kwargs):
     allocation = allocation_of(args[0])
     if allocation is not None and allocation.gpu is not None:
         dispatch.machine.own(allocation.gpu)
-    kernels.record_stream(*args[:2])
+    lacking.record_stream(*args[:2])
 
 
 def answer_is_pinned(dispatch, func, args, kwargs):
