@@ -11,7 +11,7 @@ of which the memory-efficient kernel rounds L up to 32, and cuDNN's has one more
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import draws, halves
+from virtualgpu.engine import draws, halves, kept_states
 from virtualgpu.engine.allocation import Allocation, gpu_of
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.halves import HALVES
@@ -79,7 +79,7 @@ def forward(dispatch, func, args, kwargs):
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
             if call.dropout:
-                number = draws.keep_state(torch.cuda.default_generators[gpu.index])
+                number = kept_states.keep(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
         made = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
@@ -195,7 +195,9 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = draws.as_default(machine, draws.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
+            again = draws.as_default(
+                machine, kept_states.generator_at(call.values["philox_seed"]), call.on_cpu, args, {}
+            )
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,
