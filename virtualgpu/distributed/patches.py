@@ -17,7 +17,18 @@ def install(machine: Machine, patches: Patches) -> None:
     if not torch.distributed.is_available():
         return
     from virtualgpu._compat import distributed as _compat
-    from virtualgpu.distributed import ddp, dtensor, groups, join, libraries, objects, operations, optimizer_states, rpc
+    from virtualgpu.distributed import (
+        ddp,
+        dtensor,
+        fsdp1,
+        groups,
+        join,
+        objects,
+        operations,
+        optimizer_states,
+        pipelines,
+        rpc,
+    )
 
     machine.communicate_by(groups.Communicators(machine))
     overrides.NAMESPACES.update(
@@ -33,7 +44,7 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.forget)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.forget))
-    for module in (ddp, dtensor, join, objects, libraries, optimizer_states, rpc):
+    for module in (ddp, dtensor, join, objects, pipelines, fsdp1, optimizer_states, rpc):
         module.install(machine, patches)
 
 
