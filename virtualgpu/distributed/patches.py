@@ -31,9 +31,9 @@ def install(machine: Machine, patches: Patches) -> None:
     )
 
     machine.communicate_by(groups.Communicators(machine))
-    overrides.NAMESPACES.update(
-        c10d=operations.of_c10d, _c10d_functional=operations.of_functional, _dtensor=operations.of_dtensor
-    )
+    overrides.register_namespace("c10d", operations.of_c10d)
+    overrides.register_namespace("_c10d_functional", operations.of_functional)
+    overrides.register_namespace("_dtensor", operations.of_dtensor)
     _backend(machine, patches)
     c10d, group = _compat.c10d, _compat.ProcessGroup
     for function in (destroy_process_group, split_group, init_process_group, new_group, get_backend):

@@ -110,7 +110,7 @@ def assert_metadata(dispatch, func, args, kwargs):
     return func(*args, **options)
 
 
-NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.distributed has some
+_namespaces: dict = {}  # handlers of all operations of a namespace
 OPERATIONS = {
     **cells.OPERATIONS,
     **mixed_batch_norm.OPERATIONS,
@@ -180,4 +180,12 @@ def may_stay_on_cpu(op, tensor: torch.Tensor, gpu, here) -> bool:
 
 def handler(func):
     """What carries out this operation, where it is not like the others."""
-    return OPERATIONS.get(func) or NAMESPACES.get(func.namespace)
+    return OPERATIONS.get(func) or _namespaces.get(func.namespace)
+
+
+def register_namespace(name: str, how) -> None:
+    """From now on `how` carries out all operations of that namespace of torch.ops; it stays when the virtual GPUs go.
+
+    A later one takes its place.
+    """
+    _namespaces[name] = how
