@@ -6,6 +6,6 @@ A collective: `collectives` has the table of them, with functions of `calls` (wh
 `work` what a program waits for.
 A message: `p2p`, and `message_log`, in which each rank writes those that it has come to. `groups` are the process groups, `meeting` how
 ranks find each other, `nodes` where they are, `rank_config` one rank of many in one process, `statistics` what all came to.
-`ddp`, `join`, `optimizer_states`, `dtensor`, `dtensor_random`, `libraries`, `objects` and `rpc` know what their names say; `patches` replaces what is to be replaced
+`ddp`, `join`, `optimizer_states`, `dtensor`, `dtensor_random`, `fsdp1`, `pipelines`, `objects` and `rpc` know what their names say; `patches` replaces what is to be replaced
 in torch.distributed, `_compat` has PyTorch's private names.
 """

@@ -17,12 +17,23 @@ def install(machine: Machine, patches: Patches) -> None:
     if not torch.distributed.is_available():
         return
     from virtualgpu._compat import distributed as _compat
-    from virtualgpu.distributed import ddp, dtensor, groups, join, libraries, objects, operations, optimizer_states, rpc
+    from virtualgpu.distributed import (
+        ddp,
+        dtensor,
+        fsdp1,
+        groups,
+        join,
+        objects,
+        operations,
+        optimizer_states,
+        pipelines,
+        rpc,
+    )
 
     machine.communicate_by(groups.Communicators(machine))
-    overrides.NAMESPACES.update(
-        c10d=operations.of_c10d, _c10d_functional=operations.of_functional, _dtensor=operations.of_dtensor
-    )
+    overrides.register_namespace("c10d", operations.of_c10d)
+    overrides.register_namespace("_c10d_functional", operations.of_functional)
+    overrides.register_namespace("_dtensor", operations.of_dtensor)
     _backend(machine, patches)
     c10d, group = _compat.c10d, _compat.ProcessGroup
     for function in (destroy_process_group, split_group, init_process_group, new_group, get_backend):
@@ -33,7 +44,7 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.forget)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.forget))
-    for module in (ddp, dtensor, join, objects, libraries, optimizer_states, rpc):
+    for module in (ddp, dtensor, join, objects, pipelines, fsdp1, optimizer_states, rpc):
         module.install(machine, patches)
 
 

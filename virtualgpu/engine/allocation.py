@@ -121,7 +121,7 @@ def storage_of(tensor: torch.Tensor):
 
     None where there is none.
     """
-    plain = type(tensor) in PLAIN
+    plain = type(tensor) in PLAIN_TYPES
     if not plain and hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             return storage_of(getattr(tensor, name))
@@ -137,7 +137,7 @@ def storage_of(tensor: torch.Tensor):
         return storage_of(parts[-1]) if parts else None
 
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # of tensors that are no subclass
 
 
 def gpu_of_storage(storage):
@@ -148,7 +148,7 @@ def gpu_of_storage(storage):
 
 def gpu_of(tensor: torch.Tensor):
     """The GPU on which a tensor lives; None: on the CPU."""
-    if type(tensor) in PLAIN:  # as storage_of, written out for speed
+    if type(tensor) in PLAIN_TYPES:  # as storage_of, written out for speed
         try:
             allocation = tensor.untyped_storage()._virtual_allocation
         except RuntimeError:

@@ -30,7 +30,8 @@ from virtualgpu.engine.placement import Placement, place_output, place_outputs
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.timing import Timing
 
-PLAIN, STRIDED = (Tensor,), torch.strided
+TENSORS_ALONE = (Tensor,)  # what types are where nothing is a subclass
+STRIDED = torch.strided
 _operations: dict = {}  # what is known of each, for all threads
 
 
@@ -58,7 +59,7 @@ class Dispatch(_compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True  # IPython shows the reader's line, not ours
-        if types and types != PLAIN and any(has_dispatch(kind) for kind in types):
+        if types and types != TENSORS_ALONE and any(has_dispatch(kind) for kind in types):
             if any(kind.__name__ == "FakeTensor" for kind in types):
                 return func(*args, **(kwargs or {}))  # its own mode, below this one, knows what to do
             return NotImplemented  # a wrapper (DTensor and its kind) takes itself apart; its inner operations come by

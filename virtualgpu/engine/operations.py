@@ -12,9 +12,9 @@ from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.temporaries import RULES
 from virtualgpu.engine.unsupported import check_of
 from virtualgpu.engine.workspaces import USERS
-from virtualgpu.timing import weights
+from virtualgpu.timing import host_weights
 from virtualgpu.timing.costs import CONVOLUTIONS, WRITE_ONLY, formula
-from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, PLAIN
+from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, ORDINARY
 
 aten = torch.ops.aten
 
@@ -122,9 +122,9 @@ class Operation:
         self.writes = [(index, argument.name) for index, argument in enumerate(arguments) if written[index]]
         self.writes_lists = any("List" in str(arguments[index].type) for index, _ in self.writes)
         self.formula = formula(func)
-        self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else PLAIN)
-        self.weight = weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
-        self.weight_of_view = weights.of_view(self.name) if self.is_view else None
+        self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else ORDINARY)
+        self.weight = host_weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
+        self.weight_of_view = host_weights.of_view(self.name) if self.is_view else None
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None

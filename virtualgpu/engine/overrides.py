@@ -7,7 +7,7 @@ import opcode
 
 import torch
 
-from virtualgpu.engine import cells, kernels, mixed_batch_norm, recurrent, sdpa
+from virtualgpu.engine import cells, lacking, mixed_batch_norm, recurrent, sdpa
 from virtualgpu.engine.allocation import allocation_of, gpu_of, gpu_of_storage, is_pinned, pin
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
@@ -20,7 +20,7 @@ def record_stream(dispatch, func, args, kwargs):
     allocation = allocation_of(args[0])
     if allocation is not None and allocation.gpu is not None:
         dispatch.machine.own(allocation.gpu)
-    kernels.record_stream(*args[:2])
+    lacking.record_stream(*args[:2])
 
 
 def answer_is_pinned(dispatch, func, args, kwargs):
@@ -110,7 +110,7 @@ def assert_metadata(dispatch, func, args, kwargs):
     return func(*args, **options)
 
 
-NAMESPACES: dict = {}  # handlers of all operations of a namespace; virtualgpu.distributed has some
+_namespaces: dict = {}  # handlers of all operations of a namespace
 OPERATIONS = {
     **cells.OPERATIONS,
     **mixed_batch_norm.OPERATIONS,
@@ -180,4 +180,12 @@ def may_stay_on_cpu(op, tensor: torch.Tensor, gpu, here) -> bool:
 
 def handler(func):
     """What carries out this operation, where it is not like the others."""
-    return OPERATIONS.get(func) or NAMESPACES.get(func.namespace)
+    return OPERATIONS.get(func) or _namespaces.get(func.namespace)
+
+
+def register_namespace(name: str, how) -> None:
+    """From now on `how` carries out all operations of that namespace of torch.ops; it stays when the virtual GPUs go.
+
+    A later one takes its place.
+    """
+    _namespaces[name] = how

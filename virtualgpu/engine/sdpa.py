@@ -11,7 +11,7 @@ of which the memory-efficient kernel rounds L up to 32, and cuDNN's has one more
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import draws, halves
+from virtualgpu.engine import draws, halves, kept_states
 from virtualgpu.engine.allocation import Allocation, gpu_of
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.halves import HALVES
@@ -70,7 +70,7 @@ def forward(dispatch, func, args, kwargs):
     gpu = _place(call, machine)
     if gpu is None:
         return NotImplemented
-    efficient, flash = func is EFFICIENT, func is FLASH
+    efficient, flash = func is EFFICIENT_OP, func is FLASH_OP
     if not efficient and call.query.dtype not in HALVES:
         raise RuntimeError(f"{'FlashAttention' if flash else 'cuDNN attention'} only support fp16 and bf16 data type")
     with machine.untracked():
@@ -79,7 +79,7 @@ def forward(dispatch, func, args, kwargs):
         if not machine.dry:
             require_room([out.nbytes, logsumexp.nbytes], gpu)
             if call.dropout:
-                number = draws.keep_state(torch.cuda.default_generators[gpu.index])
+                number = kept_states.keep(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
         made = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
@@ -107,7 +107,7 @@ def backward(dispatch, func, args, kwargs):
     gpu = _place(call, machine)
     if gpu is None:
         return NotImplemented
-    efficient = func is EFFICIENT_BACKWARD
+    efficient = func is EFFICIENT_BACKWARD_OP
     out, logsumexp = call.values["out"], call.values["logsumexp"]
     grad_out = call.values["grad_out_" if efficient else "grad_out"]
     wants_bias = efficient and call.bias is not None and call.values["grad_input_mask"][3]
@@ -119,7 +119,7 @@ def backward(dispatch, func, args, kwargs):
             require_room([grad.nbytes for grad in made], gpu)
             grads = _differentiate(call, machine, grad_out, out, logsumexp, wants_bias)
             made = [_laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
-    scratch = [Allocation(gpu, nbytes) for nbytes in _scratch(call, func is FLASH_BACKWARD, efficient, gpu.spec)]
+    scratch = [Allocation(gpu, nbytes) for nbytes in _scratch(call, func is FLASH_BACKWARD_OP, efficient, gpu.spec)]
     read = [grad_out, *call.inputs, out, logsumexp]
     dispatch.timing.book(KERNELS[func], call.booked(wants_bias), read, made, gpu)
     del scratch
@@ -195,7 +195,9 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = draws.as_default(machine, draws.generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
+            again = draws.as_default(
+                machine, kept_states.generator_at(call.values["philox_seed"]), call.on_cpu, args, {}
+            )
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,
@@ -287,12 +289,12 @@ def _scratch(call, flash: bool, efficient: bool, spec) -> list[int]:
     return [batch * heads * length * (size + 1) * 4]
 
 
-FLASH = aten._scaled_dot_product_flash_attention.default
-EFFICIENT = aten._scaled_dot_product_efficient_attention.default
-CUDNN = aten._scaled_dot_product_cudnn_attention.default
-FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
-EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
-CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
-OPERATIONS = {FLASH: forward, EFFICIENT: forward, CUDNN: forward}
-OPERATIONS |= {FLASH_BACKWARD: backward, EFFICIENT_BACKWARD: backward, CUDNN_BACKWARD: backward}
+FLASH_OP = aten._scaled_dot_product_flash_attention.default
+EFFICIENT_OP = aten._scaled_dot_product_efficient_attention.default
+CUDNN_OP = aten._scaled_dot_product_cudnn_attention.default
+FLASH_BACKWARD_OP = aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT_BACKWARD_OP = aten._scaled_dot_product_efficient_attention_backward.default
+CUDNN_BACKWARD_OP = aten._scaled_dot_product_cudnn_attention_backward.default
+OPERATIONS = {FLASH_OP: forward, EFFICIENT_OP: forward, CUDNN_OP: forward}
+OPERATIONS |= {FLASH_BACKWARD_OP: backward, EFFICIENT_BACKWARD_OP: backward, CUDNN_BACKWARD_OP: backward}
 KERNELS = {func: Kernel(func, fused if how is forward else fused_backward) for func, how in OPERATIONS.items()}

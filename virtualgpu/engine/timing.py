@@ -7,9 +7,9 @@ from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 from virtualgpu.hardware.datasheet import FLOAT32
-from virtualgpu.timing import arithmetic, weights
+from virtualgpu.timing import arithmetic, host_weights
 from virtualgpu.timing.costs import OF_CUDNN, moved, parts, rate
-from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, PLAIN, copied_first, copying
+from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, ORDINARY, copied_first, copying
 
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
 SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
@@ -26,8 +26,8 @@ class Kernel:
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
-        self.kind = KINDS.get(self.name, PLAIN)
-        self.weight = weights.of(self.name, False, self.kind.launches)
+        self.kind = KINDS.get(self.name, ORDINARY)
+        self.weight = host_weights.of(self.name, False, self.kind.launches)
         self.convolves = func in OF_CUDNN  # asks for cuDNN's handle, too
 
 
@@ -63,7 +63,7 @@ class Timing:
 
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
-        more, weight = 0.0, weights.EVALUATED if op.kind.evaluates(args) else op.weight
+        more, weight = 0.0, host_weights.EVALUATED if op.kind.evaluates(args) else op.weight
         if op.writes_lists:  # a fused optimizer: what it writes it has read, too
             more = self.clock.costs.entry * len(tensors)
             tensors = [*tensors, *op.written(args, kwargs)]
@@ -72,7 +72,7 @@ class Timing:
         if op.formula is None:
             kind = op.kind
             nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
-            if kind is not PLAIN and (kind is not ELEMENTWISE or nbytes > SHORT):
+            if kind is not ORDINARY and (kind is not ELEMENTWISE or nbytes > SHORT):
                 kind = kind.in_call(args, tensors)
                 if op.converts and self._is_cold(args[0], gpu):
                     kind = kind._replace(cold=True)
@@ -131,12 +131,12 @@ class Timing:
             costs = self.clock.costs
             each = costs.entry * len(lists) + (0.0 if op.name.endswith("_") else costs.made)
             more = (kernels - 1) * costs.launch + len(own) * each
-            self.clock.launch(gpu.index, seconds, op.name, more=more, weight=weights.OF_LIST)
+            self.clock.launch(gpu.index, seconds, op.name, more=more, weight=host_weights.OF_LIST)
 
     def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
         """A kernel that fills a new tensor; none where it is left as it is."""
         if op.kernel:
-            weight = op.weight if op.kind.launches > 1 else weights.AVERAGE
+            weight = op.weight if op.kind.launches > 1 else host_weights.AVERAGE
             self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name, weight=weight)
 
     def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float) -> float:

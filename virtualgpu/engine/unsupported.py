@@ -20,7 +20,8 @@ EXACT = frozenset((torch.float32, torch.float64))
 FLOAT8 = frozenset(value for name, value in vars(torch).items() if name.startswith("float8"))
 UNSIGNED = frozenset((torch.uint16, torch.uint32, torch.uint64))
 MM, BMM = "addmm_cuda", "baddbmm_cuda"
-CUDNN = frozenset((torch.int32, torch.uint8, torch.int8))  # types that it has a name for, without a convolution of them
+# Types that cuDNN has a name for, without a convolution of them
+NAMED_BY_CUDNN = frozenset((torch.int32, torch.uint8, torch.int8))
 
 
 def _not_implemented(kernel: str, tensor: Tensor) -> NotImplementedError:
@@ -87,7 +88,7 @@ def _convolution(input, weight, bias=None, *rest, **kwargs):
             kinds = [f"torch.cuda.{LEGACY.get(tensor.dtype, tensor.dtype)}" for tensor in (input, other)]
             raise RuntimeError(f"Input type ({kinds[0]}) and {name} type ({kinds[1]}) should be the same")
     if input.dtype is weight.dtype and input.dtype not in NUMBERS and input.numel():
-        if input.dtype in CUDNN:
+        if input.dtype in NAMED_BY_CUDNN:
             raise RuntimeError("GET was unable to find an engine to execute this computation")
         raise RuntimeError(f"getCudnnDataTypeFromScalarType() not supported for {NAMES[input.dtype]}")
 

@@ -5,7 +5,7 @@ import re
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import PLAIN, gpu_of, is_pinned
+from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of, is_pinned
 from virtualgpu.engine.dispatch import Dispatch
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.machine import Machine
@@ -133,7 +133,7 @@ def _reads(machine: Machine, patches: Patches, detector: Detector) -> None:
 
         def read(tensor, *args, **kwargs):
             __tracebackhide__ = True
-            if type(tensor) in PLAIN and not machine.local.bypass and not machine.closed:
+            if type(tensor) in PLAIN_TYPES and not machine.local.bypass and not machine.closed:
                 what = f"Tensor.{name}"
                 if gpu_of(tensor) is None:
                     detector.host(what, tensor)

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 
 from virtualgpu import _compat
-from virtualgpu.engine import kernels
+from virtualgpu.engine import lacking
 from virtualgpu.engine.allocation import holders
 from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
 from virtualgpu.engine.machine import Machine
@@ -45,7 +45,7 @@ class Session:
         self.machine.stand_beside(_compat.real_gpus())
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
-        kernels.install()
+        lacking.install()
         for module in MODULES:
             module.install(self.machine, self.patches)
         gpu_trace.install(self.machine, self.patches)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from virtualgpu.hardware.datasheet import FLOAT32, TF32
 from virtualgpu.timing import cudnn_attention
 from virtualgpu.timing.kernels import Kernels
-from virtualgpu.timing.kinds import PLAIN
+from virtualgpu.timing.kinds import ORDINARY
 from virtualgpu.timing.products import WAVE
 from virtualgpu.timing.reductions import plan_of_rows
 
@@ -14,13 +14,13 @@ SHORT = 100  # keys: attention over so many reaches half of its share (FlashAtte
 HEAD = 128  # numbers of a head; kernels reach less for smaller ones, as its root (465 and 675 TFLOPS for 64 and 128, 406 and 490 back)
 # The memory-efficient kernels, over products of the same type: xformers' benchmarks on an A100 (64 x 16 heads of 64 over 1024 keys:
 # 164 TFLOPS forward, 61 to 68 backward in float16; 47 and 26 in float32)
-EFFICIENT, EFFICIENT_TF32 = {"forward": 0.68, "backward": 0.28}, {"forward": 0.42, "backward": 0.23}
+EFFICIENT_REACHED, EFFICIENT_TF32_REACHED = {"forward": 0.68, "backward": 0.28}, {"forward": 0.42, "backward": 0.23}
 # They have Ampere's instructions, and gain nothing by Hopper's: measured on an H100 (tests/gpu/h100_kernels.csv), heads of 128, 174
 # TFLOPS forward, 47 and 37 in float32; forward, heads of 64 as their root (130, and 33 in float32)
-HOPPERS, HOPPERS_TF32 = {"forward": 0.24, "backward": 0.15}, {"forward": 0.127, "backward": 0.092}
+HOPPERS_REACHED, HOPPERS_TF32_REACHED = {"forward": 0.24, "backward": 0.15}, {"forward": 0.127, "backward": 0.092}
 # Backward, in 16 bits, heads of more than 64 and up to 128 numbers have blocks of 128 x 128 and reach more (the same table: 132 TFLOPS;
 # 103 with heads of 64)
-HOPPERS_WIDE, WIDE = 0.185, range(65, 129)
+HOPPERS_WIDE_REACHED, WIDE = 0.185, range(65, 129)
 # They compute whole tiles (fmha_cutlassF_f32_aligned_64x64): 197 keys take as long as 256. Forward, what a block does before its tiles
 # is worth so many keys: 24 TFLOPS over 128, 31 over 512 (float32, tests/gpu/h100_profiled.csv)
 EFFICIENT_TILE, EFFICIENT_SHORT = 64, {"forward": 40, "backward": 0}
@@ -65,13 +65,13 @@ def _efficient(kernels: Kernels, which: str, args, flops: float, moved: float, k
     spec, single = kernels.spec, key == FLOAT32 and TF32 in kernels.spec.rates
     if single:  # these kernels multiply single precision so in any case
         key = TF32
-        reached = (HOPPERS_TF32 if kernels.hopper else EFFICIENT_TF32)[which]
+        reached = (HOPPERS_TF32_REACHED if kernels.hopper else EFFICIENT_TF32_REACHED)[which]
     else:
-        reached = (HOPPERS if kernels.hopper else EFFICIENT)[which]
+        reached = (HOPPERS_REACHED if kernels.hopper else EFFICIENT_REACHED)[which]
     if which == "backward":
         reached *= min(1.0, head / EFFICIENT_HEAD)
         if kernels.hopper and _is_wide(query):
-            reached = HOPPERS_WIDE
+            reached = HOPPERS_WIDE_REACHED
     elif kernels.hopper:
         reached *= min(1.0, (head / HEAD) ** 0.5)
     whole = [-(-length // EFFICIENT_TILE) * EFFICIENT_TILE for length in (queries, keys)]
@@ -123,5 +123,5 @@ def _beside(kernels: Kernels, query, split: bool) -> float:
     if query.itemsize == 2:
         return seconds
     rows = numbers // head
-    seconds += kernels.moving(3 * query.nbytes, PLAIN) + spec.kernel
+    seconds += kernels.moving(3 * query.nbytes, ORDINARY) + spec.kernel
     return seconds + plan_of_rows(rows, head, spec).seconds(kernels, query.nbytes + rows * query.itemsize)

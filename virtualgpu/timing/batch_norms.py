@@ -44,7 +44,7 @@ class Loop(NamedTuple):
 STATISTICS, BACKWARD = Loop(4600, 500, 208, 350), Loop(1800, 1330, 560, 430)
 # cuDNN's where it reads an image twice, in steps of four (UNROLLED). Others: forward 0.27 us on an H100, 0.35 on its PCIe card, 0.36 on a
 # B200 and 0.65 on an A100 (KernelBench, BatchNorm), backward 0.69 us on an H20 (FlagGems #4250)
-CUDNN, CUDNN_BACKWARD, UNROLLED = Loop(1000, 450, 475, 180), Loop(1000, 870, 900, 650), 4
+CUDNN_LOOP, CUDNN_BACKWARD_LOOP, UNROLLED = Loop(1000, 450, 475, 180), Loop(1000, 870, 900, 650), 4
 # and where a block keeps a channel's numbers, forward and backward: fixed and, for each block beside it, more; PAIR: of that, where threads
 # read two numbers of 16 bits at once. Then cycles for each number, by what they read: 32 bits, 16 bits, or such a pair; lost as above
 KEEPING, BESIDE, PAIR = 4000, 1150, 0.66
@@ -133,7 +133,7 @@ def _forward(image: Image, card: "Kernels") -> float:
     if _kept(image, 1):
         return launch + _keeping(FORWARD_NUMBER, FORWARD_LOST * lost, image, card, 2)
     steps = _cudnn_steps(image.shape, UNROLLED)
-    return launch + max(CUDNN.seconds(card, channels, steps, lost), card.streaming(3 * nbytes))
+    return launch + max(CUDNN_LOOP.seconds(card, channels, steps, lost), card.streaming(3 * nbytes))
 
 
 def _backward(image: Image, card: "Kernels") -> float:
@@ -147,7 +147,7 @@ def _backward(image: Image, card: "Kernels") -> float:
         return 2 * launch + sums + max(LAST_GRADIENT.seconds(card, blocks, steps, lost), card.streaming(3 * nbytes))
     if not image.own and _kept(image, 2):
         return launch + _keeping(BACKWARD_NUMBER, 0.0, image, card, 3)
-    loop, steps = (BACKWARD, _steps(image.shape)) if image.own else (CUDNN_BACKWARD, _cudnn_steps(image.shape, 1))
+    loop, steps = (BACKWARD, _steps(image.shape)) if image.own else (CUDNN_BACKWARD_LOOP, _cudnn_steps(image.shape, 1))
     return launch + max(loop.seconds(card, channels, steps, lost), card.streaming(5 * nbytes))
 
 

@@ -20,9 +20,9 @@ from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.collectives import Collectives
 from virtualgpu.timing.host import LAUNCH, HostTime
+from virtualgpu.timing.host_weights import AVERAGE, Weight
 from virtualgpu.timing.queues import DEFAULT, Engine, Queue, Span
 from virtualgpu.timing.streams import HostThread, graph_task
-from virtualgpu.timing.weights import AVERAGE, Weight
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 

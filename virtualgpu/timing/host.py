@@ -1,6 +1,6 @@
 """The host's time, and what its work costs it: launches, views, an optimizer's Python.
 
-Each thread of Python has its own, and in a backward pass one for each GPU (streams.py). How much: weights.py, in shares of what an
+Each thread of Python has its own, and in a backward pass one for each GPU (streams.py). How much: host_weights.py, in shares of what an
 operation costs the host that is set (hardware/hosts.py).
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.hardware.hosts import HOSTS, Host
+from virtualgpu.timing.host_weights import FURTHER, STEP, UNRECORDED, Weight
 from virtualgpu.timing.queues import Queue
 from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
-from virtualgpu.timing.weights import FURTHER, STEP, UNRECORDED, Weight
 
 LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 

@@ -77,7 +77,7 @@ class Kind(NamedTuple):
         return each(args, tensors) if callable(each) else each * max(tensor.numel() for tensor in tensors)
 
 
-PLAIN = Kind()
+ORDINARY = Kind()  # each tensor moved once, and nothing beside
 ELEMENTWISE = Kind(elementwise=True)
 CONVERTING = Kind(elementwise=True, per_cycle=CONVERTED)
 # Bytes of a row of a softmax beyond which it is read once more for the maximum and once for the sum: Liger-Kernel's cross entropy on an A100
@@ -102,7 +102,7 @@ def copied_first(name: str, args) -> list[Tensor]:
 def copying(tensor: Tensor) -> Kind:
     """What makes it lie close."""
     places = to_close(tensor)
-    return PLAIN if places is None else ELEMENTWISE._replace(least=places.cycles, traffic=places.traffic)
+    return ORDINARY if places is None else ELEMENTWISE._replace(least=places.cycles, traffic=places.traffic)
 
 
 NEAREST = ("upsample_nearest", "_upsample_nearest_exact")  # which differ by half a place

@@ -8,7 +8,7 @@ from torch import nn
 
 from virtualgpu import _compat
 from virtualgpu.engine import rms_norm, sdpa, sdpa_backends
-from virtualgpu.engine.allocation import PLAIN, gpu_of
+from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.sdpa_backends import CUDNN, EFFICIENT, FLASH, MATH, Params
 from virtualgpu.torch_api import autocast, plain_attention
@@ -102,7 +102,7 @@ def _flash(params: Params, scale: float | None):
     size = q.shape[-1]
     scale = size**-0.5 if scale is None and size % 8 else scale
     q, k, v = (nn.functional.pad(x, (0, -size % 8)) if size % 8 else x for x in (q, k, v))
-    out = sdpa.FLASH(q, k, v, dropout, causal, False, scale=scale)[0]
+    out = sdpa.FLASH_OP(q, k, v, dropout, causal, False, scale=scale)[0]
     return out[..., :size] if size % 8 else out
 
 
@@ -110,7 +110,7 @@ def _efficient(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, _ = params
     if mask is not None:
         mask = _aligned(plain_attention.as_bias(mask, q.dtype)).expand(*q.shape[:3], k.shape[2])
-    return sdpa.EFFICIENT(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, scale=scale)[0]
+    return sdpa.EFFICIENT_OP(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, scale=scale)[0]
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
@@ -126,12 +126,12 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
 def _cudnn(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, _ = params
     mask = None if mask is None else plain_attention.as_bias(mask, q.dtype)
-    return sdpa.CUDNN(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, False, scale=scale)[0]
+    return sdpa.CUDNN_OP(q, k, v, mask, sdpa_backends.learns(params), dropout, causal, False, scale=scale)[0]
 
 
 def _math(params: Params, scale: float | None):
     q, k, v, mask, dropout, causal, grouped = params
-    if type(q) not in PLAIN and _compat.carried_out_by_dtensor(sdpa.FLASH):
+    if type(q) not in PLAIN_TYPES and _compat.carried_out_by_dtensor(sdpa.FLASH_OP):
         raise NotImplementedError(
             "context_parallel splits the fused kernels of attention, and here none of them may run, so that each part would look at "
             "itself alone: give it a dtype and a size of head that they take (sdpa_kernel names the reason)"
@@ -185,7 +185,7 @@ def _dropout(machine: Machine, original, input, p, train):
     """One kernel, which keeps a mask of one byte an element (is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp);
     the CPU would keep one of the input's type. The numbers are the same."""
     fused = (
-        type(input) in PLAIN
+        type(input) in PLAIN_TYPES
         and not machine.local.bypass
         and train
         and 0 < p < 1

@@ -37,7 +37,7 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.stand_in(autograd_profiler.profile, "__init__", profiles.begin_older)
     patches.replace(autograd_profiler.emit_nvtx, "__enter__", lambda self: self)
     patches.replace(autograd_profiler.emit_nvtx, "__exit__", lambda self, *error: False)
-    overrides.NAMESPACES["profiler"] = _annotate
+    overrides.register_namespace("profiler", _annotate)
     patches.stand_in(torch.profiler, "supported_activities", lambda known: known() | {ProfilerActivity.CUDA})
 
 

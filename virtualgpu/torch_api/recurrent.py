@@ -7,7 +7,7 @@ from torch.backends import cudnn
 
 from virtualgpu import _compat
 from virtualgpu.engine import recurrent
-from virtualgpu.engine.allocation import PLAIN, gpu_of
+from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import tensors_of
 from virtualgpu.torch_api import autocast
@@ -85,7 +85,7 @@ def _is_cell(machine: Machine, gates: int, states, w_ih, w_hh, b_ih, b_hh) -> bo
 def _taken_by_cudnn(args) -> bool:
     """Is cuDNN on, and does it know this input (at::cudnn_is_acceptable)? Tracing and wrapped tensors are left to C++."""
     input = args[0]
-    if type(input) not in PLAIN or (gpu := gpu_of(input)) is None or not recurrent.on_cudnn(input.dtype, gpu):
+    if type(input) not in PLAIN_TYPES or (gpu := gpu_of(input)) is None or not recurrent.on_cudnn(input.dtype, gpu):
         return False
     if input.dtype not in TYPES or not input.numel() or torch.jit.is_tracing():
         return False
@@ -98,4 +98,4 @@ def _is_acceptable(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN and not _compat.is_functorch_wrapped(tensor)
+    return type(tensor) in PLAIN_TYPES and not _compat.is_functorch_wrapped(tensor)

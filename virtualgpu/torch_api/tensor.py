@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import PLAIN, allocation_of, gpu_of, is_pinned, made_by_cpp, pin, storage_of
+from virtualgpu.engine.allocation import PLAIN_TYPES, allocation_of, gpu_of, is_pinned, made_by_cpp, pin, storage_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.on_meta import is_on_meta
 from virtualgpu.errors import foreign, no_gpus
@@ -74,7 +74,7 @@ class TensorPatches(Moves, Reads):
 
     def set_grad(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Tensor.grad = gradient. Raises PyTorch's RuntimeError where they are on different devices."""
-        if type(gradient) in PLAIN and type(tensor) in PLAIN and gpu_of(gradient) is not gpu_of(tensor):
+        if type(gradient) in PLAIN_TYPES and type(tensor) in PLAIN_TYPES and gpu_of(gradient) is not gpu_of(tensor):
             allocation = allocation_of(gradient)
             if not (self.local.bypass or made_by_cpp(gradient) or (allocation is not None and allocation.inferred)):
                 raise RuntimeError("assigned grad has data located on a different device")
@@ -94,7 +94,7 @@ class TensorPatches(Moves, Reads):
 
     def _becomes(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         """One of them is a shape, and nothing in C++ knows the tensor yet by its old self: a graph, a gradient, a hook."""
-        if type(tensor) not in PLAIN or type(value) not in PLAIN:
+        if type(tensor) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
             return False
         if _compat.is_really_meta(tensor) == _compat.is_really_meta(value):
             return False
@@ -160,7 +160,7 @@ class TensorPatches(Moves, Reads):
             if self.local.bypass:
                 return original(tensor, *args, **kwargs)
             try:
-                if type(tensor) not in PLAIN and name in MOVES and isinstance(tensor, UninitializedTensorMixin):
+                if type(tensor) not in PLAIN_TYPES and name in MOVES and isinstance(tensor, UninitializedTensorMixin):
                     with _compat.without_function_subclasses():  # a lazy module's: it lets through what it knows alone
                         made = function(original, tensor.as_subclass(torch.Tensor), *args, **kwargs)
                         return made.as_subclass(type(tensor))

@@ -14,7 +14,7 @@ from virtualgpu.engine import values
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.timing.costs import moved
-from virtualgpu.timing.kinds import PLAIN
+from virtualgpu.timing.kinds import ORDINARY
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches
 
@@ -57,7 +57,7 @@ def _run(machine: Machine, warned: list, original, executor, *args, **kwargs):
     else:
         with machine.untracked():
             original(executor, *args, **kwargs)
-    seconds = gpu.kernels.moving(moved(tensors), PLAIN)
+    seconds = gpu.kernels.moving(moved(tensors), ORDINARY)
     machine.clock.launch(gpu.index, seconds, getattr(executor.fn, "__name__", "triton"))
 
 

@@ -83,7 +83,7 @@ def test_plain_operations_are_those_of_the_cpu():
     assert all(map(torch.equal, results, expected))
 
 
-PLAIN = {
+PLAIN_CASES = {
     "dropout": {"dropout_p": 0.25},
     "causal": {"is_causal": True},
     "shared heads": {"heads": (4, 2), "enable_gqa": True},
@@ -94,13 +94,13 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", PLAIN_CASES)
 def test_plain_operations_one_by_one(name, dtype):
     """Those of _scaled_dot_product_attention_math, whose function itself the CPU calls."""
     with sdpa_kernel(SDPBackend.MATH):
-        expected = attend("cpu", dtype=dtype, **PLAIN[name])[1]
+        expected = attend("cpu", dtype=dtype, **PLAIN_CASES[name])[1]
         with virtualgpu.gpus(1):
-            kernel, results = attend("cuda", dtype=dtype, **PLAIN[name])
+            kernel, results = attend("cuda", dtype=dtype, **PLAIN_CASES[name])
     assert kernel is None and all(map(torch.equal, results, expected))
 
 

@@ -12,7 +12,7 @@ import warnings
 import torch, triton
 import triton.language as tl
 import virtualgpu
-from virtualgpu.timing.kinds import PLAIN
+from virtualgpu.timing.kinds import ORDINARY
 
 @triton.jit
 def add(x, y, out, n, BLOCK: tl.constexpr):
@@ -41,7 +41,7 @@ assert out.device == torch.device("cuda:1") and out.tolist() == [float(i + 1) fo
 assert torch.cuda.max_memory_allocated(1) == before and torch.cuda.memory_allocated(0) == 0
 assert [(span.name, span.gpu, span.kind) for span in spans] == [("add", 1, "forward")] * 2
 gpu = virtualgpu.machine().gpus[1]
-assert abs(spans[0].end - spans[0].start - gpu.kernels.moving(12_000, PLAIN)) < 1e-12
+assert abs(spans[0].end - spans[0].start - gpu.kernels.moving(12_000, ORDINARY)) < 1e-12
 assert ["interpreted" in str(word.message) for word in warned] == [True]
 
 below_largest[(1,)](x[:50], out, 50)

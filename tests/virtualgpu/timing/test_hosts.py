@@ -8,7 +8,7 @@ import virtualgpu
 from virtualgpu.hardware.hosts import HOSTS
 from virtualgpu.hardware.settings import DATASHEET, find
 from virtualgpu.run import cli
-from virtualgpu.timing import weights
+from virtualgpu.timing import host_weights
 
 resnet50 = pytest.importorskip("torchvision").models.resnet50
 
@@ -64,12 +64,12 @@ def test_a_view_costs_the_host_alone():
         assert passed(lambda: x.transpose(0, 1)) == 0.0  # the CPU's time is none
         y = x.cuda()
         computing = [*virtualgpu.machine().clock.computing]
-        assert passed(lambda: y.transpose(0, 1)[0].unsqueeze(1)) == pytest.approx(3 * 28 * weights.VIEW.forward)
+        assert passed(lambda: y.transpose(0, 1)[0].unsqueeze(1)) == pytest.approx(3 * 28 * host_weights.VIEW.forward)
         assert passed(lambda: y.view(6, 4).detach()) == 0.0
         assert virtualgpu.machine().clock.computing == computing  # no kernel
         plain, turned = y.sum(), y.transpose(0, 1).sum()
         more = passed(turned.backward) - passed(plain.backward)
-        assert more == pytest.approx(21 * weights.VIEW.backward, abs=0.01)
+        assert more == pytest.approx(21 * host_weights.VIEW.backward, abs=0.01)
 
 
 def test_a_nodes_further_operations_cost_half():
@@ -81,7 +81,7 @@ def test_a_nodes_further_operations_cost_half():
             return passed(lambda: torch.autograd.grad(y, x, one, retain_graph=True))
 
         assert backward(x.exp()) == pytest.approx(21)  # a product
-        assert backward(x.square()) == pytest.approx(21 * (1 + 2 * weights.FURTHER))  # a power, and two products
+        assert backward(x.square()) == pytest.approx(21 * (1 + 2 * host_weights.FURTHER))  # a power, and two products
         assert backward(x.exp().exp()) == pytest.approx(2 * 21)  # two nodes
         y = x.exp()
         assert [backward(y), backward(y)] == pytest.approx([21, 21])  # a pass of its own, each
@@ -118,7 +118,7 @@ def test_what_a_checkpoint_computes_again_costs_as_in_the_forward_pass():
             return passed(y.sum().backward)
 
         again = torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False)
-        assert backward(again) - backward(x.exp()) == pytest.approx(28 * weights.ELEMENTWISE.forward)
+        assert backward(again) - backward(x.exp()) == pytest.approx(28 * host_weights.ELEMENTWISE.forward)
 
 
 def test_lists_cost_by_their_length():
@@ -180,7 +180,7 @@ def test_a_step_inside_a_backward_pass_costs_its_python():
 
         alone = backward(weight * 2)
         weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
-        once, each, _ = weights.STEP
+        once, each, _ = host_weights.STEP
         assert backward(weight * 2) - alone > 1e6 * HOSTS["2026"].optimizer * (once + each)
 
 
@@ -211,7 +211,8 @@ def test_a_dry_run_keeps_the_clock_that_is_on(monkeypatch):
 
 
 def test_an_operation_of_many_kernels_costs_the_host_their_launches():
-    assert weights.of("embedding_dense_backward", False, 12) == pytest.approx((1 + 11 * 0.2, 1 + 11 * 0.25))
+    assert host_weights.of("embedding_dense_backward", False, 12) == pytest.approx((1 + 11 * 0.2, 1 + 11 * 0.25))
     assert (
-        weights.of("add", True) == weights.ELEMENTWISE and weights.of("mm", False, 3) == weights.PRODUCT
+        host_weights.of("add", True) == host_weights.ELEMENTWISE
+        and host_weights.of("mm", False, 3) == host_weights.PRODUCT
     )  # measured whole

@@ -14,7 +14,7 @@ from tests.accuracy import kernels as measured
 from virtualgpu.hardware import achieved, tables
 from virtualgpu.hardware.specs import SPECS, TF32
 from virtualgpu.timing.kernels import Kernels, together
-from virtualgpu.timing.kinds import KINDS, PLAIN
+from virtualgpu.timing.kinds import KINDS, ORDINARY
 
 HALF = torch.float16
 
@@ -67,7 +67,7 @@ def test_the_data_sheet_is_a_lower_bound_but_for_clocks_that_are_held(card):
     kernels, peak = Kernels(SPECS[card]), Kernels(SPECS[card], peak=True)
     for key, size in (("float32", 4), ("float16", 2)):
         assert kernels.product(1, 8192, 8192, 8192, key, size) > 0.85 * peak.product(1, 8192, 8192, 8192, key, size)
-    assert kernels.moving(1 << 30, PLAIN) > peak.moving(1 << 30, PLAIN)
+    assert kernels.moving(1 << 30, ORDINARY) > peak.moving(1 << 30, ORDINARY)
 
 
 def test_every_card_stands_on_one_that_was_measured():
@@ -430,7 +430,7 @@ def test_gradients_of_a_depthwise_convolution_take_longer_by_pytorchs_own_kernel
 
 def test_what_fits_into_the_cache_is_read_from_it():
     a100 = Kernels(SPECS["A100"])
-    small, large = a100.moving(10 << 20, PLAIN) - 2e-6, a100.moving(100 << 20, PLAIN) - 2e-6
+    small, large = a100.moving(10 << 20, ORDINARY) - 2e-6, a100.moving(100 << 20, ORDINARY) - 2e-6
     assert 0.5 < 10 * small / large < 0.75
 
 

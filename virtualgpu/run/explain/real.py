@@ -14,7 +14,7 @@ from typing import Any
 
 from virtualgpu import environment
 from virtualgpu.run import left, program
-from virtualgpu.run.explain import kernels
+from virtualgpu.run.explain import real_trace
 from virtualgpu.run.explain.parts import mean, parts
 from virtualgpu.run.explain.runs import NOT_ENDED, STEPS, Explanation, Row
 from virtualgpu.run.trials import messages
@@ -64,14 +64,14 @@ def run(
 
 def explained(traces: Sequence[tuple[int, list[dict]]]) -> Explanation:
     """From (rank, the events of its trace): a row for each GPU of each rank."""
-    read = [(rank, kernels.read(events)) for rank, events in traces]
+    read = [(rank, real_trace.read(events)) for rank, events in traces]
     ended = [(rank, trace) for rank, trace in read if len(trace.ends) >= 2]
     if not ended:
         return Explanation(
             failed="the program ended before the profiler had seen a step of an optimizer of torch.optim"
         )
     rows, taken = [], []
-    met = kernels.meet([trace for _, trace in ended])
+    met = real_trace.meet([trace for _, trace in ended])
     for (rank, _), trace in zip(ended, met, strict=True):
         for gpu in sorted({span.gpu for span in trace.spans}):
             own = [span for span in trace.spans if span.gpu == gpu]
@@ -102,7 +102,7 @@ class Profile(Counter):
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.profiler is not None:
-            with torch.profiler.record_function(kernels.MARK):
+            with torch.profiler.record_function(real_trace.MARK):
                 pass
         if self.count == self.most:
             wait()
