@@ -21,6 +21,7 @@ _fp32_precision = C._get_fp32_precision_getter
 attention_priority, ATTENTION_PRIORITY = C._get_sdp_priority_order, [1, 2, 0, 3, 4]
 # (query, key, value, mask, dropout_p, is_causal, *, scale, enable_gqa) -> SDPBackend's number
 fused_choice = torch._fused_sdp_choice
+safe_softmax = torch._safe_softmax  # (scores, dim): zeros where all scores of a row are minus infinity
 
 preferred_blas = C._get_blas_preferred_backend  # () -> _BlasBackend: what preferred_blas_library said
 prefer_blas = C._set_blas_preferred_backend

@@ -48,7 +48,7 @@ def attend(params: Params, scale: float | None) -> Tensor:
     scores = torch.matmul(query, key.transpose(-2, -1) * root)
     if bias is not None:
         scores.add_(bias)
-    shares = torch._safe_softmax(scores, -1)
+    shares = _compat.safe_softmax(scores, -1)
     del scores
     if dropout:
         shares = torch.dropout(shares, dropout, True)

@@ -11,7 +11,7 @@ from virtualgpu.run.trials import steps
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 def test_a_loaders_worker_is_no_rank(tmp_path):
-    clock = types.SimpleNamespace(latest=lambda: 1.0)
+    clock = types.SimpleNamespace(latest=lambda: 1.0, busy=[0.5])
     watch = steps.Watch(types.SimpleNamespace(gpus=[], clock=clock), 0)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
