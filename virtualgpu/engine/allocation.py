@@ -140,6 +140,11 @@ def storage_of(tensor: torch.Tensor):
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # of tensors that are no subclass
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Is it neither a subclass nor what torch.func wraps?"""
+    return type(tensor) in PLAIN_TYPES and not _compat.is_functorch_wrapped(tensor)
+
+
 def gpu_of_storage(storage):
     """The GPU on which a storage is; None: on the CPU."""
     allocation = getattr(storage, ALLOCATION, None)

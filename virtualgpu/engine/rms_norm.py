@@ -8,16 +8,15 @@ H100, PyTorch 2.11, measured 2026-11-26.
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of
+from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of, is_plain
 from virtualgpu.engine.halves import exact
 
 
 def is_fused(input, weight) -> bool:
     """Does a GPU take these kernels? Not for channels last, complex numbers, and weights of another type."""
     return (
-        type(input) in PLAIN_TYPES
+        is_plain(input)
         and not input.is_nested
-        and not _compat.is_functorch_wrapped(input)
         and gpu_of(input) is not None
         and not input.is_complex()
         and (weight is None or (type(weight) in PLAIN_TYPES and weight.dtype is input.dtype))

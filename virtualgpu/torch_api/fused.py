@@ -8,7 +8,7 @@ from torch import nn
 
 from virtualgpu import _compat
 from virtualgpu.engine import rms_norm, sdpa, sdpa_backends
-from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of
+from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of, is_plain
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.sdpa_backends import CUDNN, EFFICIENT, FLASH, MATH, Params
 from virtualgpu.torch_api import autocast, plain_attention
@@ -184,13 +184,7 @@ def _choice(
 def _dropout(machine: Machine, original, input, p, train):
     """One kernel, which keeps a mask of one byte an element (is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp);
     the CPU would keep one of the input's type. The numbers are the same."""
-    fused = (
-        type(input) in PLAIN_TYPES
-        and not machine.local.bypass
-        and train
-        and 0 < p < 1
-        and not _compat.is_functorch_wrapped(input)
-    )
+    fused = is_plain(input) and not machine.local.bypass and train and 0 < p < 1
     if not fused or input.is_nested or gpu_of(input) is None or not input.numel():
         return original(input, p, train)
     return torch.native_dropout(input, p, train)[0]

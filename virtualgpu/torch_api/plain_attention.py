@@ -11,20 +11,19 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import PLAIN_TYPES
+from virtualgpu.engine.allocation import is_plain
 from virtualgpu.engine.halves import HALVES
 from virtualgpu.engine.sdpa_backends import Params
 
 
 def is_taken(params: Params) -> bool:
-    """Are these tensors neither subclasses nor what torch.func wraps, for which C++ takes other operations, and nothing that it refuses?"""
+    """Are these tensors plain (C++ takes other operations for others), and nothing that it refuses?"""
     query, key, value, bias, _, causal, grouped = params
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
-    plain = all(type(tensor) in PLAIN_TYPES and not _compat.is_functorch_wrapped(tensor) for tensor in tensors)
     refused = (causal and bias is not None) or (
         grouped and any(_repeats(query, tensor) is None for tensor in tensors[1:3])
     )
-    return plain and not refused
+    return all(map(is_plain, tensors)) and not refused
 
 
 def attend(params: Params, scale: float | None) -> Tensor:

@@ -7,7 +7,7 @@ from torch.backends import cudnn
 
 from virtualgpu import _compat
 from virtualgpu.engine import recurrent
-from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of
+from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of, is_plain
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import tensors_of
 from virtualgpu.torch_api import autocast
@@ -69,7 +69,7 @@ def _is_cell(machine: Machine, gates: int, states, w_ih, w_hh, b_ih, b_hh) -> bo
     [batch, hidden]."""
     biases = [bias for bias in (b_ih, b_hh) if bias is not None]
     tensors = [*states, w_ih, w_hh, *biases]
-    if machine.local.bypass or len(biases) == 1 or torch.jit.is_tracing() or not all(map(_is_plain, tensors)):
+    if machine.local.bypass or len(biases) == 1 or torch.jit.is_tracing() or not all(map(is_plain, tensors)):
         return False
     input, *own = states
     gpu, hidden = gpu_of(input), w_hh.shape[-1]
@@ -89,13 +89,9 @@ def _taken_by_cudnn(args) -> bool:
         return False
     if input.dtype not in TYPES or not input.numel() or torch.jit.is_tracing():
         return False
-    return all(map(_is_plain, tensors_of(args, {})))
+    return all(map(is_plain, tensors_of(args, {})))
 
 
 def _is_acceptable(tensor: torch.Tensor) -> bool:
     """torch.backends.cudnn.is_acceptable."""
     return cudnn.enabled and tensor.is_cuda and tensor.dtype in cudnn.CUDNN_TENSOR_DTYPES
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN_TYPES and not _compat.is_functorch_wrapped(tensor)

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 
 import virtualgpu
+from tests.accuracy import kernels
 from tests.judges.card import mixers, pictures, words
 from tests.judges.card.training import Step
 
@@ -106,7 +107,8 @@ def measured(card: str) -> dict[str, dict[str, float]]:
 
 
 def within(factors: list[float], percent: float) -> float:
-    return sum(abs(math.log(factor)) <= math.log(1 + percent / 100) for factor in factors) / len(factors)
+    """The share of them within so many percent, either way."""
+    return kernels.within(map(math.log, factors), percent)
 
 
 def _compare(card: str, host: str, only: list[str]) -> int:

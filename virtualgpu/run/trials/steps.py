@@ -20,10 +20,9 @@ LEFT = "steps"
 
 
 class Steps(NamedTuple):
-    """One process's. ends: simulated seconds at which each step was queued and done. asked: bytes that could not be had, or None.
-    busy: seconds for which
-    the busiest GPU had worked by then. rows: shapes that went into the model in the last step, each with its calls; passes: backward passes of it, of which several
-    optimizers make one (run/trials/rows.py)."""
+    """One process's. ends: simulated seconds at which each step was queued and done. busy: seconds for which the busiest GPU had worked by
+    then. asked: bytes that could not be had, or None. rows: shapes that went into the model in the last step, each with its calls; passes:
+    backward passes of it, of which several optimizers make one (run/trials/rows.py)."""
 
     rank: int
     ends: list[float]
