@@ -34,6 +34,7 @@ PROGRAMS = (  # the quick ones first
     "ddp",
     "bert_large",
     "gpt2",
+    "data_parallel",
     "megatron",
     "lora",
     "llama_eager",

@@ -43,6 +43,7 @@ TITLES = {  # of the table by source, by program or group
     "tutorial": "model parallel and pipeline of a ResNet-50, 2 GPUs (PyTorch's tutorial)",
     "bert_large": "BERT-large on a V100, five ways (transformers, 2022)",
     "gpt2": "GPT-2 by DP and DDP, 2 TITAN RTX (transformers, 2021)",
+    "data_parallel": "DataParallel on 1, 2 and 4 GPUs of three kinds, seven networks (ryujaehun, 2020 and 2021)",
     "mli": "GPT-2 medium by Megatron-LM, 2 RTX 3090 Ti (mli, 2022)",
     "ml-engineering": "Llama 3.2 1B and 3.1 8B, eager, a B200 (ml-engineering, 2026)",
     "fsdp_qlora": "Llama 2 7B, LoRA by FSDP, 2 RTX 3090 (fsdp_qlora, 2024)",

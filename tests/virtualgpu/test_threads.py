@@ -14,6 +14,7 @@ from torch.utils import _python_dispatch
 
 import virtualgpu
 from virtualgpu.distributed.objects import with_numbers
+from virtualgpu.timing.host_weights import LOCKED
 
 
 def known() -> bool:
@@ -205,6 +206,31 @@ def test_two_threads_with_streams_of_their_own():
         assert all(once(devices)[0] == first[0] for _ in range(3))
         if devices == (0, 1):  # on one GPU they share it in the order in which they come
             assert all(once(devices)[1] == first[1] for _ in range(3))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_threads_share_pythons_lock(threads, one_by_one):
+    """Each launches on its own GPU, and together no faster than the lock lets them: at least its time, and a third more where the order in
+    which they are computed leaves gaps that none can use."""
+    virtualgpu.gpus(4)
+    clock = virtualgpu.machine().clock
+    turn, ends, launches = threading.Lock(), [], 2000
+
+    def launch(gpu):
+        with turn if one_by_one else contextlib.nullcontext():
+            for _ in range(launches):
+                clock.launch(gpu, 1e-9, "add")
+        ends.append(clock.host)
+
+    start, workers = clock.host, [threading.Thread(target=launch, args=(gpu,)) for gpu in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert clock.host == max(ends)
+    alone = launches * clock.costs.forward
+    assert 0.99 < (clock.host - start) / (max(1, LOCKED * threads) * alone) < 1.34
 
 
 @pytest.mark.parametrize("by_pool", [False, True])

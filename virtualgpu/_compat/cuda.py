@@ -14,6 +14,7 @@ NN, VF = C._nn, torch._VF  # functions of torch.nn.functional, and of layers of 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 built_with_cuda = C._has_cuda  # C++ of other wheels has no guard for CUDA's devices, also where no driver is needed
 parallel_functions = torch.nn.parallel._functions  # where DataParallel keeps its streams
+REPLICATE = "_replicate_for_data_parallel"  # of a Module: () -> its replica, without children and parameters
 
 _fp32_precision = C._get_fp32_precision_getter
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 class ThreadContext(threading.local):
     """One thread's, on one machine.
 
-    current: torch.cuda.current_device(). seen: the machine whose dispatch mode the thread has. bypass, nccl, target, counts: set by the
-    four blocks below.
+    current: torch.cuda.current_device(). seen: the machine whose dispatch mode the thread has. bypass, nccl, target, counts, replicas:
+    set by the blocks below.
     """
 
     current: int = 0
@@ -23,6 +23,7 @@ class ThreadContext(threading.local):
     nccl: bool = False
     target = None  # a GPU
     counts: bool = False
+    replicas: int = 1
 
     def saw(self, machine) -> None:
         """See `seen`."""
@@ -47,6 +48,10 @@ class ThreadContext(threading.local):
     def counted_by_cpp(self) -> contextlib.AbstractContextManager[None]:
         """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
         return self._while("counts", True)
+
+    def replicating(self, replicas: int) -> contextlib.AbstractContextManager[None]:
+        """Threads that are started in here are so many that do the same, while this one waits for them."""
+        return self._while("replicas", replicas)
 
     @contextlib.contextmanager
     def _while(self, name: str, value) -> Iterator[None]:

@@ -129,7 +129,10 @@ class Clock(HostTime):
             now = self._passed(local, gpu, more + cost)
         elif threads is None:
             cost = self._cost(weight) if local.kind == "forward" else costs.optimizer
-            now = local.now = local.now + more + cost
+            now = local.now + more + cost
+            if local.replicas > 1 or local.contends or self.lock is not None:
+                now = self._turn(local, now)
+            local.now = now
         else:
             now = threads[gpu] = threads[gpu] + more + self._cost_in_backward(local, weight)
         if self.multi:
@@ -217,8 +220,7 @@ class Clock(HostTime):
             local.backward[gpu] += seconds
             now = local.backward[gpu]
         else:
-            local.now += seconds
-            now = local.now
+            now = local.now = self._turn(local, local.now + seconds)
         if self.stopped:
             self.check(gpu)
         return now

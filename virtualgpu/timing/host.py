@@ -1,7 +1,8 @@
 """The host's time, and what its work costs it: launches, views, an optimizer's Python.
 
 Each thread of Python has its own, and in a backward pass one for each GPU (streams.py). How much: host_weights.py, in shares of what an
-operation costs the host that is set (hardware/hosts.py).
+operation costs the host that is set (hardware/hosts.py). Python's lock (GIL) is held for a share of it, in which no other thread gets on;
+autograd's threads are C++ and do without.
 """
 
 from collections.abc import Callable
@@ -9,19 +10,50 @@ from collections.abc import Callable
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.hardware.hosts import HOSTS, Host
-from virtualgpu.timing.host_weights import FURTHER, STEP, UNRECORDED, Weight
+from virtualgpu.timing.host_weights import FURTHER, LOCKED, STEP, UNRECORDED, Weight
 from virtualgpu.timing.queues import Queue
 from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
 
 LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 
 
+class Lock:
+    """Python's lock, by how much of each slice of time threads have held it: who comes later takes what is left of a slice, whichever
+    thread is computed first."""
+
+    SLICE, KEPT = 1e-3, 100_000  # seconds; so many slices, the older half of which is then taken as free
+
+    def __init__(self):
+        self.left: dict[int, float] = {}
+
+    def hold(self, now: float, seconds: float) -> float:
+        """The moment at which a thread that wants it from `now` on has had it for so long."""
+        index = int(now / self.SLICE)
+        free = min(self.left.get(index, self.SLICE), (index + 1) * self.SLICE - now)
+        while free < seconds:
+            seconds -= free
+            self.left[index] = max(0.0, self.left.get(index, self.SLICE) - free)
+            index += 1
+            now, free = index * self.SLICE, self.left.get(index, self.SLICE)
+        self.left[index] = self.left.get(index, self.SLICE) - seconds
+        if len(self.left) > self.KEPT:
+            for old in list(self.left)[: self.KEPT // 2]:
+                del self.left[old]
+        return now + seconds
+
+
 class HostTime(Streams):
-    """costs: what an operation costs the host. stream_of_leaf: see `Streams`."""
+    """costs: what an operation costs the host. stream_of_leaf: see `Streams`. lock: Python's, once a second thread launches."""
 
     def __init__(self, costs: Host, stream_of_leaf: Callable[[Tensor], Queue | None] | None = None):
         super().__init__(stream_of_leaf)
         self.costs = costs
+        self.lock: Lock | None = None
+
+    def reset(self, gpus: int) -> None:
+        """As new, with so many GPUs."""
+        super().reset(gpus)
+        self.lock = None
 
     def set_costs(self, costs: Host) -> None:
         """What an operation costs the host from now on."""
@@ -41,6 +73,24 @@ class HostTime(Streams):
         """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
         self.local.now = max(self.local.now, now)
 
+    def spend(self, seconds: float) -> None:
+        """This thread of Python works for so long, if no other one does."""
+        local = self.local
+        if self._in_backward(local) and local.backward is not None:
+            local.backward = [thread + seconds for thread in local.backward]
+        else:
+            local.now = self._turn(local, local.now + seconds)
+
+    def _turn(self, local: HostThread, until: float) -> float:
+        """When a thread of Python comes to what it would come to then, had it the lock to itself."""
+        if local.replicas > 1:
+            return local.now + max(1.0, LOCKED * local.replicas) * (until - local.now)
+        if self.lock is None:
+            if not local.contends:
+                return until
+            self.lock = Lock()
+        return max(until, self.lock.hold(local.now, LOCKED * (until - local.now)))
+
     def wait_until(self, until: float) -> None:
         """The host waits for a moment."""
         local = self.local
@@ -55,12 +105,12 @@ class HostTime(Streams):
         if self._in_backward(local) and local.backward is not None:
             local.backward[gpu] += costs.backward * weight.backward
         else:
-            local.now += self._cost(weight)
+            local.now = self._turn(local, local.now + self._cost(weight))
 
     def pass_step(self, parameters: int, counts: int) -> None:
         """An optimizer's step in lists begins. parameters: that have a gradient. counts: of steps, that it keeps on the CPU."""
         once, each, of_count = STEP
-        self.wait_until(self.host + self.costs.optimizer * (once + each * parameters + of_count * counts))
+        self.spend(self.costs.optimizer * (once + each * parameters + of_count * counts))
 
     def pass_time(self) -> None:
         """The host asks for something, which takes as long as a launch."""

@@ -82,6 +82,11 @@ VIEWS = {"transpose", "permute", "unsqueeze", "squeeze", "select", "split", "spl
 OF_LIST = Weight(0.5, 0.5)
 STEP = 5.0, 0.25, 0.4
 
+# nn.DataParallel, and the share of an operation for which Python's lock is held: of 15 networks of torchvision without gradients, float16,
+# 12 images a GPU, one GPU against two to four of an A100-SXM4, a TITAN RTX and an RTX 2080 Ti (ryujaehun/pytorch-gpu-benchmark, 2020-21).
+# In operations of that host, by least squares over all 135, times are 0.52 x GPUs x operations + 0.87 x tensors that are broadcast
+# + 0.80 x GPUs x modules that are replicated; half of them within 5 %, 98 % within 15. tests/accuracy/data_parallel.py judges training.
+LOCKED, BROADCAST, REPLICATED = 0.52, 0.87, 0.80
 UNRECORDED = 0.8  # without autograd's notes: the median of 146 chains beside H100s, 0.73 to 0.89 for half of them
 EVALUATED = Weight(1.4, 1.0)  # batch norm that evaluates: 17 to 30, without autograd's notes
 

@@ -34,6 +34,8 @@ class HostThread(threading.local):
 
     def __init__(self):
         self.now = 0.0
+        self.replicas = 1  # threads that do the same at the same time, this one among them (nn.DataParallel)
+        self.contends = False  # was it started beside another one?
         self.kind = "forward"  # what the kernels it launches are for, outside a backward pass
         self.annotations: list[str] = []  # torch.profiler.record_function's names, the innermost last
         self.streams: dict[int, Queue] = {}  # of each GPU, where not the default one
@@ -45,6 +47,10 @@ class HostThread(threading.local):
     def set_kind(self, kind: str) -> None:
         """See `kind`."""
         self.kind = kind
+
+    def begin(self, now: float, replicas: int) -> None:
+        """Another thread has started this one: it goes on from that one's time, beside it or, with so many alike, while it waits."""
+        self.now, self.replicas, self.contends = max(self.now, now), replicas, replicas == 1
 
 
 class Streams:

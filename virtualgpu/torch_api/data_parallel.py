@@ -15,6 +15,7 @@ from virtualgpu import _compat, environment
 from virtualgpu.engine.allocation import allocation_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import invalidate
+from virtualgpu.timing.host_weights import BROADCAST, REPLICATED
 from virtualgpu.timing.nccl import Fabric, seconds, slowest
 from virtualgpu.torch_api.registry import Patches, standing_in
 
@@ -28,6 +29,13 @@ def install(machine: Machine, patches: Patches) -> None:
     Broadcast = _compat.parallel_functions.Broadcast
     backward = standing_in(Broadcast.backward, comm.broadcast_backward)
     patches.replace(Broadcast, "backward", staticmethod(backward))
+    patches.stand_in(torch.nn.Module, _compat.REPLICATE, replicate, machine)
+
+
+def replicate(machine: Machine, original, module: torch.nn.Module) -> torch.nn.Module:
+    """One module of one replica: with its children, parameters and buffers, which Python sets one by one."""
+    machine.clock.spend(REPLICATED * machine.clock.costs.forward)
+    return original(module)
 
 
 class Comm:
@@ -96,6 +104,7 @@ class Comm:
         if not all(tensor.get_device() == devices[0] for tensor in tensors):
             raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
         columns[0] = list(tensors)
+        self.machine.clock.spend(BROADCAST * self.machine.clock.costs.forward * len(tensors))
         targets = [self._device(index) for index in devices[1:]]
         for chunk in _chunks(tensors, buffer_size):
             parts = [tensors[index].detach() for index in chunk]

@@ -8,7 +8,10 @@ torch.cuda; what it computes before, with tensors that others gave it, passes un
 
 import concurrent.futures.thread
 import ctypes
+import sys
 import threading
+
+from torch.nn.parallel import parallel_apply
 
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.thread_context import dry_runs
@@ -18,6 +21,7 @@ from virtualgpu.torch_api.registry import Patches
 def install(machine: Machine, patches: Patches) -> None:
     """Replace Thread.start and Thread.join, and what a worker of concurrent.futures runs."""
     work = concurrent.futures.thread._WorkItem
+    patches.stand_in_everywhere(sys.modules[parallel_apply.__module__], "parallel_apply", apply, machine)
     patches.stand_in(threading.Thread, "start", start, machine)
     patches.stand_in(threading.Thread, "join", join, machine)
     patches.stand_in(work, "__init__", submit)
@@ -27,10 +31,11 @@ def install(machine: Machine, patches: Patches) -> None:
 def start(machine: Machine, original, thread) -> None:
     """The thread sees the virtual GPUs from its first line on."""
     begin, now, dry = thread.run, machine.clock.host, dry_runs.here
+    replicas = machine.local.replicas
 
     def run_on_virtual_gpus():
         if not machine.closed:
-            machine.clock.inherit(now)
+            machine.clock.local.begin(now, replicas)
             machine.enter()
         try:
             with dry_runs.set_here(dry):
@@ -42,6 +47,12 @@ def start(machine: Machine, original, thread) -> None:
 
     thread.run = run_on_virtual_gpus
     original(thread)
+
+
+def apply(machine: Machine, original, modules, *args, **kwargs):
+    """nn.DataParallel's: the threads that it starts do the same at the same time."""
+    with machine.local.replicating(len(modules)):
+        return original(modules, *args, **kwargs)
 
 
 def join(machine: Machine, original, thread, timeout=None) -> None:

@@ -9,8 +9,8 @@ from virtualgpu.hardware import links, specs
 from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
 from virtualgpu.timing.kernels import Kernels
 
-GEFORCE = {"RTX 3090", "RTX 4090", "RTX 5090"}
-SOLD_AS = (16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB on the box
+GEFORCE = {"RTX 2080 Ti", "RTX 3090", "RTX 4090", "RTX 5090"}
+SOLD_AS = (11, 16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB on the box
 every_card = pytest.mark.parametrize("key", SPECS)
 
 

@@ -64,7 +64,9 @@ def test_bridges_join_two_equal_cards():
     for n, like in ((3, "TITAN RTX NVLink"), (2, "TITAN RTX NVLink,T4"), (2, "TITAN RTX,TITAN RTX NVLink")):
         with pytest.raises(ValueError, match="NVLink bridge joins two equal cards: ask for 2 GPUs"):
             find_all(n, like)
-    with pytest.raises(ValueError, match="Tesla T4 takes no NVLink bridge; there are bridges for TITAN RTX, RTX 3090"):
+    with pytest.raises(
+        ValueError, match="Tesla T4 takes no NVLink bridge; there are bridges for TITAN RTX, RTX 2080 Ti, RTX 3090"
+    ):
         find_card("T4 NVLink")
 
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, 
 
 import virtualgpu
 from virtualgpu.timing import nccl
+from virtualgpu.timing.host_weights import BROADCAST, LOCKED, REPLICATED
 
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
@@ -327,6 +328,41 @@ def test_data_parallel_by_nccl_begins_when_all_have_come(gpus):
     (begin,) = {span.start for span in spans if span.kind == "communication"}
     assert waits.gpu == 0 and waits.end == begin == max(span.end for span in spans if span.name == "mm")
     assert clock.busy[0] - busy > 5 * (clock.computing[0] - computing)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_what_data_parallel_costs_the_host(replicas):
+    """Threads share Python's lock; a broadcast handles each tensor, a replica each module."""
+    virtualgpu.gpus(4)
+    clock = virtualgpu.machine().clock
+    model = nn.Sequential(*[nn.ReLU() for _ in range(500)], nn.Linear(1, 1)).cuda()
+    parallel = nn.DataParallel(model, range(replicas))
+
+    def hosts_seconds(model) -> float:
+        with torch.no_grad():
+            start = clock.host
+            model(torch.ones(12, 1, device=ZERO))
+            return (clock.host - start) / clock.costs.forward
+
+    hosts_seconds(parallel)
+    alone, together = hosts_seconds(model), hosts_seconds(parallel)
+    modules, tensors, threads = 502, 2, max(1.0, LOCKED * replicas)
+    expected = alone if replicas == 1 else threads * alone + REPLICATED * replicas * modules + BROADCAST * tensors
+    assert together == pytest.approx(expected, rel=0.01)
+
+
+def test_on_a_fast_card_data_parallel_loses_to_one_gpu():
+    """Python's lock: 18 networks of three cards took 1.5 to 3.6 times as long on two GPUs with twice the batch as on one (published.csv)."""
+    took = {}
+    for wrap in (nn.Module.cuda, lambda model: nn.DataParallel(model.cuda(), [0, 1])):
+        with virtualgpu.dry_run(2, like="H100"):
+            clock, model = virtualgpu.machine().clock, wrap(nn.Sequential(*[nn.Linear(64, 64) for _ in range(50)]))
+            for _ in range(2):
+                start = clock.host
+                model(torch.ones(64, 64, device=ZERO)).sum().backward()
+                torch.cuda.synchronize()
+            took[len(took)] = clock.host - start
+    assert 1.5 < took[1] / took[0] < 3.6
 
 
 def test_a_step_of_data_parallel_takes_the_same_time_each_run(gpus):
