@@ -112,7 +112,7 @@ class GPU:
         they are not `needed`, goes without: cuDNN has kernels that take less."""
         blocks = []
         try:
-            for nbytes in sizes:
+            for nbytes in filter(None, sizes):  # backward passes of nothing
                 blocks.append(self.malloc(nbytes))  # noqa: PERF401: those before are given back where one fails
         except torch.OutOfMemoryError:
             if needed:
