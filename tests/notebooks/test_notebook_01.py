@@ -130,10 +130,14 @@ def test_in_another_folder_it_finds_the_installed_ones(tmp_path):
 
 def test_an_old_pytorch_is_named(tmp_path):
     (tmp_path / "torch-2.10.1.dist-info").mkdir()
-    (tmp_path / "torch-2.10.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n")
+    (tmp_path / "torch-2.10.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n"
+    )
     path = os.pathsep.join(map(str, [tmp_path, series.ROOT, sysconfig.get_path("purelib")]))
     done = bootstrap(tmp_path, {"PYTHONPATH": path})
-    assert done.stderr.startswith("virtual GPUs work with PyTorch 2.11 to") and "2.10.1, which is installed" in done.stderr
+    assert (
+        done.stderr.startswith("virtual GPUs work with PyTorch 2.11 to") and "2.10.1, which is installed" in done.stderr
+    )
     assert len(done.stderr.splitlines()) == done.returncode == 1 and not done.stdout
 
 
