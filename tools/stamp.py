@@ -58,7 +58,11 @@ if str(home) not in sys.path:
     sys.path.insert(0, str(home))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))  # programs that cells start
     if missing or home.parent == here:
-        print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")"""
+        print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")
+try:
+    importlib.import_module("virtualgpu.environment").check_pytorch()
+except ImportError as error:
+    raise SystemExit(str(error)) from None"""
 
 
 def settings() -> dict[str, str]:

@@ -23,14 +23,18 @@ CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE   how much memory cuBLAS works 
 TORCH_CUBLAS_WORKSPACE_CACHE, TORCH_CUBLASLT_UNIFIED_WORKSPACE   does PyTorch keep it, and do both libraries share it? `flag`.
 DISABLE_ADDMM_CUDA_LT 1: no product with a bias goes to cuBLASLt: `engine.workspaces`.
 
-HELPERS_GPUS (real or virtual GPUs for a notebook) is read by `session.gpus` alone. Only the standard library is imported here.
+HELPERS_GPUS (real or virtual GPUs for a notebook) is read by `session.gpus` alone. Only the standard library is imported with this.
 """
 
+import contextlib
+import importlib
+import importlib.metadata
 import json
 import os
 import re
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
@@ -38,7 +42,44 @@ VARIABLE, CROSSCHECK, PROFILED = "VIRTUALGPU", "VIRTUALGPU_CROSSCHECK", "VIRTUAL
 DRY_HAS_NO_VALUES = (
     "a dry run computes shapes, no values"  # a warning's beginning, by which `fit` knows it among what a program prints
 )
+PYTORCH = (2, 11), (2, 15)  # the oldest version that has what is used of it, and the newest that was tried
 MAX_GPUS = 64  # more than any one machine has: a slip, rather
+
+
+class UnsupportedPyTorch(ImportError):
+    """It is too old, or lacks a name. Its text is one sentence, with the version that is installed and those that will do."""
+
+    def __init__(self, wrong: str):
+        (oldest, first), (newest, last) = PYTORCH
+        super().__init__(
+            f"virtual GPUs work with PyTorch {oldest}.{first} to {newest}.{last}, and {_pytorch()}, which is installed, {wrong}: "
+            f"pip install 'torch>={oldest}.{first},<{newest}.{last + 1}'"
+        )
+
+
+def _pytorch() -> str:
+    """The version of what is imported, or would be. Raises ImportError where there is none."""
+    return getattr(sys.modules.get("torch"), "__version__", None) or importlib.metadata.version("torch")
+
+
+def check_pytorch() -> None:
+    """Raises UnsupportedPyTorch where PyTorch is too old; imports nothing. A newer one than was tried may have all that is needed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # its import will say so
+        if tuple(int(part) for part in _pytorch().split(".")[:2]) < PYTORCH[0]:
+            raise UnsupportedPyTorch("is older")
+
+
+@contextlib.contextmanager
+def names_of_pytorch() -> Iterator[None]:
+    """For imports of what uses PyTorch's names, after PyTorch's own: UnsupportedPyTorch where it is too old, or one is not there."""
+    importlib.import_module("torch")
+    check_pytorch()
+    try:
+        yield
+    except UnsupportedPyTorch:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedPyTorch(f"lacks what they use of it ({error})") from error
 
 
 class Card(NamedTuple):

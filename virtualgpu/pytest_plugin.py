@@ -76,7 +76,7 @@ def pytest_runtest_setup(item) -> None:
             settings = _marked(*marker.args, **marker.kwargs)
         except (TypeError, ValueError) as error:
             pytest.fail(f"@pytest.mark.virtual_gpus: {error}", pytrace=False)
-        _state(item.config).turn_on(settings)
+        _turn_on(_state(item.config), settings)
     elif state is not None and state.settings is not None:
         state.turn_on(state.settings)
 
@@ -94,7 +94,7 @@ def virtual_gpus(request) -> list:
     """The devices of this test's virtual GPUs: those of its marker, of --virtual-gpus, or two."""
     state = _state(request.config)
     if state.on is None:
-        state.turn_on(_marked())
+        _turn_on(state, _marked())
     import torch
 
     return [torch.device("cuda", index) for index in range(len(environment.visible_gpus(len(state.on.cards))))]
@@ -158,6 +158,14 @@ def restart(settings: environment.Settings, again: bool) -> None:
     child.activate(settings)
 
 
+def _turn_on(state: _State, settings: environment.Settings) -> None:
+    """For one test, which fails with one sentence where PyTorch is not one that virtual GPUs work with."""
+    try:
+        state.turn_on(settings)
+    except environment.UnsupportedPyTorch as error:
+        pytest.fail(str(error), pytrace=False)
+
+
 def _state(config) -> _State:
     return config.stash.setdefault(STATE, _State())
 
@@ -170,10 +178,11 @@ def _begin(config, options) -> None:
     if state.on is not None:
         return
     if getattr(options, "virtual_gpus_sanitize", False) and not state.sanitize:
-        from virtualgpu import session
+        with _usable_pytorch():
+            from virtualgpu import session
 
-        state.sanitize = True
-        session.look_for_races(True)
+            state.sanitize = True
+            session.look_for_races(True)
     if number is None:
         if like or memory:
             raise pytest.UsageError("--virtual-gpus-like and --virtual-gpus-memory need --virtual-gpus N beside them")
@@ -182,7 +191,16 @@ def _begin(config, options) -> None:
         state.settings = _marked(number, like, memory)
     except ValueError as error:
         raise pytest.UsageError(f"--virtual-gpus: {error}") from None
-    state.turn_on(state.settings)
+    with _usable_pytorch():
+        state.turn_on(state.settings)
+
+
+@contextlib.contextmanager
+def _usable_pytorch():
+    try:
+        yield
+    except environment.UnsupportedPyTorch as error:
+        raise pytest.UsageError(f"--virtual-gpus: {error}") from None
 
 
 def _marked(

@@ -128,6 +128,19 @@ def test_in_another_folder_it_finds_the_installed_ones(tmp_path):
     assert done.stdout.splitlines() == ["again", "1797", found], done.stderr
 
 
+def test_an_old_pytorch_is_named(tmp_path):
+    (tmp_path / "torch-2.10.1.dist-info").mkdir()
+    (tmp_path / "torch-2.10.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n"
+    )
+    path = os.pathsep.join(map(str, [tmp_path, series.ROOT, sysconfig.get_path("purelib")]))
+    done = bootstrap(tmp_path, {"PYTHONPATH": path})
+    assert (
+        done.stderr.startswith("virtual GPUs work with PyTorch 2.11 to") and "2.10.1, which is installed" in done.stderr
+    )
+    assert len(done.stderr.splitlines()) == done.returncode == 1 and not done.stdout
+
+
 def test_without_helpers_and_network_it_names_the_cure(tmp_path, repository):
     done = bootstrap(tmp_path, {**repository, "GIT_CONFIG_KEY_0": "url.file:///nowhere/.insteadOf"})
     assert done.returncode == 1

@@ -3,9 +3,11 @@
 import ast
 import gc
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from virtualgpu import _compat
 from virtualgpu.timing import costs
 
 aten = torch.ops.aten
+ENGINE = Path(virtualgpu.__file__).parent
 
 
 class Listener(TorchDispatchMode):
@@ -475,9 +478,61 @@ class _Workers(torch.utils.data.IterableDataset):
         yield _compat.in_loader_worker()
 
 
+# -- versions that are not supported: one sentence, with both
+
+OTHER = {"2.10.1": "is older", "2.16.0": "lacks what they use of it"}
+PLUGIN = (
+    []
+    if any(e.value == "virtualgpu.pytest_plugin" for e in entry_points(group="pytest11"))
+    else ["-p", "virtualgpu.pytest_plugin"]
+)
+ENTRANCES = {
+    "gpus": ["-c", "import torch, virtualgpu; virtualgpu.gpus()"],
+    "runner": ["-m", "virtualgpu", "-c", "import torch"],
+    "plugin": ["-m", "pytest", "-q", "--virtual-gpus", "1", *PLUGIN, "tests.py"],
+    "marker": ["-m", "pytest", "-q", *PLUGIN, "tests.py"],
+}
+MARKED = "import pytest, torch\n@pytest.mark.virtual_gpus(1)\ndef test_it(): pass\n"
+
+
+def in_another(folder: Path, arguments: list[str]) -> str:
+    """What a Python says that has only what lies in that folder, and the engine."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ENGINE.parent)])}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True)
+    assert done.returncode, done.stdout
+    return done.stdout + done.stderr
+
+
+def sentence(version: str, wrong: str) -> str:
+    of = rf"virtual GPUs work with PyTorch 2\.11 to 2\.15, and {re.escape(version)}, which is installed, {wrong}"
+    return of + r".*: pip install 'torch>=2\.11,<2\.16'"
+
+
+@pytest.mark.parametrize("version", OTHER)
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_an_unsupported_version_is_named(entrance, version, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {version!r}")
+    (tmp_path / "tests.py").write_text(MARKED)
+    said = in_another(tmp_path, ENTRANCES[entrance])
+    assert re.search(sentence(version, OTHER[version]), said), said
+    assert entrance == "gpus" or "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["_get_sdp_priority_order", "_group_tensors_by_device_and_dtype"])
+def test_a_private_name_that_is_gone_is_named(name, tmp_path):
+    code = f"import torch, virtualgpu; del torch._C.{name}; virtualgpu.gpus()"
+    said = in_another(tmp_path, ["-c", code])
+    assert re.search(sentence(torch.__version__, f".*{name}"), said), said
+
+
+def test_a_newer_version_that_has_all_names_works():
+    code = "import torch; torch.__version__ = '2.16.0'; import virtualgpu; virtualgpu.gpus(1); torch.ones(1, device='cuda')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
 # -- no other file of the engine spells a private name of PyTorch
 
-ENGINE = Path(virtualgpu.__file__).parent
 OF_PYTHON = {"_asdict", "_config", "_exit", "_fields", "_getframe", "_initializing", "_obj", "_replace", "_WorkItem"}
 OF_TRITON = {"_bench", "_init_args_hst", "_restore_args_dev"}
 

@@ -5,9 +5,12 @@ the CPU alone. `_compat.distributed` has the names of torch.distributed, and is 
 the place of a private function is named where it is replaced, and listed in `torch_api/surface.py`.
 """
 
-from virtualgpu._compat.cuda import *  # noqa: F403
-from virtualgpu._compat.dispatcher import *  # noqa: F403
-from virtualgpu._compat.dynamo import import_compiler, import_when_needed  # noqa: F401
-from virtualgpu._compat.operators import *  # noqa: F403
-from virtualgpu._compat.tensors import *  # noqa: F403
-from virtualgpu._compat.tools import *  # noqa: F403
+from virtualgpu import environment
+
+with environment.names_of_pytorch():
+    from virtualgpu._compat.cuda import *  # noqa: F403
+    from virtualgpu._compat.dispatcher import *  # noqa: F403
+    from virtualgpu._compat.dynamo import import_compiler, import_when_needed  # noqa: F401
+    from virtualgpu._compat.operators import *  # noqa: F403
+    from virtualgpu._compat.tensors import *  # noqa: F403
+    from virtualgpu._compat.tools import *  # noqa: F403

@@ -24,8 +24,9 @@ from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, ma
 from virtualgpu.engine.dry import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
+from virtualgpu.engine.host_waits import ALOUD
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.engine.operations import MASKS, Operation, tensors_of, with_tensors
+from virtualgpu.engine.operations import Operation, tensors_of, with_tensors
 from virtualgpu.engine.placement import Placement, place_output, place_outputs
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.engine.timing import Timing
@@ -142,13 +143,12 @@ class Dispatch(_compat.TorchDispatchMode):
             nondeterministic.check(op, args, kwargs)
         if op.unsupported is not None and gpu is not None:
             op.unsupported(*args, **kwargs)
-        waits = op.shape_from_values and kwargs.get("output_size") is None
-        waits = waits and (not op.indexes or any(tensor.dtype in MASKS for tensor in tensors[1:]))
+        waits = 0 if op.waits is None else op.waits(args, kwargs)
         asserts = False
         if (dry_runs.some or machine.always_dry) and machine.dry:
             if on_meta.Marks.some:
                 on_meta.check(op, args, tensors)
-            if waits:
+            if waits and op.shape_from_values:
                 out = self.dry.sized(op, args, kwargs, tensors)
             elif gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
                 return out
@@ -187,12 +187,12 @@ class Dispatch(_compat.TorchDispatchMode):
             if op.temporaries is not None:
                 gpu.lend(op.temporaries(args, kwargs, out, gpu), needed=not op.convolves)
             self.timing.launch(op, args, kwargs, tensors, out, gpu)
-            # the host needs to know how large the result is
-            if waits or (op.indexes and op.writes and _writes_by_mask(args)):
-                clock.wait_for(clock.current(gpu.index))
+            if waits:
+                clock.wait_for(clock.current(gpu.index), waits == ALOUD)
         elif op.returns_value_to_host:
-            seconds = machine.host_link(gpu, "out", False).seconds(8)
-            clock.host_copy(gpu.index, seconds, True, op.name, "out")
+            if waits:
+                seconds = machine.host_link(gpu, "out", False).seconds(8)
+                clock.host_copy(gpu.index, seconds, True, op.name, "out")
         elif op.foreach:
             self.timing.launch_foreach(op, args, [*tensors, *op.written(args, kwargs)])
         elif op.copies:
@@ -232,12 +232,6 @@ class DispatchBesideReal(Dispatch):
 
 
 READ = (torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default)
-
-
-def _writes_by_mask(args) -> bool:
-    """x[mask] = values: PyTorch counts the mask's entries, unless it is one number of the host's, with which it fills."""
-    masks = any(index is not None and index.dtype in MASKS for index in args[1])
-    return masks and not (args[2].numel() == 1 and gpu_of(args[2]) is None)
 
 
 def operation_of(frame):

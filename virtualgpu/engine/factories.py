@@ -114,6 +114,8 @@ class Factories:
             place_output(op, out, target)
         elif own:
             label(out, MadeByCpp())
+        if op.waits is not None and op.waits(args, kwargs):  # linspace: numbers that are read of tensors
+            self.machine.clock.wait_for(self.machine.clock.current(source.index))
         if op.converts and target is not source:
             pinned = bool(kwargs.get("pin_memory")) or is_pinned(tensors[0])
             copies.charge(machine, out, tensors[0], (target, source), bool(kwargs.get("non_blocking")), pinned)

@@ -112,7 +112,7 @@ class GPU:
         they are not `needed`, goes without: cuDNN has kernels that take less."""
         blocks = []
         try:
-            for nbytes in sizes:
+            for nbytes in filter(None, sizes):  # 0 of the gradient of x[nothing]
                 blocks.append(self.malloc(nbytes))  # noqa: PERF401: those before are given back where one fails
         except torch.OutOfMemoryError:
             if needed:

@@ -239,7 +239,8 @@ class Machine:
     def charge_copy(
         self, source: GPU | None, target: GPU | None, nbytes: int, non_blocking: bool = False, pinned: bool = False
     ) -> None:
-        """The time of a copy between two places. pinned: is the host's memory? Only then does non_blocking leave the host free."""
+        """The time of a copy between two places. pinned: is the host's memory? Only then does non_blocking leave the host free; otherwise it
+        is CUDA that waits (cudaMemcpyAsync), of which PyTorch does not know (copy_kernel_cuda in aten/src/ATen/native/cuda/Copy.cu)."""
         if self.local.nccl:
             return
         wait = not (non_blocking and pinned)
@@ -248,10 +249,10 @@ class Machine:
             self.clock.between(source.index, target.index, link.seconds(nbytes))
         elif target is not None:
             seconds = self.host_link(target, "in", pinned).seconds(nbytes)
-            self.clock.host_copy(target.index, seconds, wait, "copy from the host", "in")
+            self.clock.host_copy(target.index, seconds, wait, "copy from the host", "in", not non_blocking)
         elif source is not None:
             seconds = self.host_link(source, "out", pinned).seconds(nbytes)
-            self.clock.host_copy(source.index, seconds, wait, "copy to the host", "out")
+            self.clock.host_copy(source.index, seconds, wait, "copy to the host", "out", not non_blocking)
 
     def host_link(self, gpu: GPU, way: str, pinned: bool) -> Link:
         """What copies from the host ("in") or to it ("out") reach."""

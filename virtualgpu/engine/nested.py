@@ -51,6 +51,8 @@ def run(dispatch, op: Operation, args, kwargs):
         out = op.on_cpu(*args, **kwargs)
     if gpu is None or op.name in FOR_HOST:
         return out
+    if op.name in MAKERS and op.waits is not None:
+        dispatch.clock.wait_for(dispatch.clock.current(gpu.index))
     made = [out] if isinstance(out, Tensor) else tensors_of(out, {}) if isinstance(out, (tuple, list)) else []
     for tensor in made:
         place_output(op, tensor, gpu)

@@ -3,7 +3,7 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import half_fft, halves, histograms, layer_norm, layouts, scaled_products, wider
+from virtualgpu.engine import half_fft, halves, histograms, host_waits, layer_norm, layouts, scaled_products, wider
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.in_place import NODES
@@ -45,7 +45,6 @@ OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
 # What stands for an operation with numbers
 ON_GPU = {**half_fft.OPERATIONS, **histograms.OPERATIONS, **layer_norm.OPERATIONS, **layouts.OPERATIONS}
 ON_GPU |= {**scaled_products.OPERATIONS, **wider.OPERATIONS}
-MASKS = {torch.bool, torch.uint8}  # as indices
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
 VIEWS = {aten._unsafe_view, aten.lift_fresh, aten._values, aten._indices, aten.values, aten.indices}
@@ -76,9 +75,9 @@ class Operation:
     at least one new tensor. packs: wants lengths on the CPU. product: see PRODUCTS. random:
     draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
-    shape_from_values: the host must wait to know the result's shape. override: how dispatch handles it, where not like
+    shape_from_values: the result's shape is one of values. override: how dispatch handles it, where not like
     the others. strict: see STRICT. takes_device: has an argument `device`. unsupported: raises what CUDA's kernel refuses; None for most.
-    weight: what it costs the host. weight_of_view: what a view costs it, which starts no kernel. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
+    waits: asks whether the host waits for it (host_waits.RULES); None: never. weight: what it costs the host. weight_of_view: what a view costs it, which starts no kernel. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
     one of them a list?
     """
 
@@ -88,7 +87,7 @@ class Operation:
         "factory", "foreach", "formula", "func", "generator", "grows", "host_result", "indexes", "is_view", "kernel",
         "kind", "may_be_large", "mixed", "name", "new", "on_cpu", "on_gpu", "override", "packs", "plain", "pointwise",
         "product", "random", "resizes", "returns", "returns_value_to_host", "shape_from_values", "strict",
-        "takes_device", "temporaries", "unsupported", "weight", "weight_of_view", "workspace", "write_only", "writes", "writes_lists",
+        "takes_device", "temporaries", "unsupported", "waits", "weight", "weight_of_view", "workspace", "write_only", "writes", "writes_lists",
     )
     # fmt: on
 
@@ -127,6 +126,7 @@ class Operation:
         self.weight_of_view = host_weights.of_view(self.name) if self.is_view else None
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
+        self.waits = host_waits.rule_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.temporaries = RULES.get(self.name) if func.namespace == "aten" else None
         self.derives = self.name in NODES and func.namespace == "aten"

@@ -67,7 +67,7 @@ class Placement:
             raise mismatch(op, args, kwargs)
         if unplaced:
             for tensor in unplaced:
-                if not op.indexes and allocation_of(tensor).gpu is not gpu:
+                if allocation_of(tensor).gpu is not gpu:
                     self.machine.place(tensor, gpu)
         self.last = gpu
         machine = self.machine

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.engine.operations import MASKS
+from virtualgpu.engine.host_waits import MASKS
 from virtualgpu.engine.values import attach, computed, known_of
 
 

@@ -82,7 +82,15 @@ _started = False
 
 
 def start() -> None:
-    """Virtual GPUs on, as VIRTUALGPU says. Does nothing the second time (torch may be reloaded)."""
+    """Virtual GPUs on, as VIRTUALGPU says. Does nothing the second time (torch may be reloaded). Ends the program where PyTorch is not
+    one that they work with."""
+    try:
+        _start()
+    except environment.UnsupportedPyTorch as error:
+        sys.exit(f"virtualgpu: {error}")
+
+
+def _start() -> None:
     global _started
     settings = environment.settings()
     if settings is None and os.environ.get(environment.PROFILED):

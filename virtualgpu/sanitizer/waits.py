@@ -62,7 +62,7 @@ def _clock(machine: Machine, patches: Patches, listener) -> None:
         after(patches, Clock, name, lambda out, its, *args: its is clock and report(out, *args))
 
     reported("wait", lambda _, gpu=None: listener.device_done(gpu))
-    reported("wait_for", lambda _, queue: listener.stream_done(queue))
+    reported("wait_for", lambda _, queue, aloud=True: listener.stream_done(queue))
     reported("between", lambda _, one, other, seconds: listener.met(clock.current(one), clock.current(other)))
     reported("new_stream", lambda queue, *_: listener.made(queue))
 

@@ -10,17 +10,19 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
-from virtualgpu import _compat
-from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.thread_context import dry_runs
-from virtualgpu.environment import MAX_GPUS, visible_gpus
+from virtualgpu.environment import MAX_GPUS, names_of_pytorch, visible_gpus
 from virtualgpu.hardware import settings as hardware_settings
 from virtualgpu.hardware import specs
 from virtualgpu.hardware.networks import Network
 from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.session.devices import Devices, real_ones, virtual_ones
-from virtualgpu.session.installed import Session
+
+with names_of_pytorch():
+    from virtualgpu import _compat
+    from virtualgpu.engine.machine import Machine
+    from virtualgpu.engine.thread_context import dry_runs
+    from virtualgpu.session.devices import Devices, real_ones, virtual_ones
+    from virtualgpu.session.installed import Session
 
 
 def turn_on(

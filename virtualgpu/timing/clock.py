@@ -200,8 +200,8 @@ class Clock(HostTime):
             for queue in (here, there):
                 self._record(queue, start, start + seconds, "copy", f"copy cuda:{source} to cuda:{target}", now)
 
-    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
-        """Queue a copy from ("in") or to ("out") the host; the host waits for it unless it is asynchronous."""
+    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str, aloud: bool = True) -> None:
+        """Queue a copy from ("in") or to ("out") the host; the host waits for it unless it is asynchronous. aloud: see `wait_for`."""
         local = self.local
         now = self._passed(local, gpu, self.costs.launch)
         queue = self.current(gpu)
@@ -212,7 +212,7 @@ class Clock(HostTime):
         if self.spans is not None:
             self._record(queue, start, start + seconds, "copy", name, now)
         if wait:
-            self.wait_for(queue)
+            self.wait_for(queue, aloud)
 
     def _passed(self, local: HostThread, gpu: int, seconds: float) -> float:
         """The moment after the thread that serves this GPU has spent `seconds`; then it launches, which fails if a kernel asserted."""
@@ -245,9 +245,9 @@ class Clock(HostTime):
         if self.on_wait is not None:
             self.on_wait()
 
-    def wait_for(self, queue: Queue) -> None:
-        """The host waits until this stream is empty."""
-        if self.before_wait is not None:
+    def wait_for(self, queue: Queue, aloud: bool = True) -> None:
+        """The host waits until this stream is empty. aloud: `before_wait` is called, as PyTorch would know of it."""
+        if aloud and self.before_wait is not None:
             self.before_wait()
         self.wait_until(queue.ready)
         self.check(queue.gpu)

@@ -15,11 +15,15 @@ from virtualgpu.torch_api.registry import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace ctc_loss, one_hot, linearize, what is behind pad_packed_sequence and SyncBatchNorm, DLPack's
+    """Replace ctc_loss, one_hot, cov, corrcoef, sparse_coo_tensor, linearize, what is behind pad_packed_sequence and SyncBatchNorm, DLPack's
     capsules, and what groups tensors by device for foreach operations."""
     patches.stand_in_builtin((torch,), "ctc_loss", _ctc_loss, machine)
     for owner in (functional, _compat.NN):
         patches.stand_in(owner, "one_hot", _one_hot, machine)
+    for name in ("cov", "corrcoef"):
+        patches.stand_in_builtin((torch,), name, _cov, machine)
+        patches.stand_in(torch.Tensor, name, _cov, machine)
+    patches.stand_in_builtin((torch,), "sparse_coo_tensor", _sparse_coo_tensor, machine)
     patches.stand_in(_compat.VF, "_pad_packed_sequence", _pad_packed_sequence, machine)
     batch_norm = _compat.SyncBatchNormFunction
     patches.replace(batch_norm, "forward", staticmethod(standing_in(batch_norm.forward, _sync_batch_norm, machine)))
@@ -81,6 +85,22 @@ def _one_hot(machine: Machine, original, tensor, num_classes=-1):
         raise RuntimeError("num_classes should be positive")
     made = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
     return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _cov(machine: Machine, original, input, *args, **kwargs):
+    """C++ asks whether degrees of freedom are left, of a number that it makes where the input is."""
+    out = original(input, *args, **kwargs)
+    if is_on_gpu(machine, input):
+        machine.clock.wait_for(machine.clock.current(gpu_of(input).index))
+    return out
+
+
+def _sparse_coo_tensor(machine: Machine, original, *args, **kwargs):
+    """Without a size C++ copies the largest indices to the host."""
+    out = original(*args, **kwargs)
+    if len(args) < 3 and kwargs.get("size") is None and is_on_gpu(machine, out):
+        machine.clock.wait_for(machine.clock.current(gpu_of(out).index))
+    return out
 
 
 def _pad_packed_sequence(machine: Machine, original, *args):

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from virtualgpu.environment import UnsupportedPyTorch
+
 MISSING = object()
 
 
@@ -22,12 +24,10 @@ class Patches:
         self.everywhere: list[tuple[str, Any, Any]] = []  # (name, original, stand-in)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Raises AttributeError, naming PyTorch's version, where there is nothing of that name."""
+        """Raises UnsupportedPyTorch where there is nothing of that name."""
         if not hasattr(owner, name):
-            import torch
-
             where = getattr(owner, "__name__", type(owner).__name__)
-            raise AttributeError(f"PyTorch {torch.__version__} has no {where}.{name}, which virtual GPUs stand in for")
+            raise UnsupportedPyTorch(f"has no {where}.{name}, in whose place they work")
         self.add(owner, name, value)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:

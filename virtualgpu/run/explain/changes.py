@@ -99,10 +99,10 @@ class ChangedClock(Clock):
         """As the clock's."""
         return super().launch(gpu, seconds * self.factor, *args, **kwargs)
 
-    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str) -> None:
+    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str, aloud: bool = True) -> None:
         """As the clock's."""
         takes_time = not self.copies_ahead or way != "in"
-        super().host_copy(gpu, seconds * self.factor * takes_time, wait and takes_time, name, way)
+        super().host_copy(gpu, seconds * self.factor * takes_time, wait and takes_time, name, way, aloud)
 
 
 def _compress(module: torch.nn.Module, _) -> None:
