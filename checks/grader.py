@@ -15,6 +15,8 @@ import virtualgpu
 from virtualgpu.run.ranks import WorkerError, launch
 from virtualgpu.session import suspended
 
+LONGEST = 2000  # characters of a complaint: an error's text may have megabytes
+
 
 class NoRoom(RuntimeError):
     """The grader's own tensors find no room on the GPU: nothing that the reader's answer could cure."""
@@ -28,12 +30,16 @@ def grader(check: Callable) -> Callable:
         state = torch.get_rng_state()
         try:
             complaint = check(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise
         except NoRoom as error:
             complaint = str(error)
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too
             complaint = f"your code raised {type(error).__name__}: {error}"
         finally:
             torch.set_rng_state(state)  # grading changes nothing in the cells that follow
+        if complaint and len(complaint) > LONGEST:
+            complaint = f"{complaint[:LONGEST]} ... ({len(complaint) - LONGEST:,} characters more)"
         print(f"[not yet] {complaint}" if complaint else "[passed] well done")
 
     return graded
@@ -53,7 +59,7 @@ def launched(
         if error.rank is None:
             waits = [re.sub("stands in .*, which ", "", place) for place in error.places]
             return f"after {timeout} seconds {' and '.join(waits)}: {ask}"
-        return f"rank {error.rank} raised {str(error).splitlines()[-1]}"
+        return f"rank {error.rank} {_how(error)}"
 
 
 def launched_on_gpus(worker: Callable, *args, nprocs: int = 2, gpus: int | None = None, **options) -> list | str:
@@ -77,7 +83,16 @@ def alone(worker: Callable, *args, timeout: float = 60) -> str | None:
     except WorkerError as error:
         if error.rank is None:
             return f"after {timeout:g} seconds your code has not come to an end: is there a loop without one?"
-        return f"your code raised {str(error).splitlines()[-1].strip()}"
+        how = _how(error)
+        return f"your code {how}" if how.startswith("raised") else f"your code's process {how}"
+
+
+def _how(error: WorkerError) -> str:
+    """What the rank that failed first raised, or how its process ended without a word."""
+    first, *more = str(error).splitlines()
+    if first.endswith("failed first:"):
+        return f"raised {more[-1].strip()}"
+    return first.removeprefix(f"rank {error.rank} ").removesuffix(" Its last words:").rstrip(".")
 
 
 def plain(value: Any) -> Any:

@@ -5,11 +5,12 @@ accepts tensors and plain values, never code.
 """
 
 import contextlib
+import errno
 import glob
 import os
 import re
+import secrets
 import shutil
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any, BinaryIO
 import torch
 
 import virtualgpu
+
+_FILE = "a file is in the place of a folder"
+_WHY = {errno.EEXIST: _FILE, errno.ENOTDIR: _FILE, errno.ENOENT: "no file can be made there"}
 
 
 class CheckpointError(RuntimeError):
@@ -31,16 +35,15 @@ def save(state: Any, path: str | Path) -> None:
     Raises CheckpointError where load() would refuse a part of `state`, the place cannot be written, or the disk is full;
     an earlier file stays as it was.
     """
-    path = Path(os.path.realpath(path))  # else the rename would put the file in the link's place
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise CheckpointError(f"{path} is a folder, a device or a pipe: name a file.")
-    # In the same folder: across disks a rename would copy. Two threads of a process write two parts
-    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    path = Path(os.path.realpath(_named(path)))  # else the rename would put the file in the link's place
+    # In the same folder: across disks a rename would copy. Two writers, a signal's handler also, write two parts
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
-            if time.time() - left.stat().st_mtime > 3600:  # its writer was killed: a living one wrote within the hour
-                left.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another's, who has finished by now
+                if time.time() - left.stat().st_mtime > 3600:  # a living writer wrote within the hour
+                    left.unlink()
         if (machine := virtualgpu.machine()) and machine.dry:
             torch.save(state, part)
             if not part.exists():
@@ -54,7 +57,7 @@ def save(state: Any, path: str | Path) -> None:
                 f"the state holds {', '.join(sorted(refused))}, which load() would refuse: it reads tensors and plain values "
                 "alone. Save the state_dict() of an object, the .item() of a number; nothing was written."
             )
-        if path.exists():
+        with contextlib.suppress(FileNotFoundError):  # there is no earlier one
             shutil.copymode(path, part)
         os.replace(part, path)
     except (CheckpointError, MemoryError):
@@ -63,11 +66,14 @@ def save(state: Any, path: str | Path) -> None:
         cause = error  # torch.save wraps a full disk in an error of its own
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
-        place = "Choose another folder or free some space, then save again."
-        what = "Save tensors, numbers, text and the state_dict() of objects."
+        why, cure = error, "Save tensors, numbers, text and the state_dict() of objects."
+        if cause is not None:
+            # mkdir says "File exists" of a file in the folder's place, /proc "No such file" of one to be made
+            why = _WHY.get(cause.errno, cause.strerror)
+            space = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            cure = f"Choose another folder{' or free some space' * space}, then save again."
         raise CheckpointError(
-            f"{path.name} could not be written to {path.parent}: {cause.strerror if cause else error}. An earlier "
-            f"checkpoint of that name is untouched. {place if cause else what}"
+            f"{path.name} could not be written to {path.parent}: {why}. An earlier checkpoint of that name is untouched. {cure}"
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -80,7 +86,7 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
     Raises FileNotFoundError where there is no such file, and CheckpointError where it is empty, truncated, changed
     since (by its checksums), no checkpoint at all, or one that would run code; also for a place that is not there.
     """
-    with open(path, "rb") as file:
+    with open(_named(path), "rb") as file:
         if complaint := _complaint(file):
             raise CheckpointError(f"{Path(path).name} {complaint}")
         file.seek(0)
@@ -91,12 +97,22 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
         except Exception as error:
             complaint = f"cannot be loaded: {str(error).strip().splitlines()[0]}"
             # around what it refuses, PyTorch's message advises to let it run
-            if named := re.search(r"GLOBAL (\S+)|WeightsUnpickler error:\s*(.+)", str(error)):
+            named = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+            if named:
                 complaint = (
-                    f"was refused: it is more than tensors and plain values ({(named[1] or named[2]).rstrip('.')}). Ask its "
+                    f"was refused: it is more than tensors and plain values ({named[1].rstrip('.')}). Ask its "
                     "author for a state_dict; allow code only from someone whom you would let use your keyboard."
                 )
             raise CheckpointError(f"{Path(path).name} {complaint}") from error
+
+
+def _named(path: str | Path) -> str | Path:
+    """This path, where a file is or can be. Raises CheckpointError."""
+    if "\0" in os.fspath(path):
+        raise CheckpointError(f"{os.fspath(path)!r} holds a null character, which no file's name may: name a file.")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path} is a folder, a device or a pipe: name a file.")
+    return path
 
 
 def _complaint(file: BinaryIO) -> str | None:

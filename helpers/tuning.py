@@ -5,6 +5,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import torch
 
@@ -30,10 +32,13 @@ QUIET = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CLIENT_MODE": "0",  # importing Ray sets it
     "TUNE_GLOBAL_CHECKPOINT_S": "1",  # a killed experiment loses no more; Ray's own choice is 10 s and more
+    "RAY_ROTATION_MAX_BYTES": "10000000",  # of what a trial prints, and as much before; Ray's own choice is 512 MiB, and five
+    "RAY_ROTATION_BACKUP_COUNT": "1",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "5",  # a trial that does not end is killed then; Ray's own choice is 600 s
 }
-# Ray listens on every network of this machine: who has no token is refused (from Ray 2.52 on). In the environment, not in a file
-PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+# Else Ray listens on every network of this machine. Who has no token is refused (from Ray 2.52 on), the machine's other users, too; in the
+# environment, not in a file
+PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 LIMIT = 60  # seconds in which a trial has to begin where there is room: starting a worker takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
@@ -68,6 +73,7 @@ def _environment(variables: dict[str, str]):
 with _environment(QUIET):
     import ray
     from ray import tune
+    from ray._private import ray_constants
     from ray.tune.experiment import Trial
 
 _started = contextlib.ExitStack()  # what stop_ray() undoes
@@ -93,6 +99,8 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
     folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
     _started.enter_context(_environment(QUIET | PRIVATE | {"RAY_TMPDIR": folder}))
     _started.callback(scratch.remove, folder)
+    # what Ray has read from there when it was imported
+    _started.enter_context(mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False))
     _read_environment()
     # in a session of its own: an interrupted cell must not interrupt it
     command = [sys.executable, "-c", WATCH, str(os.getpid())]
@@ -145,7 +153,7 @@ class Watch(tune.Callback):
     """RunConfig(callbacks=[Watch()]): a bar that moves with every trial that ends.
 
     Raises ValueError where every trial that waits asks for more than the cluster has, RuntimeError where none has begun for a
-    minute or none has reported for `silence` seconds, KeyboardInterrupt where the search was interrupted: Ray itself waits on, or
+    minute or none has reported for `silence` seconds, ValueError for a report without the metric, KeyboardInterrupt where the search was interrupted: Ray itself waits on, or
     returns from an interrupted search as from one that is done.
     """
 
@@ -171,7 +179,9 @@ class Watch(tune.Callback):
             raise ValueError(lacks[0])
         quiet = time.monotonic() - self.since
         if waiting and quiet > LIMIT:
-            raise RuntimeError(f"no trial has begun for {LIMIT} seconds, although there is room{_last_words()}")
+            raise RuntimeError(
+                f"no trial has begun for {LIMIT} seconds, although there is room{_unquoted()}{_last_words()}"
+            )
         if running and quiet > self.silence:
             raise RuntimeError(f"no trial has reported for {self.silence:g} seconds: does one of them end?")
 
@@ -189,6 +199,12 @@ class Watch(tune.Callback):
             signal.signal(signal.SIGINT, self.handler)  # else the first interrupt of what follows would be lost, too
         if interrupted:
             raise KeyboardInterrupt  # trials have been stopped by now, and the experiment's state is written
+        # after an error Ray cleans up, and comes here: of this one its words are a traceback of its own
+        lacks = re.search(r"specified metric\(s\) `(.+?)` that `(.+?)` expects", str(sys.exc_info()[1]))
+        if lacks:
+            raise ValueError(
+                f"a trial's report has no {lacks[1]}, by which {lacks[2]} goes: put it into each tune.report({{...}})"
+            ) from None
 
 
 def _lacking(trial: Trial) -> str:
@@ -198,6 +214,13 @@ def _lacking(trial: Trial) -> str:
         if wanted > there.get(name, 0):
             died = "" if there.get("CPU") else " (has a process of Ray's died? start_ray() starts it afresh)"
             return f"a trial asks for {wanted:g} {name}, and the cluster has {there.get(name, 0):g}: it would wait for ever{died}"
+    return ""
+
+
+def _unquoted() -> str:
+    """Where Ray was started by hand, from a path that its launcher does not quote."""
+    if not os.environ.get("RAY_TMPDIR") and " " in sys.executable:
+        return f"; Ray itself starts no trial from {sys.executable!r}: start it by helpers.tuning.start_ray()"
     return ""
 
 

@@ -13,6 +13,7 @@ A notebook that fails does not stop the others; the last table says which cell f
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -47,8 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
         with ended_by_sigterm():
             return _main(arguments)
     except OSError as error:
-        print(f"Not all was written: {error}. What was there before is as it was; free some space, then run it again.")
+        print(f"Not all was written: {error}. What was there before is as it was; {cure(error)}, then run it again.")
         return 1
+
+
+def cure(error: OSError) -> str:
+    return "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
 
 
 def _main(arguments: list[str] | None) -> int:
@@ -69,7 +74,16 @@ def _main(arguments: list[str] | None) -> int:
             f"No notebook's name begins with {' or '.join(options.only) or 'a number'}. There are: {names or 'none'}."
         )
         return 2
-    series.BUILD.mkdir(exist_ok=True)
+    try:
+        with series.alone():
+            return work(chosen, options)
+    except KeyboardInterrupt:
+        print("\nInterrupted: the kernel was stopped; what had finished is under build/.")
+        return 130
+
+
+def work(chosen: list[Path], options: argparse.Namespace) -> int:
+    """Execute these as the options say, keep what they say, and build the site: the exit status."""
     os.environ.update(ENVIRONMENT)
     if options.store:
         os.environ["HELPERS_GPUS"] = "virtual"  # outputs that every machine can repeat
@@ -77,14 +91,10 @@ def _main(arguments: list[str] | None) -> int:
     jobs = 1 if options.store else max(1, options.jobs)
     share_cores(jobs)
     start = time.perf_counter()
-    try:
-        if options.stored:
-            results = [{"path": path, "seconds": None, "error": None} for path in chosen]
-        else:
-            results = asyncio.run(execute_all(chosen, jobs))
-    except KeyboardInterrupt:
-        print("\nInterrupted: the kernel was stopped; what had finished is under build/.")
-        return 130
+    if options.stored:
+        results = [{"path": path, "seconds": None, "error": None} for path in chosen]
+    else:
+        results = asyncio.run(execute_all(chosen, jobs))
     for path, result in zip(chosen, results, strict=True):
         if options.store and not result["error"]:
             write(path, result["path"].read_text("utf-8"))
@@ -107,10 +117,22 @@ def site_of(results: list[dict]) -> bool:
     executed = {result["path"].name: result for result in results}
     lessons = [executed[path.name]["path"] if path.name in executed else path for path in series.notebooks()]
     seconds = {result["path"].stem: result["seconds"] for result in results if result["seconds"] is not None}
+    broken, bare = [], []
+    for path in lessons:
+        try:
+            cells = series.code_cells(series.read(path))
+        except ValueError as error:
+            broken.append(str(error))
+        else:
+            bare += [path.stem] * (bool(cells) and not any(cell.outputs for cell in cells))
+    if bare:
+        print(f"Without outputs on the site: {', '.join(bare)}. `make store` executes and keeps them.")
     try:
+        if broken:
+            raise website.Broken("\n".join(["There is no site:", *broken]))
         print(f"The site: {website.build(lessons, seconds).relative_to(series.ROOT)}")
-    except website.Broken as broken:
-        print(broken)
+    except website.Broken as error:
+        print(error)
         return False
     return True
 
@@ -133,7 +155,11 @@ async def execute_all(paths: list[Path], jobs: int) -> list[dict]:
 
 async def execute(path: Path) -> dict:
     """Run one notebook in a kernel of its own, in the notebook's folder; the copy is kept even where a cell failed."""
-    notebook = series.read(path)
+    try:
+        notebook = series.read(path)
+    except ValueError as failure:
+        print(f"[FAIL] {path.stem}", flush=True)
+        return {"path": path, "seconds": None, "error": str(failure)}
     cells = series.code_cells(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -172,7 +198,7 @@ async def execute(path: Path) -> dict:
     try:
         write(copy, nbformat.writes(notebook).rstrip("\n") + "\n")
     except OSError as failure:
-        error = error or f"its copy was not written: {failure}. Free some space, then run it again"
+        error = error or f"its copy was not written: {failure}. {cure(failure).capitalize()}, then run it again"
     print(f"{'[FAIL]' if error else '[ OK ]'} {path.stem:<36} {len(cells):>3} cells {seconds:7.1f} s", flush=True)
     return {"path": copy, "seconds": seconds, "error": error}
 

@@ -1,6 +1,9 @@
 """Where the series' files are, and what a notebook says of itself: read here once for the runner, the pages and the guards."""
 
+import contextlib
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +27,35 @@ def longest_first(paths: list[Path]) -> list[Path]:
 
 
 def read(path: Path) -> nbformat.NotebookNode:
-    return nbformat.read(path, as_version=4)
+    """Raises ValueError, naming the file, where it is no notebook."""
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)  # to read an invalid one, nbformat logs a line and goes on
+        return notebook
+    except Exception as error:  # its own, json's, jsonschema's, the system's, AttributeError for a list
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} is no notebook: {why}. Restore it (git checkout), then run it again") from error
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In this block nobody else of this checkout writes below build/: who is second waits. A killed process lets go of its lock."""
+    BUILD.mkdir(exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows: one at a time is up to the user
+        yield
+        return
+    number = os.open(BUILD, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another run works in this folder: this one begins when that has ended.", flush=True)
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def tags(cell) -> set[str]:

@@ -31,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     paths = [path for path in series.notebooks() if not options.only or path.name.startswith(tuple(options.only))]
     if options.what == "update":
-        update(paths, options.language)
+        with series.alone():
+            update(paths, options.language)
         return 0
     for path in paths:
         file = catalogue_file(path, options.language)

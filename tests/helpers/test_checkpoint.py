@@ -1,6 +1,7 @@
 """Checkpoints that survive: whatever happens while writing or reading, the last good file stays, and the message names the cure."""
 
 import builtins
+import collections
 import errno
 import os
 import pickle
@@ -310,9 +311,15 @@ def test_hostile_in_todays_pickle(tmp_path, form):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_whole_model_is_refused_by_name(tmp_path):
-    torch.save(nn.Linear(2, 2), tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=r"Linear.*state_dict"):
+@pytest.mark.parametrize("what, named", [
+    (nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+    (collections.deque(), "collections.deque"),
+    (eval, r"[\w.]*eval"),
+])  # fmt: skip
+def test_what_is_no_plain_value_is_refused_by_name(tmp_path, what, named):
+    """And without PyTorch's advice to allow it."""
+    torch.save(what, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"plain values \({named}\)\. Ask its author for a state_dict"):
         checkpoint.load(tmp_path / "a.pt")
 
 

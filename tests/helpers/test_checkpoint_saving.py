@@ -72,6 +72,27 @@ def test_two_threads_save_to_one_path(tmp_path, monkeypatch):
     assert len(result["w"]) == result["size"] and os.listdir(tmp_path) == ["a.pt"]
 
 
+def test_another_writer_finishes_while_old_parts_are_looked_for(tmp_path, monkeypatch):
+    """Its part has been renamed by the time that its age is asked for."""
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / "a.pt.another.part"])
+    checkpoint.save(STATE, tmp_path / "a.pt")
+    assert same(checkpoint.load(tmp_path / "a.pt"), STATE)
+
+
+def test_saved_again_by_a_signals_handler(tmp_path, monkeypatch):
+    """In the middle of a save, of the same thread: both files are whole, and the interrupted one is there at the end."""
+    path, fsync = tmp_path / "a.pt", os.fsync
+
+    def signal(descriptor):
+        monkeypatch.setattr(os, "fsync", fsync)
+        checkpoint.save({"w": torch.ones(100_000)}, path)
+        assert len(checkpoint.load(path)["w"]) == 100_000
+
+    monkeypatch.setattr(os, "fsync", signal)
+    checkpoint.save(STATE, path)
+    assert same(checkpoint.load(path), STATE) and os.listdir(tmp_path) == ["a.pt"]
+
+
 def test_loaded_while_another_thread_saves(tmp_path, monkeypatch):
     """What was there when load() began; its size was compared with the new file's content, which was refused."""
     path, is_zipfile = tmp_path / "a.pt", zipfile.is_zipfile
@@ -104,14 +125,26 @@ def test_a_pipe_and_a_device_stay_what_they_are(tmp_path):
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-@pytest.mark.parametrize("below", ["a.pt", "folder/a.pt"])
-def test_a_parent_that_is_a_file(tmp_path, below):
+@pytest.mark.parametrize("place, why", [
+    ("file.pt/a.pt", "a file is in the place of a folder"),
+    ("file.pt/folder/a.pt", "a file is in the place of a folder"),
+    pytest.param("/proc/a.pt", "no file can be made there",
+                 marks=pytest.mark.skipif(not os.path.exists("/proc/self"), reason="needs /proc")),
+])  # fmt: skip
+def test_a_parent_that_takes_no_files(tmp_path, place, why):
+    """Space would not help."""
     (tmp_path / "file.pt").touch()
-    with pytest.raises(CheckpointError, match=r"could not be written to .*file\.pt"):
-        checkpoint.save(STATE, tmp_path / "file.pt" / below)
+    with pytest.raises(
+        CheckpointError, match=rf"could not be written to .*(file\.pt|/proc).*: {why}\. .*Choose another folder, then"
+    ):
+        checkpoint.save(STATE, tmp_path / place)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="needs /proc")
-def test_a_parent_that_takes_no_files():
-    with pytest.raises(CheckpointError, match=r"could not be written to /proc: .*\. Choose another folder"):
-        checkpoint.save(STATE, "/proc/a.pt")
+@pytest.mark.parametrize("use", [checkpoint.load, lambda path: checkpoint.save(STATE, path)])
+def test_what_is_no_files_name(tmp_path, use):
+    for path, why in (
+        (tmp_path, "is a folder, a device or a pipe: name a file"),
+        ("a\0b", "'a.x00b' holds a null character"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            use(path)

@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 
 from helpers import tuning
@@ -65,6 +66,30 @@ def test_room_and_no_trial_begins(watch, clock, monkeypatch):
         RuntimeError, match=r"no trial has begun for 60 seconds.* the last one said: bash: /my: No such file"
     ):
         watch.on_step_begin(3, waiting)
+
+
+def test_ray_that_was_started_by_hand_from_a_folder_with_a_space(watch, clock, monkeypatch):
+    monkeypatch.setattr(tuning.sys, "executable", "/my course/python")
+    waiting = [trial(Trial.PENDING)]
+    watch.on_step_begin(1, waiting)
+    clock.seconds = 61
+    with pytest.raises(
+        RuntimeError, match=r"no trial from '/my course/python': start it by helpers\.tuning\.start_ray"
+    ):
+        watch.on_step_begin(2, waiting)
+
+
+@pytest.mark.parametrize(
+    "config, scheduler, asks", [("loss", None, "tune.TuneConfig"), (None, "loss", "SimpleNamespace")]
+)
+def test_a_report_without_the_metric(watch, config, scheduler, asks):
+    """Ray raises its own traceback as text, then cleans up."""
+    wanted = {"_scheduler_alg": SimpleNamespace(metric=scheduler), "_search_alg": SimpleNamespace(metric=None)}
+    with pytest.raises(ValueError, match=rf"report has no loss, by which {asks}.* goes: put it into each tune\.report"):
+        try:
+            TuneController._validate_result_metrics(SimpleNamespace(_metric=config, **wanted), {"los": 1.0, "round": 1})
+        except ValueError:
+            watch.on_experiment_end([])
 
 
 def test_time_in_which_a_trial_runs_is_not_counted(watch, clock):

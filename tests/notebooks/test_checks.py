@@ -4,6 +4,7 @@ run under nbval.)"""
 import copy
 import io
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import checks
-from checks.grader import alone, launched
+from checks.grader import alone, grader, launched
 from helpers import checkpoint
 from tests.processes import HURRY
 
@@ -304,6 +305,21 @@ def test_alone_says_what_the_worker_says():
     assert alone(lambda x: x, "this is missing") == "this is missing"
     assert alone(lambda: None) is None
     assert alone(lambda: [].pop()) == "your code raised IndexError: pop from empty list"
+    assert alone(lambda: os._exit(0)) == "your code's process exited with status 0 before it was done"
+    assert launched(lambda: os._exit(3), nprocs=1) == "rank 0 exited with status 3 before it was done"
+
+
+@pytest.mark.parametrize("error, complaint", [
+    (SystemExit("enough"), "your code raised SystemExit: enough"),
+    (ValueError(5_000_000 * "x"), "x" * 1900 + r".* \.\.\. \(4,998,\d+ characters more\)"),
+])  # fmt: skip
+def test_a_grader_never_raises_and_keeps_to_a_page(capsys, error, complaint):
+    @grader
+    def check():
+        raise error
+
+    check()
+    assert re.search(complaint, said(capsys))
 
 
 def test_launched_says_where_each_rank_stands():

@@ -5,6 +5,7 @@ A trial of Ray takes seconds to start: of `goes_on` what the notebook itself sho
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import checks
 import virtualgpu
 from helpers import tuning
+from tests.processes import HURRY
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +124,29 @@ def test_tunes(capsys, search, complaint):
 
 def test_tunes_trains_without_virtual_gpus_and_leaves_them_as_they_were(capsys, no_gpus_before):
     (gpu,) = virtualgpu.gpus(1)
-    kept, seen = torch.ones(3, device=gpu), []
+    kept = torch.ones(3, device=gpu)
 
     def search(start, budget):
-        seen.append(virtualgpu.machine())
+        assert virtualgpu.machine() is None, "virtual GPUs"
         halving(start, budget)
 
     checks.tunes(search)
     assert "[passed]" in capsys.readouterr().out
-    assert seen == [None, None] and virtualgpu.machine() is not None
-    assert kept.sum().item() == 3
+    assert virtualgpu.machine() is not None and kept.sum().item() == 3
+
+
+def no_end(start, budget):
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("search, complaint", [
+    (no_end, f"after {HURRY} seconds your code has not come to an end"),
+    (lambda start, budget: sys.exit("enough"), "your code raised SystemExit: enough"),
+])  # fmt: skip
+def test_tunes_runs_the_search_in_a_process_of_its_own(capsys, search, complaint):
+    checks.tunes(search, timeout=HURRY)
+    assert complaint in capsys.readouterr().out
 
 
 def goes_on(config, forgets_the_total=False, every=1):

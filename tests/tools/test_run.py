@@ -1,5 +1,6 @@
 """make run: one notebook that fails does not hide the others; all of them, and their times, go into the site."""
 
+import concurrent.futures
 import contextlib
 import io
 import json
@@ -187,6 +188,61 @@ def test_stored_executes_nothing(folder):
     root = folder(nb_03_dead=DEAD)
     assert run.main(["--stored"]) == 0
     assert SITES[-1] == ([root / "notebooks" / "03_dead.ipynb"], {})
+
+
+NO_NOTEBOOKS = {
+    "truncated": b'{"cells": [',
+    "empty": b"",
+    "list": b"[1]",
+    "latin": b'{"cells": "\xe9"}',
+    "no_cells": b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}}',
+    "dead_link": None,
+}
+
+
+@pytest.mark.parametrize("mode, failed", [("--check", "Failed:"), ("--stored", "There is no site:")])
+def test_what_is_no_notebook_is_a_failure_that_names_the_file(folder, capsys, mode, failed):
+    """The others go on."""
+    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]))
+    for number, (name, content) in enumerate(NO_NOTEBOOKS.items(), 2):
+        path = root / "notebooks" / f"{number:02}_{name}.ipynb"
+        path.write_bytes(content) if content is not None else path.symlink_to("nowhere")
+    assert run.main([mode]) == 1
+    printed = capsys.readouterr().out
+    ran, told = printed.split(failed)
+    assert ("[ OK ] 01_good" in ran) == (mode == "--check")
+    for number, name in enumerate(NO_NOTEBOOKS, 2):
+        assert re.search(rf"{root}/notebooks/{number:02}_{name}\.ipynb is no notebook: .+\. Restore it", told)
+    assert "free some space" not in printed
+
+
+def test_a_site_without_a_notebooks_outputs_says_so(folder, capsys):
+    folder(nb_01_good=GOOD, nb_03_dead=DEAD, nb_04_prose=new_notebook(cells=DEAD.cells[:1]))
+    assert run.main(["--stored"]) == 0
+    assert (
+        "Without outputs on the site: 01_good, 03_dead. `make store` executes and keeps them."
+        in capsys.readouterr().out
+    )
+
+
+def test_who_is_second_waits(folder, capsys, monkeypatch):
+    """Else both write one site's sources. Threads stand for processes: each opens what is locked."""
+    pytest.importorskip("fcntl")
+    root, inside, together = folder(nb_03_dead=DEAD), [], []
+
+    def build(paths, seconds):
+        inside.append(1)
+        time.sleep(0.2)
+        together.append(len(inside))
+        inside.pop()
+        return root / "build" / "index.html"
+
+    monkeypatch.setattr(website, "build", build)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run.main, [["--stored"]] * 2)) == [0, 0]
+    assert (
+        together == [1, 1] and capsys.readouterr().out.count("Another run works in this folder: this one begins") == 1
+    )
 
 
 def test_a_site_that_is_not_whole_is_a_failure(folder, capsys, monkeypatch):

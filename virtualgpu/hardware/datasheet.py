@@ -3,6 +3,7 @@
 Real kernels reach less than the peak, and not all the same share: `achieved` has what others measured.
 """
 
+import math
 from dataclasses import dataclass
 
 from virtualgpu.hardware.capabilities import CAPABILITIES, Capability
@@ -94,7 +95,7 @@ class Spec:
         figures = {name: getattr(self, name) for name in ("memory", "processors", "bandwidth", "kernel")}
         figures |= {f"the rate of {dtype}": rate for dtype, rate in self.rates.items()}
         for what, figure in figures.items():
-            if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not figure > 0:
+            if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not 0 < figure < math.inf:
                 raise wrong(f"{what} is {figure!r}, and must be a number above 0")
 
     @property

@@ -29,6 +29,7 @@ from virtualgpu.hardware.units import parse_size, quantity
 NEEDED = ("name", "memory", "capability", "processors", "bandwidth", "host", "rates")
 RATES = {"float8": ("float8_e4m3fn", "float8_e5m2"), **{dtype: (dtype,) for dtype in DTYPES}}
 STAGED = "staged"
+MOST = 100_000  # multiprocessors, bits of a bus, links
 UNITS = {"bandwidth": "B/s", "kernel": "s", "clock": "Hz", "memory_clock": "Hz", "power": "W"}
 
 
@@ -103,14 +104,14 @@ def _value(key: str, value: Any, base: Spec | None) -> Any:
     if key in ("nvlink", "bridge"):
         return _nvlink(key, value)
     kind = bool if key == "peer_access" else str
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or not str(value).strip():
         raise ValueError(f"{key} = {value!r} must be {'true or false' if kind is bool else 'text'}")
     return value
 
 
 def _count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} = {value!r} must be a whole number above 0")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise ValueError(f"{key} = {value!r} must be a whole number above 0, and at most {MOST:,}")
     return value
 
 

@@ -5,12 +5,12 @@ same (timing/nccl.py). TCP's share of the line, and what it asks of the CPU, are
 bound.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from virtualgpu.hardware import tables
+from virtualgpu.hardware.units import PLAUSIBLE
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ _RATE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgtKMGT]?)(B|b|[bB]its?)(?:/s|ps)
 def _of_rate(text: str) -> Network | None:
     match = _RATE.fullmatch(text)
     rate = float(match[1]) * _PREFIX[match[2].lower()] / (1 if match[3] == "B" else 8) if match else 0.0
-    return Network(" ".join(text.split()), rate, match[4] == "node") if match and 0 < rate < math.inf else None
+    least, most = PLAUSIBLE["B/s"]
+    return Network(" ".join(text.split()), rate, match[4] == "node") if match and least <= rate <= most else None
 
 
 def _network(name: str, values: dict[str, Any]) -> Network:

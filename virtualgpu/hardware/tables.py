@@ -32,7 +32,7 @@ def read(name: str, reader: Callable[[str, dict[str, Any]], T]) -> dict[str, T]:
 def parse(path: Path) -> dict[str, Any]:
     """The keys and values of a TOML or JSON file. Raises ValueError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows' editors begin a file with a mark
     except FileNotFoundError:
         raise ValueError("there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -15,6 +15,13 @@ _UNITS = {  # how each base unit may be spelled, after its prefix
     "s": r"s(?:ec)?",
 }
 _EXAMPLES = {"B/s": "1008 GB/s", "FLOP/s": "82.6 TFLOPS", "Hz": "2520 MHz", "W": "450 W", "s": "2 us"}
+PLAUSIBLE = {
+    "B/s": (1e5, 1e15),
+    "FLOP/s": (1e9, 1e18),
+    "Hz": (1e6, 1e11),
+    "W": (1.0, 1e5),
+    "s": (1e-9, 1.0),
+}  # of one card
 _LARGE = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}  # powers of ten
 _SMALL = {"": 0, "m": -3, "u": -6, "µ": -6, "n": -9}  # of seconds alone: nobody writes of milliwatts here
 
@@ -44,9 +51,9 @@ def parse_size(size: int | float | str, what: str = "memory", least: int = MIN_B
 
 
 def quantity(value: object, unit: str, what: str) -> float:
-    """A positive figure in base units (B/s, FLOP/s, Hz, W or s) from a number, or from text with a decimal prefix.
+    """A figure in base units (B/s, FLOP/s, Hz, W or s) from a number, or from text with a decimal prefix.
 
-    Raises ValueError, in a sentence that begins with `what`.
+    Raises ValueError, in a sentence that begins with `what`, for what is no figure above 0, or not PLAUSIBLE.
     """
     number: Any = value
     if isinstance(value, str):
@@ -58,6 +65,11 @@ def quantity(value: object, unit: str, what: str) -> float:
     if not _is_number(number) or not 0 < number < math.inf:
         raise ValueError(
             f'{what} = {value!r} is no figure in {unit}: give a number above 0 in {unit}, or text like "{_EXAMPLES[unit]}"'
+        )
+    least, most = PLAUSIBLE[unit]
+    if not least <= number <= most:
+        raise ValueError(
+            f'{what} = {value!r} is {number:g} {unit}, and {least:g} to {most:g} go here: is its unit there, as in "{_EXAMPLES[unit]}"?'
         )
     return float(number)
 

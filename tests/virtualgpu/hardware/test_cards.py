@@ -155,6 +155,7 @@ def test_a_spec_of_ones_own_needs_few_figures():
         ({"rates": {torch.float16: 1e12}}, r"with torch\.float32 at least"),
         ({"rates": {torch.float32: "fast"}}, "the rate of float32 is 'fast'"),
         ({"bandwidth": 0}, "bandwidth is 0, and must be a number above 0"),
+        ({"kernel": math.inf}, "kernel is inf, and must be a number above 0"),
         ({"peer": 1e9}, r"a Link\(bandwidth, latency\) each"),
     ],
 )

@@ -140,7 +140,7 @@ def written(folder: Path, text: str, name: str = "mycard.toml") -> str:
 
 
 def test_a_card_from_a_file(tmp_path):
-    spec = find(written(tmp_path, WHOLE))
+    spec = find(written(tmp_path, "\ufeff" + WHOLE))  # the mark that Windows' editors begin a file with
     assert (spec.name, spec.memory, spec.capability) == ("NVIDIA GeForce RTX 4080", int(15.6 * 2**30), (8, 9))
     assert (spec.processors, spec.bandwidth, spec.kernel) == (76, 717e9, pytest.approx(3e-6))
     assert spec.rates == {
@@ -191,15 +191,26 @@ def test_the_documented_example_is_a_card(tmp_path):
         (WHOLE.replace('"717 GB/s"', '"fast"'), "bandwidth = 'fast' is no figure in B/s.*1008 GB/s"),
         (WHOLE.replace('"717 GB/s"', '"717 GHz"'), "bandwidth = '717 GHz' is no figure in B/s"),
         (WHOLE.replace('"717 GB/s"', "-1"), "bandwidth = -1 is no figure in B/s"),
+        (
+            WHOLE.replace('"717 GB/s"', "717"),
+            r"bandwidth = 717 is 717 B/s, and 100000 to 1e\+15 go here: .* \"1008 GB/s\"",
+        ),
+        (WHOLE.replace('"2505 MHz"', "0.5"), "clock = 0.5 is 0.5 Hz, and 1e.06 to 1e.11 go here"),
+        (WHOLE.replace('"3 us"', "99999999999999999999999"), "kernel = 9+ is 1e.23 s, and 1e-09 to 1 go"),
+        (WHOLE.replace('"320 W"', '"320 GW"'), "power = '320 GW' is 3.2e.11 W"),
+        (WHOLE.replace('"48.7 TFLOPS"', "48.7"), "float32 = 48.7 is 48.7 FLOP/s"),
+        (WHOLE.replace('"PCIe 4.0"', "1e23"), "host = 1e.23 is 1e.23 B/s"),
         (WHOLE.replace('"48.7 TFLOPS"', "true"), "float32 = True is no figure in FLOP/s"),
         (WHOLE.replace('"PCIe 4.0"', '"PCIe 9.0"'), "host = 'PCIe 9.0' is no figure.*PCIe 3.0"),
         (WHOLE.replace('"8.9"', '"Ada"'), "capability = 'Ada' must be two numbers"),
         (WHOLE.replace('"8.9"', '"3.5"'), r"compute capability \(3, 5\) is not known"),
         (WHOLE.replace("= 76", '= "76"'), "processors = '76' must be a whole number above 0"),
+        (WHOLE.replace("= 76", "= 1000000000"), "processors = 1000000000 must be .* at most 100,000"),
         (WHOLE.replace('"15.6 GB"', '"15.6 XB"'), "memory='15.6 XB' is not a size"),
         (WHOLE + 'peer_access = "no"', "peer_access = 'no' must be true or false"),
         (WHOLE + "nvlink = {links = 12}", "nvlink = .* says all three"),
         (WHOLE + "peer = {latency = 1}", "peer must say its bandwidth"),
+        ('name = " "\nbase = "T4"', "name = ' ' must be text"),
         ("name = 5\n" + 'base = "T4"', "name = 5 must be text"),
         ('base = "A1000"', r"no GPU called 'A1000' here \(did you mean A100\?\)"),
         ('base = "mycard.toml"', "base = 'mycard.toml' must be the name of a card in the table"),

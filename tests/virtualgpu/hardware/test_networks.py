@@ -26,6 +26,8 @@ def test_each_is_found_by_its_name(name):
         ("800Gbps", 100e9, False),
         ("1e9", None, None),
         ("0 Gb/s", None, None),
+        ("100 b/s", None, None),
+        ("9999999 TB/s", None, None),
         ("NDR2", None, None),
         ("", None, None),
         (100, None, None),

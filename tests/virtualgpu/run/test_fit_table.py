@@ -83,9 +83,30 @@ def test_the_dated_prices_are_of_cards_that_there_are():
     assert "V100-32GB no price" in fit_prices.whose(["T4", "V100-32GB"], prices)
 
 
-def test_a_table_of_prices_that_is_none(tmp_path):
-    path = tmp_path / "prices.csv"
-    for text in ("card,dollars\nT4,1\n", "card,usd_per_hour\nT4,cheap\n", "card,usd_per_hour\nT4\n"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="columns card and usd_per_hour"):
-            fit_prices.load(str(path))
+@pytest.mark.parametrize("rows, why", [
+    ("card,dollars\nT4,1", "there is no usd_per_hour"),
+    ("card;usd_per_hour\nT4;1", "there is no card and no usd_per_hour"),
+    ("", "there is no card and no usd_per_hour"),
+    ("card,usd_per_hour", "there is no row"),
+    ("card,usd_per_hour\nL4,1\nT4,cheap", "line 3: T4 at 'cheap': write .* above 0, as in 0.35"),
+    ("card,usd_per_hour\nT4", "line 2: T4 at None"),
+    *[(f"card,usd_per_hour\nT4,{price}", f"line 2: T4 at '{price}'") for price in ("nan", "-1", "inf", "0", "")],
+    ("card,usd_per_hour\n,1", "a card without a name"),
+    ("usd_per_hour,card\n1", "a card without a name"),
+    ("card,usd_per_hour\nT4,0,35", "line 2: T4 has a field too many: .* behind a point"),
+    ("card,usd_per_hour,provider,as_of\nT4,1,35,me,2026", "field too many"),
+    ("card,usd_per_hour,provider,as_of\nT4,1,35,me", "field too many"),
+    ('card,usd_per_hour\nT4,"0,35"', "line 2: T4 at '0,35'"),
+    ("card,usd_per_hour\nT4,1\nt4 ,2", "line 3: t4 has a price already"),
+    ("card,usd_per_hour\nT4," + 140_000 * "1", "field larger than field limit"),
+])  # fmt: skip
+def test_a_table_of_prices_that_is_none(tmp_path, rows, why):
+    (tmp_path / "prices.csv").write_text(rows + "\n" * bool(rows))
+    with pytest.raises(ValueError, match=rf"prices\.csv: .* columns card and usd_per_hour \(.*{why}"):
+        fit_prices.load(str(tmp_path / "prices.csv"))
+
+
+def test_a_table_of_prices_from_a_spreadsheet(tmp_path):
+    """Which begins it with a byte order mark, and ends its lines as Windows does."""
+    (tmp_path / "prices.csv").write_bytes(b"\xef\xbb\xbfcard,usd_per_hour\r\nT4 ,0.35\r\n\r\n")
+    assert fit_prices.load(str(tmp_path / "prices.csv")) == {"T4": Price(0.35)}
