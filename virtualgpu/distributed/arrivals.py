@@ -27,8 +27,10 @@ SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
 Words = tuple[int, int, int, int]  # what a rank says of a collective
 SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
 RECORD = struct.Struct(f"{SLOT}q")
-# words at the head of a rank's part: up to which number it has read, who it is, and whether it will come to nothing more
-READ, PID, STARTED, OVER, HEAD = 0, 1, 2, 3, 4
+# words at the head of a rank's part: up to which number it has read, who it is, how it left where it comes to nothing more, and which
+# message it waits for
+READ, PID, STARTED, OVER, WAITS, HEAD = 0, 1, 2, 3, 4, 5
+LEFT, RAISED = 1, 2  # how
 
 
 def float_bits(moment: float) -> int:
@@ -42,11 +44,11 @@ def float_of_bits(bits: int) -> float:
 
 
 class RankEnded(RuntimeError):
-    """A rank that will not come. `rank`: within the group; `alive`: its process is there, but done with the group."""
+    """A rank that will not come. `rank`: within the group; `left`: how, where it was done with the group: LEFT, or RAISED an error."""
 
-    def __init__(self, rank: int, alive: bool = False):
-        super().__init__(f"rank {rank} has {'left' if alive else 'ended'}")
-        self.rank, self.alive = rank, alive
+    def __init__(self, rank: int, left: int = 0):
+        super().__init__(f"rank {rank} has {'left' if left else 'ended'}")
+        self.rank, self.left = rank, left
 
 
 class RankLate(RuntimeError):
@@ -196,9 +198,22 @@ class Arrivals:
         """Is a rank done with the group?"""
         return bool(self._words[rank * self._each + OVER])
 
-    def leave(self) -> None:
+    def gone(self, rank: int) -> RankEnded:
+        """What to raise of one that has ended, or is done with the group."""
+        how = self._words[rank * self._each + OVER]
+        return RankEnded(rank, how if how == RAISED or not self._gone(rank) else 0)
+
+    def leave(self, how: int = LEFT) -> None:
         """This rank will come to nothing more: others need not wait."""
-        self._words[self.rank * self._each + OVER] = 1
+        self._words[self.rank * self._each + OVER] = how
+
+    def wait_for(self, message: int) -> None:
+        """This rank waits for that message (a word of `message_log`); 0: for none."""
+        self._words[self.rank * self._each + WAITS] = message
+
+    def waits(self, rank: int) -> int:
+        """The message that a rank waits for; 0 for none."""
+        return self._words[rank * self._each + WAITS]
 
     def _gone(self, rank: int) -> bool:
         pid, start = self._words[rank * self._each + PID], self._words[rank * self._each + STARTED]
@@ -216,7 +231,7 @@ class Arrivals:
     def _look_for_the_dead(self, ranks: list[int], arrived) -> None:
         for rank in self.ended():
             if rank in ranks and not arrived(rank):
-                raise RankEnded(rank, alive=not self._gone(rank))
+                raise self.gone(rank)
 
 
 class SingleRankArrivals(Arrivals):
@@ -238,7 +253,7 @@ class SingleRankArrivals(Arrivals):
         """This rank's own moment and words, once for all ranks. A collective can be read once."""
         return self._posted.pop(number)
 
-    def leave(self) -> None:
+    def leave(self, how: int = LEFT) -> None:
         """Nobody waits."""
 
     def ended(self) -> list[int]:

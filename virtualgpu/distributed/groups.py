@@ -6,6 +6,7 @@ two GPUs in one group has two.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,7 +15,7 @@ from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import transport
-from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
+from virtualgpu.distributed.arrivals import LEFT, RAISED, Arrivals, SingleRankArrivals
 from virtualgpu.distributed.communicator import Communicator
 from virtualgpu.distributed.meeting import Meeting, announce, explain, processes
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
@@ -91,13 +92,26 @@ class Communicators:
         for communicator in list(self.known.values()):
             communicator.drain()
 
+    def leave(self, group=None, error: BaseException | None = None) -> None:
+        """A group is about to be destroyed; None: all are. Others need not wait, and learn if an error is the cause; otherwise small messages
+        that are still on their way arrive first."""
+        leaving = [self.known[key] for key in list(self.known) if group is None or key[0] == group.group_name]
+        for communicator in leaving:
+            communicator.leave(LEFT if error is None else RAISED)
+        for communicator in leaving:
+            if communicator.messages is not None and error is None:
+                communicator.messages.deliver()
+
+    def end(self) -> None:
+        """The process ends, perhaps by an error that nobody caught."""
+        self.leave(error=getattr(sys, "last_value", None))
+        self.forget()
+
     def forget(self, group=None) -> None:
         """A group is destroyed; None: all are."""
         for name, index in list(self.known):
             if group is None or name == group.group_name:
-                communicator = self.known.pop((name, index), None)
-                if communicator is not None:
-                    communicator.leave()
+                self.known.pop((name, index), None)
         for name, index in list(self._refused):
             if group is None or name == group.group_name:
                 del self._refused[name, index]
@@ -145,7 +159,7 @@ class Communicators:
             try:
                 arrivals, places = self._meet_others(group, here, ranks, timeout)
             except RuntimeError as error:
-                explain(error, f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout)
+                explain(error, what, rank, group.group_name, ranks, timeout)
                 raise
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
                 try:

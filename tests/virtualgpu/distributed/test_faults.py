@@ -105,33 +105,6 @@ def test_ranks_that_call_different_collectives(on_gpus):
     assert f"rank 1 came to {reduce} where rank 0 came to {broadcast}, in group" in one[0]
 
 
-def messages_in_the_wrong_order():
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    device, peer = torch.device("cuda", rank), 1 - rank
-    small, large = torch.ones(10, device=device), torch.ones(2 << 20, device=device)
-    said = []
-    for tensor in (small, large):
-        out = torch.empty_like(tensor)
-        works = [dist.isend(tensor * (rank + 1), peer), dist.irecv(out, peer)]
-        try:
-            for work in works:
-                work.wait()
-            said.append(out[0].item())
-        except dist.DistBackendError as error:
-            said.append(str(error))
-    return said
-
-
-def test_two_that_send_first(on_gpus):
-    """A small message leaves its sender; large ones would wait for each other for ever."""
-    zero, one = on_gpus(messages_in_the_wrong_order)
-    assert (zero[0], one[0]) == (2, 1)
-    for said in (zero[1], one[1]):
-        assert "both ranks send first, and NCCL would hang" in said and "batch_isend_irecv" in said
-
-
 def waits_in_gloo_for_one_that_does_not_come() -> str:
     from datetime import timedelta
 
