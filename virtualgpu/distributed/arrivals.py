@@ -13,6 +13,7 @@ fast the processes really ran.
 import contextlib
 import mmap
 import os
+import platform
 import struct
 import tempfile
 import time
@@ -78,6 +79,21 @@ def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
     return fd, path
 
 
+def _open(store) -> tuple[int, str]:
+    """The file that rank 0 names in the store. One that is gone is of an earlier group by that name in the same store: another will come."""
+    value = store.get("virtualgpu/page")
+    while True:
+        path, node = value.decode().split(" ", 1)
+        path = os.fsdecode(bytes.fromhex(path))
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR), path
+        if node != platform.node():
+            raise RuntimeError(
+                "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
+            )
+        value = store.get("virtualgpu/page", other_than=value)
+
+
 def _unlink(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -89,6 +105,7 @@ class Arrivals:
     """
 
     file: int | None = None
+    name = ""  # of the page, which no other has
     _remove: Callable[[], object] | None = None  # takes away the file's name
 
     def __init__(self, words: memoryview, rank: int, size: int, file: int | None = None):
@@ -109,24 +126,19 @@ class Arrivals:
             return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
         if rank == 0:
             fd, path = _new_file(folder, nbytes)
-            try:
-                store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
+            try:  # as hex: a path may have letters that no locale knows
+                store.set("virtualgpu/page", f"{os.fsencode(path).hex()} {platform.node()}")
             except RuntimeError:
                 os.close(fd)
                 os.unlink(path)
                 raise
         else:
-            path = os.fsdecode(bytes.fromhex(store.get("virtualgpu/page").decode()))
-            try:
-                fd = os.open(path, os.O_RDWR)
-            except FileNotFoundError:
-                raise RuntimeError(
-                    "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
-                ) from None
+            fd, path = _open(store)
         arrivals = cls(memoryview(mmap.mmap(fd, nbytes)).cast("q"), rank, size, fd)
+        arrivals.name = os.path.basename(path)
         if rank == 0:  # also where not all ranks come
             arrivals._remove = weakref.finalize(arrivals, _unlink, path)
-        if store.add("virtualgpu/met", 1) == size:
+        if store.add(f"virtualgpu/{arrivals.name}/met", 1) == size:
             _unlink(path)
         return arrivals
 

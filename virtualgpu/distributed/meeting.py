@@ -58,19 +58,24 @@ class Meeting:
         """The sum of what all have added. Raises RankEnded where the store is gone, as `get`."""
         return self._ask(lambda: self.store.add(key, amount))
 
-    def get(self, key: str, rank: int = 0) -> bytes:
-        """What that rank has set. Raises RankEnded or RankLate where it does not."""
-        self.wait({key: rank})
+    def get(self, key: str, rank: int = 0, other_than: bytes | None = None) -> bytes:
+        """What that rank has set, after another value that it had set before. Raises RankEnded or RankLate where it does not."""
+        self.wait({key: rank}, other_than)
         return self._ask(lambda: self.store.get(key))
 
-    def wait(self, keys: dict[str, int]) -> None:
+    def wait(self, keys: dict[str, int], other_than: bytes | None = None) -> None:
         """Until all of these are there: each is set by a rank. Raises as `get`."""
         pause, look = 1e-4, time.monotonic() + LOOK
-        while not self._ask(lambda: self.store.check(list(keys))):
+
+        def there(*names: str) -> bool:
+            known = self.store.check(list(names))
+            return known and (other_than is None or all(self.store.get(name) != other_than for name in names))
+
+        while not self._ask(lambda: there(*keys)):
             now = time.monotonic()
             if now > look:
                 look = now + LOOK
-                late = [rank for key, rank in keys.items() if not self._ask(lambda key=key: self.store.check([key]))]
+                late = [rank for key, rank in keys.items() if not self._ask(lambda key=key: there(key))]
                 for rank in late:
                     if self._gone(rank) or self.returned(rank):
                         raise RankEnded(rank, 0 if self._gone(rank) else LEFT)
