@@ -2,8 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import virtualgpu
 from tests.processes import ranks
 from virtualgpu import session
 from virtualgpu.distributed import transport
+from virtualgpu.distributed.arrivals import LEFT, RAISED
 from virtualgpu.distributed.groups import Communicators
 from virtualgpu.run.ranks import WorkerError
 
@@ -83,6 +87,42 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(on_gpus, fails):
         on_gpus(waits_for_one_that, fails, 1, timeout=40)
     assert caught.value.rank == 0
     assert not ranks()
+
+
+def raises_and_destroys(path: str):
+    """As programs do in `finally`."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    x = torch.ones(1, device=f"cuda:{rank}")
+    dist.all_reduce(x)
+    try:
+        if rank == 1:
+            raises()
+        dist.all_reduce(x)
+    except dist.DistBackendError as error:
+        Path(path).write_text(str(error))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_raised_is_told_of_as_such(on_gpus, tmp_path):
+    with pytest.raises(WorkerError, match="no such label"):
+        on_gpus(raises_and_destroys, str(tmp_path / "said"), timeout=40)
+    words = "rank 1 will not come to it: it raised an error, which stands in its own output"
+    assert words in (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize(("uncaught", "how"), [(None, LEFT), (OSError("no such text"), RAISED)])
+def test_an_error_that_nobody_caught_ends_the_process(monkeypatch, uncaught, how):
+    """Python keeps it until the end."""
+    virtualgpu.gpus(1)
+    left = []
+    communicators = Communicators(session.current())
+    communicators.known["0", 0] = SimpleNamespace(leave=left.append, messages=None)
+    monkeypatch.setattr(sys, "last_value", uncaught, raising=False)
+    communicators.end()
+    assert left == [how] and not communicators.known
 
 
 def mismatched():
