@@ -94,20 +94,22 @@ class MessageLog:
     def batch_of(self, rank: int, direction: int, peer: int, index: int, deadline: float, timeout: timedelta) -> int:
         """The number of the batch in which `rank` has that message. Waits until it has come to it; raises RankEnded, RankLate, or Hang."""
         awaited, pause = Awaited(rank, direction, peer, index), 1e-5
-        while not self.has(awaited):
-            if time.monotonic() > deadline:
-                self.arrivals.wait_for(0)
-                raise RankLate([rank], timeout.total_seconds())
-            if pause < 1e-3:
-                pause = min(1e-3, 1.5 * pause)
-                if pause == 1e-3:
-                    self.arrivals.wait_for(awaited.as_word())
-            elif (circle := self._circle()) is not None:
-                raise Hang(circle)  # its word stays: the others of the circle find the same
-            elif rank in self.arrivals.ended() and not self.has(awaited):
-                self.arrivals.wait_for(0)
-                raise self.arrivals.gone(rank)
-            time.sleep(pause)
+        try:
+            while not self.has(awaited):
+                if time.monotonic() > deadline:
+                    raise RankLate([rank], timeout.total_seconds())
+                if pause < 1e-3:
+                    pause = min(1e-3, 1.5 * pause)
+                elif (circle := self._circle(awaited)) is not None:
+                    raise Hang(circle)
+                elif rank in self.arrivals.ended() and not self.has(awaited):
+                    raise self.arrivals.gone(rank)
+                time.sleep(pause)
+        except Hang:
+            raise  # its word stays: the others of the circle find the same
+        except BaseException:
+            self.arrivals.wait_for(0)
+            raise
         self.arrivals.wait_for(0)
         return self._where[awaited]
 
@@ -125,8 +127,10 @@ class MessageLog:
         """The number of the batch in which `rank` is known to have that message."""
         return self._where[rank, direction, peer, index]
 
-    def _circle(self) -> list[tuple[int, "Awaited"]] | None:
-        """Ranks that wait for each other, and for what each. None where that is not so, or not yet written down."""
+    def _circle(self, awaited: "Awaited") -> list[tuple[int, "Awaited"]] | None:
+        """Ranks that wait for each other, and for what each, where this one waits for that. None where that is not so, or not yet written
+        down."""
+        self.arrivals.wait_for(awaited.as_word())
         words: dict[int, int] = {}
         rank = self.rank
         while rank not in words:
