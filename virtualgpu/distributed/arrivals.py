@@ -13,6 +13,7 @@ fast the processes really ran.
 import contextlib
 import mmap
 import os
+import platform
 import struct
 import tempfile
 import time
@@ -27,8 +28,10 @@ SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
 Words = tuple[int, int, int, int]  # what a rank says of a collective
 SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
 RECORD = struct.Struct(f"{SLOT}q")
-# words at the head of a rank's part: up to which number it has read, who it is, and whether it will come to nothing more
-READ, PID, STARTED, OVER, HEAD = 0, 1, 2, 3, 4
+# words at the head of a rank's part: up to which number it has read, who it is, how it left where it comes to nothing more, and which
+# message it waits for
+READ, PID, STARTED, OVER, WAITS, HEAD = 0, 1, 2, 3, 4, 5
+LEFT, RAISED = 1, 2  # how
 
 
 def float_bits(moment: float) -> int:
@@ -42,11 +45,11 @@ def float_of_bits(bits: int) -> float:
 
 
 class RankEnded(RuntimeError):
-    """A rank that will not come. `rank`: within the group; `alive`: its process is there, but done with the group."""
+    """A rank that will not come. `rank`: within the group; `left`: how, where it was done with the group: LEFT, or RAISED an error."""
 
-    def __init__(self, rank: int, alive: bool = False):
-        super().__init__(f"rank {rank} has {'left' if alive else 'ended'}")
-        self.rank, self.alive = rank, alive
+    def __init__(self, rank: int, left: int = 0):
+        super().__init__(f"rank {rank} has {'left' if left else 'ended'}")
+        self.rank, self.left = rank, left
 
 
 class RankLate(RuntimeError):
@@ -76,6 +79,21 @@ def _new_file(folder: str | None, nbytes: int) -> tuple[int, str]:
     return fd, path
 
 
+def _open(store) -> tuple[int, str]:
+    """The file that rank 0 names in the store. One that is gone is of an earlier group by that name in the same store: another will come."""
+    value = store.get("virtualgpu/page")
+    while True:
+        path, node = value.decode().split(" ", 1)
+        path = os.fsdecode(bytes.fromhex(path))
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR), path
+        if node != platform.node():
+            raise RuntimeError(
+                "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
+            )
+        value = store.get("virtualgpu/page", other_than=value)
+
+
 def _unlink(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -87,6 +105,7 @@ class Arrivals:
     """
 
     file: int | None = None
+    name = ""  # of the page, which no other has
     _remove: Callable[[], object] | None = None  # takes away the file's name
 
     def __init__(self, words: memoryview, rank: int, size: int, file: int | None = None):
@@ -107,24 +126,19 @@ class Arrivals:
             return cls(memoryview(bytearray(nbytes)).cast("q"), rank, size)
         if rank == 0:
             fd, path = _new_file(folder, nbytes)
-            try:
-                store.set("virtualgpu/page", os.fsencode(path).hex())  # a path may have letters that no locale knows
+            try:  # as hex: a path may have letters that no locale knows
+                store.set("virtualgpu/page", f"{os.fsencode(path).hex()} {platform.node()}")
             except RuntimeError:
                 os.close(fd)
                 os.unlink(path)
                 raise
         else:
-            path = os.fsdecode(bytes.fromhex(store.get("virtualgpu/page").decode()))
-            try:
-                fd = os.open(path, os.O_RDWR)
-            except FileNotFoundError:
-                raise RuntimeError(
-                    "ranks of virtual GPUs share a page of memory, so all of them run on one machine: start them here"
-                ) from None
+            fd, path = _open(store)
         arrivals = cls(memoryview(mmap.mmap(fd, nbytes)).cast("q"), rank, size, fd)
+        arrivals.name = os.path.basename(path)
         if rank == 0:  # also where not all ranks come
             arrivals._remove = weakref.finalize(arrivals, _unlink, path)
-        if store.add("virtualgpu/met", 1) == size:
+        if store.add(f"virtualgpu/{arrivals.name}/met", 1) == size:
             _unlink(path)
         return arrivals
 
@@ -196,9 +210,22 @@ class Arrivals:
         """Is a rank done with the group?"""
         return bool(self._words[rank * self._each + OVER])
 
-    def leave(self) -> None:
+    def gone(self, rank: int) -> RankEnded:
+        """What to raise of one that has ended, or is done with the group."""
+        how = self._words[rank * self._each + OVER]
+        return RankEnded(rank, how if how == RAISED or not self._gone(rank) else 0)
+
+    def leave(self, how: int = LEFT) -> None:
         """This rank will come to nothing more: others need not wait."""
-        self._words[self.rank * self._each + OVER] = 1
+        self._words[self.rank * self._each + OVER] = how
+
+    def wait_for(self, message: int) -> None:
+        """This rank waits for that message (a word of `message_log`); 0: for none."""
+        self._words[self.rank * self._each + WAITS] = message
+
+    def waits(self, rank: int) -> int:
+        """The message that a rank waits for; 0 for none."""
+        return self._words[rank * self._each + WAITS]
 
     def _gone(self, rank: int) -> bool:
         pid, start = self._words[rank * self._each + PID], self._words[rank * self._each + STARTED]
@@ -216,7 +243,7 @@ class Arrivals:
     def _look_for_the_dead(self, ranks: list[int], arrived) -> None:
         for rank in self.ended():
             if rank in ranks and not arrived(rank):
-                raise RankEnded(rank, alive=not self._gone(rank))
+                raise self.gone(rank)
 
 
 class SingleRankArrivals(Arrivals):
@@ -238,7 +265,7 @@ class SingleRankArrivals(Arrivals):
         """This rank's own moment and words, once for all ranks. A collective can be read once."""
         return self._posted.pop(number)
 
-    def leave(self) -> None:
+    def leave(self, how: int = LEFT) -> None:
         """Nobody waits."""
 
     def ended(self) -> list[int]:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import agreement
-from virtualgpu.distributed.arrivals import Arrivals
+from virtualgpu.distributed.arrivals import LEFT, Arrivals
 from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.checks import check, check_what_nccl_has
 from virtualgpu.distributed.meeting import explain
@@ -174,9 +174,9 @@ class Communicator:
         """Hold it no longer: its end is known, or it failed."""
         self.works.pop(work.number, None)
 
-    def leave(self) -> None:
+    def leave(self, how: int = LEFT) -> None:
         """Its group is destroyed: nobody waits here any more."""
-        self.arrivals.leave()
+        self.arrivals.leave(how)
         for work in self.works.values():
             self.machine.in_flight.remove(work, work.call.tensors)
 
@@ -239,9 +239,9 @@ class Communicator:
 
     def explain(self, error: RuntimeError, what: str) -> None:
         """Raises PyTorch's error, naming ranks, where one did not come to `what`."""
-        where = f"{what} of rank {self.ranks[self.rank]} in group {self.name!r}"
         arrivals = self.arrivals
-        explain(error, where, self.ranks, self.timeout, arrivals.ended, lambda: arrivals.behind(self.number))
+        behind = lambda: arrivals.behind(self.number)  # noqa: E731
+        explain(error, what, self.rank, self.name, self.ranks, self.timeout, arrivals.ended, behind)
 
 
 def _size(nbytes: int) -> str:

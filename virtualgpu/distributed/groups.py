@@ -6,6 +6,7 @@ two GPUs in one group has two.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,7 +15,7 @@ from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import transport
-from virtualgpu.distributed.arrivals import Arrivals, SingleRankArrivals
+from virtualgpu.distributed.arrivals import LEFT, RAISED, Arrivals, SingleRankArrivals
 from virtualgpu.distributed.communicator import Communicator
 from virtualgpu.distributed.meeting import Meeting, announce, explain, processes
 from virtualgpu.distributed.nodes import Layout, Where, one_gpu_each
@@ -74,7 +75,7 @@ class Communicators:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.known: dict[tuple[str, int], Communicator] = {}
-        self._refused: dict[tuple[str, int], RuntimeError] = {}  # by NCCL, when they were to be made
+        self._meetings: dict[str, list[GPU]] = {}  # of a group: this rank's GPU in each, also where NCCL refused them
         self.statistics = Statistics(machine.clock)
         self._coalescing: dict[
             str, Communicator | None
@@ -91,16 +92,29 @@ class Communicators:
         for communicator in list(self.known.values()):
             communicator.drain()
 
+    def leave(self, group=None, error: BaseException | None = None) -> None:
+        """A group is about to be destroyed; None: all are. Others need not wait, and learn if an error is the cause; otherwise small messages
+        that are still on their way arrive first."""
+        leaving = [self.known[key] for key in list(self.known) if group is None or key[0] == group.group_name]
+        for communicator in leaving:
+            communicator.leave(LEFT if error is None else RAISED)
+        for communicator in leaving:
+            if communicator.messages is not None and error is None:
+                communicator.messages.deliver()
+
+    def end(self) -> None:
+        """The process ends, perhaps by an error that nobody caught."""
+        self.leave(error=getattr(sys, "last_value", None))
+        self.forget()
+
     def forget(self, group=None) -> None:
         """A group is destroyed; None: all are."""
         for name, index in list(self.known):
             if group is None or name == group.group_name:
-                communicator = self.known.pop((name, index), None)
-                if communicator is not None:
-                    communicator.leave()
-        for name, index in list(self._refused):
+                self.known.pop((name, index), None)
+        for name in list(self._meetings):
             if group is None or name == group.group_name:
-                del self._refused[name, index]
+                del self._meetings[name]
         if group is None:
             self._backends.clear()
             transport.let_go()
@@ -111,8 +125,6 @@ class Communicators:
         name = group.group_name
         communicator = self.known.get((name, gpu.index))
         if communicator is None:
-            if (name, gpu.index) in self._refused:
-                raise self._refused[name, gpu.index]
             communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
         if name in self._coalescing and self._coalescing[name] is None:
             self._coalescing[name] = communicator
@@ -143,30 +155,30 @@ class Communicators:
             arrivals, backend = SingleRankArrivals(rank, size), None
         else:
             try:
-                arrivals, places = self._meet_others(group, here, ranks, timeout)
+                arrivals, places = self._meet_others(group, gpu, here, ranks, timeout)
             except RuntimeError as error:
-                explain(error, f"{what} of rank {ranks[rank]} in group {group.group_name!r}", ranks, timeout)
+                explain(error, what, rank, group.group_name, ranks, timeout)
                 raise
             if isinstance(backend, ProcessGroupNCCL):  # gloo's ranks may share a GPU
-                try:
-                    one_gpu_each(places)
-                except RuntimeError as error:  # the ranks need not meet again to learn it
-                    self._refused[group.group_name, gpu.index] = error
-                    raise
+                one_gpu_each(places)
         return Communicator(
             self.machine, group.group_name, ranks, rank, backend, arrivals, Layout(places), gpu, timeout
         )
 
-    def _meet_others(self, group, here: Where, ranks: list[int], timeout: timedelta) -> tuple[Arrivals, list[Where]]:
+    def _meet_others(
+        self, group, gpu: GPU, here: Where, ranks: list[int], timeout: timedelta
+    ) -> tuple[Arrivals, list[Where]]:
         """All ranks of the group come here. Raises RankEnded or RankLate for one that does not."""
         rank, size = group.rank(), group.size()
-        store = dist.PrefixStore(f"virtualgpu/{len(self._of_group(group))}", _compat.store_of(group))
+        meetings = self._meetings.setdefault(group.group_name, [])
+        store = dist.PrefixStore(f"virtualgpu/{len(meetings)}", _compat.store_of(group))
+        meetings.append(gpu)
         known = getattr(self._backend(group), "processes", [])
         meeting = Meeting(store, size, timeout, known, lambda member: self._returned(ranks[member]))
         arrivals = Arrivals.meet(meeting, rank, size)
         try:
-            meeting.set(f"virtualgpu/{rank}", json.dumps(here.as_json()))
-            keys = {f"virtualgpu/{other}": other for other in range(size)}
+            meeting.set(f"virtualgpu/{arrivals.name}/{rank}", json.dumps(here.as_json()))
+            keys = {f"virtualgpu/{arrivals.name}/{other}": other for other in range(size)}
             meeting.wait(keys)
             return arrivals, [Where.of_json(json.loads(meeting.get(key, other))) for key, other in keys.items()]
         finally:
@@ -213,6 +225,8 @@ class Communicators:
             "cuda"
         }:  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
             return used[0] if used else None
+        name = group.group_name  # as PyTorch has it, also those that NCCL refused
+        used += [gpu for gpu in self._meetings.get(name, ()) if (name, gpu.index) not in self.known]
         device = getattr(group, "bound_device_id", None)
         if device_ids:
             return self.machine.gpu(device_ids[0])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from virtualgpu.distributed.arrivals import RankEnded, RankLate
+from virtualgpu.distributed.arrivals import LEFT, RAISED, RankEnded, RankLate
 from virtualgpu.memory.ledger import started
 
 ORDER = "Do all ranks call the same collectives in the same order?"
@@ -58,22 +58,27 @@ class Meeting:
         """The sum of what all have added. Raises RankEnded where the store is gone, as `get`."""
         return self._ask(lambda: self.store.add(key, amount))
 
-    def get(self, key: str, rank: int = 0) -> bytes:
-        """What that rank has set. Raises RankEnded or RankLate where it does not."""
-        self.wait({key: rank})
+    def get(self, key: str, rank: int = 0, other_than: bytes | None = None) -> bytes:
+        """What that rank has set, after another value that it had set before. Raises RankEnded or RankLate where it does not."""
+        self.wait({key: rank}, other_than)
         return self._ask(lambda: self.store.get(key))
 
-    def wait(self, keys: dict[str, int]) -> None:
+    def wait(self, keys: dict[str, int], other_than: bytes | None = None) -> None:
         """Until all of these are there: each is set by a rank. Raises as `get`."""
         pause, look = 1e-4, time.monotonic() + LOOK
-        while not self._ask(lambda: self.store.check(list(keys))):
+
+        def there(*names: str) -> bool:
+            known = self.store.check(list(names))
+            return known and (other_than is None or all(self.store.get(name) != other_than for name in names))
+
+        while not self._ask(lambda: there(*keys)):
             now = time.monotonic()
             if now > look:
                 look = now + LOOK
-                late = [rank for key, rank in keys.items() if not self._ask(lambda key=key: self.store.check([key]))]
+                late = [rank for key, rank in keys.items() if not self._ask(lambda key=key: there(key))]
                 for rank in late:
                     if self._gone(rank) or self.returned(rank):
-                        raise RankEnded(rank, alive=not self._gone(rank))
+                        raise RankEnded(rank, 0 if self._gone(rank) else LEFT)
                 if now > self.until and late:
                     raise RankLate(late, self.timeout.total_seconds())
             time.sleep(pause)
@@ -96,7 +101,9 @@ class Meeting:
 
 def explain(
     error: RuntimeError,
-    where: str,
+    what: str,
+    rank: int,
+    group: str,
     ranks: Sequence[int],
     timeout: timedelta,
     ended: Callable[[], list[int]] = list,
@@ -104,13 +111,15 @@ def explain(
 ) -> None:
     """Raises DistBackendError, which names the ranks that did not come; returns where the error is about something else.
 
-    where: what this rank waited in; ranks: the global rank of each member; ended, behind: the members that are gone, and that are late,
-    where the error does not say.
+    what: this rank, a member of that group, waited in; ranks: the global rank of each member; ended, behind: the members that are gone,
+    and that are late, where the error does not say.
     """
     if isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)):
         return
-    text = str(error)
-    if isinstance(error, RankEnded) and error.alive:
+    where, text = f"{what} of rank {ranks[rank]} in group {group!r}", str(error)
+    if isinstance(error, RankEnded) and error.left == RAISED:
+        message = f"{where}: {_names([error.rank], ranks)} will not come to it: it raised an error, which stands in its own output"
+    elif isinstance(error, RankEnded) and error.left:
         message = f"{where}: {_names([error.rank], ranks)} will not come to it: it has returned, or destroyed the group. {ORDER}"
     elif isinstance(error, RankEnded) or "Connection closed by peer" in text or "Connection reset" in text:
         gone = [error.rank] if isinstance(error, RankEnded) else ended()
@@ -119,11 +128,17 @@ def explain(
         late = error.ranks if isinstance(error, RankLate) else behind()
         message = (
             f"{where} timed out after {timeout.total_seconds():g} s: {_names(late, ranks)} had not come to it. {ORDER} "
-            "The limit is init_process_group(timeout=...)"
+            f"The limit is {_made_by(group)}(timeout=...)"
         )
     else:
         return
     raise dist.DistBackendError(message) from error
+
+
+def _made_by(group: str) -> str:
+    """The function that makes a group of that name, whose timeout it has: new_group does not take the one of init_process_group over."""
+    world = dist.group.WORLD
+    return "init_process_group" if world is None or world.group_name == group else "new_group"
 
 
 def _names(members: list[int], ranks: Sequence[int]) -> str:

@@ -12,13 +12,13 @@ import operator
 import os
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-from virtualgpu.distributed.arrivals import Arrivals, RankEnded, RankLate, float_bits, float_of_bits
+from virtualgpu.distributed.arrivals import Arrivals, RankLate, float_bits, float_of_bits
 
-# number of the batch, its messages, moment, batch before, direction, peer, bytes, and a check of these
+# number of the batch, its messages, moment, batch before, direction (and stream), peer, bytes, and a check of these
 RECORD = struct.Struct("8q")
 ROOM = 1 << 34  # bytes for each rank: 268 million messages. What nobody wrote takes no room on the disk
 WRITTEN = 1 << 40  # in every check, so that nothing is not a record
@@ -34,12 +34,41 @@ class Message(NamedTuple):
     index: int
 
 
+class Awaited(NamedTuple):
+    """A message that somebody waits for `rank` to come to: its side, as `MessageLog` counts them."""
+
+    rank: int
+    direction: int
+    peer: int
+    index: int
+
+    def as_word(self) -> int:
+        """One whole number, not 0, that `of_word` reads."""
+        return ((self.index << 16 | self.rank) << 16 | self.peer) << 2 | self.direction << 1 | 1
+
+    @classmethod
+    def of_word(cls, word: int) -> "Awaited":
+        """The reverse of `as_word`."""
+        return cls(word >> 18 & 0xFFFF, word >> 1 & 1, word >> 2 & 0xFFFF, word >> 34)
+
+
+class Hang(RuntimeError):
+    """Messages that wait for each other. circle: of each rank (within the group) whose host waits, what it waits for; path: where all
+    messages are known, the batches (rank, number) that do."""
+
+    def __init__(self, circle: Sequence[tuple[int, Awaited]] = (), path: Sequence[tuple[int, int]] = ()):
+        super().__init__("ranks wait for each other")
+        self.circle, self.path = circle, path
+
+
 class Batch(NamedTuple):
-    """Messages that one rank came to together. issued: when; after: the batch of this rank that must end before, or -1."""
+    """Messages that one rank came to together. issued: when; after: the batch of this rank that must end before, or -1; stream: the id
+    of that which was current."""
 
     issued: float
     after: int
     messages: list[Message]
+    stream: int
 
 
 class MessageLog:
@@ -49,40 +78,83 @@ class MessageLog:
         self.arrivals, self.rank, self.size = arrivals, arrivals.rank, arrivals.size
         self.batches: list[list[Batch]] = [[] for _ in range(arrivals.size)]
         self._offsets = [arrivals.nbytes + rank * ROOM for rank in range(arrivals.size)]  # how far read, or written
-        self._where: dict[
-            tuple[int, int, int, int], int
-        ] = {}  # (rank, direction, peer, index): the batch that it is in
-        self._counts: dict[tuple[int, int, int], int] = {}
+        self._where: dict[Awaited | tuple[int, int, int, int], int] = {}  # the batch that a message is in
+        self._sizes: dict[tuple[int, int, int], list[int]] = {}  # (rank, direction, peer): the bytes of each message
 
-    def write(self, issued: float, after: int, messages: list[tuple[int, int, int]]) -> int:
-        """This rank comes to a batch of (direction, peer, nbytes); returns its number."""
+    def write(self, issued: float, after: int, messages: list[tuple[int, int, int]], stream: int = 0) -> int:
+        """This rank comes to a batch of (direction, peer, nbytes), called on that stream; returns its number."""
         number, bits = len(self.batches[self.rank]), float_bits(issued)
-        self._take(self.rank, issued, after, messages)
+        self._take(self.rank, issued, after, messages, stream)
         if self.arrivals.file is not None:
-            heads = [(number, len(messages), bits, after, *message) for message in messages]
+            heads = [(number, len(messages), bits, after, stream << 1 | way, *rest) for way, *rest in messages]
             data = b"".join(RECORD.pack(*head, _check(head)) for head in heads)
             self._offsets[self.rank] += os.pwrite(self.arrivals.file, data, self._offsets[self.rank])
         return number
 
     def batch_of(self, rank: int, direction: int, peer: int, index: int, deadline: float, timeout: timedelta) -> int:
-        """The number of the batch in which `rank` has that message. Waits until it has come to it; raises RankEnded or RankLate."""
-        pause = 1e-5
-        while (rank, direction, peer, index) not in self._where:
-            if rank == self.rank or not self._read(rank):
+        """The number of the batch in which `rank` has that message. Waits until it has come to it; raises RankEnded, RankLate, or Hang."""
+        awaited, pause = Awaited(rank, direction, peer, index), 1e-5
+        try:
+            while not self.has(awaited):
                 if time.monotonic() > deadline:
                     raise RankLate([rank], timeout.total_seconds())
+                if pause < 1e-3:
+                    pause = min(1e-3, 1.5 * pause)
+                elif (circle := self._circle(awaited)) is not None:
+                    raise Hang(circle)
+                elif rank in self.arrivals.ended() and not self.has(awaited):
+                    raise self.arrivals.gone(rank)
                 time.sleep(pause)
-                pause = min(1e-3, 1.5 * pause)
-                if pause == 1e-3 and rank in self.arrivals.ended() and not self._read(rank):
-                    raise RankEnded(rank, alive=self.arrivals.left(rank))
+        except Hang:
+            raise  # its word stays: the others of the circle find the same
+        except BaseException:
+            self.arrivals.wait_for(0)
+            raise
+        self.arrivals.wait_for(0)
+        return self._where[awaited]
+
+    def has(self, message: "Awaited") -> bool:
+        """Has its rank come to it?"""
+        return message in self._where or (
+            message.rank != self.rank and self._read(message.rank) and message in self._where
+        )
+
+    def nbytes(self, rank: int, direction: int, peer: int, index: int) -> int:
+        """Of one message that `rank` is known to have come to."""
+        return self._sizes[rank, direction, peer][index]
+
+    def batch_with(self, rank: int, direction: int, peer: int, index: int) -> int:
+        """The number of the batch in which `rank` is known to have that message."""
         return self._where[rank, direction, peer, index]
 
-    def _take(self, rank: int, issued: float, after: int, messages: Iterable[tuple[int, int, int]]) -> None:
+    def _circle(self, awaited: "Awaited") -> list[tuple[int, "Awaited"]] | None:
+        """Ranks that wait for each other, and for what each, where this one waits for that. None where that is not so, or not yet written
+        down."""
+        self.arrivals.wait_for(awaited.as_word())
+        words: dict[int, int] = {}
+        rank = self.rank
+        while rank not in words:
+            words[rank] = self.arrivals.waits(rank)
+            if not words[rank]:
+                return None
+            rank = Awaited.of_word(words[rank]).rank
+        circle = list(words)[list(words).index(rank) :]
+        waits = [(member, Awaited.of_word(words[member])) for member in circle]
+        if any(self.has(awaited) for _, awaited in waits) or any(
+            self.arrivals.waits(member) != words[member] for member in circle
+        ):
+            return None  # one of them is about to go on
+        return waits
+
+    def _take(
+        self, rank: int, issued: float, after: int, messages: Iterable[tuple[int, int, int]], stream: int
+    ) -> None:
         """A rank's next batch, of (direction, peer, nbytes)."""
-        batch = Batch(issued, after, [])
+        batch = Batch(issued, after, [], stream)
         for direction, peer, nbytes in messages:
-            index = self._counts.get((rank, direction, peer), 0)
-            self._counts[rank, direction, peer] = index + 1
+            sizes = self._sizes.setdefault((rank, direction, peer), [])
+            index = len(sizes)
+            sizes.append(nbytes)
             self._where[rank, direction, peer, index] = len(self.batches[rank])
             batch.messages.append(Message(direction, peer, nbytes, index))
         self.batches[rank].append(batch)
@@ -93,8 +165,9 @@ class MessageLog:
             return False
         begin = self._offsets[rank]
         while (batch := self._next_batch(rank)) is not None:
-            _, _, bits, after, *_ = batch[0]
-            self._take(rank, float_of_bits(bits), after, [record[4:7] for record in batch])
+            _, _, bits, after, way, *_ = batch[0]
+            messages = [(record[4] & 1, *record[5:7]) for record in batch]
+            self._take(rank, float_of_bits(bits), after, messages, way >> 1)
             self._offsets[rank] += len(batch) * RECORD.size
         return self._offsets[rank] > begin
 

@@ -84,6 +84,10 @@ class Layout:
         """Of one message, which crosses the network only where these two are on different nodes."""
         return self._seconds("p2p", nbytes, 2, 1 if self.nodes[rank] == self.nodes[peer] else 2)
 
+    def step(self, rank: int, peer: int) -> int:
+        """Bytes of one of the steps (nccl.STEPS) in which NCCL's buffer between these two is filled."""
+        return self.fabric.step(self.nodes[rank] == self.nodes[peer])
+
     def _seconds(self, kind: str, nbytes: int, size: int, nodes: int) -> float:
         if Layout.duration is None:
             return nccl.seconds(kind, nbytes, size, self.fabric, nodes)

@@ -2,30 +2,38 @@
 
 A message to or from one peer runs on a stream for that pair, as ProcessGroupNCCL has it; a batch (batch_isend_irecv) is one kernel
 on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
-that fits NCCL's buffer (NCCL_BUFFSIZE: 4 MiB) leaves its sender as soon as it has come to it.
+for which NCCL's buffer has room leaves its sender as soon as it has come to it (`nccl.Fabric.step`).
+
+The first message of a direction is different: NCCL connects its sender with its receiver, and the host waits in the call until both have
+come to it (src/enqueue.cc, p2pTaskAppend; src/transport.cc, ncclTransportP2pSetup). Two ranks that both send first would give each other
+the wrong ends there, and both hang.
 
 Ends are worked out at `wait()`, from what all ranks have written in their logs, so that two ranks that isend first do not block
-each other. What would wait for itself on a GPU, and hang, raises DistBackendError. A rank that is played alone finds the other side of
-each message there, and says so once.
+each other. What would wait for itself on a GPU, and hang, raises DistBackendError (`hangs`). A rank that is played alone finds the other
+side of each message there, and says so once.
 """
 
+import contextlib
+import math
 import time
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import distributed as dist
 
+from virtualgpu._compat.distributed import Work
+from virtualgpu.distributed import hangs
 from virtualgpu.distributed.arrivals import SingleRankArrivals
 from virtualgpu.distributed.counts import message_of
-from virtualgpu.distributed.message_log import RECV, SEND, Message, MessageLog
+from virtualgpu.distributed.message_log import RECV, SEND, Awaited, Hang, Message, MessageLog
 from virtualgpu.distributed.transport import flat
 from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.allocation import reach
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
+from virtualgpu.timing import nccl
 from virtualgpu.timing.queues import Queue
-
-BUFFER = 4 << 20  # NCCL's documentation, NCCL_BUFFSIZE: the default is 4 MiB
 
 NEIGHBOURS = (
     "send and recv of a rank that is played alone: the other side is taken to be there as soon as this rank is. Memory and the work "
@@ -37,10 +45,6 @@ NEIGHBOURS = (
 VERBS = ("send to", "recv from")  # by direction
 
 
-class Hang(RuntimeError):
-    """Messages that wait for each other."""
-
-
 class Messages:
     """The messages of one communicator, and when the batches of all its ranks end, as far as that is known."""
 
@@ -50,84 +54,137 @@ class Messages:
         self.single_rank = isinstance(communicator.arrivals, SingleRankArrivals)
         if self.single_rank:
             warnings.warn(NEIGHBOURS, stacklevel=2)
+        self.failed: RuntimeError | None = None  # they wait for each other: no message comes after that
         self.open: list[Exchange] = []  # that nobody has waited for
+        self.leaving: list[tuple[Message, Work, torch.Tensor]] = []  # on their way, perhaps: by gloo's work, from there
         self.to_itself: dict[int, torch.Tensor] = {}  # what this rank has sent to itself and not yet received, by index
         self._ends: list[dict[int, float]] = [{} for _ in range(communicator.size)]  # [rank][batch]
+        self._readies: list[dict[int, float]] = [{} for _ in range(communicator.size)]
         self._begins: dict[int, float] = {}  # of this rank's batches: when the other sides had come to all of it
         self._last: dict[int, int] = {}  # this rank's latest batch on each pair's stream, and the communicator's (-1)
         self._streams: dict[int, Queue] = {}
 
     def start(self, exchange: "Exchange") -> None:
-        """This rank has come to these messages."""
+        """This rank has come to these messages. Waits for the other side of those that are the first of their direction."""
+        if self.failed is not None:
+            raise self.failed
         comm, gpu = self.communicator, exchange.gpu
         key = -1 if exchange.batched else exchange.messages[0][1]
-        issued, _ = comm.clock.collectives.come_to(gpu.index)
+        issued, current = comm.clock.collectives.come_to(gpu.index)
         if exchange.batched:
             comm.settle_collectives()  # on the same stream
             issued = max(issued, comm.end)
         if key not in self._streams:
             self._streams[key] = comm.clock.collectives.new_stream(gpu.index)
         messages = [(direction, peer, tensor.nbytes) for direction, peer, tensor in exchange.messages]
-        number = self._last[key] = self.log.write(issued, self._last.get(key, -1), messages)
+        number = self._last[key] = self.log.write(issued, self._last.get(key, -1), messages, current.id)
         exchange.begin(number, self._streams[key])
         self.open.append(exchange)
+        self._let_go()
+        with exchange.told():
+            for direction, peer, _, index in self.log.batches[comm.rank][number].messages:
+                if index == 0 and peer != comm.rank and not self.single_rank:
+                    self.log.batch_of(peer, 1 - direction, comm.rank, index, self._deadline(), comm.timeout)
 
     def times(self, exchange: "Exchange") -> tuple[float, float, float]:
         """When its stream comes to a batch of this rank, when the other sides have come to it, and when it ends. Waits for other ranks;
         raises Hang where it would wait for itself."""
         rank, number = self.communicator.rank, exchange.number
-        end = self._end(rank, number, time.monotonic() + self.communicator.timeout.total_seconds(), ())
+        end = self._end(rank, number, self._deadline(), ())
         ready = self._ready(rank, number, 0.0, ())
         return ready, self._begins.pop(number, ready), end
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.communicator.timeout.total_seconds()
 
     def _end(self, rank: int, number: int, deadline: float, path: tuple) -> float:
         if number in self._ends[rank]:
             return self._ends[rank][number]
         comm, log = self.communicator, self.log
         begin = end = ready = self._ready(rank, number, deadline, path)
-        for message in log.batches[rank][number].messages:
-            peer, is_small = message.peer, message.nbytes <= BUFFER
-            seconds = comm.layout.message(message.nbytes, rank, peer)
-            if (message.direction == SEND and is_small) or peer == rank or self.single_rank:
-                end = max(end, ready + seconds)
-                continue
-            batch = log.batch_of(peer, 1 - message.direction, rank, message.index, deadline, comm.timeout)
-            key = (1 - message.direction, rank, message.index)
-            self._agree(
-                rank,
-                message,
-                next(m for m in log.batches[peer][batch].messages if (m.direction, m.peer, m.index) == key),
-            )
-            there = self._ready(peer, batch, deadline, (*path, (rank, number)))
-            if message.direction == RECV and is_small:
-                end = max(end, there + seconds, ready + comm.layout.message(0, rank, peer))
+        path = (*path, (rank, number))
+        for direction, peer, nbytes, index in log.batches[rank][number].messages:
+            seconds, least = comm.layout.message(nbytes, rank, peer), 0.0
+            if peer == rank or self.single_rank:
+                left = ready
+            elif direction == SEND:
+                left = self._leaves(rank, number, peer, index, deadline, path)
             else:
-                end = max(end, max(ready, there) + seconds)
-            begin = max(begin, there)
+                batch = log.batch_of(peer, SEND, rank, index, deadline, comm.timeout)
+                self._agree(peer, rank, index)
+                left = self._leaves(peer, batch, rank, index, deadline, path)
+                least = ready + comm.layout.message(0, rank, peer)
+            begin, end = max(begin, left), max(end, left + seconds, least)
         self._ends[rank][number] = end
         if rank == comm.rank:
             self._begins[number] = min(begin, end)
         return end
 
+    def _leaves(self, sender: int, number: int, receiver: int, index: int, deadline: float, path: tuple) -> float:
+        """When a message of this batch of its sender leaves it: NCCL's buffer has room, or the receiver takes it."""
+        left, comm = self._ready(sender, number, deadline, path), self.communicator
+        taken = self._must_be_taken(sender, receiver, index)
+        if taken is not None:
+            batch = self.log.batch_of(receiver, RECV, sender, taken, deadline, comm.timeout)
+            self._agree(sender, receiver, taken)
+            left = max(left, self._ready(receiver, batch, deadline, path))
+        return left
+
+    def _must_be_taken(self, sender: int, receiver: int, index: int) -> int | None:
+        """Which of these messages, at the latest, must have been come to by its receiver before this one may leave: itself, where it is larger
+        than NCCL's buffer; None where there is room for it and all before it."""
+        step, steps = self.communicator.layout.step(sender, receiver), 0
+        for earlier in range(index, -1, -1):
+            steps += max(1, math.ceil(self.log.nbytes(sender, SEND, receiver, earlier) / step))
+            if steps > nccl.STEPS:
+                return earlier
+        return None
+
     def _ready(self, rank: int, number: int, deadline: float, path: tuple) -> float:
         """The stream has come to it: the batch before it on that stream is over."""
-        if (rank, number) in path:
-            raise Hang
-        batch = self.log.batches[rank][number]
-        if batch.after < 0:
-            return batch.issued
-        return max(batch.issued, self._end(rank, batch.after, deadline, (*path, (rank, number))))
+        readies = self._readies[rank]
+        if number not in readies:
+            if (rank, number) in path:
+                raise Hang(path=(*path[path.index((rank, number)) :], (rank, number)))
+            _, after, *_ = batch = self.log.batches[rank][number]
+            path = (*path, (rank, number))
+            readies[number] = max(batch.issued, self._end(rank, after, deadline, path) if after >= 0 else batch.issued)
+        return readies[number]
 
-    def _agree(self, rank: int, mine: Message, other: Message) -> None:
+    def _agree(self, sender: int, receiver: int, index: int) -> None:
         """Raises DistBackendError where one side sends more, or less, than the other takes: NCCL would hang, or write past the end."""
-        if mine.nbytes != other.nbytes:
-            sides = sorted([(mine.direction, rank, mine.nbytes), (other.direction, mine.peer, other.nbytes)])
-            (_, sender, sent), (_, receiver, taken) = sides
+        sent, taken = self.log.nbytes(sender, SEND, receiver, index), self.log.nbytes(receiver, RECV, sender, index)
+        if sent != taken:
             ranks = self.communicator.ranks
             raise dist.DistBackendError(
                 f"rank {ranks[sender]} sends {sent} bytes where rank {ranks[receiver]} receives {taken}: "
                 "give both a tensor of one shape and dtype (NCCL would hang, or write past the tensor's end)"
             )
+
+    def leave(self, message: Message, work: Work, memory: torch.Tensor) -> None:
+        """A message of this rank is on its way. Its host goes on, unless the receiver is there."""
+        self.leaving.append((message, work, memory))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what has been received: gloo hands a message over when its receiver asks for it, and not before."""
+        rank = self.communicator.rank
+        for sent in self.leaving[:]:
+            message, work, _ = sent
+            if self.log.has(Awaited(message.peer, RECV, rank, message.index)):
+                self.leaving.remove(sent)
+                self._agree(rank, message.peer, message.index)
+                work.wait()
+
+    def deliver(self) -> None:
+        """What is on its way arrives, unless its receiver has ended or left the group."""
+        deadline, arrivals = self._deadline(), self.communicator.arrivals
+        with contextlib.suppress(RuntimeError), self.communicator.machine.untracked():
+            while self.leaving and time.monotonic() < deadline:
+                ended = arrivals.ended()
+                self._let_go()
+                self.leaving = [sent for sent in self.leaving if sent[0].peer not in ended]
+                time.sleep(1e-3)
 
     def forget(self, exchange: "Exchange") -> None:
         """It is over."""
@@ -149,7 +206,8 @@ class Exchange(SimulatedWork):
         self.messages: list[tuple[int, int, torch.Tensor]] = []
         self.number: int | None = None
         self.stream: Queue | None = None
-        self._works: list = []  # of gloo
+        self._works: list = []  # of gloo, by which messages come
+        self._sent: list[tuple[Message, Work, torch.Tensor]] = []  # and go
         self._held: list[torch.Tensor] = []  # what these carry
         self._received: list[tuple[torch.Tensor, torch.Tensor]] = []  # (where to, from where) when they are done
         self._from_itself: list[tuple[torch.Tensor, int]] = []
@@ -183,8 +241,7 @@ class Exchange(SimulatedWork):
                 self._from_itself.append((memory, message.index))
         elif direction == SEND:
             scratch = memory.clone()
-            self._works.append(gloo.send([scratch], peer, _tag(message)))
-            self._held.append(scratch)
+            self._sent.append((message, gloo.send([scratch], peer, _tag(message)), scratch))
         else:
             scratch = torch.empty_like(memory)
             self._works.append(gloo.recv([scratch], peer, _tag(message)))
@@ -194,20 +251,12 @@ class Exchange(SimulatedWork):
         """The numbers are there and the end is known; no stream waits for it yet."""
         if self.late is not None:
             return
-        comm = self.communicator
-        names = [f"{VERBS[direction]} rank {comm.ranks[peer]}" for direction, peer, _ in self.messages]
-        try:
-            with comm.machine.untracked():
-                ready, begin, end = self.channel.times(self)
-                self._receive()
-        except Hang:
-            raise dist.DistBackendError(
-                f"{', '.join(names[:4])}: both ranks send first, and NCCL would hang: a message of more than 4 MiB leaves its "
-                "sender when the receiver has come to it. Use batch_isend_irecv, or let one of them receive first"
-            ) from None
-        except RuntimeError as error:
-            comm.explain(error, ", ".join(names[:4]))
-            raise
+        comm, names = self.communicator, self._names()
+        with self.told(), comm.machine.untracked():
+            if self.channel.failed is not None:
+                raise self.channel.failed
+            ready, begin, end = self.channel.times(self)
+            self._receive()
         self.late = end
         self.channel.forget(self)
         name = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
@@ -215,6 +264,23 @@ class Exchange(SimulatedWork):
         nbytes = sum(tensor.nbytes for _, _, tensor in self.messages)
         comm.statistics.add(self.gpu.index, ready, end, nbytes, 0.0, len(self.messages))
         self.messages = []
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Raises in words of these messages what is raised inside."""
+        comm = self.communicator
+        try:
+            yield
+        except Hang as hang:
+            words = hangs.words(hang, self.channel.log, comm.ranks, comm.layout)
+            self.channel.failed = dist.DistBackendError(f"{', '.join(self._names()[:4])}: {words}")
+            raise self.channel.failed from None
+        except RuntimeError as error:
+            comm.explain(error, ", ".join(self._names()[:4]))
+            raise
+
+    def _names(self) -> list[str]:
+        return [f"{VERBS[direction]} rank {self.communicator.ranks[peer]}" for direction, peer, _ in self.messages]
 
     def join(self) -> None:
         """The current stream waits for it; the host goes on."""
@@ -232,7 +298,9 @@ class Exchange(SimulatedWork):
                     "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
                 )
             memory.copy_(self.channel.to_itself.pop(index))
-        self._works, self._held, self._received, self._from_itself = [], [], [], []
+        for sent in self._sent:
+            self.channel.leave(*sent)
+        self._works, self._sent, self._held, self._received, self._from_itself = [], [], [], [], []
 
 
 def _extent(tensor: torch.Tensor) -> int:

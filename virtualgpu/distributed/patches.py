@@ -4,6 +4,7 @@ A stand-in is a function that is given the machine, and PyTorch's own: `Patches.
 """
 
 import atexit
+import sys
 
 import torch
 
@@ -42,8 +43,8 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.stand_in(group, function.__name__, function, machine)
     if (make := _compat.make_premul_sum) is not None:
         patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
-    atexit.register(machine.communicators.forget)  # gloo's threads must not outlive the interpreter
-    patches.undo(lambda: atexit.unregister(machine.communicators.forget))
+    atexit.register(machine.communicators.end)  # gloo's threads must not outlive the interpreter
+    patches.undo(lambda: atexit.unregister(machine.communicators.end))
     for module in (ddp, dtensor, join, objects, pipelines, fsdp1, optimizer_states, rpc):
         module.install(machine, patches)
 
@@ -101,14 +102,14 @@ def destroy_process_group(machine: Machine, original, group=None):
     """Its communicators go, too."""
     from virtualgpu._compat.distributed import c10d
 
-    is_world = group is None or group is c10d.GroupMember.WORLD
+    if group is c10d.GroupMember.NON_GROUP_MEMBER:
+        return original(group)
+    which = None if group is c10d.GroupMember.WORLD else group
+    machine.communicators.leave(which, sys.exc_info()[1])
     try:
         return original(group)
     finally:
-        if is_world:
-            machine.communicators.forget()
-        elif group is not c10d.GroupMember.NON_GROUP_MEMBER:
-            machine.communicators.forget(group)
+        machine.communicators.forget(which)
 
 
 def split_group(

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import TextIO
 from virtualgpu import environment, scratch
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import table
+from virtualgpu.run.process_tree import end_marked
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(HERE, "site")
@@ -71,7 +73,8 @@ def first(path: str, others: str | None) -> str:
 
 
 def run(settings: environment.Settings, arguments: list[str], trace: str | None, quiet: bool) -> int:
-    """The program's exit status, as Popen gives it (negative: the signal that ended it). `arguments`: what Python would get, or a command.
+    """The program's exit status, as Popen gives it (negative: the signal that ended it); 1 for 0 where its trace could not be written.
+    `arguments`: what Python would get, or a command.
 
     Raises ValueError where this Python was told to heed no environment, or no site: then virtual GPUs could not be there;
     OSError where there is no room for its folder, or no process more.
@@ -90,11 +93,13 @@ def run(settings: environment.Settings, arguments: list[str], trace: str | None,
                 status = supervisor.wait(subprocess.Popen(started, env=environ))
             finally:
                 supervisor.dismiss()
+            if status < 0 or 128 < status <= 128 + signal.NSIG:  # of itself, or of what a shell ran: ranks may be left
+                end_marked(path)
         else:  # Windows knows neither groups nor these signals
             with subprocess.Popen(started, env=environ) as program:
                 status = _wait(program)
-        _tell(settings, path, trace, quiet, sys.stderr)
-    return status
+        complete = _tell(settings, path, trace, quiet, sys.stderr)
+    return status or int(not complete)
 
 
 def command(arguments: list[str], search: str | None = None) -> list[str]:
@@ -153,14 +158,16 @@ def _wait(program: subprocess.Popen) -> int:
             return program.wait()
 
 
-def _tell(settings: environment.Settings, folder: str, trace: str | None, quiet: bool, out: TextIO | None) -> None:
-    processes = entries(folder)
+def _tell(settings: environment.Settings, folder: str, trace: str | None, quiet: bool, out: TextIO | None) -> bool:
+    """False where the trace could not be written."""
+    processes, complete = entries(folder), True
     lines = [] if quiet else table.lines(processes, settings)
     if trace is not None:
         from virtualgpu.run import traces
 
         sentence = traces.merge(folder, processes, trace)
-        lines += [] if quiet and not sentence.startswith(traces.NOT_WRITTEN) else [sentence]
+        complete = not sentence.startswith(traces.NOT_WRITTEN)
+        lines += [] if quiet and complete else [sentence]
     if settings.report:
         from virtualgpu.run import report
 
@@ -169,3 +176,4 @@ def _tell(settings: environment.Settings, folder: str, trace: str | None, quiet:
         with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
             out.write("\n".join(lines) + "\n")
             out.flush()
+    return complete

@@ -63,6 +63,9 @@ TREE_SHARE = dict(zip(PROTOCOLS, (_LL, _LL128, _SIMPLE), strict=True))
 CHANNELS = {VOLTA: 2, AMPERE: 8, HOPPER: 16, BLACKWELL: 32}
 LINK = {6: 18.0, VOLTA: 120 / 6, AMPERE: 240 / 12, HOPPER: 370 / 18, BLACKWELL: 720 / 18, (8, 6): 12.0}
 NETWORK = {VOLTA: 12.0, AMPERE: 25.0, HOPPER: 50.0, BLACKWELL: 50.0}
+# Messages (init.cc, computeBuffSizes; NCCL_STEPS): a channel's buffer takes so many steps, of so many bytes over NVLink and elsewhere.
+# Over PCI Express a message of up to 4 MiB takes one channel (enqueue.cc, addP2pToPlan)
+STEPS, NVLINK_STEP, OTHER_STEP = 8, 512 << 10, 128 << 10
 # It gives PCI Express 24 GB/s, which is NCCL's figure for generation 4 (graph/topo.h: 12 for 3.0, twice that for 4.0)
 PCIE_SHARE = 24e9 / PCIE4.bandwidth
 
@@ -87,6 +90,10 @@ class Fabric:
     def blocks(self) -> int:
         """Of a kernel of NCCL, a block for each channel (NCCL's documentation, NCCL_MAX_CTAS): so many multiprocessors it holds."""
         return CHANNELS[self.generation]
+
+    def step(self, inside: bool) -> int:
+        """Bytes of a message that one of NCCL's STEPS takes, between GPUs of a node or of two."""
+        return NVLINK_STEP * self.blocks if self.nvlink and inside else OTHER_STEP
 
     @classmethod
     def of(cls, spec: Spec, network: Network | None = None, peer_to_peer: bool = True) -> "Fabric":

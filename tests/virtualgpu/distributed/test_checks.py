@@ -125,18 +125,23 @@ def two_on_one_gpu() -> list[str]:
 
     torch.cuda.set_device(0)
     dist.barrier()  # on the GPU of the rank's number, as ProcessGroupNCCL guesses
-    group = dist.new_group()
-    said = []
-    for _ in range(2):
+    group, said = dist.new_group(backend="nccl"), []
+    for call in (lambda: dist.all_reduce(torch.ones(1, device="cuda"), group=group), lambda: dist.barrier(group)):
         try:
-            dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+            call()
         except dist.DistBackendError as error:
             said.append(str(error))
+    torch.cuda.set_device(dist.get_rank())  # the cure that it names
+    for mended in (group, dist.new_group(backend="nccl")):
+        x = torch.ones(1, device="cuda")
+        dist.all_reduce(x, group=mended)
+        dist.barrier(mended)
+        said.append(x.item())
     return said
 
 
 def test_nccl_takes_one_gpu_for_each_rank(on_gpus):
-    for said, again in on_gpus(two_on_one_gpu):
+    for said, again, *mended in on_gpus(two_on_one_gpu):
         assert "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 00000000:01:00.0" in said
         assert "torch.cuda.set_device" in said
-        assert again == said
+        assert again == said and mended == [2.0, 2.0]  # a second communicator, once the cause is gone

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import virtualgpu
 from tests.processes import ranks
 from virtualgpu import session
 from virtualgpu.distributed import transport
+from virtualgpu.distributed.arrivals import LEFT, RAISED
 from virtualgpu.distributed.groups import Communicators
 from virtualgpu.run.ranks import WorkerError
 
@@ -78,10 +82,47 @@ def test_the_one_that_fails_is_named(on_gpus, fails, words):
 
 @pytest.mark.parametrize("fails", [never_comes, stops])
 def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(on_gpus, fails):
-    with pytest.raises(WorkerError, match=r"timed out after 1 s: rank 1 had not come to it") as caught:
+    words = r"timed out after 1 s: rank 1 had not come to it.* The limit is new_group\(timeout="
+    with pytest.raises(WorkerError, match=words) as caught:
         on_gpus(waits_for_one_that, fails, 1, timeout=40)
     assert caught.value.rank == 0
     assert not ranks()
+
+
+def raises_and_destroys(path: str):
+    """As programs do in `finally`."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    x = torch.ones(1, device=f"cuda:{rank}")
+    dist.all_reduce(x)
+    try:
+        if rank == 1:
+            raises()
+        dist.all_reduce(x)
+    except dist.DistBackendError as error:
+        Path(path).write_text(str(error))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_raised_is_told_of_as_such(on_gpus, tmp_path):
+    with pytest.raises(WorkerError, match="no such label"):
+        on_gpus(raises_and_destroys, str(tmp_path / "said"), timeout=40)
+    words = "rank 1 will not come to it: it raised an error, which stands in its own output"
+    assert words in (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize(("uncaught", "how"), [(None, LEFT), (OSError("no such text"), RAISED)])
+def test_an_error_that_nobody_caught_ends_the_process(monkeypatch, uncaught, how):
+    """Python keeps it until the end."""
+    virtualgpu.gpus(1)
+    left = []
+    communicators = Communicators(session.current())
+    communicators.known["0", 0] = SimpleNamespace(leave=left.append, messages=None)
+    monkeypatch.setattr(sys, "last_value", uncaught, raising=False)
+    communicators.end()
+    assert left == [how] and not communicators.known
 
 
 def mismatched():
@@ -103,33 +144,6 @@ def test_ranks_that_call_different_collectives(on_gpus):
     broadcast, reduce = "broadcast of 4 float32 from rank 0", "all_reduce of 4 float32 (sum)"
     assert f"rank 0 came to {broadcast} where rank 1 came to {reduce}, in group" in zero[0]
     assert f"rank 1 came to {reduce} where rank 0 came to {broadcast}, in group" in one[0]
-
-
-def messages_in_the_wrong_order():
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    device, peer = torch.device("cuda", rank), 1 - rank
-    small, large = torch.ones(10, device=device), torch.ones(2 << 20, device=device)
-    said = []
-    for tensor in (small, large):
-        out = torch.empty_like(tensor)
-        works = [dist.isend(tensor * (rank + 1), peer), dist.irecv(out, peer)]
-        try:
-            for work in works:
-                work.wait()
-            said.append(out[0].item())
-        except dist.DistBackendError as error:
-            said.append(str(error))
-    return said
-
-
-def test_two_that_send_first(on_gpus):
-    """A small message leaves its sender; large ones would wait for each other for ever."""
-    zero, one = on_gpus(messages_in_the_wrong_order)
-    assert (zero[0], one[0]) == (2, 1)
-    for said in (zero[1], one[1]):
-        assert "both ranks send first, and NCCL would hang" in said and "batch_isend_irecv" in said
 
 
 def waits_in_gloo_for_one_that_does_not_come() -> str:

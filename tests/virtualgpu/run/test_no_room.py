@@ -89,6 +89,13 @@ def test_a_trace_that_was_not_written_is_said_even_to_the_quiet(tmp_path, capsys
     assert bool(capsys.readouterr().err) is not quiet
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(("ends", "status"), [(0, 1), (7, 7)])
+def test_a_run_without_its_trace_has_failed(run, ends, status):
+    found = run("--trace", "/dev/full", "-c", f"raise SystemExit({ends})")
+    assert found.returncode == status and "The trace was not written: " in found.stderr
+
+
 def test_an_earlier_trace_stays_where_there_is_no_room(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     path.write_text("earlier")

@@ -179,3 +179,25 @@ def test_a_killed_runner_takes_the_ranks_along(start, tmp_path, kill):
     wait_until(lambda: len(family(**mine)) == 8)  # runner, its two watchers, program, two ranks, a leaf of each
     kill(runner.pid, signal.SIGKILL)
     wait_until(lambda: not family(**mine) and not os.listdir(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
+@pytest.mark.parametrize(("end", "left"), [("killed", 0), (f"os._exit({128 + signal.SIGKILL})", 0), ("os._exit(0)", 4)])
+def test_a_signal_that_ends_the_program_takes_its_ranks_along(start, tmp_path, end, left):
+    """A shell's status says of a signal, too. What a program leaves when it ends of itself goes on."""
+    family_until = (
+        FAMILY
+        if end == "killed"
+        else FAMILY.replace("while True:", f"import os; sys.stdin.read(1); {end}\nwhile True:")
+    )
+    runner = start(family_until, stdin=subprocess.PIPE)
+    mine = {"name": "TMPDIR", "value": str(tmp_path)}
+    assert runner.stdout.readline() == "ready\n"
+    wait_until(lambda: len(family(**mine)) == 8)
+    program = max(psutil.Process(runner.pid).children(), key=lambda child: len(child.children()))
+    program.kill() if end == "killed" else runner.stdin.write("x")
+    runner.stdin.flush()
+    runner.wait()
+    wait_until(lambda: len(family(**mine)) == left)
+    for process in family(**mine):
+        process.kill()
