@@ -43,6 +43,7 @@ class ProcessGroupNCCL(_compat.Gloo):
     supports_coalescing = True
     supports_time_estimate = False
     communicators: "Communicators | None" = None  # of the session that it is of
+    worlds = 0  # that this process has been in: a later one's addresses lie beside those of the first in torchrun's store
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)
@@ -57,7 +58,10 @@ class ProcessGroupNCCL(_compat.Gloo):
     @classmethod
     def create(cls, options, backend_options) -> "ProcessGroupNCCL":
         """What PyTorch's table of backends calls for a new group."""
-        return cls(options.store, options.group_rank, options.group_size, backend_options, options.timeout)
+        if not dist.is_initialized():
+            ProcessGroupNCCL.worlds += 1
+        store = dist.PrefixStore(f"virtualgpu/world{ProcessGroupNCCL.worlds}", options.store)
+        return cls(store, options.group_rank, options.group_size, backend_options, options.timeout)
 
     @property
     def options(self):

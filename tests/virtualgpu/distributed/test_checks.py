@@ -145,3 +145,22 @@ def test_nccl_takes_one_gpu_for_each_rank(on_gpus):
         assert "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 00000000:01:00.0" in said
         assert "torch.cuda.set_device" in said
         assert again == said and mended == [2.0, 2.0]  # a second communicator, once the cause is gone
+
+
+def world_after_world(path: str) -> list[float]:
+    """As under torchrun, whose store outlives a world."""
+    rank, sums = dist.get_rank(), []
+    dist.destroy_process_group()
+    store = dist.FileStore(path, 2)
+    for _ in range(4):
+        dist.init_process_group("nccl", store=dist.PrefixStore("worker", store), rank=rank, world_size=2)
+        x = torch.ones(1, device=f"cuda:{rank}")
+        dist.all_reduce(x)
+        sums.append(x.item())
+        dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.PrefixStore("last", store), rank=rank, world_size=2)
+    return sums
+
+
+def test_a_world_is_made_anew_in_the_same_store(on_gpus, tmp_path):
+    assert on_gpus(world_after_world, str(tmp_path / "store")) == [[2.0] * 4] * 2
