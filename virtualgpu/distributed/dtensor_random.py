@@ -10,6 +10,7 @@ import contextlib
 import torch
 
 from virtualgpu._compat import distributed as _compat
+from virtualgpu.engine.draws import Plain
 from virtualgpu.torch_api.registry import Patches
 
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
@@ -61,11 +62,11 @@ def drawn_by(shard: int, generator: torch.Generator | None = None):
     """In this block the generator, the current GPU's unless given, draws for one shard; afterwards it is one draw further, on every rank."""
     generator = generator or torch.cuda.default_generators[torch.cuda.current_device()]
     draws = torch.Generator("cpu")
-    draws.set_state(generator.get_state())
+    draws.set_state(Plain.get_state(generator))
     seed = int(torch.randint(1 << 62, (), generator=draws, device="cpu"))
     after = draws.get_state()
     generator.manual_seed((seed + shard * SPREAD) % (1 << 63))
     try:
         yield
     finally:
-        generator.set_state(after)
+        Plain.set_state(generator, after)

@@ -15,6 +15,7 @@ from virtualgpu import _compat
 aten = torch.ops.aten
 
 # Generators of GPUs, by address: from C++ they come back as plain ones
+Plain = torch.Generator  # PyTorch's own, whose states are the CPU's for all
 GENERATORS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 # Tagged as drawing, and never do: the flash kernel of the CPU refuses dropout
 DRAW_NOTHING = {aten._scaled_dot_product_flash_attention_for_cpu.default}
@@ -56,12 +57,12 @@ def as_default(machine, own: torch.Generator, func, args, kwargs):
             return func(*args, **kwargs)
         with machine.untracked():
             before = default.get_state()
-            default.set_state(own.get_state())
+            default.set_state(Plain.get_state(own))
         try:
             return func(*args, **kwargs)
         finally:
             with machine.untracked():
-                own.set_state(default.get_state())
+                Plain.set_state(own, default.get_state())
                 default.set_state(before)
 
 

@@ -8,6 +8,8 @@ from collections import OrderedDict
 
 import torch
 
+from virtualgpu.engine.draws import Plain
+
 STATES: OrderedDict[int, torch.Tensor] = OrderedDict()  # by their numbers
 MAX_STATES = 4096  # 5 KB each
 _numbers = itertools.count(1)
@@ -16,7 +18,7 @@ _numbers = itertools.count(1)
 def keep(generator: torch.Generator) -> int:
     """Keep where a generator stands; returns the number of it."""
     number = next(_numbers)
-    STATES[number] = generator.get_state()
+    STATES[number] = Plain.get_state(generator)
     while len(STATES) > MAX_STATES:
         STATES.popitem(last=False)
     return number

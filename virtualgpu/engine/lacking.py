@@ -30,13 +30,18 @@ def _of_gpus(name: str, kernel):
     @functools.wraps(kernel)
     def on_gpu(first, *args, **kwargs):
         if gpu_of(first) is None:
-            raise NotImplementedError(
-                f"Could not run 'aten::{name}' with arguments from the 'CPU' backend: PyTorch has a CUDA kernel of it alone. "
-                "Move the tensors to a GPU first"
-            )
+            raise of_cpu(name)
         return kernel(first, *args, **kwargs)
 
     return on_gpu
+
+
+def of_cpu(name: str) -> NotImplementedError:
+    """A tensor of the CPU meets a kernel that only CUDA has."""
+    return NotImplementedError(
+        f"Could not run 'aten::{name}' with arguments from the 'CPU' backend: PyTorch has a CUDA kernel of it alone. "
+        "Move the tensors to a GPU first"
+    )
 
 
 def record_stream(tensor, stream) -> None:

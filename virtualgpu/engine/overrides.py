@@ -8,7 +8,7 @@ import opcode
 import torch
 
 from virtualgpu.engine import cells, lacking, mixed_batch_norm, recurrent, sdpa
-from virtualgpu.engine.allocation import allocation_of, gpu_of, gpu_of_storage, is_pinned, pin
+from virtualgpu.engine.allocation import gpu_of, gpu_of_storage, is_pinned, pin
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 
@@ -16,10 +16,11 @@ aten = torch.ops.aten
 
 
 def record_stream(dispatch, func, args, kwargs):
-    """Tensor.record_stream; nothing for the CPU's. Raises RuntimeError for a tensor of GPUs that were replaced."""
-    allocation = allocation_of(args[0])
-    if allocation is not None and allocation.gpu is not None:
-        dispatch.machine.own(allocation.gpu)
+    """Tensor.record_stream. Raises NotImplementedError for the CPU's, RuntimeError for a tensor of GPUs that were replaced."""
+    gpu = gpu_of(args[0])
+    if gpu is None:
+        raise lacking.of_cpu("record_stream")
+    dispatch.machine.own(gpu)
     lacking.record_stream(*args[:2])
 
 

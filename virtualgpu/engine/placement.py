@@ -75,18 +75,38 @@ class Placement:
 
     def _of_lists(self, op: Operation, args, kwargs, tensors) -> GPU | None:
         """Entries of one list may be anywhere; those at one place in all lists must be together."""
+        if (
+            len(args) > 3 and isinstance(args[3], torch.Tensor) and gpu_of(args[3]) is not None
+        ):  # of addcdiv and addcmul
+            raise RuntimeError(f"Expected scalars to be on CPU, got {args[3].device} instead.")
         common = gpu_of(tensors[0]) if tensors else None
         if common is not None and all([gpu_of(tensor) is common for tensor in tensors]):
             return self.machine.own(common)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+        scalar = (
+            args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) and op.name.startswith("_foreach") else None
+        )
+        if scalar is not None and (where := gpu_of(scalar)) is not None:
+            self._check_scalar(op, args[0], scalar, where)
         first = None
         for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
-            places = {gpu_of(tensor) for tensor in column if tensor.dim()}
+            places = {gpu_of(tensor) for tensor in column if tensor.dim() or gpu_of(tensor) is not None}
             if len(places) > 1:
                 raise mismatch(op, column, {})
             first = first or next(iter(places), None)
         common = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
         return common and self.machine.own(common)
+
+    def _check_scalar(self, op: Operation, entries, scalar: torch.Tensor, where: GPU) -> None:
+        """A GPU's tensor of no dimension goes with that GPU's entries alone. Entries at one place meet it in one kernel
+        (ForeachBinaryOpScalarTensor.cu), others one by one."""
+        places = [gpu_of(entry) for entry in entries]
+        alike = len(set(places)) == 1 and entries[0].dtype == scalar.dtype and places[0] is not None
+        for entry, place in zip(entries, places, strict=True):
+            if place is not where and (place is not None or entry.dim()):
+                if alike:
+                    raise RuntimeError(f"scalar tensor expected to be on {entry.device} but is on {scalar.device}")
+                raise mismatch(op, ([entry], scalar), {})
 
 
 def place_output(op: Operation, tensor: torch.Tensor, gpu: GPU | None) -> None:

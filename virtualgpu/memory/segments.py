@@ -25,6 +25,8 @@ from virtualgpu.memory.untimed import Timeline, Untimed
 
 EXABYTE = 1 << 60
 
+PLAYED = (1 << 22) + 1  # one above the largest pid of Linux (PID_MAX_LIMIT)
+
 
 class Segments:
     """A GPU of `capacity` bytes, of which this process's CUDA `context` and `others` on the GPU hold a part (see
@@ -85,6 +87,11 @@ class Segments:
     def occupy(self, nbytes: int) -> None:
         """Another process, which is only played, takes so much more; less, for a negative number."""
         self._occupied += nbytes
+
+    @property
+    def played(self) -> list[tuple[int, int]]:
+        """[(pid, bytes)] of the process that `occupy` plays: a pid that no process of this machine can have."""
+        return [(PLAYED, self._occupied)] if self._occupied else []
 
     @property
     def free_on_gpu(self) -> int:
@@ -263,10 +270,11 @@ class Segments:
     def _message(self, segment: int) -> str:
         allowed = f"{format_size(self.limit)} allowed; " if self.limited else ""
         allocated = self.statistics.now(1)
+        others = "".join(f"Process {pid} has {format_size(used)} memory in use. " for pid, used in self.played)
         return (
             f"CUDA out of memory. Tried to allocate {format_size(segment)}. "
             f"GPU {self.device} has a total capacity of {format_size(self.capacity)} "
-            f"of which {format_size(self.free_on_gpu)} is free. "
+            f"of which {format_size(self.free_on_gpu)} is free. {others}"
             f"Including non-PyTorch memory, this process has {format_size(self.reserved + self.context)} memory in use. "
             f"{allowed}Of the allocated memory {format_size(allocated)} is allocated by PyTorch, and "
             f"{format_size(self.reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but "

@@ -110,16 +110,30 @@ def _pad_packed_sequence(machine: Machine, original, *args):
 
 
 def group_by_device(lists, with_indices=False):
-    """What torch.optim asks before it calls foreach operations: {(device, dtype): (lists, indices)}, by each first tensor."""
+    """What torch.optim asks before it calls foreach operations: {(device, dtype): (lists, indices)}, by each first tensor.
+
+    Raises RuntimeError for a state that is elsewhere than its parameter (aten/src/ATen/native/ForeachUtils.h)."""
     groups: dict = {}
     for index, first in enumerate(lists[0]):
         columns, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
         for column, values in zip(columns, lists, strict=True):
             if values:
-                column.append(values[index])
+                value = values[index]
+                if value is not None and value is not first and not _may_join(first, value):
+                    raise RuntimeError(
+                        "Tensors of the same index must be on the same device and the same dtype except `step` tensors that can be "
+                        "CPU and float32/64 notwithstanding"
+                    )
+                column.append(value)
         if with_indices:
             indices.append(index)
     return groups
+
+
+def _may_join(first: torch.Tensor, value: torch.Tensor) -> bool:
+    counts = value.dtype in (torch.float32, torch.float64)  # a count of steps is so, whatever the parameter's type
+    place = value.device
+    return (place.type == "cpu" and counts) or (place == first.device and (counts or value.dtype == first.dtype))
 
 
 def _to_dlpack(original, what, *args, **kwargs):

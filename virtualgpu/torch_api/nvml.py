@@ -66,7 +66,9 @@ class _OfMachine:
 
     def processes(self, gpu: int) -> list[tuple[int, int]]:
         memory = self.machine.gpus[gpu].settled()
-        return [(os.getpid(), memory.capacity - memory.free_on_gpu)]
+        others = memory.played
+        held = memory.capacity - memory.free_on_gpu - sum(used for _, used in others)
+        return [*others, (os.getpid(), held)]
 
     def busy(self, gpu: int) -> tuple[float, float]:
         clock = self.machine.clock

@@ -3,10 +3,11 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.draws import GENERATORS
+from virtualgpu.engine.allocation import gpu_of
+from virtualgpu.engine.draws import GENERATORS, Plain
 from virtualgpu.engine.machine import Machine
 from virtualgpu.errors import no_device
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.registry import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -17,7 +18,19 @@ def install(machine: Machine, patches: Patches) -> None:
     for generator in defaults:
         generator.manual_seed(torch.initial_seed())
     patches.set(torch.cuda, "default_generators", defaults)
+    set_state = standing_in(torch.random.set_rng_state, _set_rng_state)
+    patches.replace_everywhere(torch.random, "set_rng_state", set_state)
     patches.add(_compat.C, "_accelerator_getDefaultGenerator", lambda device: defaults[device])
+
+
+def _set_rng_state(original, new_state):
+    _check_place(new_state)
+    return original(new_state)
+
+
+def _check_place(state) -> None:
+    if isinstance(state, torch.Tensor) and gpu_of(state) is not None:
+        raise TypeError("RNG state must be a torch.ByteTensor")
 
 
 class Kind(type(torch.Generator)):
@@ -27,7 +40,7 @@ class Kind(type(torch.Generator)):
         return isinstance(instance, Plain)
 
 
-Plain = torch.Generator
+PHILOX = 16  # bytes of a real GPU's state: seed and offset (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)
 
 
 class Generator(Plain, metaclass=Kind):
@@ -57,8 +70,31 @@ class Generator(Plain, metaclass=Kind):
         return self._gpu or torch.device("cpu")
 
     def set_state(self, new_state):
-        """A state that came over a GPU has no values in a dry run, nor has what is drawn there: this one goes on."""
-        return self if _compat.is_really_meta(new_state) else super().set_state(new_state)
+        """A state without values, of a dry run: this one goes on. Raises TypeError for one that lies on a GPU, RuntimeError for one of the
+        other kind of device."""
+        _check_place(new_state)
+        if _compat.is_really_meta(new_state):
+            return self
+        if self._gpu is None or new_state.dtype is not torch.uint8:
+            return super().set_state(new_state)
+        if new_state.numel() == PHILOX:
+            raise RuntimeError(
+                "RNG state is wrong size: these 16 bytes are the seed and the offset of a real GPU's generator, and virtual GPUs draw as the "
+                "CPU does: seed this run with torch.cuda.manual_seed instead"
+            )
+        with self.machine.untracked():
+            own = new_state.flatten()[:-PHILOX].clone()
+            if new_state.numel() != super().get_state().numel() + PHILOX:
+                raise RuntimeError("RNG state is wrong size")
+        return super().set_state(own)
+
+    def get_state(self):
+        """[bytes] uint8 on the CPU: what the CPU's would be and, on a GPU, 16 zeros that tell them apart."""
+        state = super().get_state()
+        if self._gpu is None:
+            return state
+        with self.machine.untracked():
+            return torch.cat([state, torch.zeros(PHILOX, dtype=torch.uint8, device="cpu")])
 
     def clone_state(self):
         """Another generator of the same device that goes on as this one does."""

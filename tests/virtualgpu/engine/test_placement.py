@@ -626,3 +626,36 @@ def test_a_shape_alone_is_refused_by_its_name(gpus):
     """PyTorch's CPU would read memory that is nobody's."""
     with pytest.raises(RuntimeError, match="got mat2 is on meta, different from other tensors on cuda:1"):
         torch.ones(5, 10, device=ONE) @ torch.ones(10, 1, device="meta")
+
+
+def test_lists_and_scalars_of_another_gpu_are_refused(gpus):
+    def ones(gpu, *size):
+        return torch.ones(size, device=f"cuda:{gpu}")
+
+    with pytest.raises(RuntimeError, match="scalar tensor expected to be on cuda:0 but is on cuda:1"):
+        torch._foreach_mul([ones(0, 2), ones(0, 3)], ones(1))
+    with pytest.raises(RuntimeError, match="found at least two devices, cuda:1 and cuda:0"):
+        torch._foreach_mul_([ones(0, 2), ones(1, 3)], ones(0))
+    with pytest.raises(RuntimeError, match="Expected scalars to be on CPU, got cuda:0 instead"):
+        torch._foreach_addcdiv([ones(0, 2)], [ones(0, 2)], [ones(0, 2)], ones(0, 1))
+    assert torch._foreach_mul([ones(0, 2), ones(1, 3)], torch.tensor(2.0))[1].device == torch.device("cuda:1")
+
+
+def test_an_optimizers_state_on_another_gpu_is_refused(gpus):
+    parameter = torch.ones(3, device="cuda", requires_grad=True)
+    optimizer = torch.optim.Adam([parameter])
+    for place in ("cuda:0", "cpu", "cuda:1"):
+        parameter.grad = torch.ones_like(parameter)
+        with (
+            pytest.raises(RuntimeError, match="same index must be on the same device")
+            if place == "cuda:1"
+            else torch.no_grad()
+        ):
+            optimizer.step()
+            optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(place)
+            optimizer.step()
+
+
+def test_the_cpu_records_no_stream(gpus):
+    with pytest.raises(NotImplementedError, match="'aten::record_stream' with arguments from the 'CPU' backend"):
+        torch.ones(1).record_stream(torch.cuda.Stream())

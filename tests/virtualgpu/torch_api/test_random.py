@@ -62,9 +62,9 @@ def test_drawing_on_a_gpu_leaves_the_others_alone(gpus, draw):
     found = draw(ONE)
     assert found.device == ONE and torch.equal(found.cpu(), expected)  # one seed, one set of numbers
     assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(torch.cuda.get_rng_state(0), states[1])
-    assert torch.equal(torch.cuda.get_rng_state(1), state)
+    assert torch.equal(torch.cuda.get_rng_state(1)[:-16], state)
     draw(CPU)
-    assert torch.equal(torch.cuda.get_rng_state(1), state)
+    assert torch.equal(torch.cuda.get_rng_state(1)[:-16], state)
 
 
 def test_seeds_of_gpus_and_cpu_are_apart(gpus):
@@ -220,7 +220,7 @@ def test_an_operation_without_a_generator_keeps_other_threads_waiting(gpus):
     found = torch.ops.virtualgpu_tests.noise(torch.ones(4, device=ONE))
     other.join()
     assert torch.equal(found.cpu(), expected) and torch.equal(elsewhere[0], expected)
-    assert torch.equal(torch.get_rng_state(), after) and torch.equal(torch.cuda.get_rng_state(1), after)
+    assert torch.equal(torch.get_rng_state(), after) and torch.equal(torch.cuda.get_rng_state(1)[:-16], after)
     library._destroy()
 
 
@@ -243,3 +243,31 @@ def test_how_many_numbers_were_drawn_is_not_told(gpus):
             call()
     with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
         torch.Generator().get_offset()
+
+
+@pytest.mark.parametrize("to", ["cpu", "default", "cuda", "cuda_all", "generator", "own"])
+def test_a_state_lies_on_the_cpu_and_is_of_the_same_kind_of_device(gpus, to):
+    """A checkpoint loaded with map_location="cuda" moves states, too."""
+    setters = {
+        "cpu": torch.set_rng_state,
+        "default": torch.random.set_rng_state,
+        "cuda": torch.cuda.set_rng_state,
+        "cuda_all": lambda state: torch.cuda.set_rng_state_all([state]),
+        "generator": torch.Generator("cuda").set_state,
+        "own": torch.Generator().set_state,
+    }
+    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
+    own, other = (on_cpu, on_gpu) if to in ("cpu", "default", "own") else (on_gpu, on_cpu)
+    setters[to](own)
+    with pytest.raises(TypeError, match=r"RNG state must be a torch.ByteTensor"):
+        setters[to](own.cuda())
+    with pytest.raises(RuntimeError, match=r"RNG state is wrong size|Expected a CPUGeneratorImplState of size 5056"):
+        setters[to](other)
+
+
+def test_a_real_gpus_state_is_told_what_it_is(gpus):
+    torch.cuda.init()
+    with pytest.raises(
+        RuntimeError, match=r"16 bytes are the seed and the offset of a real GPU's generator.*manual_seed"
+    ):
+        torch.cuda.set_rng_state(torch.zeros(16, dtype=torch.uint8))
