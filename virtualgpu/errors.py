@@ -18,6 +18,35 @@ SEEN_BY_KERNEL = re.compile(
     r"|out of range: tried to access index|not in the valid range|all elements of (input|target) should be between"
     r"|probability tensor contains|Expected p_in >= 0 && p_in <= 1|Expected Tensor with single nonzero value"
 )
+# What the kernel of an operation asserts, by the beginning of the operation's name: where below aten/src/ATen/native/cuda, in which
+# function, what. As public reports have it of releases since 2022, but for the lines of take and bernoulli; lines move from release to release.
+OF_INDEX = "IndexKernel.cu:94: operator()", '-sizes[i] <= index && index < sizes[i] && "index out of bounds"'
+OF_SELECTION = "Indexing.cu:1478: indexSelectSmallIndex", "srcIndex < srcSelectDimSize"
+OF_SCATTER = "ScatterGatherKernel.cu:144: operator()", 'idx_dim >= 0 && idx_dim < index_size && "index out of bounds"'
+OF_TAKE = (
+    "IndexKernel.cu:252: operator()",
+    'idx < numel && idx >= -numel && "cuda_take_put_kernel() index out of bounds"',
+)
+ASSERTIONS = {
+    "nll_loss2d": ("NLLLoss2d.cu:106: nll_loss2d_forward_kernel", "t >= 0 && t < n_classes"),
+    "nll_loss": ("Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d", "t >= 0 && t < n_classes"),
+    "embedding": OF_SELECTION,
+    "index_select": OF_SELECTION,
+    "index": OF_INDEX,
+    "_unsafe_index": OF_INDEX,
+    "gather": OF_SCATTER,
+    "scatter": OF_SCATTER,
+    "take": OF_TAKE,
+    "put": OF_TAKE,
+    "binary_cross_entropy": ("Loss.cu:92: operator()", "input_val >= zero && input_val <= one"),
+    "bernoulli": ("DistributionTemplates.h:647: operator()", "0 <= p && p <= 1"),
+    "multinomial": (
+        "TensorCompare.cu:106: _assert_async_cuda_kernel",
+        "probability tensor contains either `inf`, `nan` or element < 0",
+    ),
+    "_assert_async": ("TensorCompare.cu:106: _assert_async_cuda_kernel", "input[0] != 0"),
+}
+PRINTED = 8  # lines of one assert: CUDA prints one for each thread
 # Where CUDA's documentation explains its errors, of which PyTorch explains only the first (c10/cuda/CUDAMiscFunctions.cpp)
 ERRORS_OF_CUDA = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
 # What has to be free on the GPU, beside all that PyTorch's allocator keeps, when cuDNN makes its handle. NVIDIA prints
@@ -53,6 +82,32 @@ def cudnn_not_initialized() -> RuntimeError:
 def in_kernel(error: Exception) -> bool:
     """Would a GPU find this in a kernel, and not on the host?"""
     return SEEN_BY_KERNEL.search(str(error)) is not None
+
+
+def assertions(name: str, args) -> str:
+    """What CUDA prints where this operation's kernel asserts: a line for each of the first threads that do, each with one number."""
+    where, what = next((said for begin, said in ASSERTIONS.items() if name.startswith(begin)), OF_INDEX)
+    lines = [
+        f"/pytorch/aten/src/ATen/native/cuda/{where}: block: [{at // 128},0,0], thread: [{at % 128},0,0] Assertion `{what}` failed."
+        for at in _offending(name, args)
+    ]
+    return "\n".join(lines)
+
+
+def _offending(name: str, args) -> list[int]:
+    """Places of the first numbers that a kernel asserts of; the first place where that is not looked up."""
+    tensors = [value for value in args[:3] if isinstance(value, torch.Tensor)]
+    wrong = None
+    if name.startswith("nll_loss"):
+        target, classes, ignored = args[1], args[0].shape[1 if args[0].dim() > 1 else 0], args[4]
+        wrong = (target != ignored) & ((target < 0) | (target >= classes))
+    elif name.startswith("binary_cross_entropy"):
+        wrong = ~((args[0] >= 0) & (args[0] <= 1))
+    elif name == "embedding":
+        wrong = (args[1] < 0) | (args[1] >= args[0].shape[0])
+    elif name.startswith(("index_select", "gather", "scatter")) and len(tensors) > 1:
+        wrong = (tensors[1] < 0) | (tensors[1] >= args[0].shape[args[1]])
+    return [0] if wrong is None else wrong.flatten().nonzero().flatten()[:PRINTED].tolist() or [0]
 
 
 def undefined(func, returns, args, kwargs):

@@ -43,7 +43,9 @@ class ProcessGroupNCCL(_compat.Gloo):
     supports_coalescing = True
     supports_time_estimate = False
     communicators: "Communicators | None" = None  # of the session that it is of
-    worlds = 0  # that this process has been in: a later one's addresses lie beside those of the first in torchrun's store
+    worlds = (
+        0  # that this process has been in: a later one's addresses lie beside those of the first in torchrun's store
+    )
 
     def __init__(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None):
         limit = timeout or getattr(options, "_timeout", None) or timedelta(minutes=10)

@@ -144,7 +144,7 @@ class Dispatch(_compat.TorchDispatchMode):
         if op.unsupported is not None and gpu is not None:
             op.unsupported(*args, **kwargs)
         waits = 0 if op.waits is None else op.waits(args, kwargs)
-        asserts = False
+        asserts = ""
         if (dry_runs.some or machine.always_dry) and machine.dry:
             if on_meta.Marks.some:
                 on_meta.check(op, args, tensors)
@@ -205,7 +205,7 @@ class Dispatch(_compat.TorchDispatchMode):
                 pinned = is_pinned(args[0]) or is_pinned(args[1])
                 copies.charge(machine, *args[:2], (target, source), len(args) > 2 and args[2], pinned)
         if asserts:
-            clock.stop(gpu.index)
+            clock.stop(gpu.index, asserts)
         return out
 
 

@@ -22,22 +22,22 @@ class Eager:
         self.machine = machine
 
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU):
-        """(the result, whether a kernel would have asserted). Raises torch.OutOfMemoryError before the host allocates."""
+        """(the result, what a kernel would print that asserts). Raises torch.OutOfMemoryError before the host allocates."""
         if op.may_be_large:
             self._require(op, args, kwargs, tensors, gpu)
         try:
             if op.apart:
                 if op.random:
-                    return self._draw(op, args, kwargs, gpu), False
+                    return self._draw(op, args, kwargs, gpu), ""
                 if tensors[0].dtype in halves.OPERATIONS[op.func]:
-                    return halves.run(op, args, kwargs, tensors), False
-            return op.on_gpu(*args, **kwargs), False
+                    return halves.run(op, args, kwargs, tensors), ""
+            return op.on_gpu(*args, **kwargs), ""
         except (IndexError, RuntimeError) as error:
             if shapes := [tensor for tensor in tensors if _compat.is_really_meta(tensor)]:
                 raise errors.no_data(made_in_dry_run=any(gpu_of(shape) for shape in shapes)) from None
             if errors.in_kernel(error):
                 with self.machine.untracked():
-                    return errors.undefined(op.func, op.returns, args, kwargs), True
+                    return errors.undefined(op.func, op.returns, args, kwargs), errors.assertions(op.name, args)
             if errors.host_refused(error):
                 needed = self._result_bytes(op, args, kwargs)
                 gpu.require(needed)

@@ -11,6 +11,7 @@ no time here: the clock knows GPUs, and the host only as the one who launches.
 All times are in seconds since the GPUs were made.
 """
 
+import sys
 from collections.abc import Callable
 
 from torch import Tensor
@@ -57,6 +58,7 @@ class Clock(HostTime):
         super().reset(gpus)
         self.watched = False
         self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
+        self.asserted: dict[int, str] = {}  # and what is still to be printed of it
         self.copies = {(gpu, way): Engine() for gpu in range(gpus) for way in ("in", "out", "peer")}
         self.computing = [0.0] * gpus
         self.collectives.reset(gpus)
@@ -172,9 +174,10 @@ class Clock(HostTime):
         if self.blocking:
             self.wait(gpu)
 
-    def stop(self, gpu: int) -> None:
-        """The kernel launched last asserts: calls fail from the moment at which it runs."""
+    def stop(self, gpu: int, said: str = "") -> None:
+        """The kernel launched last asserts, and prints what is `said`: calls fail from the moment at which it runs."""
         self.stopped.setdefault(gpu, self.current(gpu).ready)
+        self.asserted.setdefault(gpu, said)
         if self.blocking:
             self.wait(gpu)
 
@@ -183,6 +186,9 @@ class Clock(HostTime):
         if gpu in self.stopped:
             local = self.local
             if self.stopped[gpu] <= (local.now if local.backward is None else local.backward[gpu]):
+                if said := self.asserted.get(gpu):
+                    print(said, file=sys.stderr, flush=True)
+                    self.asserted[gpu] = ""
                 raise device_assert(self.blocking)
 
     def between(self, source: int, target: int, seconds: float) -> None:

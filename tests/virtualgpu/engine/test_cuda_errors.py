@@ -65,6 +65,32 @@ def test_an_assert_does_not_show_at_once_but_at_the_next_synchronization_and_sta
     assert torch.ones(2, device=CUDA0).sum().item() == 2
 
 
+SAID = {
+    "cross_entropy": ("Loss.cu", "thread: [1,0,0] Assertion `t >= 0 && t < n_classes` failed."),
+    "negative label": ("Loss.cu", "thread: [1,0,0] Assertion `t >= 0 && t < n_classes` failed."),
+    "embedding": ("Indexing.cu", "thread: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed."),
+    "index": ("IndexKernel.cu", '`-sizes[i] <= index && index < sizes[i] && "index out of bounds"` failed.'),
+    "gather": ("ScatterGatherKernel.cu", '`idx_dim >= 0 && idx_dim < index_size && "index out of bounds"` failed.'),
+    "bce": ("Loss.cu", "`input_val >= zero && input_val <= one` failed."),
+    "_assert_async": ("TensorCompare.cu", "`input[0] != 0` failed."),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_cuda_prints_the_assertion_once_before_the_error(name, capfd):
+    virtualgpu.gpus(1)
+    KERNELS[name]()
+    assert "Assertion" not in capfd.readouterr().err
+    for lines in (1, 0):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            torch.cuda.synchronize()
+        said = capfd.readouterr().err
+        assert said.count("Assertion") == lines
+        if lines:
+            file, words = SAID.get(name, ("", ""))
+            assert said.startswith("/pytorch/aten/src/ATen/native/cuda/" + file) and words in said
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_with_launch_blocking_the_guilty_line_fails(kernel, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
