@@ -208,7 +208,9 @@ def test_the_tables_are_not_written_from_some_programs_alone(tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", ["accuracy", "one_card", "--write"])
     with pytest.raises(SystemExit):
         command.main()
-    assert "--write needs the rows of all: there are none yet of bert_large, data_parallel, ddp" in capsys.readouterr().err
+    assert (
+        "--write needs the rows of all: there are none yet of bert_large, data_parallel, ddp" in capsys.readouterr().err
+    )
 
 
 def test_each_published_figure_of_sharded_models_is_among_those_that_notebook_09_shows():

@@ -2,18 +2,20 @@
 
 Numbers are those of the CPU's layers, whose scratch memory is no concern of a GPU. The backward pass computes the forward pass
 again, so that nothing of it has to be kept but what cuDNN keeps: its reserve, whose bytes count and whose contents do not. Weights stay
-apart, and are taken as they lie; cuDNN has them in one buffer (flatten_parameters), which rounds their bytes up but once.
+apart, and are taken as they lie; cuDNN has them in one buffer (flatten_parameters), which rounds their bytes up but once. Weights that have
+left it (deepcopy, a new Parameter, load_state_dict(assign=True)) are copied into another one by each call, as cudnn/RNN.cpp does.
 """
 
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import gpu_of
+from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.operations import tensors_of
 from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.timing.costs import formula
+from virtualgpu.timing.kinds import copying
 
 aten = torch.ops.aten
 RELU, TANH, LSTM, GRU = range(4)  # cuDNN's numbers of them, cudnnRNNMode_t
@@ -29,6 +31,25 @@ KEPT = {RELU: 1, TANH: 1, LSTM: 5, GRU: 6}
 
 # What cuDNN works in, at least, for each direction: 16 MiB on an H100 for the smallest layers, and up to 46 for one of 256 units
 WORKSPACE = 16 << 20
+
+
+APART = (
+    "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted at every call, possibly "
+    "greatly increasing memory usage. To compact weights again call flatten_parameters()."
+)
+
+
+def flatten(weights) -> None:
+    """These weights of GPUs are in one buffer from now on."""
+    chunk = object()
+    for place, weight in enumerate(weights):
+        allocation_of(weight).chunk = chunk, place
+
+
+def are_flat(weights) -> bool:
+    """Are they still in one buffer, in this order?"""
+    chunks = [getattr(allocation_of(weight), "chunk", None) for weight in weights]
+    return None not in chunks and chunks == [(chunks[0][0], place) for place in range(len(chunks))]
 
 
 def on_cudnn(dtype: torch.dtype, gpu) -> bool:
@@ -99,16 +120,17 @@ class Layers:
 
 
 def forward(dispatch, func, args, kwargs):
-    """`_cudnn_rnn`: (output, hy, cy, reserve, an empty tensor in place of the flat weights).
+    """`_cudnn_rnn`: (output, hy, cy, reserve, the buffer that weights which lie apart were copied into, or an empty tensor).
 
     NotImplemented for tensors on the CPU. Raises RuntimeError for tensors on several devices or of several types, and for states that
     are not contiguous.
     """
-    input, weights, stride, _, hx, cx, *rest = args
+    input, weights, stride, flat, hx, cx, *rest = args
     gpu = gpu_of(input)
     if gpu is None:
         return NotImplemented
     gpu = dispatch.machine.own(gpu)
+    copied = weights if flat is None else []
     _check(input, weights, [tensor for tensor in (hx, cx) if tensor is not None])
     layers = Layers(*rest)
     with dispatch.machine.untracked():
@@ -118,9 +140,13 @@ def forward(dispatch, func, args, kwargs):
         if not dispatch.machine.dry:
             require_room([*(shape.nbytes for shape in shapes), size], gpu)
             made = [tensor.detach() for tensor in layers.run(input, weights, stride, hx, cx)]
-        made += [made[0].new_empty(size, dtype=torch.uint8), made[0].new_empty(0)]
-    gpu.lend([WORKSPACE * layers.directions])
-    dispatch.timing.book(KERNELS[func], args, tensors_of(args[:6], {}), made, gpu)
+        buffer = made[0].new_empty(sum(weight.numel() for weight in copied))
+        made += [made[0].new_empty(size, dtype=torch.uint8), buffer]
+    for weight in copied:
+        dispatch.clock.launch(gpu.index, gpu.kernels.moving(2 * weight.nbytes, copying(weight)), "copy_")
+    gpu.lend([WORKSPACE * layers.directions, *([buffer.nbytes] if copied else [])])
+    read = tensors_of((input, weights, hx, cx), {})
+    dispatch.timing.book(KERNELS[func], args, read, made, gpu)
     return tuple(made)
 
 

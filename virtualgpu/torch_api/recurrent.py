@@ -1,6 +1,9 @@
 """The functions behind nn.LSTM, GRU and RNN, and behind LSTMCell and GRUCell: C++ asks where their tensors really are, and takes the CPU's
 way; here it is cuDNN's, and CUDA's of the cells."""
 
+import sys
+import warnings
+
 import torch
 from torch import nn
 from torch.backends import cudnn
@@ -25,11 +28,25 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def install(machine: Machine, patches: Patches) -> None:
     """Replace torch.lstm, gru, rnn_tanh and rnn_relu, and what flatten_parameters asks."""
     patches.replace(cudnn, "is_acceptable", _is_acceptable)
-    patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)
+    patches.replace(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    patches.stand_in(torch, "_cudnn_rnn_flatten_weight", _flatten)
+    patches.stand_in(nn.RNNBase, "__setstate__", _set_state)
     for name, mode in MODES.items():
         patches.stand_in_builtin((torch, _compat.VF), name, _layers, machine, mode)
     for name in CELLS:
         patches.stand_in_builtin((torch, _compat.VF), name, _cell, machine, name)
+
+
+def _flatten(original, weights, *args):
+    """What flatten_parameters calls, once it knows that cuDNN takes the weights."""
+    return recurrent.flatten(weights) if all(map(gpu_of, weights)) else original(weights, *args)
+
+
+def _set_state(original, layers: nn.RNNBase, state) -> None:
+    """A file, or a pipe, keeps what weights have in common, their buffer; a deep copy makes one of each."""
+    original(layers, state)
+    if sys._getframe(2).f_globals.get("__name__") != "copy":
+        layers.flatten_parameters()
 
 
 def _layers(machine: Machine, mode: int, original, *args):
@@ -47,7 +64,10 @@ def _layers(machine: Machine, mode: int, original, *args):
     if dropout and train and count > 1:
         seed = torch.randint(1 << 62, (1,), device=input.device)
     settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
-    made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, None, hx, cx, *settings)
+    flat = weights[0].detach() if recurrent.are_flat(weights) else None
+    if flat is None:
+        warnings.warn(recurrent.APART, stacklevel=3)
+    made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, flat, hx, cx, *settings)
     return made[: 3 if cx is not None else 2]
 
 

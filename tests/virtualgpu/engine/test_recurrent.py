@@ -1,5 +1,10 @@
 """nn.LSTM, GRU and RNN are one kernel of cuDNN a GPU: the CPU's numbers, cuDNN's memory, and what cuDNN refuses."""
 
+import contextlib
+import copy
+import io
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -130,6 +135,66 @@ def test_weights_stay_where_they_are(gpus):
     with torch.no_grad():
         layer.weight_ih_l0.mul_(2)
     assert not torch.equal(layer(x)[0], before)
+
+
+def _data(layer):
+    layer.weight_ih_l0.data = layer.weight_ih_l0.data.clone()
+    return layer
+
+
+def _again(layer):
+    _data(layer).flatten_parameters()
+    return layer
+
+
+def _replaced(layer):  # forward flattens what is new in `_parameters` (RNNBase._update_flat_weights)
+    layer.weight_hh_l0 = nn.Parameter(torch.randn_like(layer.weight_hh_l0))
+    return layer
+
+
+def _assigned(layer):
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    return layer
+
+
+def _loaded(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+APART = {
+    "fresh": (lambda layer: layer, False),
+    "moved": (lambda layer: layer.cpu().double().cuda().float(), False),
+    "flattened again": (_again, False),
+    "replaced": (_replaced, False),
+    "assigned": (_assigned, False),
+    "loaded whole": (_loaded, False),
+    "data": (_data, True),
+    "deepcopy": (copy.deepcopy, True),
+}
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("name", APART)
+def test_weights_that_lie_apart_are_copied_together_by_each_call(name, dry):
+    change, apart = APART[name]
+    virtualgpu.gpus(1)
+    if dry and name == "loaded whole":
+        pytest.skip("a dry run saves nothing to memory")
+    with virtualgpu.dry_run() if dry else contextlib.nullcontext(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        layer, x = change(nn.LSTM(64, 64).cuda()), torch.zeros(3, 2, 64, device="cuda")
+        seen.clear()
+        with torch.no_grad():
+            layer(x)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            layer(x)
+        weights = sum(weight.nbytes for weight in layer.parameters())
+        extra = torch.cuda.max_memory_allocated() - before - WORKSPACE
+    said = [str(warning.message) for warning in seen if "contiguous chunk" in str(warning.message)]
+    assert len(said) == 2 * apart and (extra >= weights) == apart
 
 
 def test_where_it_is_not_cudnns(gpus):
