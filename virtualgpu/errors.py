@@ -142,6 +142,14 @@ def _cuda_error(code: int, name: str, what: str, blocking: bool = False) -> Runt
     return error
 
 
+def without_cpu_kernel(name: str) -> NotImplementedError:
+    """The error of PyTorch for an operation that has a kernel for CUDA alone, on the CPU's tensor."""
+    return NotImplementedError(
+        f"Could not run 'aten::{name}' with arguments from the 'CPU' backend: PyTorch has a CUDA kernel of it alone. "
+        "Move the tensors to a GPU first"
+    )
+
+
 def forked() -> RuntimeError:
     """The error of PyTorch for a GPU used in a process that was forked from one that had used it."""
     return RuntimeError(

@@ -15,7 +15,7 @@ from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized
 from virtualgpu.hardware.settings import DATASHEET, MachineSettings
 from virtualgpu.hardware.specs import MIB, Spec
 from virtualgpu.memory.allocator import CachingAllocator
-from virtualgpu.memory.ledger import Ledger
+from virtualgpu.memory.ledger import PLAYED_PID, Ledger
 from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.kernels import Kernels
 
@@ -59,23 +59,26 @@ class GPU:
         """From now on its memory is shared with the other processes that keep this ledger."""
         with self.lock:  # another thread's malloc asks both, or none
             note = functools.partial(self.note, ledger)
-            self.memory.share(functools.partial(ledger.others, self.physical), ledger.lock, note)
+            self.memory.share(functools.partial(ledger.processes, self.physical), ledger.lock, note)
 
     def note(self, ledger: Ledger, memory: CachingAllocator) -> None:
         """Write down what this process holds of it."""
         held = memory.reserved + memory.context
-        ledger.note(self.physical, held, memory.peak_allocated, memory.peak_reserved)
+        ledger.note(self.physical, held, memory.peak_allocated, memory.peak_reserved, memory.occupied)
 
     @contextlib.contextmanager
-    def leaving(self, nbytes: int) -> Iterator[None]:
-        """In this block another process holds all that is free now but so many bytes."""
+    def leaving(self, nbytes: int, container: bool = False) -> Iterator[None]:
+        """In this block another process holds all that is free now but so many bytes. container: this one's pid is the host's."""
+        before = self.memory.host_pid
         with self.lock:
+            self.memory.host_pid = PLAYED_PID + 1 if container else before
             taken = max(0, self.settled().free_on_gpu - nbytes)
             self.memory.occupy(taken)
         try:
             yield
         finally:
             with self.lock:
+                self.memory.host_pid = before
                 self.memory.occupy(-taken)
 
     def malloc(self, nbytes: int):

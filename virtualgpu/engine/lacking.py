@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from virtualgpu import _compat
+from virtualgpu import _compat, errors
 from virtualgpu.engine import rms_norm, shapes_alone, synced_batch_norm
 from virtualgpu.engine.allocation import allocation_of, gpu_of
 
@@ -30,18 +30,10 @@ def _of_gpus(name: str, kernel):
     @functools.wraps(kernel)
     def on_gpu(first, *args, **kwargs):
         if gpu_of(first) is None:
-            raise of_cpu(name)
+            raise errors.without_cpu_kernel(name)
         return kernel(first, *args, **kwargs)
 
     return on_gpu
-
-
-def of_cpu(name: str) -> NotImplementedError:
-    """A tensor of the CPU meets a kernel that only CUDA has."""
-    return NotImplementedError(
-        f"Could not run 'aten::{name}' with arguments from the 'CPU' backend: PyTorch has a CUDA kernel of it alone. "
-        "Move the tensors to a GPU first"
-    )
 
 
 def record_stream(tensor, stream) -> None:

@@ -7,6 +7,7 @@ import opcode
 
 import torch
 
+from virtualgpu import errors
 from virtualgpu.engine import cells, lacking, mixed_batch_norm, recurrent, sdpa
 from virtualgpu.engine.allocation import gpu_of, gpu_of_storage, is_pinned, pin
 from virtualgpu.engine.frames import callers_frame
@@ -16,10 +17,10 @@ aten = torch.ops.aten
 
 
 def record_stream(dispatch, func, args, kwargs):
-    """Tensor.record_stream. Raises NotImplementedError for the CPU's, RuntimeError for a tensor of GPUs that were replaced."""
+    """Tensor.record_stream. Raises NotImplementedError for the CPU's tensor, RuntimeError for one of GPUs that were replaced."""
     gpu = gpu_of(args[0])
     if gpu is None:
-        raise lacking.of_cpu("record_stream")
+        raise errors.without_cpu_kernel("record_stream")
     dispatch.machine.own(gpu)
     lacking.record_stream(*args[:2])
 

@@ -29,19 +29,22 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".ledger"
+# The process that `other_process` plays; above Linux's largest pid (2^22), so that it is nobody's
+PLAYED_PID = (1 << 22) + 1
 # A file is words of 8 bytes, in this machine's order. At its head:
 PID, STARTED, RANK, BORN, LAST, ENDED = range(6)
 # what its collectives came to (the last three are floats: seconds)
 COUNT, BYTES, LASTED, HIDDEN, WAITED, HEAD = 8, 9, 10, 11, 12, 16
-# and then for each GPU; the last three are floats:
-USED, ALLOCATED, RESERVED, BUSY, NOW, COMPUTING, EACH = 0, 1, 2, 3, 4, 5, 8
+# and then for each GPU; BUSY, NOW and COMPUTING are floats:
+USED, ALLOCATED, RESERVED, BUSY, NOW, COMPUTING, PLAYED, EACH = 0, 1, 2, 3, 4, 5, 6, 8
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
 
 
 class Usage(NamedTuple):
     """One process on one GPU: bytes held now (context included), peaks of its tensors and its segments, simulated seconds.
-    busy: as nvidia-smi counts, with NCCL's kernels; computing: other kernels alone."""
+    busy: as nvidia-smi counts, with NCCL's kernels; computing: other kernels alone.
+    played: bytes of another process that this one plays (`other_process`)."""
 
     used: int
     peak_allocated: int
@@ -49,6 +52,7 @@ class Usage(NamedTuple):
     busy: float
     now: float
     computing: float = 0.0
+    played: int = 0
 
 
 class Communication(NamedTuple):
@@ -89,11 +93,11 @@ class Ledger:
         self._floats: Any = None
         _ledgers.add(self)
 
-    def note(self, gpu: int, used: int, allocated: int = 0, reserved: int = 0) -> None:
-        """This process now holds `used` bytes of the GPU; of peaks, the largest noted counts."""
+    def note(self, gpu: int, used: int, allocated: int = 0, reserved: int = 0, played: int = 0) -> None:
+        """This process now holds `used` bytes of the GPU, and plays another with `played`; of peaks, the largest noted counts."""
         words = self._words or self._open()
         index = HEAD + EACH * gpu
-        words[index] = used
+        words[index], words[index + PLAYED] = used, played
         if allocated > words[index + ALLOCATED]:
             words[index + ALLOCATED] = allocated
         if reserved > words[index + RESERVED]:
@@ -122,12 +126,12 @@ class Ledger:
 
     def others(self, gpu: int) -> int:
         """What other living processes hold of a GPU."""
+        return sum(used for _, used in self.processes(gpu))
+
+    def processes(self, gpu: int) -> list[tuple[int, int]]:
+        """Pid and bytes of each other living process that holds some of a GPU."""
         mine = os.getpid()
-        return sum(
-            entry.gpus[gpu].used
-            for entry in entries(self.folder)
-            if entry.pid != mine and gpu < len(entry.gpus) and entry.gpus[gpu].used and entry.alive()
-        )
+        return _holding([entry for entry in entries(self.folder) if entry.pid != mine], gpu)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -150,7 +154,7 @@ class Ledger:
         """This process gives everything back. Its peaks and times stay for the table."""
         if self._words is not None:
             for gpu in range(self.gpus):
-                self._words[HEAD + EACH * gpu + USED] = 0
+                self._words[HEAD + EACH * gpu + USED] = self._words[HEAD + EACH * gpu + PLAYED] = 0
             self._words[ENDED] = 1
 
     @property
@@ -189,7 +193,7 @@ class Board:
 
     def processes(self, gpu: int) -> list[tuple[int, int]]:
         """Pid and bytes of each process that holds some of this GPU."""
-        return [(entry.pid, usage.used) for entry, usage in self._living(gpu) if usage.used]
+        return _holding(entries(self.folder) if self.folder else [], gpu)
 
     def busy(self, gpu: int) -> tuple[float, float]:
         """For how long its kernels ran, NCCL's too, of how many simulated seconds, so far."""
@@ -199,6 +203,15 @@ class Board:
     def _living(self, gpu: int) -> list[tuple[Entry, Usage]]:
         known = entries(self.folder) if self.folder else []
         return [(entry, entry.gpus[gpu]) for entry in known if gpu < len(entry.gpus) and entry.alive()]
+
+
+def _holding(known: list[Entry], gpu: int) -> list[tuple[int, int]]:
+    held = []
+    for entry in known:
+        usage = entry.gpus[gpu] if gpu < len(entry.gpus) else None
+        if usage is not None and (usage.used or usage.played) and entry.alive():
+            held += [(entry.pid, usage.used), (PLAYED_PID, usage.played)]
+    return [(pid, used) for pid, used in held if used]
 
 
 def share(busy: tuple[float, float], before: tuple[float, float]) -> float:
@@ -237,6 +250,7 @@ def _read(content: bytes) -> Entry | None:
             real[index + BUSY],
             real[index + NOW],
             real[index + COMPUTING],
+            words[index + PLAYED],
         )
         for index in range(HEAD, len(words), EACH)
     ]

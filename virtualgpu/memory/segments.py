@@ -20,12 +20,11 @@ from virtualgpu.memory.blocks import (
 )
 from virtualgpu.memory.config import UNLIMITED, Config, from_environment
 from virtualgpu.memory.expandable import Expandable
+from virtualgpu.memory.ledger import PLAYED_PID
 from virtualgpu.memory.statistics import Statistics
 from virtualgpu.memory.untimed import Timeline, Untimed
 
 EXABYTE = 1 << 60
-
-PLAYED = (1 << 22) + 1  # one above the largest pid of Linux (PID_MAX_LIMIT)
 
 
 class Segments:
@@ -37,7 +36,10 @@ class Segments:
     it and `on_reserved`. history, listeners: see `tell`.
     """
 
-    _occupied = 0  # see `occupy`; of the class, since Python looks up no more than 30 attributes of an object fast
+    # See `occupy`, `share` and `GPU.leaving`; of the class, since Python looks up no more than 30 attributes of an object fast
+    occupied = 0
+    host_pid: int | None = None
+    processes: Callable[[], list[tuple[int, int]]] = list  # of the other processes: pid and bytes
 
     def __init__(
         self,
@@ -78,20 +80,18 @@ class Segments:
     def others_held(self) -> int:
         """Bytes of the GPU that other processes hold."""
         others = self.others
-        return self._occupied + (others() if callable(others) else others)
+        return self.occupied + (others() if callable(others) else others)
 
-    def share(self, others: Callable[[], int], exclusive: Callable, on_reserved: Callable) -> None:
-        """Other processes use this GPU, too; for the arguments see the class."""
-        self.others, self.exclusive, self.on_reserved = others, exclusive, on_reserved
+    def share(self, processes: Callable[[], list[tuple[int, int]]], exclusive: Callable, on_reserved: Callable) -> None:
+        """Other processes, each with pid and bytes, use this GPU, too; for the other arguments see the class."""
+        self.others = lambda: sum(nbytes for _, nbytes in processes())
+        self.processes, self.exclusive, self.on_reserved = processes, exclusive, on_reserved
 
     def occupy(self, nbytes: int) -> None:
         """Another process, which is only played, takes so much more; less, for a negative number."""
-        self._occupied += nbytes
-
-    @property
-    def played(self) -> list[tuple[int, int]]:
-        """[(pid, bytes)] of the process that `occupy` plays: a pid that no process of this machine can have."""
-        return [(PLAYED, self._occupied)] if self._occupied else []
+        self.occupied += nbytes
+        if self.on_reserved is not None:
+            self.on_reserved(self)
 
     @property
     def free_on_gpu(self) -> int:
@@ -269,13 +269,18 @@ class Segments:
 
     def _message(self, segment: int) -> str:
         allowed = f"{format_size(self.limit)} allowed; " if self.limited else ""
-        allocated = self.statistics.now(1)
-        others = "".join(f"Process {pid} has {format_size(used)} memory in use. " for pid, used in self.played)
+        allocated, own = self.statistics.now(1), format_size(self.reserved + self.context)
+        played = [(PLAYED_PID, self.occupied)] if self.occupied else []
+        held = "".join(
+            f"Process {pid} has {format_size(used)} memory in use. " for pid, used in self.processes() + played
+        )
+        # In a container PyTorch does not find itself among the pids, which are the host's (reportProcessMemoryInfo)
+        who = "Including non-PyTorch memory, this process" if self.host_pid is None else f"Process {self.host_pid}"
         return (
             f"CUDA out of memory. Tried to allocate {format_size(segment)}. "
             f"GPU {self.device} has a total capacity of {format_size(self.capacity)} "
-            f"of which {format_size(self.free_on_gpu)} is free. {others}"
-            f"Including non-PyTorch memory, this process has {format_size(self.reserved + self.context)} memory in use. "
+            f"of which {format_size(self.free_on_gpu)} is free. "
+            f"{held}{who} has {own} memory in use. "
             f"{allowed}Of the allocated memory {format_size(allocated)} is allocated by PyTorch, and "
             f"{format_size(self.reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but "
             "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "

@@ -165,14 +165,16 @@ def sanitize() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def other_process(leave: int | str, device: int = 0) -> Iterator[None]:
+def other_process(leave: int | str, device: int = 0, container: bool = False) -> Iterator[None]:
     """In this block, another process holds all of a GPU's free memory but `leave` (bytes, or text such as "40 MB").
 
-    On real GPUs there is such a process; it ends with the block, or with this one.
+    Messages of OutOfMemoryError, NVML and nvidia-smi name it by a pid that no process has. container: as in a container, where pids are
+    the host's, so that PyTorch does not find its own: its message says "Process N has ..." of this process too, and "this process"
+    nowhere; real GPUs say what is. On real GPUs there is such a process; it ends with the block, or with this one.
     """
     leave, machine = parse_size(leave), session.machine()
     if machine is not None:
-        with machine.gpus[device].leaving(leave):
+        with machine.gpus[device].leaving(leave, container):
             yield
         return
     with subprocess.Popen(

@@ -18,7 +18,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from virtualgpu import environment
-from virtualgpu.memory.ledger import Board, share
+from virtualgpu.memory.ledger import PLAYED_PID, Board, share
 
 if TYPE_CHECKING:
     from virtualgpu.engine.machine import Machine
@@ -66,9 +66,9 @@ class _OfMachine:
 
     def processes(self, gpu: int) -> list[tuple[int, int]]:
         memory = self.machine.gpus[gpu].settled()
-        others = memory.played
-        held = memory.capacity - memory.free_on_gpu - sum(used for _, used in others)
-        return [*others, (os.getpid(), held)]
+        own = memory.host_pid or os.getpid(), memory.reserved + memory.context
+        held = [*memory.processes(), (PLAYED_PID, memory.occupied), own]
+        return [(pid, used) for pid, used in held if used]
 
     def busy(self, gpu: int) -> tuple[float, float]:
         clock = self.machine.clock

@@ -232,3 +232,11 @@ def test_torchsummary_runs_on_its_default_device(capsys):
 def test_what_the_cpu_has_no_kernel_of_says_so(gpus):
     with pytest.raises(NotImplementedError, match="aten::_cslt_compress runs on GPUs alone"):
         torch._cslt_compress(torch.ones(32, 32, dtype=torch.float16, device="cuda"))
+
+
+def test_record_stream_of_the_cpus_tensor():
+    virtualgpu.gpus(1)
+    with pytest.raises(
+        NotImplementedError, match=r"^Could not run 'aten::record_stream' with arguments from the 'CPU' backend"
+    ):
+        torch.ones(1).record_stream(torch.cuda.Stream())

@@ -57,14 +57,14 @@ def test_others_are_counted_while_they_live(other, tmp_path):
     other.wait()
     assert mine.others(1) == 0
     (entry,) = [entry for entry in entries(str(tmp_path)) if entry.pid == other.pid]
-    assert entry.gpus[1] == (500, 100, 200, 0.5, 2.0, 0.5) and not entry.ended  # for the table
+    assert entry.gpus[1] == (500, 100, 200, 0.5, 2.0, 0.5, 0) and not entry.ended  # for the table
 
 
 def test_ending_gives_back_and_keeps_peaks(other, tmp_path):
     other.tell("end")
     assert Ledger(str(tmp_path), 2).others(1) == 0
     (entry,) = entries(str(tmp_path))
-    assert entry.ended and entry.gpus[1] == (0, 100, 200, 0.5, 2.0, 0.5)
+    assert entry.ended and entry.gpus[1] == (0, 100, 200, 0.5, 2.0, 0.5, 0)
 
 
 def test_a_pid_that_came_again_is_another_process(other, tmp_path):

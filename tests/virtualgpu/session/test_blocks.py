@@ -1,10 +1,14 @@
 """Another process on the GPU, for as long as a block lasts."""
 
+import os
+
 import pytest
 import torch
 
 import virtualgpu
+from virtualgpu.memory.ledger import PLAYED_PID
 from virtualgpu.session.blocks import other_process
+from virtualgpu.torch_api import nvml
 
 MIB = 1 << 20
 
@@ -27,6 +31,22 @@ def test_another_process_leaves_what_it_is_told_to_and_goes(gpu):
     with other_process(leave="1 GB"):  # there is less: it takes nothing
         assert torch.cuda.mem_get_info()[0] == free
     assert held.nbytes == torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("container", [False, True], ids=["host", "container"])
+def test_the_other_process_has_a_pid_of_its_own(gpu, container):
+    held = torch.zeros(MIB, device=gpu)
+    other, own = PLAYED_PID, PLAYED_PID + 1 if container else os.getpid()
+    who = f"Process {own}" if container else "Including non-PyTorch memory, this process"
+    with other_process(leave="20 MB", container=container):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.zeros(20 * MIB, device=gpu)
+        told = dict(nvml._OfMachine(virtualgpu.machine()).processes(0))
+    words = (
+        f"20.00 MiB is free. Process {other} has 216.00 MiB memory in use. {who} has 20.00 MiB memory in use. Of the"
+    )
+    assert words in str(caught.value)
+    assert told == {other: 216 * MIB, own: 20 * MIB} and held.nbytes
 
 
 def test_two_other_processes_at_once(gpu):
