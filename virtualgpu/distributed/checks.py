@@ -124,6 +124,11 @@ def parts(call: Call, rank: int, size: int) -> None:
             )
 
 
+def _sizes(tensor: torch.Tensor) -> str:
+    """As c10d's toString has it (Utils.hpp): one size without a comma."""
+    return f"({', '.join(map(str, tensor.shape))})"
+
+
 def rooted(call: Call, rank: int, size: int) -> None:
     """The root of a gather or scatter gives a list with a tensor for each rank, the others give none."""
     name, scatters = f"ProcessGroupNCCL::{call.kind}", call.collective.scatters
@@ -150,5 +155,5 @@ def rooted(call: Call, rank: int, size: int) -> None:
                 )
             if tensor.shape != one.shape:
                 raise ValueError(
-                    f"{name}: invalid tensor size at index {index} (expected {tuple(one.shape)}, got {tuple(tensor.shape)})"
+                    f"{name}: invalid tensor size at index {index} (expected {_sizes(one)}, got {_sizes(tensor)})"
                 )
