@@ -8,7 +8,7 @@ whole numbers; `layer_norm`: of half precision; `layouts`: contiguous results; `
 on shapes alone (`values`: shadow values, `sized`: shapes by them, `on_meta`: what the program put there, `refused`: what it does not take,
 `meta_results`: what PyTorch says wrong of shapes). `unsupported` and `nondeterministic` refuse what CUDA does, `words` in its words, with
 `scalar_types`. `workspaces`, `convolution_workspaces`, `reductions` and `temporaries` are memory that kernels take while they run, `copies`
-what goes from place to place, `in_flight` what collectives still fill; `timing` tells the clock. `factories` are operations that make a tensor, `overrides` those that are like no other, with `recurrent`, `cells`,
+what goes from place to place, `in_flight` what collectives still fill; `timing` tells the clock, `host_waits` for what the host waits. `factories` are operations that make a tensor, `overrides` those that are like no other, with `recurrent`, `cells`,
 `sdpa` (`sdpa_backends` says which kernel), `rms_norm`, `mixed_batch_norm`, `nested` and `flex_attention`; `lacking` registers kernels that PyTorch has for CUDA alone (`synced_batch_norm`) or lacks on shapes (`shapes_alone`), `extensions` is for other
 people's.
 """

@@ -64,8 +64,10 @@ def _layers(machine: Machine, mode: int, original, *args):
     if dropout and train and count > 1:
         seed = torch.randint(1 << 62, (1,), device=input.device)
     settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
-    flat = weights[0].detach() if recurrent.are_flat(weights) else None
-    if flat is None:
+    flat = None
+    if recurrent.are_flat(weights):
+        flat = torch.empty(0, dtype=torch.uint8, device=input.device)  # of a type that autocast leaves alone
+    else:
         warnings.warn(recurrent.APART, stacklevel=3)
     made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, flat, hx, cx, *settings)
     return made[: 3 if cx is not None else 2]
