@@ -71,14 +71,15 @@ class GPU:
         """In this block another process holds all that is free now but so many bytes. container: this one's pid is the host's."""
         before = self.memory.host_pid
         with self.lock:
-            self.memory.host_pid = PLAYED_PID + 1 if container else before
+            if container:
+                self.memory.be_in_container(PLAYED_PID + 1)
             taken = max(0, self.settled().free_on_gpu - nbytes)
             self.memory.occupy(taken)
         try:
             yield
         finally:
             with self.lock:
-                self.memory.host_pid = before
+                self.memory.be_in_container(before)
                 self.memory.occupy(-taken)
 
     def malloc(self, nbytes: int):

@@ -93,6 +93,10 @@ class Segments:
         if self.on_reserved is not None:
             self.on_reserved(self)
 
+    def be_in_container(self, pid: int | None) -> None:
+        """The driver knows this process by that pid of its host from now on, and PyTorch does not find itself among them; None: it does."""
+        self.host_pid = pid
+
     @property
     def free_on_gpu(self) -> int:
         """What torch.cuda.mem_get_info calls free: neither reserved here nor held otherwise."""
