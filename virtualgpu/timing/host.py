@@ -38,7 +38,7 @@ class Lock:
         self.left[index] = self.left.get(index, self.SLICE) - seconds
         if len(self.left) > self.KEPT:
             for old in list(self.left)[: self.KEPT // 2]:
-                del self.left[old]
+                self.left.pop(old, None)  # another thread may be here, too
         return now + seconds
 
 
