@@ -36,9 +36,8 @@ QUIET = {
     "RAY_ROTATION_BACKUP_COUNT": "1",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "5",  # a trial that does not end is killed then; Ray's own choice is 600 s
 }
-# Else Ray listens on every network of this machine. Who has no token is refused (from Ray 2.52 on), the machine's other users, too; in the
-# environment, not in a file
-PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+# Who has no token is refused (from Ray 2.52 on), the machine's other users, too; in the environment, not in a file
+PRIVATE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 LIMIT = 60  # seconds in which a trial has to begin where there is room: starting a worker takes some five
 # Ray's sockets stand below it, and a socket's path may have 103 characters: macOS's own temporary folder is too long
 SHORT = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
@@ -79,11 +78,12 @@ with _environment(QUIET):
 _started = contextlib.ExitStack()  # what stop_ray() undoes
 
 
-def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, float]:
+def start_ray(cpus: int | None = None, gpus: int | None = None, nodes: bool = False) -> dict[str, float]:
     """Start Ray afresh; what there is to use: {"CPU": 2.0, ...}. stop_ray(), or the next start after a kill, removes its files.
 
     gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
-    of virtual GPUs with each other and with the notebook, as processes do on real ones.
+    of virtual GPUs with each other and with the notebook, as processes do on real ones. nodes: others may join (`ray start`); then
+    Ray listens on every network of this machine, and answers who has its token.
 
     Raises ValueError where the GPUs are not there, OSError where too few files may be open, or too small ones
     written, or the disk is full.
@@ -97,10 +97,11 @@ def start_ray(cpus: int | None = None, gpus: int | None = None) -> dict[str, flo
     _started.callback(atexit.unregister, stop_ray)
     _started.callback(_read_environment)
     folder = scratch.folder(SHORT)  # below it is Ray's own, which Ray opens to all: nobody comes through ours
-    _started.enter_context(_environment(QUIET | PRIVATE | {"RAY_TMPDIR": folder}))
+    alone = {} if nodes else {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    _started.enter_context(_environment(QUIET | PRIVATE | alone | {"RAY_TMPDIR": folder}))
     _started.callback(scratch.remove, folder)
     # what Ray has read from there when it was imported
-    _started.enter_context(mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False))
+    _started.enter_context(mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", nodes))
     _read_environment()
     # in a session of its own: an interrupted cell must not interrupt it
     command = [sys.executable, "-c", WATCH, str(os.getpid())]
