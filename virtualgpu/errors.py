@@ -105,7 +105,7 @@ def _offending(name: str, args) -> list[int]:
         wrong = ~((args[0] >= 0) & (args[0] <= 1))
     elif name == "embedding":
         wrong = (args[1] < 0) | (args[1] >= args[0].shape[0])
-    elif name.startswith(("index_select", "gather", "scatter")) and len(tensors) > 1:
+    elif name.startswith(("index_select", "gather", "scatter")) and len(tensors) > 1 and args[0].dim():
         wrong = (tensors[1] < 0) | (tensors[1] >= args[0].shape[args[1]])
     return [0] if wrong is None else wrong.flatten().nonzero().flatten()[:PRINTED].tolist() or [0]
 

@@ -75,19 +75,20 @@ class Placement:
 
     def _of_lists(self, op: Operation, args, kwargs, tensors) -> GPU | None:
         """Entries of one list may be anywhere; those at one place in all lists must be together."""
-        if (
-            len(args) > 3 and isinstance(args[3], torch.Tensor) and gpu_of(args[3]) is not None
-        ):  # of addcdiv and addcmul
+        # of addcdiv and addcmul
+        if len(args) > 3 and isinstance(args[3], torch.Tensor) and gpu_of(args[3]) is not None:
             raise RuntimeError(f"Expected scalars to be on CPU, got {args[3].device} instead.")
         common = gpu_of(tensors[0]) if tensors else None
         if common is not None and all([gpu_of(tensor) is common for tensor in tensors]):
             return self.machine.own(common)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
-        scalar = (
-            args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) and op.name.startswith("_foreach") else None
-        )
-        if scalar is not None and (where := gpu_of(scalar)) is not None:
-            self._check_scalar(op, args[0], scalar, where)
+        if (
+            op.foreach
+            and len(args) > 1
+            and isinstance(args[1], torch.Tensor)
+            and (where := gpu_of(args[1])) is not None
+        ):
+            self._check_scalar(op, args[0], args[1], where)
         first = None
         for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
             places = {gpu_of(tensor) for tensor in column if tensor.dim() or gpu_of(tensor) is not None}
