@@ -82,12 +82,8 @@ class Placement:
         if common is not None and all([gpu_of(tensor) is common for tensor in tensors]):
             return self.machine.own(common)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
-        if (
-            op.foreach
-            and len(args) > 1
-            and isinstance(args[1], torch.Tensor)
-            and (where := gpu_of(args[1])) is not None
-        ):
+        takes_scalar = op.name.startswith("_foreach") and len(args) > 1 and isinstance(args[1], torch.Tensor)
+        if takes_scalar and (where := gpu_of(args[1])) is not None:
             self._check_scalar(op, args[0], args[1], where)
         first = None
         for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
