@@ -6,7 +6,7 @@ direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A c
 streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
 
 Each thread of Python has its own time as a host: streams.py has these, and to which stream their work goes. Work on CPU tensors takes
-no time here: the clock knows GPUs, and the host only as the one who launches.
+no time here unless it is measured (own_work.py): the clock knows GPUs, and the host only as the one who launches.
 
 All times are in seconds since the GPUs were made.
 """
@@ -241,7 +241,8 @@ class Clock(HostTime):
 
     def wait(self, gpu: int | None = None) -> None:
         """The host waits until this GPU's streams, or those of all, are empty."""
-        self.collectives.settle()
+        with self.ours():
+            self.collectives.settle()
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
         for index in gpus:
             self.collectives.charge(index)
