@@ -83,7 +83,9 @@ class Timers:
     def __init__(self, machine: Machine):
         self.machine, self.clock = machine, machine.clock
         self.began: dict[str, float] | None = None
-        self.read_at: float | None = None  # the host's time at the last reading
+        self.read_at: tuple[float, int] | None = (
+            None  # the host's time at the last reading, and how often it had waited
+        )
         self.originals = {name: getattr(time, name) for name in READ}
 
     def begin(self) -> None:
@@ -104,10 +106,10 @@ class Timers:
         latest = _latest[name] = max(now, _latest.get(name, now))
         return now if clock.own.launched or clock.own.main else latest  # who only looks on is never behind
 
-    def tell(self, name: str, caller) -> None:
+    def tell(self, name: str) -> None:
         """Once: this is not the GPUs' time, to who reads it around torch.cuda.synchronize."""
-        before, self.read_at = self.read_at, self.clock.host
-        if before is not None and self.read_at > before and "synchronize" in caller.f_code.co_names:
+        before, self.read_at = self.read_at, (self.clock.host, self.clock.synchronized)
+        if before is not None and self.read_at[0] > before[0] and self.read_at[1] > before[1]:
             self.machine.read_timers("real")
             warn_at_the_program(TOLD.format(name))
 
@@ -130,11 +132,11 @@ class Stopwatch:
         """The time, as who asks is to be told."""
         timers, now = self.timers, None
         kind = timers.machine.timers
-        if kind != "real" and is_a_stopwatch(caller := sys._getframe(1)):
+        if kind != "real" and is_a_stopwatch(sys._getframe(1)):
             if kind == "simulated":
                 now = timers.simulated(self.__name__)
             else:
-                timers.tell(self.__name__, caller)
+                timers.tell(self.__name__)
         return self.original() if now is None else now
 
 
