@@ -50,6 +50,19 @@ def disable(fn: Any = None, recursive: bool = True, **options) -> Callable:
     return run
 
 
+def compiled_later(fn: Callable, compile: Callable[[], Callable], runs_eagerly: Callable[[], bool]) -> Callable:
+    """What torch.compile makes of a function, which is made when it is first to be compiled: never, where all runs eagerly. Many a program
+    decorates what it does not call, and the decorator alone imports the whole compiler, 4 s in each process."""
+    compiled = functools.cache(compile)
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        return (fn if runs_eagerly() else compiled())(*args, **kwargs)
+
+    run._torchdynamo_orig_callable = fn  # type: ignore[attr-defined]
+    return run
+
+
 def get_optimize_ddp_mode() -> str:
     """DDP asks for it; settings can be changed before the rest is there."""
     if importlib.import_module(CONFIG).optimize_ddp is True:

@@ -4,6 +4,8 @@ which is made to be compiled: what PyTorch's Python code does before its kernels
 
 import functools
 import warnings
+from collections.abc import Callable
+from types import FunctionType, MethodType
 
 import torch
 
@@ -12,6 +14,7 @@ from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.torch_api.registry import Patches
 
+MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see autocast.py
 
 
@@ -26,14 +29,37 @@ def install(machine: Machine, patches: Patches) -> None:
             operator.py_impl(AUTOCAST)(functools.partial(_autocast, operator))
 
 
-def _compile(patches: Patches, warned: list, original, model=None, **options):
-    if not warned:
-        warned.append(True)
+def _compile(patches: Patches, said: list, original, model=None, **options):
+    if not said:
+        said.append("warning")
         warnings.warn("torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time", stacklevel=3)
+    if _is_ordinary(**options):
+        if model is None:
+            return functools.partial(torch.compile, **options)
+        if isinstance(model, (FunctionType, MethodType)):
+            return _compat.compiled_later(
+                model, lambda: original(model, **options), lambda: torch.compile is not original
+            )
+        if options.get("mode") is None:
+            options["backend"] = _inductor
+    if "stance" not in said:
+        said.append("stance")
         before = torch.compiler.set_stance("force_eager")  # imports torch._dynamo, which takes a second or two
         patches.undo(lambda: before.__exit__(None, None, None))
         before.__enter__()
     return original(model, **options)
+
+
+def _is_ordinary(backend=None, mode=None, fullgraph=False, dynamic=None, **others) -> bool:
+    """Is there nothing in these options that PyTorch might refuse?"""
+    return not others and backend in (None, "inductor") and mode in MODES
+
+
+def _inductor(module, inputs) -> Callable:
+    """PyTorch's backend, which it would import to ask for settings; what runs eagerly never comes here."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs)
 
 
 def _trace(machine: Machine, original, *args, **kwargs):
