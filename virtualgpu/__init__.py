@@ -24,6 +24,7 @@ _FROM = {
     "recording": "session.blocks",
     "reset": "session",
     "sanitize": "session.blocks",
+    "timers": "session",
 }
 
 __all__ = sorted(_FROM)

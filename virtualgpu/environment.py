@@ -9,7 +9,7 @@ VIRTUALGPU            which virtual GPUs a process has: JSON, which the runner (
                       leave their figures. trace, report: what each process writes there when it ends. single_rank: world_size,
                       rank and gpus_per_node of a dry run in which one process plays one rank of many. gpus_per_node: how
                       the GPUs are divided into nodes. network: what joins nodes, as hardware.networks.find reads it.
-                      sanitize: races raise an error. clock, host: how time is taken, as hardware.settings.find reads them.
+                      sanitize: races raise an error. timers: what the program's time.time() tells, real unless given, or simulated. clock, host: how time is taken, as hardware.settings.find reads them.
                       steps: end after so many steps of the optimizer (run/trials/steps.py). explain: what a run of --explain
                       changes (run/explain/changes.py), {} for nothing.
 VIRTUALGPU_PROFILED   JSON: folder, steps. No virtual GPUs: torch.profiler on the real ones (run/explain/real.py): `PROFILED`.
@@ -109,6 +109,7 @@ class Settings(NamedTuple):
     host: str | None = None
     steps: int | None = None  # end after so many optimizer steps, and note each; 0: to the program's end
     explain: dict | None = None  # note where they go, with this change
+    timers: str = "real"  # what time.time() and its kind tell the program (session.timers)
 
     def text(self) -> str:
         """The value for VIRTUALGPU; `settings` reads it."""

@@ -31,8 +31,9 @@ class SimulatedWork(_compat.Work):
 
     def wait(self, timeout=None) -> bool:
         """The current stream of its GPU waits for it; after a barrier the host does, too. Always True; `timeout` is not heeded."""
-        self.join()
-        self.communicator.arrived(self)
+        with self.communicator.clock.ours():
+            self.join()
+            self.communicator.arrived(self)
         return True
 
     def synchronize(self) -> None:

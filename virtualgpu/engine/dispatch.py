@@ -65,6 +65,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 return func(*args, **(kwargs or {}))  # its own mode, below this one, knows what to do
             return NotImplemented  # a wrapper (DTensor and its kind) takes itself apart; its inner operations come by
         try:
+            if self.clock.own is not None:
+                return self._run_apart(func, args, kwargs or {})
             return self._run(func, args, kwargs or {})
         except (RuntimeError, IndexError) as error:
             if "of type 'Tensor' for argument" in str(error):
@@ -72,6 +74,15 @@ class Dispatch(_compat.TorchDispatchMode):
             self.clock.set_kind("forward")  # an optimizer's step ends here, too
             frames = errors.foreign(error.__traceback__)
             raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
+
+    def _run_apart(self, func, args, kwargs):
+        """As `_run`, apart from the program's own work, which is measured."""
+        own = self.clock.own
+        own.enter()
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            own.leave(surely=getattr(func, "namespace", "") != "aten")
 
     def _run(self, func, args, kwargs):
         if self.local.bypass or self.machine.closed:

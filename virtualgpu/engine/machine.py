@@ -33,7 +33,8 @@ class Machine:
     local: what the thread that asks is doing. always_dry: are all threads in a dry run? initialized: somebody has used a GPU
     (torch.cuda.is_initialized). forked: this process was forked from one that had. ledger: shared with the other processes of a run.
     real_gpus: how many real ones there are beside these. single_rank: the rank that this process plays alone
-    (distributed.rank_config.RankConfig). communicators: of process groups. in_flight: numbers that these have on their way.
+    (distributed.rank_config.RankConfig). timers: what time.time() and its kind
+    tell the program: simulated, real, or told (real, and it is told so once). communicators: of process groups. in_flight: numbers that these have on their way.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class Machine:
         self.real_gpus = 0
         self.initialized = self.forked = self.closed = False
         self.enter, self.leave = enter, leave
-        self.choose = self._on_first_use = None
+        self.choose = None
+        self._on_first_use: list[Callable[[], None]] = []
+        self.timers = "told"
         self._warns_of_nan = True
         self.workspaces = Workspaces()
         self.local = ThreadContext()
@@ -200,17 +203,22 @@ class Machine:
             self.enter()
         if not self.initialized:
             self.initialize()
-            if self._on_first_use is not None:
-                self._on_first_use()
+
+    def read_timers(self, kind: str) -> None:
+        """See `timers`."""
+        self.timers = kind
 
     def call_on_first_use(self, function: Callable[[], None]) -> None:
-        """`function` is called once, before the first use of a GPU."""
-        self._on_first_use = function
+        """`function` is called before the first use of a GPU, once."""
+        self._on_first_use.append(function)
 
     def initialize(self) -> None:
-        """CUDA begins: what it reads once is read."""
-        self.initialized = True
-        self.clock.block(launch_blocking())
+        """CUDA begins, if it has not: what it reads once is read."""
+        if not self.initialized:
+            self.initialized = True
+            self.clock.block(launch_blocking())
+            for function in self._on_first_use:
+                function()
 
     def after_fork(self) -> None:
         """In the forked child: GPUs that its parent used cannot be used."""

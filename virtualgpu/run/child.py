@@ -122,7 +122,14 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None):
 
         cards = changes.cards(settings.explain, cards)
     machine = session.activate(
-        cards, settings.dry, settings.gpus_per_node, settings.network, settings.sanitize, settings.clock, settings.host
+        cards,
+        settings.dry,
+        settings.gpus_per_node,
+        settings.network,
+        settings.sanitize,
+        settings.clock,
+        settings.host,
+        settings.timers,
     )
     if settings.single_rank is not None:
         from virtualgpu.distributed import rank_config

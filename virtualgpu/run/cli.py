@@ -33,6 +33,8 @@ Run a program as if this machine had GPUs. They are there before its first line,
                  "100 Gb/s per node" (what PyTorch's model of NCCL has for the card)
   --clock NAME   measured: kernels take what others measured on such cards; datasheet: what the maker promises (measured)
   --host NAME    what an operation costs the processor: 2026, 2024, 2023, 2021, launch (2026)
+  --timers KIND  simulated: the program's time.time(), perf_counter(), timeit and their kind tell how long its GPUs take, and its
+                 own work beside them; real: how long this machine does (simulated)
   --trace FILE   write what each GPU did, on the simulated clock, as a Chrome trace (ui.perfetto.dev opens it)
   --explain      where a step of the optimizer goes, and which changes would gain most: a dry run, and one more with each change
   --steps N      with --explain: steps after which the program is ended (5); 0: it runs to its end
@@ -163,7 +165,15 @@ def _settings(line: SimpleNamespace) -> environment.Settings:
         network=network,
         clock=timed.clock,
         host=timed.host,
+        timers=_timers(line),
     )
+
+
+def _timers(line: SimpleNamespace) -> str:
+    """Raises ValueError."""
+    if line.timers not in (None, "simulated", "real"):
+        raise ValueError(f"--timers {line.timers!r}: choose simulated or real")
+    return line.timers or ("real" if line.explain else "simulated")
 
 
 def _alone(line: SimpleNamespace) -> rank_config.RankConfig | None:

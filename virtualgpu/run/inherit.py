@@ -32,7 +32,7 @@ def export_state(dry: bool) -> bytes | None:
     clock = machine.clock
     clock.wait()
     cards = (machine.specs, machine.visible, machine.settings)
-    flags = (dry or machine.dry, clock.spans is not None, session.looks_for_races())
+    flags = (dry or machine.dry, clock.spans is not None, session.looks_for_races(), session.timers_of_others())
     return pickle.dumps((cards, flags, machine.ledger.folder, _of_nccl()))
 
 
@@ -54,7 +54,14 @@ def variables() -> dict[str, str]:
     _open_ledger(machine)
     cards = tuple(Card(spec.name, spec.name, spec.memory, tuple(spec.capability)) for spec in machine.specs)
     settings = vars(machine.settings) | {"network": machine.settings.network and machine.settings.network.name}
-    settings = Settings(cards, machine.dry, machine.ledger.folder, sanitize=session.looks_for_races(), **settings)
+    settings = Settings(
+        cards,
+        machine.dry,
+        machine.ledger.folder,
+        sanitize=session.looks_for_races(),
+        timers=session.timers_of_others(),
+        **settings,
+    )
     return program.variables(settings, dict(os.environ))
 
 
@@ -64,9 +71,10 @@ def import_state(offered: bytes | None) -> None:
         return
     from virtualgpu import _compat, session
 
-    (specs, visible, settings), (dry, recording, sanitize), folder, variables = pickle.loads(offered)
+    (specs, visible, settings), (dry, recording, sanitize, timers), folder, variables = pickle.loads(offered)
     _compat.hide_real_gpus()
     session.look_for_races(sanitize)
+    session.timers(timers)
     for name in _of_nccl():  # the forkserver's, which has the notebook's environment as it was at its first launch
         del os.environ[name]
     os.environ.update(variables)

@@ -34,6 +34,7 @@ def turn_on(
     """On, or, where that fails, nothing changed."""
     global _session
     session = _session = Session(cards, visible, impersonates_real, settings, _sanitize)
+    session.machine.read_timers(_timers)
     try:
         session.open()
     except BaseException:  # Ctrl-C among them
@@ -56,6 +57,7 @@ def _one_at_a_time(function):
 _lock = threading.RLock()
 _session: Session | None = None
 _sanitize = False  # are races looked for, on whatever GPUs are on?
+_timers = "told"  # see Machine.timers
 _played: Session | None = None  # the runner's, which pass for real ones, while others of a notebook's own are on
 
 
@@ -89,6 +91,26 @@ def look_for_races(on: bool) -> bool:
 def looks_for_races() -> bool:
     """Are they looked for?"""
     return _sanitize
+
+
+def timers(kind: str) -> None:
+    """What time.time(), perf_counter(), monotonic(), timeit, torch.utils.benchmark and tqdm tell the program from now on: "simulated", what would have
+    passed where the GPUs are real, with the program's own work outside of PyTorch as long as a processor works on it here; "real", what
+    passes on this machine. In a notebook they are real unless this is called, under the runner simulated.
+
+    Raises ValueError for anything else.
+    """
+    global _timers
+    if kind not in ("simulated", "real"):
+        raise ValueError(f'timers({kind!r}): choose "simulated" or "real"')
+    _timers = kind
+    if _session is not None:
+        _session.machine.read_timers(kind)
+
+
+def timers_of_others() -> str:
+    """`timers` of the processes that this one starts."""
+    return "real" if _timers == "told" else _timers
 
 
 def of_the_runner() -> bool:
@@ -165,17 +187,20 @@ def activate(
     sanitize: bool | None = None,
     clock: str | None = None,
     host: str | None = None,
+    stopwatches: str | None = None,
 ) -> Machine:
     """Virtual GPUs on, without a word, and passing for real ones: what the runner does in each process, after `import torch`.
 
     The process has those that CUDA_VISIBLE_DEVICES leaves, until it uses one. sanitize: are races looked for, also on others that the
-    program makes? As before unless given. The others: as in `gpus`.
+    program makes? stopwatches: as in `timers`. Both as before unless given. The others: as in `gpus`.
     """
     global _played
     _played = None
     _close()
     if sanitize is not None:
         look_for_races(sanitize)
+    if stopwatches is not None:
+        timers(stopwatches)
 
     choose = functools.partial(visible_gpus, len(cards), gpus_per_node=gpus_per_node)
     settings = hardware_settings.find(len(cards), gpus_per_node, network, clock, host)

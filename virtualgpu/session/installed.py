@@ -18,7 +18,7 @@ from virtualgpu.torch_api.registry import Patches
 PATCH_MODULES = """
     torch_api.memory torch_api.random torch_api.beside_real torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.constructors
     torch_api.functions torch_api.fft torch_api.recurrent torch_api.optimizers torch_api.devices torch_api.storage torch_api.saving torch_api.torchscript torch_api.modules torch_api.sending torch_api.legacy
-    torch_api.data_parallel torch_api.sleeping distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler
+    torch_api.data_parallel torch_api.python_time distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler
     torch_api.triton torch_api.threads torch_api.loader torch_api.monitor torch_api.nvml torch_api.surface"""
 MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
 

@@ -6,7 +6,7 @@ direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A c
 streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
 
 Each thread of Python has its own time as a host: streams.py has these, and to which stream their work goes. Work on CPU tensors takes
-no time here: the clock knows GPUs, and the host only as the one who launches.
+no time here unless it is measured (own_work.py): the clock knows GPUs, and the host only as the one who launches.
 
 All times are in seconds since the GPUs were made.
 """
@@ -34,7 +34,8 @@ class Clock(HostTime):
 
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. on_wait: called when the
     host has waited for a GPU. before_wait: called when it is about to wait for a stream. spans: recorded while it is a list. watched: are kernels' times kept, to see what of the communication they
-    hide? After `stop`, calls raise as CUDA's do.
+    hide? synchronized: how often the host has
+    waited for all of a GPU. After `stop`, calls raise as CUDA's do.
     """
 
     before_wait: Callable[[], None] | None = None
@@ -56,7 +57,7 @@ class Clock(HostTime):
     def reset(self, gpus: int) -> None:
         """As new, at time zero, with so many GPUs. Settings and who records stay."""
         super().reset(gpus)
-        self.watched = False
+        self.watched, self.synchronized = False, 0
         self.stopped: dict[int, float] = {}  # GPUs on which a kernel asserted, and when
         self.asserted: dict[int, str] = {}  # and what is still to be printed of it
         self.copies = {(gpu, way): Engine() for gpu in range(gpus) for way in ("in", "out", "peer")}
@@ -241,7 +242,9 @@ class Clock(HostTime):
 
     def wait(self, gpu: int | None = None) -> None:
         """The host waits until this GPU's streams, or those of all, are empty."""
-        self.collectives.settle()
+        self.synchronized += 1
+        with self.ours():
+            self.collectives.settle()
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
         for index in gpus:
             self.collectives.charge(index)

@@ -5,15 +5,18 @@ operation costs the host that is set (hardware/hosts.py). Python's lock (GIL) is
 autograd's threads are C++ and do without.
 """
 
+import contextlib
 from collections.abc import Callable
 
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.host_weights import FURTHER, LOCKED, STEP, UNRECORDED, Weight
+from virtualgpu.timing.own_work import OwnWork
 from virtualgpu.timing.queues import Queue
 from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
 
+NOT_MEASURED = contextlib.nullcontext()
 LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 
 
@@ -43,12 +46,14 @@ class Lock:
 
 
 class HostTime(Streams):
-    """costs: what an operation costs the host. stream_of_leaf: see `Streams`. lock: Python's, once a second thread launches."""
+    """costs: what an operation costs the host. stream_of_leaf: see `Streams`. lock: Python's, once a second thread launches. own: what the program
+    works beside, once it has read a stopwatch."""
 
     def __init__(self, costs: Host, stream_of_leaf: Callable[[Tensor], Queue | None] | None = None):
         super().__init__(stream_of_leaf)
         self.costs = costs
         self.lock: Lock | None = None
+        self.own: OwnWork | None = None
 
     def reset(self, gpus: int) -> None:
         """As new, with so many GPUs."""
@@ -73,6 +78,17 @@ class HostTime(Streams):
         """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
         self.local.now = max(self.local.now, now)
 
+    def measure_own_work(self) -> None:
+        """From now on what the program works passes: see `own`."""
+        self.own = OwnWork(self.spend, self._moment)
+
+    def _moment(self) -> tuple[float, bool]:
+        return self.host, graph_task() != -1 or self.local.kind == "optimizer"
+
+    def ours(self) -> contextlib.AbstractContextManager:
+        """What is done in here is no work of the program's; what it did before has passed."""
+        return self.own or NOT_MEASURED
+
     def spend(self, seconds: float) -> None:
         """This thread of Python works for so long, if no other one does."""
         local = self.local
@@ -93,11 +109,12 @@ class HostTime(Streams):
 
     def wait_until(self, until: float) -> None:
         """The host waits for a moment."""
-        local = self.local
-        if self._in_backward(local) and local.backward is not None:
-            local.backward = [max(thread, until) for thread in local.backward]
-        elif until > local.now:
-            local.now = until
+        with self.ours():
+            local = self.local
+            if self._in_backward(local) and local.backward is not None:
+                local.backward = [max(thread, until) for thread in local.backward]
+            elif until > local.now:
+                local.now = until
 
     def pass_view(self, gpu: int, weight: Weight) -> None:
         """The thread that serves this GPU makes a view, and launches nothing."""
@@ -118,9 +135,10 @@ class HostTime(Streams):
 
     def over(self, moment: float) -> bool:
         """Has the host come to that moment? Where it has not, asking takes a moment, so that who asks again and again comes to it."""
-        if moment > self.host:
-            self.pass_time()
-        return moment <= self.host
+        with self.ours():
+            if moment > self.host:
+                self.pass_time()
+            return moment <= self.host
 
     def _cost(self, weight: Weight) -> float:
         """Seconds of an operation that Python calls; less where autograd takes no notes."""

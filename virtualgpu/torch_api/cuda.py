@@ -159,7 +159,8 @@ class Driver:
     def sleep(self, cycles: int) -> None:
         """A kernel of one thread, which does nothing for so many cycles."""
         gpu = self.gpu()
-        self.clock.spin(gpu.index, gpu.kernels.took(cycles), "sleep")
+        with self.clock.ours():
+            self.clock.spin(gpu.index, gpu.kernels.took(cycles), "sleep")
 
     def set_sync_debug_mode(self, mode: int) -> None:
         """1: a warning, 2: an error where the host waits for a stream to go on. Waiting that is asked for by its name

@@ -13,12 +13,14 @@ def install(machine: Machine, patches: Patches) -> None:
 
     def before(optimizer: Optimizer, args, kwargs) -> None:
         machine.clock.set_kind("optimizer")
-        parameters, counts = _in_lists(optimizer)
-        if parameters:
-            machine.clock.pass_step(parameters, counts)
+        with machine.clock.ours():
+            parameters, counts = _in_lists(optimizer)
+            if parameters:
+                machine.clock.pass_step(parameters, counts)
 
     def after(optimizer: Optimizer, args, kwargs) -> None:
-        machine.clock.set_kind("forward")
+        with machine.clock.ours():
+            machine.clock.set_kind("forward")
 
     for register, hook in ((register_optimizer_step_pre_hook, before), (register_optimizer_step_post_hook, after)):
         patches.undo(register(hook).remove)

@@ -253,7 +253,9 @@ class EventMethods:
         if self._gpu not in (None, queue.gpu):
             raise RuntimeError(f"Event device {self._gpu} does not match recording stream's device {queue.gpu}.")
         self._gpu = queue.gpu
-        self.time = max(self.machine.clock.host, queue.ready)
+        clock = self.machine.clock
+        with clock.ours():
+            self.time = max(clock.host, queue.ready)
 
     def synchronize(self) -> None:
         self.machine.clock.wait_until(self.time or 0.0)

@@ -18,8 +18,8 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 
 from virtualgpu import _compat
+from virtualgpu.torch_api.python_time import measuring
 from virtualgpu.torch_api.registry import Patches
-from virtualgpu.torch_api.sleeping import measuring
 
 SUFFIX = ".fetched"
 NUMBER = struct.Struct("d")
