@@ -170,6 +170,7 @@ def _become(environ: dict[str, str], folder: str, code: str, numbers: Sequence[i
     os.environ.update(environ)
     os.chdir(folder)
     sys.argv[:] = ["-c", WORD]
+    sys.modules["torch"].default_generator.seed()  # each process has begun with a number of its own
     if "numpy.random" in sys.modules:  # Python's own are seeded anew after a fork
         sys.modules["numpy.random"].seed()
     forked.as_if_not_imported("torch", "virtualgpu")

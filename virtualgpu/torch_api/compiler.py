@@ -19,10 +19,11 @@ AUTOCAST = _compat.DispatchKey.AutocastPrivateUse1  # autocast("cuda") here: see
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Leave the compiler until it is needed; replace torch.compile, whose first call warns, and the tracing of score_mod; flex_attention's
-    operators get a kernel for autocast."""
+    """Leave the compiler until it is needed; replace torch.compile, whose first call warns, what would import it to tell it of a setting, and the
+    tracing of score_mod; flex_attention's operators get a kernel for autocast."""
     patches.undo(_compat.import_when_needed())
     patches.stand_in(torch, "compile", _compile, patches, [])
+    patches.stand_in(torch, "use_deterministic_algorithms", _be_deterministic, patches, [])
     patches.stand_in(_compat.flex, "create_fw_bw_graph", _trace, machine)
     for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
         if AUTOCAST not in operator.py_kernels:  # stays for the life of the process
@@ -60,6 +61,24 @@ def _inductor(module, inputs) -> Callable:
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(module, inputs)
+
+
+def _be_deterministic(patches: Patches, later: list, original, mode, *, warn_only=False):
+    """torch.use_deterministic_algorithms. later: what PyTorch's compiler is told where virtual GPUs go off and it may be used."""
+    if _compat.compiler_has_settings() or not (isinstance(mode, bool) and isinstance(warn_only, bool)):
+        return original(mode, warn_only=warn_only)
+    torch.set_deterministic_debug_mode("default" if not mode else "warn" if warn_only else "error")
+    if not later:
+        patches.undo(
+            lambda: (
+                later[-1]
+                and original(
+                    torch.are_deterministic_algorithms_enabled(),
+                    warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+                )
+            )
+        )
+    later.append(mode)
 
 
 def _trace(machine: Machine, original, *args, **kwargs):
