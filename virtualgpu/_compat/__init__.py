@@ -15,6 +15,7 @@ with environment.names_of_pytorch():
         compiler_has_settings,
         import_compiler,
         import_when_needed,
+        inductor,
     )
     from virtualgpu._compat.operators import *  # noqa: F403
     from virtualgpu._compat.tensors import *  # noqa: F403

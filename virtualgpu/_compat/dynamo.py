@@ -77,6 +77,13 @@ def allow_in_graph(fn: Any) -> Any:
     return fn
 
 
+def inductor(module, inputs) -> Callable:
+    """The compiler's backend, which torch.compile would import to ask for its settings; what runs eagerly never comes here."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs)
+
+
 def get_optimize_ddp_mode() -> str:
     """DDP asks for it; settings can be changed before the rest is there."""
     if importlib.import_module(CONFIG).optimize_ddp is True:

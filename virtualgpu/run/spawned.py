@@ -54,7 +54,7 @@ class WarmPython:
         """From here on, in this process and those that are forked from it, each with a warm Python of its own."""
         if sys.platform == "linux":
             plainly = util.spawnv_passfds
-            util.spawnv_passfds = lambda path, args, fds: self.start(plainly, path, args, fds)
+            util.spawnv_passfds = lambda path, args, passfds: self.start(plainly, path, args, passfds)
             os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
 
     def start(self, plainly: Callable[..., int], path, args: Sequence, fds: Sequence[int]) -> int:
@@ -147,7 +147,7 @@ def serve(number: int) -> CodeType:
             for end in (requests.detach(), told, telling):
                 os.close(end)
             signal.signal(signal.SIGINT, interrupt)
-            return _become(*pickle.loads(message), files)
+            return _become(message, files)
         for end in (telling, *files):
             os.close(end)
         os.waitpid(between, 0)
@@ -155,10 +155,11 @@ def serve(number: int) -> CodeType:
         os.close(told)
 
 
-def _become(environ: dict[str, str], folder: str, code: str, numbers: Sequence[int], files: Sequence[int]) -> CodeType:
+def _become(asked: bytes, files: Sequence[int]) -> CodeType:
     """A Python that has just started: these are its open files, by the numbers that its parent knows them by."""
     from virtualgpu.run.trials import forked
 
+    environ, folder, code, numbers = pickle.loads(asked)
     aside = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for file in files]
     for file in files:
         os.close(file)

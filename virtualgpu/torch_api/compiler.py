@@ -4,7 +4,6 @@ which is made to be compiled: what PyTorch's Python code does before its kernels
 
 import functools
 import warnings
-from collections.abc import Callable
 from types import FunctionType, MethodType
 
 import torch
@@ -42,7 +41,7 @@ def _compile(patches: Patches, said: list, original, model=None, **options):
                 model, lambda: original(model, **options), lambda: torch.compile is not original
             )
         if options.get("mode") is None:
-            options["backend"] = _inductor
+            options["backend"] = _compat.inductor
     if "stance" not in said:
         said.append("stance")
         before = torch.compiler.set_stance("force_eager")  # imports torch._dynamo, which takes a second or two
@@ -54,13 +53,6 @@ def _compile(patches: Patches, said: list, original, model=None, **options):
 def _is_ordinary(backend=None, mode=None, fullgraph=False, dynamic=None, **others) -> bool:
     """Is there nothing in these options that PyTorch might refuse?"""
     return not others and backend in (None, "inductor") and mode in MODES
-
-
-def _inductor(module, inputs) -> Callable:
-    """PyTorch's backend, which it would import to ask for settings; what runs eagerly never comes here."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(module, inputs)
 
 
 def _be_deterministic(patches: Patches, later: list, original, mode, *, warn_only=False):
