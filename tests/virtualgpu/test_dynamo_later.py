@@ -107,6 +107,62 @@ threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
 [thread.join() for thread in threads]
 assert not failed and not waits(), failed
 """,
+    "a compiled function": """
+double = torch.compile(lambda x: 2 * x, mode="max-autotune", fullgraph=True)
+@torch.compile(dynamic=True)
+def triple(x, *, by=3):
+    "Three times."
+    return by * x
+x = torch.ones(2, device="cuda")
+assert double(x).tolist() == [2, 2] and triple(x, by=4).tolist() == [4, 4] and triple.__doc__ == "Three times."
+assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
+for wrong in ({"mode": "fast"}, {"options": {"quick": True}}, {"backend": "none"}):
+    try:
+        torch.compile(lambda x: x, **wrong)(x)
+        assert False, wrong
+    except Exception as error:
+        assert not isinstance(error, AssertionError), wrong
+model = torch.compile(torch.nn.Linear(2, 2).cuda())
+assert model(x).shape == (2,) and list(model.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+virtualgpu.reset()
+import torch._dynamo.utils
+torch._dynamo.config.suppress_errors = False
+assert not torch._dynamo.utils.counters["frames"]
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+assert compiled(torch.ones(2)).tolist() == [2, 2] and torch._dynamo.utils.counters["frames"]["total"] == 1
+""",
+    "what is allowed in graphs": """
+def allowed(x): return x + 1
+assert torch.compiler.allow_in_graph(allowed) is allowed and waits()
+virtualgpu.reset()
+assert waits()
+graphs = []
+def backend(module, inputs):
+    graphs.append(module)
+    return module.forward
+assert torch.compile(lambda x: 2 * allowed(x), backend=backend)(torch.ones(2)).tolist() == [4, 4]
+assert not waits() and allowed in [node.target for node in graphs[0].graph.nodes]
+""",
+    "deterministic algorithms": """
+def state(): return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+torch.use_deterministic_algorithms(True, warn_only=True)
+assert state() == (True, True)
+torch.use_deterministic_algorithms(False)
+assert state() == (False, False)
+torch.use_deterministic_algorithms(True)
+assert state() == (True, False) and "torch._inductor" not in sys.modules
+for wrong in (1, None):
+    try:
+        torch.use_deterministic_algorithms(wrong)
+        assert False
+    except TypeError as error:
+        assert "_set_deterministic_algorithms" in str(error)
+virtualgpu.gpus(2)
+assert state() == (True, False)
+virtualgpu.reset()
+import torch._inductor.config
+assert torch._inductor.config.deterministic is True and state() == (True, False)
+""",
     "virtual GPUs go": STEP
     + "import virtualgpu; virtualgpu.reset(); import torch._dynamo; assert not waits(); optimizer.zero_grad(); "
     "torch._dynamo.graph_break; assert 'torch._dynamo.utils' in sys.modules",

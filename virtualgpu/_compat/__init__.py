@@ -10,7 +10,13 @@ from virtualgpu import environment
 with environment.names_of_pytorch():
     from virtualgpu._compat.cuda import *  # noqa: F403
     from virtualgpu._compat.dispatcher import *  # noqa: F403
-    from virtualgpu._compat.dynamo import import_compiler, import_when_needed  # noqa: F401
+    from virtualgpu._compat.dynamo import (  # noqa: F401
+        compiled_later,
+        compiler_has_settings,
+        import_compiler,
+        import_when_needed,
+        inductor,
+    )
     from virtualgpu._compat.operators import *  # noqa: F403
     from virtualgpu._compat.tensors import *  # noqa: F403
     from virtualgpu._compat.tools import *  # noqa: F403

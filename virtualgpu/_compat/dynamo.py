@@ -14,12 +14,18 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 DYNAMO = "torch._dynamo"
+SETTINGS = "torch._inductor.config"
 CONFIG, UTILS, RULES = f"{DYNAMO}.config", f"{DYNAMO}.utils", f"{DYNAMO}.trace_rules"
 
 
 def import_compiler() -> None:
     """Now. DDP's constructor and optimizers do, where no virtual GPUs are on; FSDP and pipelines everywhere."""
     importlib.import_module(DYNAMO)
+
+
+def compiler_has_settings() -> bool:
+    """Is what comes after the front there, and would be told of a setting? Its import brings all of it along, 4 s in each process."""
+    return SETTINGS in sys.modules
 
 
 def import_when_needed() -> Callable[[], None]:
@@ -50,6 +56,34 @@ def disable(fn: Any = None, recursive: bool = True, **options) -> Callable:
     return run
 
 
+def compiled_later(fn: Callable, compile: Callable[[], Callable], runs_eagerly: Callable[[], bool]) -> Callable:
+    """What torch.compile makes of a function, which is made when it is first to be compiled: never, where all runs eagerly. Many a program
+    decorates what it does not call, and the decorator alone imports the whole compiler, 4 s in each process."""
+    compiled = functools.cache(compile)
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        return (fn if runs_eagerly() else compiled())(*args, **kwargs)
+
+    run._torchdynamo_orig_callable = fn  # type: ignore[attr-defined]
+    return run
+
+
+def allow_in_graph(fn: Any) -> Any:
+    """einops and einx say it of their functions, when they are imported; the compiler is told when it is there."""
+    if not callable(fn):  # several, or an error
+        return _real(DYNAMO, "allow_in_graph")(fn)
+    _allowed.append(fn)
+    return fn
+
+
+def inductor(module, inputs) -> Callable:
+    """The compiler's backend, which torch.compile would import to ask for its settings; what runs eagerly never comes here."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs)
+
+
 def get_optimize_ddp_mode() -> str:
     """DDP asks for it; settings can be changed before the rest is there."""
     if importlib.import_module(CONFIG).optimize_ddp is True:
@@ -67,7 +101,7 @@ def clear_lru_cache() -> None:
 
 
 ANSWERS: dict[str, dict[str, Callable]] = {
-    DYNAMO: {"graph_break": graph_break, "disable": disable},
+    DYNAMO: {"graph_break": graph_break, "disable": disable, "allow_in_graph": allow_in_graph},
     UTILS: {"get_optimize_ddp_mode": get_optimize_ddp_mode, "is_compile_supported": is_compile_supported},
     RULES: {"clear_lru_cache": clear_lru_cache},
 }
@@ -110,6 +144,7 @@ class _Waiting(ModuleType):
 
 _lock = threading.RLock()
 _loading: list[bool] = []
+_allowed: list[Callable] = []  # in the graphs of the compiler, to be told to it
 _parts: dict[str, _Waiting] = {}  # those that waited when the package's code began
 
 
@@ -120,13 +155,17 @@ def _run_package(package: ModuleType) -> None:
             vars(package).pop(name.rpartition(".")[2], None)
     package.__spec__.loader.exec_module(package)  # type: ignore[union-attr]
     package.__class__ = ModuleType
+    while _allowed:
+        package.allow_in_graph(_allowed.pop())
 
 
 class _Finder:
     """Finds what waits; and parts of the package, whose code comes before theirs."""
 
     def remove(self) -> None:
-        """What waits still is forgotten: the next import finds the module itself."""
+        """What waits still is forgotten, and the next import finds the module itself; unless there is something to tell it."""
+        if _allowed:
+            return
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         if _waits(DYNAMO):

@@ -101,8 +101,10 @@ def _start() -> None:
         return
     _started = True
     from virtualgpu import _compat
+    from virtualgpu.run import spawned
 
     _compat.hide_real_gpus()
+    spawned.WarmPython().install()
     if settings.folder:
         _Process(settings, settings.folder)
     else:

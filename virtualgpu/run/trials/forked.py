@@ -23,11 +23,7 @@ SET_NAME = 15  # linux/prctl.h, PR_SET_NAME: what top shows
 
 def serve(number: int) -> None:
     """Until the other end of the socket closes. Each program has a process above it, which tells its number and how it ended."""
-    gc.disable()
-    import torch  # noqa: F401 - and nothing of ours that needs it: that, too, may be a script's way to import it
-
-    gc.enable()
-    gc.freeze()  # a collection would walk through a million objects, and copy the pages that programs share
+    load()  # and nothing of ours that needs it: that, too, may be a script's way to import it
     requests = socket.socket(fileno=number)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -52,6 +48,15 @@ def serve(number: int) -> None:
         os._exit(0)
 
 
+def load() -> None:
+    """PyTorch, before anything is forked."""
+    gc.disable()
+    import torch  # noqa: F401
+
+    gc.enable()
+    gc.freeze()  # a collection would walk through a million objects, and copy the pages that programs share
+
+
 def _run(words: list[str], output: int) -> int:
     """The script's status."""
     os.setsid()
@@ -62,7 +67,7 @@ def _run(words: list[str], output: int) -> int:
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
     folder, os.environ[environment.VARIABLE], os.environ["PATH"], *sys.argv[:] = words
     os.chdir(folder)
-    _as_if_not_imported()
+    as_if_not_imported("torch")
     try:
         _run_script(sys.argv[0])
     except SystemExit as error:
@@ -90,13 +95,13 @@ def _run_script(path: str) -> None:
     exec(code, vars(main))
 
 
-def _as_if_not_imported() -> None:
-    """PyTorch's modules are put aside until the script imports one of them; then `sitecustomize` turns virtual GPUs on."""
+def as_if_not_imported(*packages: str) -> None:
+    """Their modules are put aside until the script imports PyTorch; then `sitecustomize` turns virtual GPUs on."""
     spec = importlib.util.spec_from_file_location("virtualgpu_site", os.path.join(SITE, "sitecustomize.py"))
     assert spec is not None and spec.loader is not None
     site = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site)
-    names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
+    names = [name for name in sys.modules if name.partition(".")[0] in packages]
     sys.meta_path[:0] = [site._Finder(), _Loaded({name: sys.modules.pop(name) for name in names})]
 
 
@@ -115,5 +120,8 @@ class _Loaded:
 
     def exec_module(self, torch) -> None:
         torch.__spec__ = self._spec
-        sys.modules.update(self._modules)
+        ours_too = environment.__package__ not in sys.modules  # else the script has imported it anew
+        for name, module in self._modules.items():
+            if ours_too or name.partition(".")[0] == "torch":
+                sys.modules[name] = module
         sys.meta_path.remove(self)
