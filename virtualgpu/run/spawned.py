@@ -171,8 +171,6 @@ def _become(asked: bytes, files: Sequence[int]) -> CodeType:
     os.environ.update(environ)
     os.chdir(folder)
     sys.argv[:] = ["-c", WORD]
-    sys.modules["torch"].default_generator.seed()  # each process has begun with a number of its own
-    if "numpy.random" in sys.modules:  # Python's own are seeded anew after a fork
-        sys.modules["numpy.random"].seed()
+    forked.draw_own_numbers()
     forked.as_if_not_imported("torch", "virtualgpu")
     return compile(code, "<string>", "exec")

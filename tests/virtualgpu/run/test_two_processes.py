@@ -116,3 +116,15 @@ def test_two_ranks_of_launch(monkeypatch):
     finally:
         virtualgpu.reset()
     assert rounds and all(map(sum, rounds)) and not any(map(all, rounds))
+
+
+def test_ranks_draw_numbers_of_their_own():
+    """As processes that are started anew do; forked from one that has PyTorch loaded, they would have its seed."""
+
+    def draws(rank):
+        import numpy
+
+        return torch.rand(1).item(), numpy.random.rand(), torch.initial_seed()
+
+    ranks = [numbers for _ in range(2) for numbers in launch(draws, nprocs=2)]
+    assert [len(set(numbers)) for numbers in zip(*ranks, strict=True)] == [4, 4, 4]

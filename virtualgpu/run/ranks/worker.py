@@ -16,6 +16,7 @@ from typing import Any
 from virtualgpu.run import inherit
 from virtualgpu.run.process_tree import keep_tree, kill_tree
 from virtualgpu.run.ranks import output
+from virtualgpu.run.trials import forked
 
 FOR_EVER = datetime.timedelta(days=365)  # the parent ends a rank that waits when another one fails
 ASK = getattr(signal, "SIGUSR1", None)  # makes a rank write down its stack (faulthandler); there is none on Windows
@@ -39,6 +40,7 @@ def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port:
     multiprocessing.set_start_method(None, force=True)  # started as everywhere else, not from the forkserver too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
     keep_tree()
+    forked.draw_own_numbers()
     try:
         payload = pipe.recv_bytes()
     except (EOFError, OSError):

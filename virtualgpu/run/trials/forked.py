@@ -57,6 +57,14 @@ def load() -> None:
     gc.freeze()  # a collection would walk through a million objects, and copy the pages that programs share
 
 
+def draw_own_numbers() -> None:
+    """Each process begins with a seed of its own, which those that are forked have in common; Python itself gives its own anew."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
 def _run(words: list[str], output: int) -> int:
     """The script's status."""
     os.setsid()
@@ -67,6 +75,7 @@ def _run(words: list[str], output: int) -> int:
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
     folder, os.environ[environment.VARIABLE], os.environ["PATH"], *sys.argv[:] = words
     os.chdir(folder)
+    draw_own_numbers()
     as_if_not_imported("torch")
     try:
         _run_script(sys.argv[0])
