@@ -121,7 +121,7 @@ def test_two_ranks_of_launch(monkeypatch):
 def test_ranks_draw_numbers_of_their_own():
     """As processes that are started anew do; forked from one that has PyTorch loaded, they would have its seed."""
 
-    def draws(rank):
+    def draws():
         import numpy
 
         return torch.rand(1).item(), numpy.random.rand(), torch.initial_seed()
