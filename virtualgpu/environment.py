@@ -18,7 +18,7 @@ CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
 GROUP_RANK and others what torchrun says of nodes: `node`, `has_several_nodes`, `local_world_size`.
 VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and compares (engine/dry.py): `crosscheck`.
-NCCL_P2P_DISABLE      1, or NCCL_P2P_LEVEL=LOC: no GPU reaches another one's memory: `peer_to_peer`.
+NCCL_P2P_DISABLE, NCCL_P2P_LEVEL   how far apart NCCL lets GPUs reach each other's memory: `peer_to_peer`.
 CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE   how much memory cuBLAS works in: `cublas_workspace`, `cublaslt_workspace`.
 TORCH_CUBLAS_WORKSPACE_CACHE, TORCH_CUBLASLT_UNIFIED_WORKSPACE   does PyTorch keep it, and do both libraries share it? `flag`.
 DISABLE_ADDMM_CUDA_LT 1: no product with a bias goes to cuBLASLt: `engine.workspaces`.
@@ -238,11 +238,19 @@ def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
     return int(value) if value.isdigit() else 0
 
 
-def peer_to_peer(environ: Mapping[str, str] = os.environ) -> bool:
-    """May NCCL let GPUs reach each other's memory, by NVLink or PCI Express? (NCCL's src/graph/paths.cc, ncclGetLevel.)"""
+def peer_to_peer(environ: Mapping[str, str] = os.environ) -> str:
+    """How far apart NCCL lets GPUs reach each other's memory, in its words: "LOC" not at all, "PXB" over NVLink and switches of PCI Express, as by
+    default, "SYS" through processors as well.
+
+    NCCL's src/graph/paths.cc, ncclGetLevel: NVL and PIX are nearer than PXB and PHB nearer than SYS, which is all one where no switch is told of;
+    0 to 5 are older words for LOC, PIX, PXB, PHB and SYS. Others (nvidia-smi's NODE) it does not know and passes over.
+    """
     if environ.get("NCCL_P2P_DISABLE", "").strip() == "1":
-        return False
-    return environ.get("NCCL_P2P_LEVEL", "") not in ("LOC", "0")
+        return "LOC"
+    level = environ.get("NCCL_P2P_LEVEL", "")
+    if level in ("LOC", "0"):
+        return "LOC"
+    return "SYS" if level in ("PHB", "SYS") or (level.isdigit() and int(level) >= 3) else "PXB"
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -5,7 +5,8 @@ algorithms and three protocols, estimates each, and takes the fastest. It is wri
 seconds a process, because older versions have another one, and because it knows four models of GPU; a test compares both.
 What PyTorch's has no formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root.
 
-Where we depart from it: it takes 24 GB/s for all that is no NVLink (hardware.links has what was measured through the host's memory), and
+Where we depart from it: it takes 24 GB/s for all that is no NVLink, which holds where cards reach each other over PCI Express 4.0 (hardware.links has
+what was measured through the host's memory, the way NCCL takes unless a switch or NCCL_P2P_LEVEL lets them: `Fabric.of`), and
 all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120). Like it, this
 knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on eight
 A100 and H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB.
@@ -75,7 +76,7 @@ class Fabric:
     """What joins the GPUs of a group. inside, between: GB/s a GPU can send within its node and to others. shared: all GPUs of a node
     send to others through one card, and `between` is what they have of it together (`shared_by` says what a group has). neighbour:
     GB/s to one other GPU of the node, where NVLinks are shared out among neighbours. staged: within the node data pass through the host's
-    memory, which holds a ring over several nodes up as well (PyTorch's model, for cards that reach each other, leaves the node out).
+    memory, which holds a ring (not a message) over several nodes up as well (PyTorch's model, for cards that reach each other, leaves the node out).
     """
 
     generation: int
@@ -96,18 +97,22 @@ class Fabric:
         return NVLINK_STEP * self.blocks if self.nvlink and inside else OTHER_STEP
 
     @classmethod
-    def of(cls, spec: Spec, network: Network | None = None, peer_to_peer: bool = True) -> "Fabric":
+    def of(cls, spec: Spec, network: Network | None = None, level: str = "PXB") -> "Fabric":
         """Of machines full of these cards. network: between them; unless given, PyTorch's figure for that generation of GPU.
 
-        peer_to_peer: False as NCCL_P2P_DISABLE=1 has it, and for cards without peer access in any case. Data pass through the host's
-        memory then (NCCL counts the bandwidth of PCI Express; what it reaches is in hardware.links).
+        level: how far apart cards may be that reach each other's memory (environment.peer_to_peer). What is further apart, and cards without peer
+        access in any case, has the way through the host's memory (NCCL counts the bandwidth of PCI Express; what it reaches is in hardware.links).
+
+        No machine tells of a switch here: each card has a root port of its own, as in most cloud machines and workstations, and NCCL passes the
+        host's bridge only where NCCL_P2P_LEVEL says so (src/graph/paths.cc: PATH_PXB). Two cards beside a processor of AMD would be let
+        (PATH_SYS): whose it is, is not known, and the slower way is taken.
         """
-        if spec.nvlink and peer_to_peer:
+        if spec.nvlink and level != "LOC":
             fabric = _nvlink(spec.capability, spec.nvlink.links)
             if not (spec.nvlink.switch or spec.nvlink.bridge):
                 lead = max(1, round(spec.peer.bandwidth / spec.nvlink.bandwidth))
                 fabric = replace(fabric, neighbour=fabric.inside * lead / spec.nvlink.links)
-        elif spec.peer_access and peer_to_peer:
+        elif spec.peer_access and level == "SYS":
             fabric = _pcie(spec.capability, spec.peer.bandwidth * PCIE_SHARE)
         else:
             fabric = replace(_pcie(spec.capability, links.ring(spec.capability, spec.host)), staged=True)
@@ -208,7 +213,7 @@ def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm
         bus = fabric.between * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7))
         if nodes > 2:
             bus *= (max(nbytes, 50_000_000) / 50_000_000) ** 0.17  # larger messages use more of a node's network cards
-        if fabric.staged:
+        if fabric.staged and kind != "p2p":  # one message passes the network alone
             bus = min(bus, fabric.inside)
     if protocol == LL:
         return min(LL_BOUND[generation if nodes == 1 else VOLTA][size], bus * (0.5 if algorithm == RING else 1 / 3.8))

@@ -222,8 +222,8 @@ def _broadcasting(machine: Machine, tensor: torch.Tensor, targets: list[torch.de
 
 def _book(machine: Machine, kind: str, nbytes: int, devices: list[torch.device]) -> None:
     gpus = [machine.gpus[device.index] for device in devices]
-    reach = environment.peer_to_peer()
-    fabric = slowest([Fabric.of(gpu.spec, None, reach).shared_by(len(gpus), len(gpus)) for gpu in gpus])
+    level = environment.peer_to_peer()
+    fabric = slowest([Fabric.of(gpu.spec, None, level).shared_by(len(gpus), len(gpus)) for gpu in gpus])
     share = max(fabric.blocks / gpu.spec.processors for gpu in gpus)
     lasts = seconds(kind, nbytes, len(gpus), fabric)
     machine.clock.collectives.together([gpu.index for gpu in gpus], lasts, f"{kind} {nbytes / 2**20:.4g} MiB", share)

@@ -71,15 +71,15 @@ def test_agents_of_torchrun_see_their_nodes_gpus():
 
 
 @pytest.mark.parametrize(
-    ("variables", "allowed"),
+    ("variables", "level"),
     [
-        ({}, True),
-        ({"NCCL_P2P_DISABLE": "0"}, True),
-        ({"NCCL_P2P_DISABLE": "1"}, False),
-        ({"NCCL_P2P_LEVEL": "LOC"}, False),
-        ({"NCCL_P2P_LEVEL": "0"}, False),
-        ({"NCCL_P2P_LEVEL": "NVL"}, True),
+        ({}, "PXB"),
+        ({"NCCL_P2P_DISABLE": "0"}, "PXB"),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "SYS"}, "LOC"),
+        *[({"NCCL_P2P_LEVEL": level}, "LOC") for level in ("LOC", "0")],
+        *[({"NCCL_P2P_LEVEL": level}, "PXB") for level in ("NVL", "PIX", "PXB", "1", "2", "NODE", "")],
+        *[({"NCCL_P2P_LEVEL": level}, "SYS") for level in ("PHB", "SYS", "3", "5")],
     ],
 )
-def test_peer_to_peer(variables, allowed):
-    assert environment.peer_to_peer(variables) is allowed
+def test_peer_to_peer(variables, level):
+    assert environment.peer_to_peer(variables) == level

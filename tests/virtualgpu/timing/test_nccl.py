@@ -21,7 +21,7 @@ RANKS = (2, 4, 8, 16, 32, 64, 512)
     ],
 )
 def test_costs_are_those_of_pytorchs_model(card, network, monkeypatch):
-    """Also with a network of one's own, which theirs has as inter_node_bw."""
+    """Also with a network of one's own, which theirs has as inter_node_bw. Theirs lets cards of a node reach each other over PCI Express."""
     theirs = pytest.importorskip("torch._inductor.comm_analysis")
     if not hasattr(theirs, "_nccl_algo_time"):
         pytest.skip("this version of PyTorch has another model")
@@ -38,7 +38,9 @@ def test_costs_are_those_of_pytorchs_model(card, network, monkeypatch):
         for kind in (kinds.ALL_REDUCE, kinds.ALL_GATHER, kinds.REDUCE_SCATTER, kinds.ALL_TO_ALL):
             for nbytes in SIZES:
                 for ranks in RANKS:
-                    ours = nccl.seconds(kind.name.lower(), nbytes, ranks, nccl.Fabric.of(spec, joined), -(-ranks // 8))
+                    ours = nccl.seconds(
+                        kind.name.lower(), nbytes, ranks, nccl.Fabric.of(spec, joined, "SYS"), -(-ranks // 8)
+                    )
                     assert ours == pytest.approx(
                         theirs.estimate_nccl_collective_runtime_impl(nbytes, ranks, kind) / 1e3, rel=1e-9
                     )
@@ -51,7 +53,7 @@ REACHING = replace(find("T4"), peer=find("T4").host, peer_access=True)  # as on 
 
 
 def test_other_collectives_and_cards():
-    h100, t4, titan = (nccl.Fabric.of(card) for card in (find("H100"), REACHING, find("TITAN RTX")))
+    h100, t4, titan = (nccl.Fabric.of(card, None, "SYS") for card in (find("H100"), REACHING, find("TITAN RTX")))
     assert (h100.nvlink, t4.nvlink) == (True, False) and t4.inside == pytest.approx(12)  # NCCL's PCI Express 3.0
     large = 10**9
     for kind in ("broadcast", "reduce", "gather", "scatter", "p2p", "all_reduce"):
@@ -70,11 +72,11 @@ def test_within_a_node():
     of = nccl.Fabric.of
     bridged, titan, geforce = find("TITAN RTX NVLink"), find("TITAN RTX"), find("RTX 3090 NVLink")
     assert (of(bridged).inside, of(titan).inside, of(geforce).inside) == (40, pytest.approx(3.23), 48)
-    assert of(bridged, None, False) == of(titan) == of(titan, None, False)
-    assert of(REACHING).inside == pytest.approx(12) and of(REACHING, None, False) == of(find("T4")) == of(
-        titan
-    )  # of one PCI Express
-    assert not of(find("H100"), None, False).nvlink and of(find("H100"), None, False).inside == pytest.approx(26.56)
+    assert of(bridged, None, "LOC") == of(titan) == of(titan, None, "SYS")
+    assert of(REACHING, None, "SYS").inside == pytest.approx(12)  # by default NCCL does not pass the host's bridge
+    assert of(REACHING) == of(REACHING, None, "LOC") == of(find("T4")) == of(titan)  # of one PCI Express
+    h100 = of(find("H100"), None, "LOC")
+    assert of(find("H100")).nvlink and not h100.nvlink and h100.inside == pytest.approx(26.56)
     staged = [of(find(card)).inside for card in ("RTX 5090", "RTX 4090", "RTX 3090")]
     assert staged == pytest.approx([26.56, 3.52, 3.04])
     narrow = replace(find("T4"), host=Link(2e9, 1e-5), peer_access=False)
@@ -106,9 +108,8 @@ def test_a_pair_of_v100s_has_two_links_of_six():
 
 def test_between_nodes():
     def gather(network: str | None, nodes: int, like: str = "A100", members: int = 8) -> float:
-        fabric = nccl.Fabric.of(like if like is REACHING else find(like), network and networks.find(network)).shared_by(
-            members, 8
-        )
+        card = like if like is REACHING else find(like)
+        fabric = nccl.Fabric.of(card, network and networks.find(network), "SYS").shared_by(members, 8)
         return nccl.seconds("all_gather", 10**9, nodes * members, fabric, nodes)
 
     assert gather("HDR", 4) == gather(None, 4) == gather("200 Gb/s", 4) == gather("25 GB/s", 4)  # of that generation
@@ -122,7 +123,7 @@ def test_between_nodes():
     )  # eight groups at once
     assert gather("Ethernet 100", 4, REACHING) == pytest.approx(once / 12e9, rel=0.01)  # within the node it is slower
     mixed = nccl.slowest(
-        [nccl.Fabric.of(find("H100"), networks.find("RoCE 100")), nccl.Fabric.of(find("A100-PCIE-40GB"))]
+        [nccl.Fabric.of(find("H100"), networks.find("RoCE 100")), nccl.Fabric.of(find("A100-PCIE-40GB"), None, "SYS")]
     )
     assert (mixed.inside, mixed.between) == (pytest.approx(24), 12.5)
 

@@ -79,7 +79,7 @@ def _communication(explained: Sequence[Explained], settings: Settings, environ: 
 
     changes = [Change("no communication", "Without any communication", COMMUNICATION, {"communication": 0}, bound=True)]
     spec = specs.find(settings.cards[0].like)
-    if not environment.peer_to_peer(environ) and (spec.nvlink or spec.peer_access):
+    if environment.peer_to_peer(environ) == "LOC" and spec.nvlink:
         names = " and ".join(name for name in P2P if name in environ)
         changes.append(Change("peer to peer", f"Without {names} in the environment", COMMUNICATION, without=P2P))
     elif spec.nvlink is None:
