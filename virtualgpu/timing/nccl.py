@@ -7,7 +7,10 @@ What PyTorch's has no formula for (broadcast, reduce, gather, scatter) follows t
 
 Where we depart from it: it takes 24 GB/s for all that is no NVLink, which holds where cards reach each other over PCI Express 4.0 (hardware.links has
 what was measured through the host's memory, the way NCCL takes unless a switch or NCCL_P2P_LEVEL lets them: `Fabric.of`), and
-all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120). Like it, this
+all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120). It has an all_to_all pass a ring twice, as an all_reduce does; here
+each GPU sends the others their parts once: so counted two RTX 2080 Ti reach 4.6 GB/s, for 4.0 in an all_reduce, and four RTX 4090 18 in both
+(NVIDIA/nccl#1603). Broadcast and reduce of a pair through the host's memory go one way, at what PCI Express carries: 11.1 GB/s on the
+2080 Ti, whose ring has 4.0 (10 and 3.9 in NVIDIA/nccl#384; but on a slow host 0.96 and 0.89). No table of messages was found: they have the ring's. Like PyTorch's, this
 knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on eight
 A100 and H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB.
 
@@ -77,6 +80,7 @@ class Fabric:
     send to others through one card, and `between` is what they have of it together (`shared_by` says what a group has). neighbour:
     GB/s to one other GPU of the node, where NVLinks are shared out among neighbours. staged: within the node data pass through the host's
     memory, which holds a ring (not a message) over several nodes up as well (PyTorch's model, for cards that reach each other, leaves the node out).
+    one_way: GB/s where data go to the other of a pair so staged and none come back, as a ring's do.
     """
 
     generation: int
@@ -86,6 +90,7 @@ class Fabric:
     shared: bool = False
     neighbour: float = math.inf
     staged: bool = False
+    one_way: float = 0.0
 
     @property
     def blocks(self) -> int:
@@ -115,7 +120,8 @@ class Fabric:
         elif spec.peer_access and level == "SYS":
             fabric = _pcie(spec.capability, spec.peer.bandwidth * PCIE_SHARE)
         else:
-            fabric = replace(_pcie(spec.capability, links.ring(spec.capability, spec.host)), staged=True)
+            ring, lanes = links.ring(spec.capability, spec.host), PCIE_SHARE * spec.host.bandwidth
+            fabric = replace(_pcie(spec.capability, ring), staged=True, one_way=lanes / 1e9)
         if network is None:
             return fabric
         # a network card sits behind PCI Express, as the GPU does
@@ -154,7 +160,8 @@ def slowest(fabrics: list[Fabric]) -> Fabric:
     """A ring is as fast as its slowest link, within the nodes and between them."""
     inside = min(fabrics, key=lambda fabric: (fabric.inside, fabric.between, fabric.generation))
     between = min(fabrics, key=lambda fabric: fabric.between)
-    return replace(inside, between=between.between, shared=between.shared)
+    one_way = min(fabric.one_way for fabric in fabrics)
+    return replace(inside, between=between.between, shared=between.shared, one_way=one_way)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -182,6 +189,8 @@ def _microseconds(
     if protocol == LL128 and nodes > 1:
         return None  # its figures are NVLink's
     steps = _steps(kind, ranks)
+    if kind in ("broadcast", "reduce") and ranks == 2:
+        fabric = replace(fabric, inside=max(fabric.inside, fabric.one_way))
     bus = _bus_bandwidth(kind, nbytes, fabric, nodes, algorithm, protocol)
     if algorithm == TREE:
         size = int(math.log2(nbytes >> 6)) if nbytes >= 128 else 0
@@ -199,9 +208,9 @@ def _microseconds(
 def _steps(kind: str, ranks: int) -> int:
     if kind == "p2p":
         return 1
-    if kind in ("all_reduce", "all_to_all"):
+    if kind == "all_reduce":
         return 2 * (ranks - 1)
-    return ranks - 1 if kind in ("all_gather", "reduce_scatter") else ranks
+    return ranks - 1 if kind in ("all_gather", "reduce_scatter", "all_to_all") else ranks
 
 
 def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str) -> float:
