@@ -110,6 +110,14 @@ def test_a_pair_through_the_host_as_measured(kind, sent, measured):
     assert nccl.seconds("broadcast", 10**10, 3, fabric) == pytest.approx(10 / fabric.inside, rel=0.01)
 
 
+def test_a_small_message_through_the_host_as_measured():
+    """us of an all_reduce of 1 KiB: 2 and 8 RTX 2080 Ti, 2, 4 and 8 RTX 4090 (links.toml)."""
+    for like, measured in (("RTX 2080 Ti", {2: 12.1, 8: 37.5}), ("RTX 4090", {2: 12.2, 4: 21.0, 8: 44.0})):
+        fabric = nccl.Fabric.of(find(like))
+        told = [1e6 * nccl.seconds("all_reduce", 1024, ranks, fabric) for ranks in measured]
+        assert told == pytest.approx([*measured.values()], rel=0.15)
+
+
 def test_a_pair_of_v100s_has_two_links_of_six():
     """And half of the cube of a DGX-1 four; measured were 130 to 135 GB/s over all eight, and 122 where a switch joins them."""
 
