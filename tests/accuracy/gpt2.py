@@ -4,7 +4,7 @@ Settings: run_clm.py on gpt2 (124M), batch 4 a GPU, 1024 tokens, AdamW, 200 step
 or NCCL_P2P_DISABLE=1. GPT-2 is ours, with the sizes and dropouts of the published model and attention in plain operations, as
 transformers had it then; AdamW step by step over the parameters, as its own was. DataParallel averages in the first GPU.
 
-Missed: without NVLink, 148 ms a step were lost and some 60 are simulated. The way through the host's memory is that of other machines
+Missed: without NVLink, 148 ms a step were lost and some 55 are simulated. The way through the host's memory is that of other machines
 (hardware/data/links.toml); this one's slots (x16 or x8) are not published.
 """
 

@@ -5,14 +5,18 @@ algorithms and three protocols, estimates each, and takes the fastest. It is wri
 seconds a process, because older versions have another one, and because it knows four models of GPU; a test compares both.
 What PyTorch's has no formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root.
 
-Where we depart from it: it takes 24 GB/s for all that is no NVLink, which holds where cards reach each other over PCI Express 4.0 (hardware.links has
-what was measured through the host's memory, the way NCCL takes unless a switch or NCCL_P2P_LEVEL lets them: `Fabric.of`), and
-all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120). It has an all_to_all pass a ring twice, as an all_reduce does; here
-each GPU sends the others their parts once: so counted two RTX 2080 Ti reach 4.6 GB/s, for 4.0 in an all_reduce, and four RTX 4090 18 in both
-(NVIDIA/nccl#1603). Broadcast and reduce of a pair through the host's memory go one way, at what PCI Express carries: 11.1 GB/s on the
-2080 Ti, whose ring has 4.0 (10 and 3.9 in NVIDIA/nccl#384; but on a slow host 0.96 and 0.89). No table of messages was found: they have the ring's. Like PyTorch's, this
-knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on eight
-A100 and H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB.
+Where we depart from it:
+- It takes 24 GB/s for all that is no NVLink, which holds where cards reach each other over PCI Express 4.0. NCCL goes through the host's memory
+  unless a switch or NCCL_P2P_LEVEL lets them (`Fabric.of`); what was measured there is in hardware.links.
+- It has all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120).
+- It has an all_to_all pass a ring twice, as an all_reduce does. Here each GPU sends the others their parts once: so counted two RTX 2080 Ti
+  reach 4.6 GB/s, for 4.0 in an all_reduce, and four RTX 4090 18 in both (NVIDIA/nccl#1603).
+- Broadcast and reduce of a pair through the host's memory go one way, at what PCI Express carries: 11.1 GB/s on the 2080 Ti, whose ring has
+  4.0 (10 and 3.9 in NVIDIA/nccl#384; but on a slow host 0.96 and 0.89). No table of single messages was found: they have the ring's.
+
+Like it, this knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on
+eight A100 and H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB. Through the
+host's memory the shape holds for 2 to 8 GPUs (given a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on); which bandwidth a host has, nobody can tell.
 
 Bandwidths in GB/s and latencies in us, as in those files; `seconds` takes bytes and returns seconds.
 """
@@ -29,8 +33,9 @@ TREE, RING = "tree", "ring"
 LL, LL128, SIMPLE = "LL", "LL128", "simple"
 ALGORITHMS, PROTOCOLS = (TREE, RING), (LL, LL128, SIMPLE)
 
-# tuning.cc, ncclTunerConstantsDefaults: us before the first byte, and for each step over a kind of link. It has no "host": a step of LL through the host's
-# memory is the median of 13 published tables of nccl-tests at 1 KiB (1.4 to 4.2 on 2, 4 and 8 GPUs; most of the machines of hardware/data/links.toml)
+# tuning.cc, ncclTunerConstantsDefaults: us before the first byte, and for each step over a kind of link. It has no "host": a step of LL
+# through the host's memory is the median of 13 published tables of nccl-tests at 1 KiB (1.4 to 4.2 on 2, 4 and 8 GPUs; most of the
+# machines of hardware/data/links.toml)
 BASE = {TREE: (6.8, 14.0, 8.4), RING: (6.6, 14.0, 8.4)}
 STEP = {
     "nvlink": {TREE: (0.6, 1.25, 4.0), RING: (0.6, 1.9, 3.4)},
