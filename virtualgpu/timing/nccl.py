@@ -16,7 +16,7 @@ Where we depart from it:
 
 Like it, this knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on
 eight A100 and H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB. Through the
-host's memory the shape holds for 2 to 8 GPUs (given a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on); which bandwidth a host has, nobody can tell.
+host's memory the shape holds for 2 and 4 GPUs (given a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on); which bandwidth a host has, nobody can tell.
 
 Bandwidths in GB/s and latencies in us, as in those files; `seconds` takes bytes and returns seconds.
 """
