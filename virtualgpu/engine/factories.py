@@ -55,6 +55,8 @@ class Factories:
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11
             if (gpu is None and (by_python or number)) or (by_python and values.is_kept(out) and not op.random):
                 values.propagate_factory(op, args, {**options, "device": CPU}, out)
+            else:
+                values.name_small([out], op.name)
         elif gpu is None:
             out = op.on_cpu(*args, **options)
         else:

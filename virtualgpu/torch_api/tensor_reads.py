@@ -84,18 +84,19 @@ class Reads:
     def _with_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """In a dry run few have some; for the others nan, or zero. Raises RuntimeError for what was made in one, outside it."""
         if not _compat.is_really_meta(tensor):
-            if not (
-                self.machine.some_dry and self.machine.dry and gpu_of(tensor) is None and values.is_unknown(tensor)
-            ):
+            if not (self.machine.some_dry and self.machine.dry and values.is_unknown(tensor)):
                 return tensor
         elif not self.machine.dry or is_on_meta(tensor):
             if gpu_of(tensor) is not None:
                 raise without_values()
             return tensor
-        elif (known := values.values_of(tensor)) is not None:
+        with self.machine.untracked():
+            known = values.values_of(tensor)
+        if known is None or values.lacks_some(known):
+            self.machine.warn_of_nan(values.why_unknown([tensor]))
+        if known is not None:
             return known
-        self.machine.warn_of_nan()
-        nothing = math.nan if tensor.is_floating_point() else 0
+        nothing = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
         with self.machine.untracked():
             return torch.full(tuple(tensor.shape), nothing, dtype=tensor.dtype, device="cpu")
 
