@@ -62,12 +62,18 @@ class Reads:
             return original(tensor, tensor_contents=tensor_contents)
         gpu = gpu_of(tensor)
         if _compat.is_really_meta(tensor) and (self.machine.dry or gpu is not None) and not is_on_meta(tensor):
+            with self.machine.untracked():
+                known = values.known_of(tensor) if self.machine.dry else None
             where = f"device='{gpu.device}', " if gpu else ""
-            return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+            if known is None:
+                return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
         if gpu is not None:
             self._wait(tensor, gpu)
         with self.machine.untracked():
-            text = original(self._with_values(tensor), tensor_contents=tensor_contents)
+            shown = self._with_values(tensor)
+            if tensor.requires_grad and shown is not tensor:
+                shown = shown.detach().requires_grad_()
+            text = original(shown, tensor_contents=tensor_contents)
         if gpu is None:
             return text
         end = re.search(r"(, (size|dtype|requires_grad|grad_fn|layout|tangent|nnz)=[^\n]*)?\)$", text)

@@ -511,3 +511,17 @@ def test_torchvisions_transforms():
     with pytest.warns(RuntimeWarning, match="invalid value"):  # images are larger than what is kept
         (images, labels), _ = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
     assert images.shape == (4, 3, 64, 64) and images.cuda().device.type == "cuda" and len(labels.tolist()) == 4
+
+
+def test_what_is_known_is_shown_and_what_is_not_is_a_shape():
+    times = torch.tensor([1.0, 2.0, 4.0], device="cuda", requires_grad=True)
+    assert repr(times) == "tensor([1., 2., 4.], device='cuda:0', requires_grad=True)"
+    assert repr(torch.arange(3) * 2) == "tensor([0, 2, 4])"
+    assert repr(on_gpu(3)) == "tensor(..., device='cuda:0', size=(3,), dtype=torch.float32)"
+    times.detach()[1] = on_gpu(1)[0]
+    assert repr(times) == "tensor(..., device='cuda:0', size=(3,), dtype=torch.float32)"
+
+
+def test_a_number_that_cpp_makes_beside_numbers_has_one():
+    """torch.utils.benchmark asks for its median."""
+    assert torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).quantile(0.5).item() == 2
