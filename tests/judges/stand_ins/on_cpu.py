@@ -1,0 +1,237 @@
+"""The reference that a program on virtual GPUs is compared with: the same program, its "GPUs" this CPU, its NCCL gloo, without virtualgpu.
+
+`start(n)`: what asks for CUDA gets the CPU. Random numbers "on a GPU" come from a generator of their own, as on GPUs, if the call tells that
+it is meant for one (a factory with `device=`, dropout). What CUDA counts (bytes, time) is 0. Enough for programs that train; no more.
+"""
+
+import functools
+import time
+import types
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+_RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
+_DROPOUTS = {torch.nn.functional.dropout, torch.nn.functional.dropout1d, torch.nn.functional.dropout2d}
+_DROPOUTS |= {torch.nn.functional.dropout3d, torch.nn.functional.alpha_dropout}
+_device = torch.device
+
+
+def _is_gpu(value):
+    if isinstance(value, str):
+        return value.split(":")[0] == "cuda"
+    return isinstance(value, _device) and value.type == "cuda"
+
+
+def _here(value):
+    return "cpu" if isinstance(value, str) and _is_gpu(value) else _device("cpu") if _is_gpu(value) else value
+
+
+class _OnCpu(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+        self.generator.manual_seed(torch.initial_seed())
+
+    def __torch_function__(self, function, kinds, arguments=(), options=None):
+        options = dict(options or {})
+        on_gpu = _is_gpu(options.get("device"))
+        if function is torch.Tensor.to and len(arguments) > 1 and type(arguments[1]) is int:
+            arguments = (arguments[0], "cpu", *arguments[2:])
+        if "device" in options:
+            options["device"] = "cpu" if type(options["device"]) is int else _here(options["device"])
+        arguments = tuple(map(_here, arguments))
+        options.pop("pin_memory", None)
+        if (on_gpu and function in _RANDOM and not options.get("generator")) or function in _DROPOUTS:
+            return self._drawn(function, arguments, options)
+        return function(*arguments, **options)
+
+    def _drawn(self, function, arguments, options):
+        ours = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(ours)
+
+
+class _Device(type):
+    """`torch.device` that knows no GPU; what it makes are PyTorch's own."""
+
+    def __call__(cls, *arguments, **options):
+        made = _device(*arguments, **options)
+        return _here(made)
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, _device)
+
+
+class _Event:
+    def __init__(self, *_, **__):
+        self.at = 0.0
+
+    def record(self, *_):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1000
+
+    def query(self):
+        return True
+
+    def synchronize(self, *_):
+        pass
+
+    wait = synchronize
+
+
+class _Stream:
+    device, cuda_stream, priority = _device("cpu"), 0, 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_stream(self, *_):
+        pass
+
+    wait_event = synchronize = wait_stream
+
+    def is_capturing(self):
+        return False
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+
+class _DataParallel(torch.nn.Module):
+    """As the original splits: a share of the batch for each; statistics of batches are the first share's."""
+
+    def __init__(self, module, device_ids=None, output_device=None, dim=0):
+        super().__init__()
+        self.module, self.shares = module, len(device_ids) if device_ids else torch.cuda.device_count()
+
+    def forward(self, first, *others, **options):
+        parts = list(zip(*(each.chunk(self.shares) for each in (first, *others)), strict=True))
+        outputs = []
+        for part in parts:
+            outputs.append(self.module(*part, **options))
+            if len(outputs) == 1:
+                kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(kept[name])
+        return torch.cat(outputs)
+
+
+def start(gpus):
+    """From here on, `gpus` GPUs are this CPU."""
+    cuda, mode = torch.cuda, _OnCpu()
+
+    class device(metaclass=_Device):
+        pass
+
+    torch.device = device
+    mode.__enter__()
+    answers = {
+        "is_available": True, "is_initialized": True, "device_count": gpus, "current_device": 0, "get_device_name": "CPU",
+        "get_device_capability": (8, 0), "is_bf16_supported": True, "memory_stats": {}, "mem_get_info": (1 << 34, 1 << 34),
+        "get_device_properties": types.SimpleNamespace(name="CPU", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1),
+        "memory_summary": "", "utilization": 0, "nccl_version": (2, 0, 0),
+    }  # fmt: skip
+    counts = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    answers |= dict.fromkeys(counts, 0)
+    answers |= dict.fromkeys(("init", "set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream"))
+    answers |= dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"))
+    for name, answer in answers.items():
+        setattr(cuda, name, _answering(answer))
+    for name in ("manual_seed", "manual_seed_all"):
+        setattr(cuda, name, lambda seed: mode.generator.manual_seed(int(seed)) and None)
+    seed_cpu = torch.manual_seed
+
+    def manual_seed(seed):
+        mode.generator.manual_seed(int(seed))
+        return seed_cpu(seed)
+
+    torch.manual_seed = torch.random.manual_seed = manual_seed
+    for name in ("get_rng_state", "get_rng_state_all"):
+        setattr(cuda, name, lambda *_: mode.generator.get_state())
+    for name in ("set_rng_state", "set_rng_state_all"):
+        setattr(cuda, name, lambda state, *_: mode.generator.set_state(state))
+    cuda.Event, cuda.Stream = _Event, _Stream
+    for name in ("current_stream", "default_stream", "stream", "device"):
+        setattr(cuda, name, lambda *_: _Stream())
+    accelerator = {"is_available": True, "device_count": gpus, "current_accelerator": _device("cpu"), "current_device_index": 0, "current_stream": _Stream()}
+    for name, answer in (accelerator | dict.fromkeys(("set_device_index", "synchronize", "empty_cache"))).items():
+        setattr(torch.accelerator, name, _answering(answer))
+    torch.Tensor.cuda, torch.Tensor.pin_memory = lambda self, *_, **__: self, lambda self, *_: self
+    torch.Tensor.record_stream, torch.nn.Module.cuda = _answering(None), lambda self, *_: self
+    to = torch.nn.Module.to
+
+    def moved(self, *arguments, **options):
+        arguments = ["cpu" if type(each) is int else _here(each) for each in arguments]
+        return to(self, *arguments, **{name: "cpu" if type(v) is int else _here(v) for name, v in options.items()})
+
+    torch.nn.Module.to = moved
+    torch.nn.DataParallel = torch.nn.parallel.DataParallel = _DataParallel
+    torch.autocast = torch.amp.autocast = torch.amp.autocast_mode.autocast = _autocast(torch.autocast)
+    scaler = torch.amp.GradScaler
+    torch.amp.GradScaler = lambda device="cpu", *a, **o: scaler("cpu", *a, **o)
+    cuda.amp.GradScaler = functools.partial(scaler, "cpu")
+    cuda.amp.autocast = lambda enabled=True, dtype=torch.float16, cache_enabled=True: torch.autocast("cpu", dtype, enabled)
+    _load_here()
+    _gloo()
+
+
+def _answering(answer):
+    """A function of its own: Dynamo wants no two names for one."""
+    return lambda *_, **__: answer
+
+
+def _autocast(autocast):
+    class OnCpu(autocast):
+        def __init__(self, device_type="cpu", dtype=None, enabled=True, cache_enabled=None):
+            super().__init__("cpu", dtype or torch.float16, enabled, cache_enabled)
+
+    return OnCpu
+
+
+def _load_here():
+    load = torch.load
+    torch.load = lambda file, map_location=None, **options: load(file, "cpu", **options)
+
+
+def _gloo():
+    init, group, mesh, reduce = dist.init_process_group, dist.new_group, dist.init_device_mesh, dist.all_reduce
+    wrapper = torch.nn.parallel.DistributedDataParallel
+
+    def init_process_group(backend=None, *arguments, device_id=None, **options):
+        return init("gloo", *arguments, **options)
+
+    def new_group(ranks=None, timeout=None, backend=None, **options):
+        options.pop("device_id", None)
+        return group(ranks, timeout, None, **options)
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if op != dist.ReduceOp.AVG:
+            return reduce(tensor, op, group, async_op)
+        reduce(tensor, dist.ReduceOp.SUM, group)
+        tensor.div_(dist.get_world_size(group))
+        return types.SimpleNamespace(wait=lambda: None) if async_op else None
+
+    class OnCpu(wrapper):
+        def __init__(self, module, device_ids=None, output_device=None, **options):
+            super().__init__(module, **options)
+
+    OnCpu.__name__ = wrapper.__name__
+    for place in (torch.nn.parallel, torch.nn.parallel.distributed):
+        place.DistributedDataParallel = OnCpu
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+    dist.new_group, dist.all_reduce = new_group, all_reduce
+    dist.init_device_mesh = dist.device_mesh.init_device_mesh = lambda kind, *a, **o: mesh("cpu", *a, **o)
