@@ -53,6 +53,7 @@ class Program:
 
     run: its command, under the runner (dry: shapes alone; card, gpus, options: the runner's). inside: the folder it starts in.
     needs: data, as data.make takes it, and packages of ours, `package:NAME`. requires: packages that must be installed.
+    path: folders of the checkout that Python imports from. reference: is there one?
     prints: a pattern; the numbers in its matches are compared, the lines in any order. losses: those of every backward pass are. weights: files that are.
     says: what its output must have. within: how far numbers may be apart, relative to the larger.
     expect: "same" (numbers as on the CPU), "ran", "refused" (a GPU would as well, or ours alone: `why`), "broken" (it fails on the CPU as well).
@@ -70,6 +71,7 @@ class Program:
     needs: list[str] = field(default_factory=list)
     requires: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    path: list[str] = field(default_factory=list)
     prints: str = ""
     losses: bool = True
     weights: list[str] = field(default_factory=list)
@@ -178,13 +180,15 @@ def execute(program: Program, checkout: Path, folder: Path, reference: bool = Fa
             (shutil.copytree if source.is_dir() else shutil.copy)(source, packages / name)
         else:
             data.make(need, work)
-    path = [packages, HERE, os.environ.get("PYTHONPATH", ""), *([] if reference else [ROOT])]
+    own = [folder / "work" / inside for inside in program.path]
+    path = [packages, HERE, *own, os.environ.get("PYTHONPATH", ""), *([] if reference else [ROOT])]
     environment = {**os.environ, **ALWAYS, **OFFLINE, "PYTHONPATH": os.pathsep.join(map(str, filter(None, path)))}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # a `python` that has PyTorch
     environment |= {"HF_HOME": str(folder / "hf"), "WORK": str(work), **program.environment}
     environment |= {"LABS_LOSSES": str(losses)} if program.losses and program.reference and not program.dry else {}
     command = shlex.split(program.run)
     if reference:
-        environment |= {"LABS_REFERENCE": str(program.gpus), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment["LABS_REFERENCE"] = str(program.gpus)
         command = command if command[0] in ("torchrun", "bash", "accelerate") else [sys.executable, *command]
     else:
         environment |= DRY if program.dry else {}

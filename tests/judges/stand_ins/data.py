@@ -105,15 +105,45 @@ def _llama(folder: Path, count: int) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate([*special, *_WORDS])}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
+    _configuration(folder, {"hidden_size": count, "intermediate_size": 2 * count, "num_hidden_layers": 2, "num_attention_heads": 8,
+                            "num_key_value_heads": 4, "vocab_size": 512})  # fmt: skip
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1024, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+# What the hub's configurations of these models say
+_PUBLISHED = {
+    "llama1b": (2048, 8192, 16, 32, 8, 128256, True), "llama8b": (4096, 14336, 32, 32, 8, 128256, False),
+    "llama405b": (16384, 53248, 126, 128, 8, 128256, False),
+}  # fmt: skip
+
+
+def _configuration(folder: Path, shapes: dict) -> None:
+    """A Llama of these shapes, as transformers reads it from a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": count, "intermediate_size": 2 * count,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | shapes))
+
+
+def _published(name: str, folder: Path) -> None:
+    words = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    _llama(folder, 64)
+    _configuration(folder, dict(zip((*words, "vocab_size", "tie_word_embeddings"), _PUBLISHED[name], strict=True)))
+
+
+def _pairs(folder: Path, count: int) -> None:
+    """Pairs of sentences with a label, as GLUE has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = _sentences(2 * count)
+    for part, many in (("train", count), ("validation", max(8, count // 8))):
+        rows = [
+            {"sentence1": lines[at], "sentence2": lines[at + many], "label": at % 2, "idx": at} for at in range(many)
+        ]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 _KINDS = {
@@ -125,4 +155,6 @@ _KINDS = {
     "words": _words,
     "tokens": _tokens,
     "llama": _llama,
+    "pairs": _pairs,
+    **{name: lambda folder, count, name=name: _published(name, folder) for name in _PUBLISHED},
 }

@@ -3,7 +3,7 @@
 LABS_LOSSES=folder     the loss of every `backward()` is written there, a file a process: "rank loss" a line
 LABS_REFERENCE=N       PyTorch is told that N GPUs are there, and all of them are this CPU (on_cpu.py)
 
-Python's, NumPy's and PyTorch's generators are seeded, for programs that do not. Torchvision takes data of our making for its own.
+Python's, NumPy's and PyTorch's generators are seeded, for programs that do not. Torchvision takes data of our making for its own, transformers makes the weights that the hub would have.
 """
 
 import os
@@ -13,8 +13,8 @@ import sys
 class _After:
     """Calls a function with a module when that has been imported."""
 
-    def __init__(self, **wanted):
-        self._wanted = {name.replace("__", "."): then for name, then in wanted.items()}
+    def __init__(self, wanted):
+        self._wanted = wanted
 
     def find_spec(self, name, path=None, target=None):
         then = self._wanted.pop(name, None)  # others that ask all finders, as virtualgpu's does, are not answered
@@ -72,4 +72,15 @@ def _cifar(module):
     module.check_integrity = lambda path, md5=None: os.path.isfile(path)
 
 
-sys.meta_path.insert(0, _After(torch=_torch, numpy=_numpy, torchvision__datasets__cifar=_cifar))
+def _transformers(module):
+    """A model of the hub is a model of its configuration, with the weights it begins with."""
+
+    def from_pretrained(cls, name, *arguments, config=None, dtype=None, torch_dtype=None, **options):
+        options = {key: options[key] for key in ("attn_implementation",) if key in options}
+        return cls._from_config(config or cls.config_class.from_pretrained(name), dtype=dtype or torch_dtype, **options)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+_WANTED = {"torch": _torch, "numpy": _numpy, "torchvision.datasets.cifar": _cifar, "transformers.modeling_utils": _transformers}
+sys.meta_path.insert(0, _After(_WANTED))
