@@ -31,7 +31,12 @@ from tests.judges.stand_ins import data
 HERE = Path(__file__).parent / "stand_ins"
 OUT = BUILD / "labs"
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+}
 DRY = {"VIRTUALGPU_CROSSCHECK": "1"}  # what a dry run remembers of one operation is compared with the next
 
 
@@ -80,7 +85,7 @@ class Program:
     reference: bool = True
     expect: str = "same"
     why: str = ""
-    limit: float = 150
+    limit: float = 240
     published: list[Published] = field(default_factory=list)
 
 
@@ -117,9 +122,16 @@ def main(arguments: list[str]) -> int:
             as_expected = result["status"] in (program.expect, "skipped")
             wrong += [] if as_expected else [program.name]
             rows.append((program.name, result["status"], f"{result['seconds']:.0f} s", result["why"]))
-            print("  ".join([*rows[-1][:3], "" if as_expected else f"expected: {program.expect};", rows[-1][3]]), flush=True)
+            print(
+                "  ".join([*rows[-1][:3], "" if as_expected else f"expected: {program.expect};", rows[-1][3]]),
+                flush=True,
+            )
             for figure in result["published"]:
-                print("    {what}: published {value:g} {unit}, simulated {simulated:.4g}, ratio {ratio:.3f}".format(**figure))
+                print(
+                    "    {what}: published {value:g} {unit}, simulated {simulated:.4g}, ratio {ratio:.3f}".format(
+                        **figure
+                    )
+                )
     print()
     table(rows)
     print()
@@ -158,18 +170,22 @@ class Ended:
 
     @property
     def well(self) -> bool:
-        return self.status == 0
+        """Its status is 0, and no process that it started by hand ended with an error (its parent may not look)."""
+        return self.status == 0 and not re.search(r"^Process \S*Process-\d+:$", self.text, re.M)
 
     def error(self) -> str:
         """The last error it tells."""
-        pattern = r"^(?:\[rank\d+\]: ?|E? +|\S+: )?((?:[\w.]*(?:Error|Exception|Exit)\b: |FAILED |[\w.]+: error: ).*)$"
+        pattern = r"^(?:\[rank\d+\]: ?|E? +|\S+: )?((?:[\w.]*(?:Error|Exception|Exit)\b: |FAILED |[\w.-]+: error: ).*)$"
         errors = [e for e in re.findall(pattern, self.text, re.M) if "ChildFailedError" not in e]
         return errors[-1][:240] if errors else "over its time" if self.status == "late" else f"ended with {self.status}"
 
 
 def execute(program: Program, checkout: Path, folder: Path, reference: bool = False) -> Ended:
     """One run, in a copy of the checkout under `folder`, with its stand-ins."""
-    work = shutil.copytree(checkout, folder / "work", ignore=shutil.ignore_patterns(".git"), symlinks=True) / program.inside
+    work = (
+        shutil.copytree(checkout, folder / "work", ignore=shutil.ignore_patterns(".git"), symlinks=True)
+        / program.inside
+    )
     packages, losses = folder / "packages", folder / "losses"
     packages.mkdir()
     losses.mkdir()
@@ -199,7 +215,13 @@ def execute(program: Program, checkout: Path, folder: Path, reference: bool = Fa
     start = time.monotonic()
     with open(log, "w") as out:
         process = subprocess.Popen(
-            command, cwd=work, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+            command,
+            cwd=work,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment,
         )
     status = wait_for(process, "", log, program.limit)
     return Ended(status, log.read_text(errors="replace"), folder, time.monotonic() - start)
@@ -237,7 +259,9 @@ def _compared(program: Program, ours: Ended, theirs: Ended) -> tuple[float, list
         if {rank: len(values) for rank, values in sides[0].items()} != {rank: len(v) for rank, v in sides[1].items()}:
             return f"losses: {_counts(sides[0])} here, {_counts(sides[1])} on the CPU"
         what.append(f"{sum(map(len, sides[0].values()))} losses")
-        apart = max([apart, *(_apart(a, b) for rank in sides[0] for a, b in zip(sides[0][rank], sides[1][rank], strict=True))])
+        apart = max(
+            [apart, *(_apart(a, b) for rank in sides[0] for a, b in zip(sides[0][rank], sides[1][rank], strict=True))]
+        )
     if program.prints:
         lines = [sorted(found.group(0) for found in re.finditer(program.prints, side.text)) for side in (ours, theirs)]
         numbers = [[float(n) for line in each for n in NUMBER.findall(line)] for each in lines]
@@ -269,7 +293,13 @@ def _counts(losses: dict[int, list[float]]) -> str:
 
 
 def _apart(a: float, b: float) -> float:
-    return 0.0 if a == b or (a != a and b != b) else abs(a - b) / max(abs(a), abs(b)) if abs(a - b) < float("inf") else float("inf")
+    return (
+        0.0
+        if a == b or (a != a and b != b)
+        else abs(a - b) / max(abs(a), abs(b))
+        if abs(a - b) < float("inf")
+        else float("inf")
+    )
 
 
 def _apart_files(ours: Path, theirs: Path) -> float:

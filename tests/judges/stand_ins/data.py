@@ -48,7 +48,7 @@ def _cifar(folder: Path, count: int, classes: int) -> None:
     inside.mkdir(parents=True, exist_ok=True)
     parts = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     for seed, part in enumerate(parts):
-        many = count if hundred and part == "train" else max(64, count // 4) if "test" in part else count // 5
+        many = count if hundred and part == "train" else max(16, count // 4) if "test" in part else count // 5
         pictures, labels = _pictures(np.random.default_rng(seed), many, (32, 32, 3), classes)
         data = pictures.transpose(0, 3, 1, 2).reshape(many, -1)
         content = {"data": data, "fine_labels" if hundred else "labels": [int(label) for label in labels]}
@@ -69,7 +69,8 @@ def _folder(folder: Path, count: int) -> None:
             Image.fromarray(picture).save(inside / f"{at}.png")
 
 
-_WORDS = "the cat sat on a mat and saw one dog run home to eat red fish by sea while old man sang of sun moon rain".split()
+_WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "home", "to", "eat", "red", "fish", "by", "sea", "while"]
+)
 
 
 def _sentences(count: int) -> list[str]:

@@ -5,16 +5,20 @@ it is meant for one (a factory with `device=`, dropout). What CUDA counts (bytes
 """
 
 import functools
+import os
 import time
 import types
 
 import torch
 import torch.distributed as dist
+from torch.distributed.nn import functional as with_gradients
 from torch.overrides import TorchFunctionMode
 
 _RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
 _DROPOUTS = {torch.nn.functional.dropout, torch.nn.functional.dropout1d, torch.nn.functional.dropout2d}
 _DROPOUTS |= {torch.nn.functional.dropout3d, torch.nn.functional.alpha_dropout}
+if os.environ.get("LABS_DROPOUT") == "cpu":  # a program whose model stays on the CPU
+    _DROPOUTS = set()
 _device = torch.device
 
 
@@ -130,6 +134,44 @@ class _DataParallel(torch.nn.Module):
         return torch.cat(outputs)
 
 
+class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """Statistics of all ranks' batches; PyTorch's own has no kernel for the CPU."""
+
+    def __init__(self, *arguments, process_group=None, **options):
+        super().__init__(*arguments, **options)
+
+    def _check_input_dim(self, x):
+        pass
+
+    def forward(self, x):
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
+            return super().forward(x)
+        over, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+        count = torch.full((1,), float(x.numel() // x.size(1)))
+        sums = torch.cat([x.float().sum(over), x.float().square().sum(over), count])
+        sums = with_gradients.all_reduce(sums)
+        mean, square = (sums[:-1] / sums[-1]).chunk(2)
+        variance, many = square - mean.square(), sums[-1].detach()
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * many / (many - 1), self.momentum)
+        y = (x - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+        return (
+            y.to(x.dtype) if self.weight is None else (y * self.weight.view(shape) + self.bias.view(shape)).to(x.dtype)
+        )
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module, process_group=None):
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            new = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            new.load_state_dict(module.state_dict())
+            return new
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child))
+        return module
+
+
 def start(gpus):
     """From here on, `gpus` GPUs are this CPU."""
     cuda, mode = torch.cuda, _OnCpu()
@@ -167,7 +209,13 @@ def start(gpus):
     cuda.Event, cuda.Stream = _Event, _Stream
     for name in ("current_stream", "default_stream", "stream", "device"):
         setattr(cuda, name, lambda *_: _Stream())
-    accelerator = {"is_available": True, "device_count": gpus, "current_accelerator": _device("cpu"), "current_device_index": 0, "current_stream": _Stream()}
+    accelerator = {
+        "is_available": True,
+        "device_count": gpus,
+        "current_accelerator": _device("cpu"),
+        "current_device_index": 0,
+        "current_stream": _Stream(),
+    }
     for name, answer in (accelerator | dict.fromkeys(("set_device_index", "synchronize", "empty_cache"))).items():
         setattr(torch.accelerator, name, _answering(answer))
     torch.Tensor.cuda, torch.Tensor.pin_memory = lambda self, *_, **__: self, lambda self, *_: self
@@ -179,12 +227,15 @@ def start(gpus):
         return to(self, *arguments, **{name: "cpu" if type(v) is int else _here(v) for name, v in options.items()})
 
     torch.nn.Module.to = moved
+    torch.nn.SyncBatchNorm = _SyncBatchNorm
     torch.nn.DataParallel = torch.nn.parallel.DataParallel = _DataParallel
     torch.autocast = torch.amp.autocast = torch.amp.autocast_mode.autocast = _autocast(torch.autocast)
     scaler = torch.amp.GradScaler
     torch.amp.GradScaler = lambda device="cpu", *a, **o: scaler("cpu", *a, **o)
     cuda.amp.GradScaler = functools.partial(scaler, "cpu")
-    cuda.amp.autocast = lambda enabled=True, dtype=torch.float16, cache_enabled=True: torch.autocast("cpu", dtype, enabled)
+    cuda.amp.autocast = lambda enabled=True, dtype=torch.float16, cache_enabled=True: torch.autocast(
+        "cpu", dtype, enabled
+    )
     _load_here()
     _gloo()
 

@@ -57,7 +57,9 @@ def _write_losses(torch, folder):
     def written(tensors, *arguments, **options):
         given = arguments[0] if arguments else options.get("grad_tensors")
         first = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
-        whole = given is None or all(each is None for each in given) if isinstance(given, tuple | list | None) else False
+        whole = (
+            given is None or all(each is None for each in given) if isinstance(given, tuple | list | None) else False
+        )
         if whole and first.numel() == 1:
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
             loss = float(getattr(first, "_local_tensor", first).detach())
@@ -82,5 +84,10 @@ def _transformers(module):
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-_WANTED = {"torch": _torch, "numpy": _numpy, "torchvision.datasets.cifar": _cifar, "transformers.modeling_utils": _transformers}
+_WANTED = {
+    "torch": _torch,
+    "numpy": _numpy,
+    "torchvision.datasets.cifar": _cifar,
+    "transformers.modeling_utils": _transformers,
+}
 sys.meta_path.insert(0, _After(_WANTED))
