@@ -69,8 +69,9 @@ def _folder(folder: Path, count: int) -> None:
             Image.fromarray(picture).save(inside / f"{at}.png")
 
 
+# fmt: off
 _WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "home", "to", "eat", "red", "fish", "by", "sea", "while"]
-)
+# fmt: on
 
 
 def _sentences(count: int) -> list[str]:

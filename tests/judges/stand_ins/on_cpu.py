@@ -14,22 +14,20 @@ import torch.distributed as dist
 from torch.distributed.nn import functional as with_gradients
 from torch.overrides import TorchFunctionMode
 
-_RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
-_DROPOUTS = {torch.nn.functional.dropout, torch.nn.functional.dropout1d, torch.nn.functional.dropout2d}
-_DROPOUTS |= {torch.nn.functional.dropout3d, torch.nn.functional.alpha_dropout}
+_RANDOM = {"rand", "randn", "randint", "randperm", "normal"}
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"}
 if os.environ.get("LABS_DROPOUT") == "cpu":  # a program whose model stays on the CPU
     _DROPOUTS = set()
-_device = torch.device
 
 
 def _is_gpu(value):
     if isinstance(value, str):
         return value.split(":")[0] == "cuda"
-    return isinstance(value, _device) and value.type == "cuda"
+    return isinstance(value, torch.device) and value.type == "cuda"
 
 
 def _here(value):
-    return "cpu" if isinstance(value, str) and _is_gpu(value) else _device("cpu") if _is_gpu(value) else value
+    return "cpu" if isinstance(value, str) and _is_gpu(value) else torch.device("cpu") if _is_gpu(value) else value
 
 
 class _OnCpu(TorchFunctionMode):
@@ -40,6 +38,8 @@ class _OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, function, kinds, arguments=(), options=None):
         options = dict(options or {})
+        if function is torch.device:
+            return function(*arguments, **options)
         on_gpu = _is_gpu(options.get("device"))
         if function is torch.Tensor.to and len(arguments) > 1 and type(arguments[1]) is int:
             arguments = (arguments[0], "cpu", *arguments[2:])
@@ -47,7 +47,7 @@ class _OnCpu(TorchFunctionMode):
             options["device"] = "cpu" if type(options["device"]) is int else _here(options["device"])
         arguments = tuple(map(_here, arguments))
         options.pop("pin_memory", None)
-        if (on_gpu and function in _RANDOM and not options.get("generator")) or function in _DROPOUTS:
+        if (on_gpu and function.__name__ in _RANDOM and not options.get("generator")) or function.__name__ in _DROPOUTS:
             return self._drawn(function, arguments, options)
         return function(*arguments, **options)
 
@@ -59,17 +59,6 @@ class _OnCpu(TorchFunctionMode):
         finally:
             self.generator.set_state(torch.get_rng_state())
             torch.set_rng_state(ours)
-
-
-class _Device(type):
-    """`torch.device` that knows no GPU; what it makes are PyTorch's own."""
-
-    def __call__(cls, *arguments, **options):
-        made = _device(*arguments, **options)
-        return _here(made)
-
-    def __instancecheck__(cls, value):
-        return isinstance(value, _device)
 
 
 class _Event:
@@ -92,7 +81,7 @@ class _Event:
 
 
 class _Stream:
-    device, cuda_stream, priority = _device("cpu"), 0, 0
+    device, cuda_stream, priority = torch.device("cpu"), 0, 0
 
     def __init__(self, *_, **__):
         pass
@@ -175,11 +164,6 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 def start(gpus):
     """From here on, `gpus` GPUs are this CPU."""
     cuda, mode = torch.cuda, _OnCpu()
-
-    class device(metaclass=_Device):
-        pass
-
-    torch.device = device
     mode.__enter__()
     answers = {
         "is_available": True, "is_initialized": True, "device_count": gpus, "current_device": 0, "get_device_name": "CPU",
@@ -212,7 +196,7 @@ def start(gpus):
     accelerator = {
         "is_available": True,
         "device_count": gpus,
-        "current_accelerator": _device("cpu"),
+        "current_accelerator": torch.device("cpu"),
         "current_device_index": 0,
         "current_stream": _Stream(),
     }

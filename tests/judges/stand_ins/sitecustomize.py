@@ -84,10 +84,33 @@ def _transformers(module):
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
+class _Theta:
+    """transformers 4 had it in a Llama's configuration itself."""
+
+    def __get__(self, config, kind=None):
+        parameters = {} if config is None else config.__dict__.get("rope_parameters") or {}
+        if "rope_theta" not in parameters:
+            raise AttributeError("rope_theta")
+        return parameters["rope_theta"]
+
+
+def _llama_configuration(module):
+    module.LlamaConfig.rope_theta = _Theta()
+
+
+def _tokenizers(module):
+    """transformers 4's name for calling a tokenizer with several texts."""
+    base = module.PreTrainedTokenizerBase
+    if not hasattr(base, "batch_encode_plus"):
+        base.batch_encode_plus = lambda self, texts, **options: self(texts, **options)
+
+
 _WANTED = {
     "torch": _torch,
     "numpy": _numpy,
     "torchvision.datasets.cifar": _cifar,
     "transformers.modeling_utils": _transformers,
+    "transformers.models.llama.configuration_llama": _llama_configuration,
+    "transformers.tokenization_utils_base": _tokenizers,
 }
 sys.meta_path.insert(0, _After(_WANTED))
