@@ -15,6 +15,15 @@ from torch.distributed.nn import functional as with_gradients
 from torch.overrides import TorchFunctionMode
 
 _RANDOM = {"rand", "randn", "randint", "randperm", "normal"}
+_IN_PLACE = {
+    "normal_",
+    "uniform_",
+    "trunc_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+    "xavier_uniform_",
+    "xavier_normal_",
+}
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"}
 if os.environ.get("LABS_DROPOUT") == "cpu":  # a program whose model stays on the CPU
     _DROPOUTS = set()
@@ -33,7 +42,7 @@ def _here(value):
 class _OnCpu(TorchFunctionMode):
     def __init__(self):
         super().__init__()
-        self.generator = torch.Generator()
+        self.generator, self.on_gpu = torch.Generator(), set()  # and where tensors lie that were made "on a GPU"
         self.generator.manual_seed(torch.initial_seed())
 
     def __torch_function__(self, function, kinds, arguments=(), options=None):
@@ -41,15 +50,32 @@ class _OnCpu(TorchFunctionMode):
         if function is torch.device:
             return function(*arguments, **options)
         on_gpu = _is_gpu(options.get("device"))
+        on_gpu = on_gpu or (
+            function is torch.Tensor.to and any(_is_gpu(each) or type(each) is int for each in arguments[1:])
+        )
         if function is torch.Tensor.to and len(arguments) > 1 and type(arguments[1]) is int:
             arguments = (arguments[0], "cpu", *arguments[2:])
         if "device" in options:
             options["device"] = "cpu" if type(options["device"]) is int else _here(options["device"])
         arguments = tuple(map(_here, arguments))
         options.pop("pin_memory", None)
-        if (on_gpu and function.__name__ in _RANDOM and not options.get("generator")) or function.__name__ in _DROPOUTS:
-            return self._drawn(function, arguments, options)
-        return function(*arguments, **options)
+        name = function.__name__
+        if (
+            (on_gpu and name in _RANDOM)
+            or name in _DROPOUTS
+            or (name in _IN_PLACE and self._lies_on_gpu(arguments, options))
+        ):
+            result = self._drawn(function, arguments, options)
+        else:
+            result = function(*arguments, **options)
+        if on_gpu and isinstance(result, torch.Tensor) and not result.is_meta:
+            self.on_gpu.add(result.untyped_storage().data_ptr())
+        return result
+
+    def _lies_on_gpu(self, arguments, options):
+        tensor = arguments[0] if arguments else options.get("tensor")
+        there = isinstance(tensor, torch.Tensor) and not tensor.is_meta and not options.get("generator")
+        return there and tensor.untyped_storage().data_ptr() in self.on_gpu
 
     def _drawn(self, function, arguments, options):
         ours = torch.get_rng_state()
