@@ -57,7 +57,8 @@ class Program:
     """A line of labs.toml.
 
     run: its command, under the runner (dry: shapes alone; card, gpus, options: the runner's). inside: the folder it starts in.
-    needs: data, as data.make takes it, and packages of ours, `package:NAME`. requires: packages that must be installed.
+    needs: data, as data.make takes it, and packages of ours, `package:NAME`, or a name
+    that pip is to know of, `installed:NAME`. requires: packages that must be installed.
     path: folders of the checkout that Python imports from. reference: is there one?
     prints: a pattern; the numbers in its matches are compared, the lines in any order. losses: those of every backward pass are. weights: files that are.
     says: what its output must have. within: how far numbers may be apart, relative to the larger.
@@ -191,7 +192,11 @@ def execute(program: Program, checkout: Path, folder: Path, reference: bool = Fa
     losses.mkdir()
     for need in program.needs:
         kind, _, name = need.partition(":")
-        if kind == "package":
+        if kind == "installed":
+            metadata = packages / f"{name.replace('-', '_')}-1.0.dist-info" / "METADATA"
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        elif kind == "package":
             source = HERE / "packages" / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, packages / name)
         else:

@@ -4,6 +4,7 @@
 it is meant for one (a factory with `device=`, dropout). What CUDA counts (bytes, time) is 0. Enough for programs that train; no more.
 """
 
+import collections
 import functools
 import os
 import time
@@ -39,6 +40,10 @@ def _here(value):
     return "cpu" if isinstance(value, str) and _is_gpu(value) else torch.device("cpu") if _is_gpu(value) else value
 
 
+def _has_storage(value):
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta and value.layout == torch.strided
+
+
 class _OnCpu(TorchFunctionMode):
     def __init__(self):
         super().__init__()
@@ -68,14 +73,15 @@ class _OnCpu(TorchFunctionMode):
             result = self._drawn(function, arguments, options)
         else:
             result = function(*arguments, **options)
-        if on_gpu and isinstance(result, torch.Tensor) and not result.is_meta:
+        if on_gpu and _has_storage(result):
             self.on_gpu.add(result.untyped_storage().data_ptr())
         return result
 
     def _lies_on_gpu(self, arguments, options):
         tensor = arguments[0] if arguments else options.get("tensor")
-        there = isinstance(tensor, torch.Tensor) and not tensor.is_meta and not options.get("generator")
-        return there and tensor.untyped_storage().data_ptr() in self.on_gpu
+        return (
+            _has_storage(tensor) and not options.get("generator") and tensor.untyped_storage().data_ptr() in self.on_gpu
+        )
 
     def _drawn(self, function, arguments, options):
         ours = torch.get_rng_state()
@@ -193,7 +199,7 @@ def start(gpus):
     mode.__enter__()
     answers = {
         "is_available": True, "is_initialized": True, "device_count": gpus, "current_device": 0, "get_device_name": "CPU",
-        "get_device_capability": (8, 0), "is_bf16_supported": True, "memory_stats": {}, "mem_get_info": (1 << 34, 1 << 34),
+        "get_device_capability": (8, 0), "is_bf16_supported": True, "memory_stats": collections.defaultdict(int), "mem_get_info": (1 << 34, 1 << 34),
         "get_device_properties": types.SimpleNamespace(name="CPU", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1),
         "memory_summary": "", "utilization": 0, "nccl_version": (2, 0, 0),
     }  # fmt: skip
