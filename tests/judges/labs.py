@@ -106,7 +106,10 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.judges labs")
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(program.name for program in listed))
+    parser.add_argument("--clone", action="store_true", help="first clone what FOLDER has not, at the commits judged")
     options = parser.parse_args(arguments)
+    if options.clone:
+        clone(listed, options.folder)
     shutil.rmtree(OUT, ignore_errors=True) if not options.names else None
     OUT.mkdir(parents=True, exist_ok=True)
     chosen = [
@@ -141,6 +144,15 @@ def main(arguments: list[str]) -> int:
         print(f"{status}: {count}") if count else None
     print(f"not as expected: {', '.join(wrong)}") if wrong else None
     return int(bool(wrong))
+
+
+def clone(listed: list[Program], folder: Path) -> None:
+    """The checkouts that `folder` lacks. Raises CalledProcessError where one cannot be had."""
+    for repository, commit in dict.fromkeys((program.repository, program.commit) for program in listed):
+        checkout = folder / repository.replace("/", "+")
+        if not checkout.is_dir():
+            subprocess.run(["git", "clone", "-q", f"https://github.com/{repository}", checkout], check=True)
+            subprocess.run(["git", "-C", checkout, "checkout", "-q", commit], check=True)
 
 
 def judge(program: Program, folder: Path) -> dict:
