@@ -141,6 +141,8 @@ def _pairs(folder: Path, count: int) -> None:
     """Pairs of sentences with a label, as GLUE has them."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = _sentences(2 * count)
+    files = "".join(f"  - split: {part}\n    path: {part}.jsonl\n" for part in ("train", "validation"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
     for part, many in (("train", count), ("validation", max(8, count // 8))):
         rows = [
             {"sentence1": lines[at], "sentence2": lines[at + many], "label": at % 2, "idx": at} for at in range(many)
