@@ -201,7 +201,7 @@ def start(gpus):
         "is_available": True, "is_initialized": True, "device_count": gpus, "current_device": 0, "get_device_name": "CPU",
         "get_device_capability": (8, 0), "is_bf16_supported": True, "memory_stats": collections.defaultdict(int), "mem_get_info": (1 << 34, 1 << 34),
         "get_device_properties": types.SimpleNamespace(name="CPU", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1),
-        "memory_summary": "", "utilization": 0, "nccl_version": (2, 0, 0),
+        "memory_summary": "", "utilization": 0, "nccl_version": (2, 0, 0), "is_current_stream_capturing": False,
     }  # fmt: skip
     counts = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     answers |= dict.fromkeys(counts, 0)
@@ -301,4 +301,4 @@ def _gloo():
         place.DistributedDataParallel = OnCpu
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
     dist.new_group, dist.all_reduce = new_group, all_reduce
-    dist.init_device_mesh = dist.device_mesh.init_device_mesh = lambda kind, *a, **o: mesh("cpu", *a, **o)
+    dist.init_device_mesh = dist.device_mesh.init_device_mesh = lambda device_type, *a, **o: mesh("cpu", *a, **o)
