@@ -87,9 +87,9 @@ def _text(folder: Path, count: int) -> None:
 
 
 def _words(folder: Path, count: int) -> None:
-    """One file of plain text."""
+    """One file of plain text, with the letters that minGPT's prompt has."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.write_text("\n".join(_sentences(count)))
+    folder.write_text("\n".join(["O God, O God!", *_sentences(count)]))
 
 
 def _tokens(folder: Path, count: int) -> None:
