@@ -25,7 +25,7 @@ _IN_PLACE = {
     "xavier_uniform_",
     "xavier_normal_",
 }
-_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"}
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "multinomial"}  # of a model, on a GPU
 if os.environ.get("LABS_DROPOUT") == "cpu":  # a program whose model stays on the CPU
     _DROPOUTS = set()
 

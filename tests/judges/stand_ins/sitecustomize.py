@@ -1,7 +1,6 @@
 """What a judged program's Python processes start with: on PYTHONPATH for `tests.judges.labs`, never for anything else.
 
 LABS_LOSSES=folder     the loss of every `backward()` is written there, a file a process: "rank loss" a line
-LABS_SEED=N            every rank's seed, instead of its rank (on GPUs, DTensor gives all ranks the first's generator; on the CPU it does not)
 LABS_REFERENCE=N       PyTorch is told that N GPUs are there, and all of them are this CPU (on_cpu.py)
 
 Python's, NumPy's and PyTorch's generators are seeded, for programs that do not. Torchvision takes data of our making for its own, transformers makes the weights that the hub would have.
@@ -39,7 +38,7 @@ def _torch(torch):
     import random
 
     random.seed(0)
-    torch.manual_seed(int(os.environ.get("LABS_SEED", os.environ.get("RANK", "0"))))
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
     if os.environ.get("LABS_REFERENCE"):
         import on_cpu
 
