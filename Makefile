@@ -30,7 +30,7 @@ accuracy: setup    ## figures that others published against simulated ones; tabl
 everywhere: setup  ## each notebook to its end as on machines with 0, 1, 2 and 4 GPUs; ONLY="2 04"
 	@$(PY) tools/everywhere.py $(ONLY)
 
-judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout PYTORCH_TUTORIALS=checkout (tests/judges/README.md)
+judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMPLES=checkout PYTORCH_TUTORIALS=checkout LABS=folder (tests/judges/README.md)
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[judges]' -c constraints.txt && $(PY) -m tests.judges op_db --dry
 	@$(PY) -m pytest -n 2 -m judge tests
 	@$(if $(PYTORCH_TEST),$(PY) -m tests.judges pytorch $(PYTORCH_TEST))
@@ -38,6 +38,7 @@ judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMP
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples $(PYTORCH_EXAMPLES))
 	@$(if $(PYTORCH_EXAMPLES),$(PY) -m tests.judges examples --dry $(PYTORCH_EXAMPLES))
 	@$(if $(PYTORCH_TUTORIALS),$(PY) -m tests.judges tutorials $(PYTORCH_TUTORIALS))
+	@$(if $(LABS),$(PY) -m tests.judges labs $(LABS))
 
 faults: setup      ## ten minutes of kills, stops, full disks, limits and misuses at random moments; OPTIONS="--only fit --seed 7 --minutes 60"
 	@$(PY) -m tests.faults $(OPTIONS)

@@ -157,7 +157,7 @@ def run(name: str, checkout: Path, case: Case | None = None, limit: float = LIMI
                 **dict(cwd=work, stdout=out, stderr=subprocess.STDOUT, start_new_session=True),
                 env={**os.environ, **ALWAYS, **(CROSSCHECK if dry else {}), "PYTHONPATH": path},
             )
-        ended = _wait(program, case.until, log, limit)
+        ended = wait_for(program, case.until, log, limit)
     text = log.read_text(errors="replace")
     refused = (
         "Unable to locate sufficient" in text or "using CPU, this will be slow" in text or "Using device: cpu" in text
@@ -196,7 +196,7 @@ def _program(page: Path) -> str:
     return page.with_suffix(".py").name
 
 
-def _wait(program: subprocess.Popen, until: str, log: Path, limit: float) -> int | str:
+def wait_for(program: subprocess.Popen, until: str, log: Path, limit: float) -> int | str:
     """Its exit status; "shown" if it printed what it was to print, "late" over the limit. It and what it started are ended."""
     deadline = time.monotonic() + limit
     ended: int | str | None = None

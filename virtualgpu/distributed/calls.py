@@ -22,8 +22,8 @@ class Collective:
     operations: those of c10d, and how to read each. functions: those of _c10d_functional, and what each makes. carry: how gloo carries
     the numbers. cost: its name in `timing.nccl`. checks: what NCCL refuses of this kind. splits: what a rank gives each of the others,
     and takes, where that may differ. scatters: this rank's own part is the output, not the input. root: "from" or "to" one rank.
-    pairwise: what one rank gives must be what another takes. alike: what comes out where all ranks give what this one gives;
-    there where all ranks have the same results.
+    pairwise: what one rank gives must be what another takes. alike: what comes out where all ranks give what this one gives,
+    and whether that is known; None: no rank knows what comes out in a dry run.
     """
 
     kind: str

@@ -51,6 +51,7 @@ TABLE = (
         checks=(checks.reduction, checks.parts),
         splits=calls.splits_of_parts,
         scatters=True,
+        alike=transport.reduce_scatter_alike,
     ),
     Collective(
         "all_to_all",
@@ -78,6 +79,7 @@ TABLE = (
         cost="reduce",
         checks=(checks.reduction,),
         root="to",
+        alike=transport.reduce_alike,
     ),
     Collective(
         "gather",
@@ -86,6 +88,7 @@ TABLE = (
         cost="gather",
         checks=(checks.rooted,),
         root="to",
+        alike=transport.all_gather_alike,
     ),
     Collective(
         "scatter",
@@ -95,6 +98,7 @@ TABLE = (
         checks=(checks.rooted,),
         scatters=True,
         root="from",
+        alike=transport.scatter_alike,
     ),
     Collective("barrier", operations={"barrier": calls.nothing}, carry=transport.barrier, cost="barrier"),
 )

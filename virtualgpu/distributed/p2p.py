@@ -25,11 +25,10 @@ from torch import distributed as dist
 from virtualgpu._compat.distributed import Work
 from virtualgpu.distributed import hangs
 from virtualgpu.distributed.arrivals import SingleRankArrivals
-from virtualgpu.distributed.counts import message_of
+from virtualgpu.distributed.counts import extent, hear, message_of
 from virtualgpu.distributed.message_log import RECV, SEND, Awaited, Hang, Message, MessageLog
 from virtualgpu.distributed.transport import flat
 from virtualgpu.distributed.work import SimulatedWork
-from virtualgpu.engine.allocation import reach
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
 from virtualgpu.timing import nccl
@@ -211,6 +210,7 @@ class Exchange(SimulatedWork):
         self._held: list[torch.Tensor] = []  # what these carry
         self._received: list[tuple[torch.Tensor, torch.Tensor]] = []  # (where to, from where) when they are done
         self._from_itself: list[tuple[torch.Tensor, int]] = []
+        self._heard: list[tuple[torch.Tensor, torch.Tensor]] = []  # in a dry run (tensor, the message for it)
 
     def add(self, direction: int, peer: int, tensor: torch.Tensor) -> None:
         """One message more, before it begins."""
@@ -225,12 +225,16 @@ class Exchange(SimulatedWork):
                 for (direction, peer, tensor), message in zip(
                     self.messages, self.channel.log.batches[comm.rank][number].messages, strict=True
                 ):
-                    carried = message_of(tensor) if comm.machine.dry else tensor
+                    carried = message_of(tensor, direction == SEND) if comm.machine.dry else tensor
+                    if comm.machine.dry and direction == RECV:
+                        invalidate([tensor], "recv")
+                        if carried is not None:
+                            self._heard.append((tensor, carried))
                     if carried is not None and carried.numel():
                         self._held.append(carried)
-                        self._carry(direction, peer, flat(carried).view(torch.uint8)[: _extent(tensor)], message)
+                        self._carry(direction, peer, flat(carried).view(torch.uint8)[: extent(carried)], message)
         elif comm.machine.dry:
-            invalidate(tensor for direction, _, tensor in self.messages if direction == RECV)
+            invalidate([tensor for direction, _, tensor in self.messages if direction == RECV], "recv")
 
     def _carry(self, direction: int, peer: int, memory: torch.Tensor, message: Message) -> None:
         gloo = self.communicator.gloo
@@ -298,14 +302,11 @@ class Exchange(SimulatedWork):
                     "recv from this rank itself, which has not sent: NCCL would hang. Let batch_isend_irecv have both"
                 )
             memory.copy_(self.channel.to_itself.pop(index))
+        for tensor, message in self._heard:
+            hear(tensor, message)
         for sent in self._sent:
             self.channel.leave(*sent)
-        self._works, self._sent, self._held, self._received, self._from_itself = [], [], [], [], []
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """How many bytes of memory the tensor reaches over: fewer than its elements have where these share memory (expand)."""
-    return tensor.element_size() * reach(tensor)
+        self._works, self._sent, self._held, self._received, self._from_itself, self._heard = [], [], [], [], [], []
 
 
 def _tag(message: Message) -> int:

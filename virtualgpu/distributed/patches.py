@@ -23,7 +23,6 @@ def install(machine: Machine, patches: Patches) -> None:
         dtensor,
         fsdp1,
         groups,
-        join,
         objects,
         operations,
         optimizer_states,
@@ -45,7 +44,7 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.end)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.end))
-    for module in (ddp, dtensor, join, objects, pipelines, fsdp1, optimizer_states, rpc):
+    for module in (ddp, dtensor, objects, pipelines, fsdp1, optimizer_states, rpc):
         module.install(machine, patches)
 
 

@@ -4,7 +4,7 @@ What gloo lacks is made from what it has: an average is a sum that is divided, a
 keeps its part (as gloo itself does it), an all_to_all of lists one of a single tensor. Copies travel as bytes, whatever their type.
 
 The table's rows have `carry(transfer, call)`, by gloo, and `alike(call, rank, size)`: what comes out where all ranks give what this one
-gives, for a rank that is played alone.
+gives, for a rank that is played alone, and whether that is known.
 """
 
 import ctypes
@@ -252,7 +252,7 @@ def barrier(transfer: Transfer, call: Call) -> None:
 # -- where all ranks are alike
 
 
-def all_reduce_alike(call: Call, rank: int, size: int) -> None:
+def all_reduce_alike(call: Call, rank: int, size: int) -> bool:
     """A sum and a product count all ranks; others leave a tensor as it is."""
     name, factor = call.reduction
     for tensor in call.outputs:
@@ -265,24 +265,46 @@ def all_reduce_alike(call: Call, rank: int, size: int) -> None:
             numbers.pow_(size)
         if numbers is not tensor:
             tensor.copy_(numbers)
+    return True
 
 
-def broadcast_alike(call: Call, rank: int, size: int) -> None:
-    """What another rank broadcasts is not known: 0."""
-    if rank != call.root:
-        for tensor in call.outputs:
-            tensor.zero_()
+def reduce_alike(call: Call, rank: int, size: int) -> bool:
+    """In the root's tensor."""
+    return rank != call.root or all_reduce_alike(call, rank, size)
 
 
-def all_gather_alike(call: Call, rank: int, size: int) -> None:
-    """This rank's part in each place; 0 from ranks whose parts have another size."""
+def reduce_scatter_alike(call: Call, rank: int, size: int) -> bool:
+    """This rank's part, which all ranks have."""
+    _take_part(call, rank)
+    return all_reduce_alike(call, rank, size)
+
+
+def scatter_alike(call: Call, rank: int, size: int) -> bool:
+    """This rank's part; what another rank scatters is not known."""
+    if rank == call.root:
+        _take_part(call, rank)
+    return rank == call.root
+
+
+def _take_part(call: Call, rank: int) -> None:
+    for (output,), inputs in call.pairs:
+        begin = rank * output.numel() if len(inputs) == 1 else sum(part.numel() for part in inputs[:rank])
+        flat(output).copy_(torch.cat([flat(part) for part in inputs])[begin : begin + output.numel()])
+
+
+def broadcast_alike(call: Call, rank: int, size: int) -> bool:
+    """What another rank broadcasts is not known."""
+    return rank == call.root
+
+
+def all_gather_alike(call: Call, rank: int, size: int) -> bool:
+    """This rank's part in each place; not known where parts have unlike sizes."""
     for outputs, (part,) in call.pairs:
         if len(outputs) == 1:
-            flat(outputs[0]).view(size, -1)[:] = flat(part)
-            continue
-        uneven = any(output.numel() != part.numel() for output in outputs)
-        for index, output in enumerate(outputs):
-            if uneven and index != rank:
-                output.zero_()
-            else:
+            flat(outputs[0]).view(-1, part.numel())[:] = flat(part)
+        elif any(output.numel() != part.numel() for output in outputs):
+            return False
+        else:
+            for output in outputs:
                 flat(output).copy_(flat(part))
+    return True

@@ -7,7 +7,7 @@ from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import transport
 from virtualgpu.distributed.arrivals import Words
 from virtualgpu.distributed.calls import Call
-from virtualgpu.distributed.counts import counts
+from virtualgpu.distributed.counts import Told
 from virtualgpu.distributed.transport import Transfer
 from virtualgpu.engine.machine import GPU
 from virtualgpu.timing.queues import Queue
@@ -68,18 +68,21 @@ class VirtualWork(SimulatedWork):
         self._joined = False  # has somebody waited?
 
     def carry(self) -> None:
-        """Begin to carry the numbers; in a dry run those of counts alone."""
+        """Begin to carry the numbers; in a dry run those that are known."""
         comm = self.communicator
         with comm.machine.untracked():
-            call = counts(self.call) if comm.machine.dry else self.call
+            told = Told(self.call, comm.rank) if comm.machine.dry else None
+            call = self.call if told is None else told.call
             if call is None:
                 return
             if comm.gloo is not None:
                 self._transfer = Transfer(comm.gloo, call, comm.rank, comm.size, comm.timeout)
+                if told is not None:
+                    told.by(self._transfer)
                 filled, read = self.call.uses(comm.rank)
                 comm.machine.in_flight.add(self, filled, read)
-            elif comm.machine.dry:
-                call.collective.alike(call, comm.rank, comm.size)
+            elif told is not None:
+                told.alone(comm.rank, comm.size)
 
     def resolve(self, late: float) -> None:
         """Its end is known."""

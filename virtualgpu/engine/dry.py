@@ -51,12 +51,8 @@ class DryRun:
     def _run(self, op: Operation, args, kwargs, tensors, gpu: GPU | None):
         """As a shape: what the same operation on the same shapes gave before, or else PyTorch's meta kernel."""
         if op.returns_value_to_host:
-            value = values.computed(op, args, kwargs, tensors)
-            if value is NotImplemented:
-                return self.placeholder_value(op, tensors)
-            if gpu is not None and value != value:  # nan: something without values was written to it
-                self.machine.warn_of_nan()
-            return value
+            value = values.read(op, args, kwargs, tensors)
+            return self.placeholder_value(op, tensors) if value is NotImplemented else value
         if op.host_result is not None:
             return self.packed(op, args)
         if op.writes and len(tensors) > 1:
@@ -145,13 +141,13 @@ class DryRun:
     def placeholder_value(self, op: Operation, tensors):
         """What reading a value gives: nan, 0 or False by dtype; False where an operation answers a question (equal), True where all()
         does: checks of numbers hold, those of torch.distributions, say."""
-        self.machine.warn_of_nan()
+        self.machine.warn_of_nan(values.why_unknown(tensors))
         if op.name != "_local_scalar_dense":
             return op.name == "allclose" and _compat.graph_task() != -1  # a derivative asks whether it is defined
         dtype = tensors[0].dtype
         if dtype is torch.bool:
             return getattr(tensors[0], TAKEN_AS_TRUE, False)
-        return float("nan") if dtype.is_floating_point else 0
+        return complex("nan") if dtype.is_complex else float("nan") if dtype.is_floating_point else 0
 
 
 def _note_check(op: Operation, args, out) -> None:

@@ -35,7 +35,8 @@ class Factories:
             if device is None:
                 return op.func(*args, **kwargs)  # C++ computes with it on the host, in a dry run, too
             gpu = machine.local.target
-        if machine.dry and machine.local.counts and not by_python and op.name in EMPTY:
+        beside_numbers = op.name == "scalar_tensor" and device == CPU  # what has none says meta to C++
+        if machine.dry and not by_python and (beside_numbers or (machine.local.counts and op.name in EMPTY)):
             out = op.func(*args, **kwargs)
             label(out, MadeByCpp())
             return out
@@ -55,6 +56,8 @@ class Factories:
             number = op.name == "scalar_tensor"  # x[1] = 5 makes one in C++, up to PyTorch 2.11
             if (gpu is None and (by_python or number)) or (by_python and values.is_kept(out) and not op.random):
                 values.propagate_factory(op, args, {**options, "device": CPU}, out)
+            else:
+                values.name_small([out], op.name)
         elif gpu is None:
             out = op.on_cpu(*args, **options)
         else:

@@ -147,12 +147,13 @@ class Machine:
         """All threads work on shapes alone, but where they say otherwise: the runner's --dry."""
         self.always_dry = always
 
-    def warn_of_nan(self) -> None:
+    def warn_of_nan(self, why: str) -> None:
         """A value was read in a dry run, which has none: a warning, once."""
         if self._warns_of_nan and not initializes():
             self._warns_of_nan = False
             warn_at_the_program(
                 f"{DRY_HAS_NO_VALUES}: what it reads is nan (0 for whole numbers, False for booleans, True for all())"
+                + (f"; here because {why}" if why else "")
             )
 
     @contextlib.contextmanager

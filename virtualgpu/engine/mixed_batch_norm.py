@@ -7,6 +7,7 @@ refuses the second, and rounds mean and deviation for the first: there all figur
 
 import torch
 
+from virtualgpu.engine import values
 from virtualgpu.engine.allocation import MadeByCpp, gpu_of, label
 
 aten = torch.ops.aten
@@ -25,6 +26,7 @@ def forward(dispatch, func, args, kwargs):
         for figure, wide in zip((mean, variance), running, strict=True):
             if wide is not figure:
                 figure.copy_(wide)
+        values.invalidate([figure for figure in (mean, variance) if figure is not None], "native_batch_norm")
     return out
 
 

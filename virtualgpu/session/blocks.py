@@ -35,7 +35,8 @@ def dry_run(
     started in it, and in what it submits to a pool; other threads compute with numbers, or have dry runs of their own.
 
     Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
-    A value read inside is nan; a warning says so once. Tensors made inside have no values outside either. What they leave cached goes back
+    Small tensors (1 KiB) that the program makes of its own numbers keep them through copies, simple arithmetic and collectives. Any other value
+    read inside is nan; a warning says so once, and what was not computed. Tensors made inside have no values outside either. What they leave cached goes back
     when other processes are started on these GPUs: room that nothing fills is not kept from them.
 
     world_size: this process is one rank of so many, with one GPU (an H100 unless `like` says another): `init_process_group` makes

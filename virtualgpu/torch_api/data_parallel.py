@@ -89,7 +89,7 @@ class Comm:
             )
         with torch.no_grad(), self.machine.untracked():
             if self.machine.dry:
-                invalidate([output])
+                invalidate([output], "reduce")
             else:
                 total = inputs[root].clone()
                 for index, other in enumerate(inputs):

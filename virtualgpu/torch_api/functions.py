@@ -9,7 +9,7 @@ from torch.nn import functional
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.values import know, known_of
+from virtualgpu.engine.values import is_known, know
 from virtualgpu.torch_api.constructors import is_on_gpu
 from virtualgpu.torch_api.registry import Patches, standing_in
 
@@ -64,7 +64,7 @@ def _ctc_loss(machine: Machine, original, log_probs, targets, input_lengths, tar
 def _read(lengths):
     if not isinstance(lengths, torch.Tensor):
         return lengths
-    if _compat.is_really_meta(lengths) and known_of(lengths) is None:
+    if not is_known(lengths):
         raise NotImplementedError(
             "ctc_loss needs as much memory as its lengths say, which this dry run does not know. Give them as numbers"
         )
@@ -76,7 +76,7 @@ def _one_hot(machine: Machine, original, tensor, num_classes=-1):
     if not is_on_gpu(machine, tensor) or tensor.dtype is not torch.int64 or (num_classes < 0 and not tensor.numel()):
         return original(tensor, num_classes)
     if num_classes == -1:
-        if _compat.is_really_meta(tensor) and known_of(tensor) is None:
+        if not is_known(tensor):
             raise NotImplementedError(
                 "one_hot takes the number of classes from values, which this dry run does not know. Give num_classes"
             )

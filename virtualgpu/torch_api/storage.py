@@ -5,6 +5,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.allocation import ALLOCATION, PINNED, Allocation, gpu_of_storage, set_allocation
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.values import SHADOW
 from virtualgpu.errors import no_data
 from virtualgpu.torch_api.registry import Patches, standing_in
 
@@ -95,6 +96,8 @@ class Storages:
 
 def resize_(original, storage, size: int):
     """FSDP gives the memory of gathered parameters back in this way."""
+    if storage.nbytes() != size:
+        setattr(storage, SHADOW, None)
     allocation = getattr(storage, ALLOCATION, None)
     if allocation is None or allocation.gpu is None or size == allocation.nbytes:
         return original(storage, size)

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat
+from virtualgpu.engine import values
 from virtualgpu.engine.allocation import PLAIN_TYPES, allocation_of, gpu_of, is_pinned, made_by_cpp, pin, storage_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.on_meta import is_on_meta
@@ -24,7 +25,7 @@ from virtualgpu.torch_api.tensor_reads import Reads
 GRAD, DATA = _compat.TensorBase.grad, _compat.TensorBase.data
 MOVES = ("to", "cuda", "cpu")
 METHODS = [*MOVES, "type_as", "type", "numpy", "tolist", "data_ptr", "new", "new_tensor", "pin_memory", "is_pinned"]
-METHODS += ["__array__", "__repr__", "__deepcopy__"]
+METHODS += ["__array__", "__repr__", "__deepcopy__", "__reduce_ex__"]
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -108,6 +109,15 @@ class TensorPatches(Moves, Reads):
             with torch.no_grad():
                 memo[id(tensor)] = tensor.clone().requires_grad_(tensor.requires_grad)
         return original(tensor, memo)
+
+    def __reduce_ex__(self, original, tensor, proto):
+        """A shape of a dry run takes the numbers along that are known of it: other ranks are given it in a Python object."""
+        made = original(tensor, proto)
+        if not _compat.is_really_meta(tensor):
+            return made
+        with self.machine.untracked():
+            numbers = values.known_of(tensor)
+        return made if numbers is None else (values.rebuilt, (*made, numbers))
 
     def pin_memory(self, original, tensor, device=None):
         """Tensor.pin_memory: a copy, unless it is pinned. Raises RuntimeError for a tensor on a GPU, and where there is no GPU."""

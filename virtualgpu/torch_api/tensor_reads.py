@@ -62,12 +62,18 @@ class Reads:
             return original(tensor, tensor_contents=tensor_contents)
         gpu = gpu_of(tensor)
         if _compat.is_really_meta(tensor) and (self.machine.dry or gpu is not None) and not is_on_meta(tensor):
+            with self.machine.untracked():
+                known = values.known_of(tensor) if self.machine.dry else None
             where = f"device='{gpu.device}', " if gpu else ""
-            return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+            if known is None:
+                return f"tensor(..., {where}size={tuple(tensor.shape)}, dtype={tensor.dtype})"
         if gpu is not None:
             self._wait(tensor, gpu)
         with self.machine.untracked():
-            text = original(self._with_values(tensor), tensor_contents=tensor_contents)
+            shown = self._with_values(tensor)
+            if tensor.requires_grad and shown is not tensor:
+                shown = shown.detach().requires_grad_()
+            text = original(shown, tensor_contents=tensor_contents)
         if gpu is None:
             return text
         end = re.search(r"(, (size|dtype|requires_grad|grad_fn|layout|tangent|nnz)=[^\n]*)?\)$", text)
@@ -84,18 +90,19 @@ class Reads:
     def _with_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """In a dry run few have some; for the others nan, or zero. Raises RuntimeError for what was made in one, outside it."""
         if not _compat.is_really_meta(tensor):
-            if not (
-                self.machine.some_dry and self.machine.dry and gpu_of(tensor) is None and values.is_unknown(tensor)
-            ):
+            if not (self.machine.some_dry and self.machine.dry and values.is_unknown(tensor)):
                 return tensor
         elif not self.machine.dry or is_on_meta(tensor):
             if gpu_of(tensor) is not None:
                 raise without_values()
             return tensor
-        elif (known := values.values_of(tensor)) is not None:
+        with self.machine.untracked():
+            known = values.values_of(tensor)
+        if known is None or values.lacks_some(known):
+            self.machine.warn_of_nan(values.why_unknown([tensor]))
+        if known is not None:
             return known
-        self.machine.warn_of_nan()
-        nothing = math.nan if tensor.is_floating_point() else 0
+        nothing = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
         with self.machine.untracked():
             return torch.full(tuple(tensor.shape), nothing, dtype=tensor.dtype, device="cpu")
 

@@ -53,7 +53,7 @@ def _run(machine: Machine, warned: list, original, executor, *args, **kwargs):
         warned.append(True)
         warnings.warn(WARNING, stacklevel=3)
     if machine.dry:
-        values.invalidate(tensors)
+        values.invalidate(tensors, "a Triton kernel")
     else:
         with machine.untracked():
             original(executor, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a dry run: small tensors of whole numbers arrive as they would."""
+"""What ranks tell each other in a dry run: small tensors arrive as they would."""
 
 import os
 
@@ -32,6 +32,38 @@ def told() -> list:
     ready = torch.tensor([rank == 0], device=where)
     dist.all_reduce(ready, op=dist.ReduceOp.MIN)
     return [*found, bool(ready)]
+
+
+def timed() -> list:
+    """What ranks have measured, in single and half precision: the longest time, sums and means, everybody's, one rank's."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    where, found = torch.device("cuda", int(os.environ["LOCAL_RANK"])), []
+    for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            elapsed = torch.tensor([0.5 + rank, 2.0], device=where, dtype=dtype)
+            dist.all_reduce(elapsed, op=op)
+            found.append(elapsed.tolist())
+    own = torch.tensor([rank + 0.25, 4.0], device=where)
+    every, together = [torch.empty_like(own) for _ in range(size)], torch.empty(2 * size, device=where)
+    dist.all_gather(every, own)
+    dist.all_gather_into_tensor(together, own)
+    part, one = torch.empty(1, device=where), own.clone()
+    dist.reduce_scatter_tensor(part, torch.arange(1.0, size + 1, device=where) * (rank + 1))
+    dist.broadcast(one, src=0)
+    gathered = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
+    dist.gather(own, gathered, dst=0)
+    reduced, scattered = own.clone(), torch.empty(2, device=where)
+    dist.reduce(reduced, dst=0)
+    dist.scatter(scattered, [own * 2, own * 3] if rank == 0 else None, src=0)
+    found += [[tensor.tolist() for tensor in every], together.view(size, 2).sum(0).tolist(), part.item(), one.tolist()]
+    return [
+        *found,
+        [tensor.tolist() for tensor in gathered or ()],
+        reduced.tolist() if rank == 0 else None,
+        scattered.tolist(),
+    ]
 
 
 def sent() -> list:
@@ -74,39 +106,62 @@ def heard() -> list:
 
 
 def heard_of_nothing() -> list:
-    """A tensor of the CPU with one number that another rank has told, and one that nobody knows; and what no shape may depend on."""
+    """A tensor of the CPU with one number that another rank has told, and one that nobody knows, on which no shape may depend."""
     import torch.distributed as dist
 
     where, told = torch.device("cuda", dist.get_rank()), torch.tensor([1.5, 2.5], dtype=torch.float64)
     gpus = torch.tensor(5.5, dtype=torch.float64, device=where)
     dist.broadcast(gpus, src=0)
     told[0] = gpus.cpu()
+    assert told.nonzero().shape == (2, 1)
+    told[1] = torch.rand(3, device=where).sum().cpu()
+    told[0] = gpus.cpu()
     with pytest.raises(NotImplementedError, match="depends on values"):
         told.nonzero()
-    told[1] = torch.ones(3, device=where).sum().cpu()
-    told[0] = gpus.cpu()
     return list(map(str, told.tolist()))
 
 
 def unknown() -> list:
-    """What is of no use to who counts: parts, and other numbers."""
+    """What one rank does not know, nobody knows; nor what is not carried, or is too large."""
     import torch.distributed as dist
 
-    own = torch.tensor([7, 8], device=f"cuda:{dist.get_rank()}")
-    part = torch.tensor([7], device=own.device)
-    dist.reduce_scatter_tensor(part, own)
-    number = torch.ones(1, device=own.device)
-    dist.all_reduce(number)
-    return [own.tolist(), part.tolist(), str(number.item())]
+    rank, found = dist.get_rank(), []
+    where = torch.device("cuda", rank)
+
+    def mine(*numbers):
+        """Known on the second rank alone."""
+        known = torch.tensor(numbers, device=where)
+        return known if rank else known.add_(torch.rand(len(numbers), device=where).long())
+
+    own, other = mine(1, 2), torch.zeros(2, dtype=torch.int64, device=where)
+    for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):
+        number = mine(0.5)
+        dist.all_reduce(number, op=op)
+        found.append(number.item())
+    for out, told in (
+        (mine(3), lambda out: dist.reduce_scatter_tensor(out, own)),
+        (other, lambda out: dist.broadcast(out.copy_(own), src=0)),
+    ):
+        told(out)
+        found.append(out.tolist())
+    gathered = [torch.ones(2, device=where) for _ in range(2)]
+    dist.all_gather(gathered, mine(0.5, 0.5))
+    exchanged = torch.ones(2, device=where)
+    dist.all_to_all_single(exchanged, torch.ones(2, device=where))
+    large = torch.ones(300, device=where)
+    dist.all_reduce(large)
+    message = torch.ones(2, device=where)
+    dist.send(mine(0.5, 0.5), 1) if rank == 0 else dist.recv(message, 0)
+    return [*map(str, [*found, *gathered[1].tolist(), *exchanged.tolist(), large[0].item()]), str(message.tolist())]
 
 
 def chosen_by_another() -> str:
-    """Whether the other rank knew what it sent, nobody knows here."""
+    """The other rank did not know what it sent."""
     import torch.distributed as dist
 
     mask = torch.tensor([True, False], device=f"cuda:{dist.get_rank()}")
     if dist.get_rank() == 0:
-        mask |= torch.ones(2, device=mask.device) > 0
+        mask |= torch.rand(2, device=mask.device) > 0
     dist.broadcast(mask, src=0)
     with pytest.raises(NotImplementedError, match="depends on values") as caught:
         mask.nonzero()
@@ -115,12 +170,15 @@ def chosen_by_another() -> str:
 
 def test_counts_are_those_of_a_run_with_numbers(on_gpus):
     assert on_gpus(told, dry=True) == on_gpus(told)
+    assert on_gpus(timed, dry=True) == on_gpus(timed)
     assert on_gpus(sent, dry=True) == on_gpus(sent)
     assert on_gpus(heard, dry=True) == on_gpus(heard) == 2 * [[5.5, [1.5, 8.0], 6.5]]
 
 
 def test_what_is_not_carried_is_not_known(on_gpus):
-    assert on_gpus(unknown, dry=True) == 2 * [[[7, 8], [0], "nan"]]
+    first, second = on_gpus(unknown, dry=True)
+    assert first[:-1] == second[:-1] == ["nan", "nan", "[0]", "[0, 0]", *5 * ["nan"]]
+    assert (first[-1], second[-1]) == ("[1.0, 1.0]", "[nan, nan]")
     assert on_gpus(heard_of_nothing, dry=True) == 2 * [["nan", "nan"]]
     assert len(on_gpus(chosen_by_another, dry=True)) == 2
 
@@ -137,16 +195,28 @@ def test_a_rank_that_is_played_alone_takes_the_others_to_be_like_it(rank, length
     assert found == [length, [own, own], 4 * [rank], 2 * [rank], *reduced, 2 * rank, rank, rank, rank == 0]
 
 
+@pytest.mark.filterwarnings("ignore:a dry run computes shapes")
+def test_times_of_a_rank_that_is_played_alone():
+    import torch.distributed as dist
+
+    with virtualgpu.dry_run(world_size=2):
+        dist.init_process_group("nccl")
+        found = timed()
+    own = [0.25, 4.0]
+    assert found[:15] == [numbers for op in ([0.5, 2], [0.5, 2], [1, 4], [0.5, 2], [0.25, 4]) for numbers in 3 * [op]]
+    assert found[15:] == [[own, own], [0.5, 8], 2, own, [own, own], [0.5, 8], [0.5, 8]]
+
+
 def mean_of_all() -> list:
     """As many programs average what each rank has measured: a sum and a number of samples, in one tensor of float64."""
     import torch.distributed as dist
 
     where = torch.device("cuda", dist.get_rank())
-    loss = torch.ones(3, device=where).mean()
+    loss = torch.rand(3, device=where).mean()
     both = torch.tensor([3 + dist.get_rank(), loss.item()], dtype=torch.float64, device=where)
     dist.barrier(device_ids=[where.index])
     dist.all_reduce(both)
-    unknown = torch.ones(2, device=where).double()
+    unknown = torch.rand(2, device=where).double()
     dist.all_reduce(unknown)
     count, total = both.tolist()
     return [int(count), total != total, unknown.isnan().any().item() or unknown.tolist()[0] != unknown.tolist()[0]]

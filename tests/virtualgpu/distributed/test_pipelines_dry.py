@@ -23,7 +23,7 @@ def told():
         dist.send_object_list([(1, "two")], dst=1, group=group)
     else:
         dist.recv_object_list(sent, src=0, group=group)
-    return every, shared, sent, torch.ones(2, device="cuda").sum().item()
+    return every, shared, sent, torch.rand(2, device="cuda").sum().item()
 
 
 def test_objects_have_values_in_a_dry_run(on_gpus):

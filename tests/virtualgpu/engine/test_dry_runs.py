@@ -361,9 +361,9 @@ def test_what_is_the_callers_keeps_its_numbers(gpus, make, write):
     before = owner.tolist()
     with virtualgpu.dry_run():
         other = (
-            torch.ones(3, device="cuda").cumsum(0).to(tensor.dtype)
+            torch.rand(3, device="cuda").cumsum(0).to(tensor.dtype)
             if make != "whole numbers"
-            else torch.ones(3, device="cuda").exp().long()
+            else torch.rand(3, device="cuda").exp().long()
         )
         WRITTEN[write](tensor, other.cpu())
         if make != "whole numbers":
@@ -386,7 +386,7 @@ def test_what_is_the_callers_keeps_its_numbers(gpus, make, write):
 
 def test_what_is_written_anew_is_known_again(dry):
     tensor = torch.from_numpy(pytest.importorskip("numpy").arange(3.0))
-    tensor += torch.ones(3, device="cuda").cpu()
+    tensor += torch.rand(3, device="cuda").cpu()
     assert math.isnan(tensor[0].item())
     tensor.fill_(7)
     assert tensor.tolist() == [7, 7, 7] and tensor.nonzero().shape == (3, 1)
@@ -394,7 +394,7 @@ def test_what_is_written_anew_is_known_again(dry):
 
 def test_checks_of_numbers_hold(gpu, dry):
     """all() is what a program asks before it goes on; whatever else it asks is not so."""
-    x = torch.ones(3, 2, device=gpu)
+    x = torch.rand(3, 2, device=gpu)
     assert torch.isfinite(x).all() and (x > 0).all(0).all().item() is True and not (x > 0).any()
     assert not (x > 0).all(0)[0] and bool(x.isnan().any()) is False
     seen = x > 0  # transformers asks by a sum whether a padding mask hides nothing, and then gives attention none
@@ -407,4 +407,4 @@ def test_what_an_initializer_draws_until_it_suits_is_no_decision_of_the_program(
         torch.nn.init.trunc_normal_(torch.empty(64, 64, device="cuda"), std=0.02)
         assert not recwarn.list
         with pytest.warns(UserWarning, match="a dry run computes shapes, no values"):
-            bool(torch.ones(2, device="cuda").any())
+            bool(torch.rand(2, device="cuda").any())

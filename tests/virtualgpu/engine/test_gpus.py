@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import math
 import threading
 import warnings
 
@@ -459,7 +460,8 @@ def test_dry_run_gives_shapes_places_and_bytes():
         with pytest.raises(torch.OutOfMemoryError):
             torch.zeros(1 << 29, device="cuda:0")
     assert [str(w.message) for w in caught] == [
-        "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans, True for all())"
+        "a dry run computes shapes, no values: what it reads is nan (0 for whole numbers, False for booleans, True for all()); here because "
+        "the result of mean was not computed"
     ]
     assert torch.zeros(2).tolist() == [0, 0]
 
@@ -499,7 +501,9 @@ def test_dry_run_leaves_what_was_made_outside_as_it_was():
         model.weight.mul_(2)
         model.weight.copy_(torch.ones(2, 3))
         torch._foreach_add_([model.weight], 1)
+        assert math.isnan(model.weight.tolist()[0][0])
         count += 1
+        assert count.tolist() == [0, 0, 0]  # not known
     assert model.weight.tolist() == before and count.tolist() == [0, 1, 2]
 
 
@@ -527,7 +531,7 @@ def test_dry_run_needs_no_room():
 )
 def test_what_a_dry_run_cannot_do_says_so(attempt, said):
     with virtualgpu.dry_run(), pytest.raises((NotImplementedError, RuntimeError), match=said):
-        attempt(torch.ones(3, device="cuda"))
+        attempt(torch.rand(3, device="cuda"))
 
 
 # -- the face of torch.cuda and GPUtil

@@ -1,4 +1,4 @@
-"""What a dry run knows: small tensors on the CPU, and whole numbers on a GPU, until something without values is written to them."""
+"""What a dry run knows: small tensors on the CPU and on a GPU, until something without values is written to them."""
 
 import math
 
@@ -16,7 +16,8 @@ def dry():
 
 
 def on_gpu(*shape):
-    return torch.ones(*shape, device="cuda")
+    """What no dry run knows."""
+    return torch.rand(*shape, device="cuda")
 
 
 def unknown(*values) -> bool:
@@ -113,6 +114,210 @@ def test_on_a_gpu_whole_numbers_are_known():
     assert list(counts_on("cuda")) == list(counts_on("cpu"))
 
 
+def measured():
+    """As benchmarks and training loops have it: times, rates, averages and weights of the program's own."""
+    device = "cuda"
+    elapsed, total = torch.tensor([0.25], device=device), torch.zeros((), device=device)
+    for step in range(3):
+        total += elapsed[0] * step
+    yield (
+        total.item(),
+        (total / 3).cpu().item(),
+        float(total.detach().clone()),
+        elapsed.to(torch.bfloat16).float().tolist(),
+    )
+    x = torch.arange(6.0, device=device).view(2, 3)
+    yield (
+        x.t().tolist(),
+        x[1, 1:].tolist(),
+        x.reshape(3, 2)[2].cpu().numpy().tolist(),
+        x.mean(0).tolist(),
+        x.flatten()[-1].item(),
+    )
+    yield (
+        x.max(1).values.tolist(),
+        x.max(1).indices.tolist(),
+        x.min().item(),
+        x.std().item(),
+        (-x).pow(2).sum().sqrt().item(),
+    )
+    yield (
+        torch.cat([x, x + 1]).sum(1).tolist(),
+        torch.stack([x[0], x[1]], 1).tolist(),
+        torch.where(x > 2, x, -x).tolist(),
+    )
+    yield bool((x >= 0).all()), bool((x == 7).any()), torch.equal(x, x.clone()), (x < 2).sum().item(), x.argmax().item()
+    filled = torch.empty(4, device=device).fill_(1.5)
+    filled[1:3] = torch.tensor([2.0, 3.0])  # of the host
+    filled[filled > 2.5] = 0
+    yield (
+        filled.tolist(),
+        filled.zero_().tolist(),
+        torch.eye(2, device=device).tolist(),
+        torch.full((2,), 0.5).cuda().tolist(),
+    )
+    both = torch.tensor([12.0, 5], device=device)
+    both.div_(both[1].clone()).clamp_(max=2)
+    yield [f"{number:.2f}" for number in both.tolist()], torch.linspace(0, 1, 5, device=device).half().tolist()
+    copy, out = torch.zeros(2, device=device), torch.empty(0, device=device)
+    copy.copy_(both)
+    torch.add(copy, both, out=out)
+    torch.mul(out, 2, out=out)
+    torch._foreach_add_([copy, out], 1)
+    yield copy.tolist(), out.tolist(), nn.Parameter(copy)[0].item(), copy.data.tolist(), copy.new_tensor([0.5]).tolist()
+    weight = nn.Parameter(torch.ones(2, device=device))
+    with torch.no_grad():
+        weight.mul_(0.5)
+    yield (
+        weight.tolist(),
+        weight.view(2, 1).detach()[1].item(),
+        torch.tensor([1.0, math.inf], device=device).isinf().tolist(),
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_on_a_gpu_small_tensors_of_the_host_are_known():
+    found = list(measured())
+    virtualgpu.reset()
+    virtualgpu.gpus(1)
+    with virtualgpu.engine.thread_context.dry_runs.set_here(False):
+        assert found == list(measured())
+
+
+def into(known, unknown, how):
+    """Something that is not known is written to it, or to what shares its memory."""
+    model = nn.Linear(2, 3).cuda()
+    if how == "optimizer":
+        model.bias = nn.Parameter(known)
+        optimizer = torch.optim.AdamW([model.bias])
+        model(on_gpu(1, 2)).square().sum().backward()
+        optimizer.step()
+    elif how == "batch norm":
+        norm = nn.BatchNorm1d(3).cuda()
+        norm.running_mean = known
+        norm(torch.ones(4, 3, device="cuda"))
+    elif how == "half batch norm":
+        norm = nn.BatchNorm1d(3).cuda().half()
+        norm.running_mean = known
+        norm(torch.ones(4, 3, device="cuda", dtype=torch.float16))
+    elif how == "bytes":
+        known.view(torch.int32).copy_(unknown.view(torch.int32))
+    elif how == "given back":
+        known.untyped_storage().resize_(0)
+        known.untyped_storage().resize_(12)
+    elif how == "custom":
+        torch.ops.dry_values.overwrite(known, unknown)
+    else:
+        WAYS[how](known, unknown)
+
+
+WAYS = {
+    "+=": lambda known, unknown: known.add_(unknown),
+    "copy_": lambda known, unknown: known.copy_(unknown),
+    "copy_ to a view": lambda known, unknown: known.view(3, 1).copy_(unknown.view(3, 1)),
+    "a part": lambda known, unknown: known[:].__setitem__(slice(None), unknown),
+    "data": lambda known, unknown: known.data.mul_(unknown),
+    "detached": lambda known, unknown: known.detach().sub_(unknown),
+    "set_": lambda known, unknown: torch.empty(0, device="cuda").set_(known).copy_(unknown),
+    "as a parameter": lambda known, unknown: nn.Parameter(known, requires_grad=False).add_(unknown),
+    "out=": lambda known, unknown: torch.add(unknown, 1, out=known),
+    "out= of a product": lambda known, unknown: torch.mv(torch.ones(3, 3, device="cuda"), unknown, out=known),
+    "index_put_": lambda known, unknown: known.index_put_((torch.tensor([0, 1, 2], device="cuda"),), unknown),
+    "an unknown index": lambda known, unknown: known.index_fill_(0, (unknown * 3).long(), 1.0),
+    "a mask": lambda known, unknown: known.masked_fill_(unknown > 2, 1.0),
+    "where": lambda known, unknown: known.copy_(torch.where(unknown > 2, 1.0, 2.0)),
+    "foreach": lambda known, unknown: torch._foreach_add_([known], [unknown]),
+    "lists": lambda known, unknown: torch._foreach_copy_([known], [unknown]),
+    "drawn": lambda known, unknown: known.normal_(),
+    "a product": lambda known, unknown: known.copy_(torch.ones(3, 3, device="cuda") @ torch.ones(3, device="cuda")),
+    "by the CPU": lambda known, unknown: known.copy_(unknown.cpu()),
+    "swapped": lambda known, unknown: known.copy_(torch.stack([unknown, known]).flip(0)[1]),
+    "scatter_": lambda known, unknown: known.scatter_(0, torch.arange(3, device="cuda"), unknown),
+    "split": lambda known, unknown: [
+        part.copy_(other) for part, other in zip(known.split(1), unknown.split(1), strict=True)
+    ],
+    "nan_to_num": lambda known, unknown: known.copy_(torch.nan_to_num(unknown)),
+    "counted": lambda known, unknown: known.copy_((unknown > 0).sum() + torch.zeros(3, device="cuda")),
+    "of what was written": lambda known, unknown: known.copy_(torch.ones(3, device="cuda").add_(unknown).gt(0).float()),
+    "whole": lambda known, unknown: known.copy_(torch.ones(3, dtype=torch.int64, device="cuda").add_(unknown.long())),
+}
+OTHER_WAYS = ("optimizer", "batch norm", "half batch norm", "bytes", "given back", "custom")
+
+
+@pytest.mark.parametrize("how", [*WAYS, *OTHER_WAYS])
+@pytest.mark.filterwarnings("ignore:a dry run computes shapes")
+def test_a_number_that_was_overwritten_is_never_read(how):
+    library = torch.library.Library("dry_values", "FRAGMENT") if how == "custom" else None
+    if library is not None:
+        library.define("overwrite(Tensor(a!) x, Tensor y) -> ()")
+        library.impl("overwrite", lambda x, y: None, "Meta")
+    known, unknown_ = torch.zeros(3, device="cuda", dtype=torch.float16 if how.startswith("half") else None), on_gpu(3)
+    view = known.view(3, 1)
+    into(known, unknown_, how)
+    read = (
+        *known.tolist(),
+        known[0].item(),
+        *view.flatten().tolist(),
+        known.cpu().sum().item(),
+        (known + 1).max().item(),
+    )
+    assert unknown(
+        *read, *known.detach().numpy(force=True).tolist(), float(known.data[2]), *known.clone().double().tolist()
+    )
+    known.data.fill_(2)
+    assert known.tolist() == view.flatten().tolist() == [2, 2, 2]
+
+
+def test_what_comes_of_what_is_not_known_is_not_known():
+    loss, weight, total = on_gpu(1000).mean(), torch.tensor(0.5, device="cuda"), torch.zeros(2, device="cuda")
+    total[0] += loss
+    total[1] += 3
+    assert (
+        unknown(loss.item(), (loss * weight).item(), (weight - loss).item(), total[0].item()) and total[1].item() == 3
+    )
+    assert unknown(*(total * 2).tolist()[:1], total.sum().item(), total.nansum().item(), total.nan_to_num()[0].item())
+    assert unknown(
+        torch.where(total > 1, weight, -weight)[1].item(), (total > 1).float()[0].item(), total.long().float()[1].item()
+    )
+    correct = torch.tensor(0, device="cuda")
+    correct += (on_gpu(8, 10).argmax(1) == torch.zeros(8, device="cuda")).sum()
+    assert correct.item() == 0 and unknown((correct / 8).item(), correct.float().item(), (correct * weight).item())
+    turned = torch.polar(on_gpu(2), on_gpu(2))
+    assert turned[0].item() != turned[0].item() and all(number != number for number in turned.tolist())
+    large = torch.ones(300, device="cuda")
+    assert unknown(large[0].item(), large.sum().item(), torch.ones(1, device="cuda").expand(10_000).sum().item())
+
+
+NAMED = {
+    "mm": lambda: (torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")).sum().item(),
+    "mean": lambda: (on_gpu(1000, 3).mean() * torch.tensor(2.0, device="cuda")).cpu().tolist(),
+    "rand": lambda: torch.zeros(3, device="cuda").add_(on_gpu(3)).max().cpu().numpy(),
+    "argmax": lambda: (on_gpu(100, 900).argmax(1)[:3] == torch.zeros(3, device="cuda")).sum().item(),
+    "nll_loss_forward": lambda: float(
+        nn.functional.cross_entropy(on_gpu(100, 10), torch.zeros(100, device="cuda").long())
+    ),
+    "native_batch_norm": lambda: batch_normed().running_var[1].item(),
+}
+
+
+def batch_normed():
+    norm = nn.BatchNorm1d(3).cuda()
+    norm(on_gpu(400, 3))
+    return norm
+
+
+def test_a_large_tensor_says_that_it_is_one():
+    with pytest.warns(UserWarning, match="here because larger tensors keep no numbers"):
+        torch.ones(300, device="cuda").tolist()
+
+
+@pytest.mark.parametrize("origin", NAMED)
+def test_what_is_not_known_says_since_when(origin):
+    with pytest.warns(UserWarning, match=f"here because the result of {origin} was not computed") as caught:
+        NAMED[origin]()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.filterwarnings("error")
 def test_what_is_filled_is_known_whatever_it_is_like():
     """A padding mask like tokens that are not known."""
@@ -152,7 +357,7 @@ def test_on_a_gpu_what_is_drawn_or_comes_of_other_numbers_is_not_known():
         drawn = torch.randint(5, 9, (3,), device="cuda")
         assert drawn.tolist() == drawn.cpu().tolist() == [0, 0, 0] and drawn.sum().item() == 0
     counts = torch.tensor([1, 2, 3], device="cuda")
-    assert unknown(*counts.float().tolist(), (counts / 2)[0].item()) and on_gpu(3).argmax().item() == 0
+    assert counts.float().tolist() == [1, 2, 3] and (counts / 2)[0].item() == 0.5 and on_gpu(3).argmax().item() == 0
     counts[0] = on_gpu(2).argmax()
     assert counts.tolist() == [0, 2, 3]
     more = torch.tensor([1, 2, 3], device="cuda")
@@ -306,3 +511,17 @@ def test_torchvisions_transforms():
     with pytest.warns(RuntimeWarning, match="invalid value"):  # images are larger than what is kept
         (images, labels), _ = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
     assert images.shape == (4, 3, 64, 64) and images.cuda().device.type == "cuda" and len(labels.tolist()) == 4
+
+
+def test_what_is_known_is_shown_and_what_is_not_is_a_shape():
+    times = torch.tensor([1.0, 2.0, 4.0], device="cuda", requires_grad=True)
+    assert repr(times) == "tensor([1., 2., 4.], device='cuda:0', requires_grad=True)"
+    assert repr(torch.arange(3) * 2) == "tensor([0, 2, 4])"
+    assert repr(on_gpu(3)) == "tensor(..., device='cuda:0', size=(3,), dtype=torch.float32)"
+    times.detach()[1] = on_gpu(1)[0]
+    assert repr(times) == "tensor(..., device='cuda:0', size=(3,), dtype=torch.float32)"
+
+
+def test_a_number_that_cpp_makes_beside_numbers_has_one():
+    """torch.utils.benchmark asks for its median."""
+    assert torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).quantile(0.5).item() == 2

@@ -73,7 +73,7 @@ class Data(torch.utils.data.Dataset):
         return torch.ones(50, 50)
 
 def rank():
-    print(torch.ones(3, device="cuda").sum().item(), flush=True)
+    print(torch.rand(3, device="cuda").sum().item(), flush=True)
 
 if __name__ == "__main__":
     for method in ("fork", "spawn"):

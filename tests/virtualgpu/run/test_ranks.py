@@ -29,6 +29,37 @@ def test_one_rank_of_many(run, tmp_path):
     assert "dry run" in found.stderr and re.search(r"^ +3 +\d+ +[\d.]+ MiB", found.stderr, re.M)
 
 
+TIMES = """
+import os, torch
+import torch.distributed as dist
+
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+found = []
+for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    elapsed = torch.tensor([0.25 + rank], device="cuda")
+    dist.all_reduce(elapsed, op=op)
+    found.append(elapsed.item())
+rates, rate = [torch.zeros(1, device="cuda") for _ in range(2)], torch.tensor([rank + 1.5]).cuda()
+dist.all_gather(rates, rate)
+dist.broadcast(rate, src=1)
+loss = torch.rand(1000, device="cuda").mean()
+dist.all_reduce(loss)
+if rank == 0:
+    print(found, torch.stack(rates).mean().item(), rate.tolist(), loss.item() - loss.item())
+dist.destroy_process_group()
+"""
+
+
+def test_measured_times_are_known_in_a_dry_run(run, tmp_path):
+    (tmp_path / "program.py").write_text(TIMES)
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", 2, tmp_path / "program.py")
+    for options, nothing in ((["--dry"], "nan"), ([], "0.0")):
+        done = run(*options, "--gpus", 2, "--quiet", *torchrun)
+        assert done.stdout == f"[1.25, 1.5, 0.75] 2.0 [2.5] {nothing}\n", done.stderr
+
+
 DDP = """
 import torch
 import torch.distributed as dist

@@ -1,0 +1,1 @@
+"""Those it has as Triton kernels."""
