@@ -110,7 +110,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.clone:
         clone(listed, options.folder)
-    shutil.rmtree(OUT, ignore_errors=True) if not options.names else None
+    if not options.names:
+        shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True, exist_ok=True)
     chosen = [
         program
@@ -141,8 +142,10 @@ def main(arguments: list[str]) -> int:
     print()
     for status in ("same", "ran", "refused", "broken", "fails", "skipped"):
         count = sum(row[1] == status for row in rows)
-        print(f"{status}: {count}") if count else None
-    print(f"not as expected: {', '.join(wrong)}") if wrong else None
+        if count:
+            print(f"{status}: {count}")
+    if wrong:
+        print(f"not as expected: {', '.join(wrong)}")
     return int(bool(wrong))
 
 

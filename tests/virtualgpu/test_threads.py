@@ -19,7 +19,7 @@ from virtualgpu.timing.host_weights import LOCKED
 
 def known() -> bool:
     """Does this thread compute with numbers?"""
-    return torch.full((4,), 2.0, device="cuda").sum().item() == 8
+    return bool(torch.rand(4, device="cuda").add(1).sum().item() >= 4)
 
 
 class Turns:

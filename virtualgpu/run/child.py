@@ -101,10 +101,12 @@ def _start() -> None:
         return
     _started = True
     from virtualgpu import _compat
-    from virtualgpu.run import spawned
 
     _compat.hide_real_gpus()
-    spawned.WarmPython().install()
+    if sys.platform == "linux":
+        from virtualgpu.run import spawned
+
+        spawned.WarmPython().install()
     if settings.folder:
         _Process(settings, settings.folder)
     else:

@@ -52,10 +52,9 @@ class WarmPython:
 
     def install(self) -> None:
         """From here on, in this process and those that are forked from it, each with a warm Python of its own."""
-        if sys.platform == "linux":
-            plainly = util.spawnv_passfds
-            util.spawnv_passfds = lambda path, args, passfds: self.start(plainly, path, args, passfds)
-            os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
+        plainly = util.spawnv_passfds
+        util.spawnv_passfds = lambda path, args, passfds: self.start(plainly, path, args, passfds)
+        os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
 
     def start(self, plainly: Callable[..., int], path, args: Sequence, fds: Sequence[int]) -> int:
         """multiprocessing.util.spawnv_passfds: the number of the new process, a child of this one."""

@@ -30,27 +30,27 @@ class OwnWork(threading.local):
         self.wall, self.worked = time.perf_counter(), time.thread_time()
         self.at_a_reading, self.in_pytorch = at_a_reading, in_pytorch
 
-    def _end(self, short: float) -> None:
-        """What was worked since then is over."""
+    def _end(self, short: float) -> bool:
+        """What was worked since then is over. Was that long enough to pass?"""
         if time.perf_counter() - self.wall < short:
-            return
+            return False
         worked = time.thread_time()
         seconds, self.worked = worked - self.worked, worked
         if seconds < short:
-            return
+            return False
         self.wall = time.perf_counter()
         if self.main:
             self.spend(seconds)
         else:
             self.aside += seconds
+        return True
 
     def enter(self) -> None:
         """Ours begins."""
         self.within += 1
         if self.within == 1:
             self.before, in_pytorch = self.moment()
-            if not (in_pytorch and self.in_pytorch):
-                self._end(SHORT)
+            if not (in_pytorch and self.in_pytorch) and self._end(SHORT):
                 self.before, _ = self.moment()
 
     def leave(self, surely: bool = True) -> None:

@@ -41,9 +41,7 @@ STOPWATCHES = (  # libraries whose stopwatches time the program's work, and say 
     "transformers.",
 )
 NOT_OURS = ("virtualgpu.", "torch.", "helpers.")
-REFRESHES = (
-    "tqdm._monitor"  # a thread that looks whether a bar has stood still for ten seconds of whoever sits before it
-)
+REFRESHES = "tqdm._monitor"  # a thread that looks whether a bar has stood still for whoever sits before it
 TOLD = (
     "time.{}() is this machine's here, which computes what a GPU would: it does not say how long the GPUs took. "
     'virtualgpu.timers("simulated") makes it say that, and virtualgpu.timers("real") that this is meant'
@@ -83,9 +81,7 @@ class Timers:
     def __init__(self, machine: Machine):
         self.machine, self.clock = machine, machine.clock
         self.began: dict[str, float] | None = None
-        self.read_at: tuple[float, int] | None = (
-            None  # the host's time at the last reading, and how often it had waited
-        )
+        self.read_at: tuple[float, int] | None = None  # at the last reading: the host's time, how often it had waited
         self.originals = {name: getattr(time, name) for name in READ}
 
     def begin(self) -> None:

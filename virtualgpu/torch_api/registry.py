@@ -114,9 +114,8 @@ def standing_in(original: Callable, function: Callable, *bound: Any) -> Callable
 
 def exchange(values: list[tuple[str, Any, Any]]) -> None:
     """(name, old, new): in every module in which that name is the old value, it is the new one from now on; in a program by any name."""
-    known = {name for name, _, _ in values}
-    for main in (sys.modules.get(name) for name in ("__main__", "__mp_main__")):
-        news = {id(old): new for _, old, new in values}
+    known, news = {name for name, _, _ in values}, {id(old): new for _, old, new in values}
+    for main in (sys.modules.get(name) for name in ("__main__", "__mp_main__") if known):
         for name, value in list(vars(main).items()) if main is not None else ():
             if id(value) in news:
                 setattr(main, name, news[id(value)])
