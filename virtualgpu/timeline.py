@@ -10,18 +10,19 @@ Ranks of `launch` return what recording() gave them, and the parent puts their r
 import contextlib
 import itertools
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
 from virtualgpu.session.blocks import recording
-from virtualgpu.timing.clock import Span
-from virtualgpu.timing.profiled import gpu_spans
-from virtualgpu.timing.trace import row
+from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import gpu_spans
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
 
@@ -127,3 +128,55 @@ def _trace(profiler: profile) -> list[dict]:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         with open(f"{folder}/trace.json", encoding="utf-8") as file:
             return json.load(file)["traceEvents"]
+
+
+def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:
+    """One GPU's spans in the order of time, from `start` on. Neighbours of one kind and annotation become one, where less than a
+    2000th of `seconds`, half a pixel of a wide figure, lies between: thousands of kernels, dozens of bars. What a pipeline's
+    schedule leaves for later has a kind of its own, "weight gradient"."""
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        span = replace(span, start=span.start - start, end=span.end - start)
+        if (action := PASS.fullmatch(span.annotation)) and action["way"] == "W" and span.kind == "backward":
+            span = replace(span, kind="weight gradient")
+        alike = joined and (drawn_as(joined[-1]), joined[-1].annotation) == (drawn_as(span), span.annotation)
+        if alike and span.start - joined[-1].end <= seconds / 2000:
+            joined[-1] = replace(joined[-1], end=max(joined[-1].end, span.end))
+        else:
+            joined.append(span)
+    return joined
+
+
+def drawn_as(span: Span) -> str:
+    """The span's kind; of the two collectives that sharding has, their name: one runs ahead of the computing, the other follows it."""
+    # NCCL's kernels are called ncclDevKernel_AllGather_RING_LL and the like
+    name = span.name.lower().replace("_", "") if span.kind == "communication" else ""
+    return next((kind for kind in ("all-gather", "reduce-scatter") if kind.replace("-", "") in name), span.kind)
+
+
+# How torch.distributed.pipelining.schedules calls a micro-batch's work on a stage: F forward, B backward, or its halves I and W
+PASS = re.compile(r"PP:(?P<stage>\d+)(?P<way>[FBIW])(?P<number>\d+)")
+
+
+class Pass(NamedTuple):
+    """A micro-batch on a stage. way: F(orward), B(ackward), or a part of it: I(nput's gradient), W(eight's). stage: counted among those
+    of this GPU, from 0. number: the micro-batch's."""
+
+    start: float
+    end: float
+    stage: int
+    number: int
+    way: str
+
+
+def passes(spans: Sequence[Span]) -> list[Pass]:
+    """What one GPU did for a pipeline, in the order of time: a pass for each annotation, from its first span to its last."""
+    times: dict[tuple[int, str, int], tuple[float, float]] = {}  # by stage, way and micro-batch
+    for span in spans:
+        action = PASS.fullmatch(span.annotation)
+        if action and span.kind not in ("communication", "waiting"):
+            key = int(action["stage"]), action["way"], int(action["number"])
+            start, end = times.get(key, (span.start, span.end))
+            times[key] = min(start, span.start), max(end, span.end)
+    stages = sorted({stage for stage, *_ in times})
+    return sorted(Pass(*when, stages.index(stage), number, way) for (stage, way, number), when in times.items())

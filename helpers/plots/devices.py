@@ -3,8 +3,7 @@
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
 from virtualgpu.monitor import Monitor
-from virtualgpu.timeline import Timeline, computing
-from virtualgpu.timing.trace import drawn_as, passes
+from virtualgpu.timeline import Timeline, computing, drawn_as, passes
 
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "weight gradient": COLORS[5], "optimizer": COLORS[2]}
 KINDS |= {"kernel": COLORS[0], "copy": "#444444"}

@@ -15,9 +15,8 @@ from helpers.plots import devices
 from helpers.plots import figures as drawing
 from virtualgpu.monitor import Reading, Source
 from virtualgpu.run.fit.search import Trial
-from virtualgpu.timeline import Timeline
+from virtualgpu.timeline import Timeline, row
 from virtualgpu.timing.clock import Span
-from virtualgpu.timing.trace import row
 
 
 @pytest.fixture

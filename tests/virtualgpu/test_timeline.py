@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from virtualgpu import Timeline
-from virtualgpu.timing.queues import Span
-from virtualgpu.timing.trace import passes
+from virtualgpu.timeline import passes
+from virtualgpu.timing.streams import Span
 
 
 def span(start, end, kind):

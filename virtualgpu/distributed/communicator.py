@@ -23,7 +23,7 @@ from virtualgpu.distributed.nodes import Layout
 from virtualgpu.distributed.p2p import Exchange, Messages
 from virtualgpu.distributed.work import CoalescedWork, VirtualWork
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 
 KEPT = 1024  # works that nobody waits for are remembered up to so many
 

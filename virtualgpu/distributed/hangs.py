@@ -6,7 +6,7 @@ from typing import NamedTuple
 from virtualgpu.distributed.message_log import SEND, Hang, MessageLog
 from virtualgpu.distributed.nodes import Layout
 from virtualgpu.timing import nccl
-from virtualgpu.timing.queues import DEFAULT
+from virtualgpu.timing.streams import DEFAULT
 
 
 class Stuck(NamedTuple):

@@ -32,7 +32,7 @@ from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
 from virtualgpu.timing import nccl
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 
 NEIGHBOURS = (
     "send and recv of a rank that is played alone: the other side is taken to be there as soon as this rank is. Memory and the work "

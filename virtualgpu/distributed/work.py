@@ -10,7 +10,7 @@ from virtualgpu.distributed.calls import Call
 from virtualgpu.distributed.counts import Told
 from virtualgpu.distributed.transport import Transfer
 from virtualgpu.engine.machine import GPU
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 
 
 class SimulatedWork(_compat.Work):
@@ -52,7 +52,7 @@ class SimulatedWork(_compat.Work):
 
 class VirtualWork(SimulatedWork):
     """One collective of this rank. words: what the rank says of it. issued: when the rank came to it. late: after the kernels that were
-    slowed by the collectives before it (timing.beside).
+    slowed by the collectives before it (timing.collectives).
 
     Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
     """

@@ -7,7 +7,7 @@ import torch
 from virtualgpu.engine.allocation import reach
 from virtualgpu.sanitizer.frames import Frames
 from virtualgpu.sanitizer.order import Order
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 
 KEPT = 512  # accesses that one storage remembers; of more, the oldest are forgotten
 LARGEST = 1 << 28  # elements that are compared one by one, where two views are interleaved

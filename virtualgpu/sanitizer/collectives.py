@@ -5,7 +5,7 @@ import torch
 from virtualgpu.engine.machine import Machine
 from virtualgpu.sanitizer.detector import Detector
 from virtualgpu.sanitizer.waits import after
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 from virtualgpu.torch_api.registry import Patches
 
 STATE = "_virtual_state"  # of a work: what is done when it is

@@ -19,7 +19,7 @@ from virtualgpu.sanitizer.freed import FreedMemory
 from virtualgpu.sanitizer.order import Order
 from virtualgpu.sanitizer.report import race
 from virtualgpu.timing.collectives import COMMUNICATION
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 
 ON_HOST = "_virtual_accesses"  # the attribute of a storage on the host that copies in the background use
 

@@ -14,7 +14,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
 from virtualgpu.sanitizer import waits
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 from virtualgpu.torch_api.registry import Patches
 from virtualgpu.torch_api.streams import handle
 from virtualgpu.torch_api.tensor import TensorPatches

@@ -4,7 +4,7 @@ Vector clocks: every work of a stream has a number, from 1, and each stream know
 waited. Simulated time decides nothing here: what happened to be done early enough is still a race.
 """
 
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 
 State = dict[Queue, int]  # of each stream: up to this number its work is done
 

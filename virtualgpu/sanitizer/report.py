@@ -7,7 +7,7 @@ from virtualgpu.memory.blocks import format_size
 from virtualgpu.sanitizer import frames
 from virtualgpu.sanitizer.accesses import Access, Accesses
 from virtualgpu.timing.collectives import COMMUNICATION
-from virtualgpu.timing.queues import DEFAULT, Queue
+from virtualgpu.timing.streams import DEFAULT, Queue
 
 
 class UnsynchronizedAccessError(RuntimeError):

@@ -11,7 +11,7 @@ import torch
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.memory.addresses import Addresses
 from virtualgpu.timing.clock import Clock
-from virtualgpu.timing.queues import Queue
+from virtualgpu.timing.streams import Queue
 from virtualgpu.torch_api.registry import Patches
 
 

@@ -22,8 +22,7 @@ from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.collectives import Collectives
 from virtualgpu.timing.host import LAUNCH, HostTime
 from virtualgpu.timing.host_weights import AVERAGE, Weight
-from virtualgpu.timing.queues import DEFAULT, Engine, Queue, Span
-from virtualgpu.timing.streams import HostThread, graph_task
+from virtualgpu.timing.streams import DEFAULT, Engine, HostThread, Queue, Span, graph_task
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 

@@ -13,8 +13,7 @@ from torch import Tensor, is_grad_enabled
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.host_weights import FURTHER, LOCKED, STEP, UNRECORDED, Weight
 from virtualgpu.timing.own_work import OwnWork
-from virtualgpu.timing.queues import Queue
-from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
+from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task, node_in_cpp
 
 NOT_MEASURED = contextlib.nullcontext()
 LAUNCH = HOSTS["launch"].forward  # of a question to the driver

@@ -1,31 +1,29 @@
-"""How long a collective of NCCL lasts: PyTorch's own analytic model of it, written for any card of the table.
+"""How long a collective of NCCL lasts: PyTorch's own analytic model (torch/_inductor/comm_analysis.py), for any card of the table.
 
-The model is that of `torch/_inductor/comm_analysis.py` (PyTorch 2.15), which follows NCCL's `src/graph/tuning.cc`: NCCL knows two
-algorithms and three protocols, estimates each, and takes the fastest. It is written again here because importing it takes two
-seconds a process, because older versions have another one, and because it knows four models of GPU; a test compares both.
-What PyTorch's has no formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root.
+NCCL knows two algorithms and three protocols, estimates each, and takes the fastest (src/graph/tuning.cc). Written again because importing
+PyTorch's takes two seconds a process, older versions have another one, and it knows four models of GPU; a test compares both. What it has no
+formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root. Where we depart from it:
 
-Where we depart from it:
-- It takes 24 GB/s for all that is no NVLink, which holds where cards reach each other over PCI Express 4.0. NCCL goes through the host's memory
-  unless a switch or NCCL_P2P_LEVEL lets them (`Fabric.of`); what was measured there is in hardware.links.
+- It takes 24 GB/s for all that is no NVLink. NCCL goes through the host's memory unless a switch or NCCL_P2P_LEVEL lets cards reach each other
+  (`Fabric.of`); what was measured there is in hardware.links.
 - It has all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120).
-- It has an all_to_all pass a ring twice, as an all_reduce does. Here each GPU sends the others their parts once: so counted two RTX 2080 Ti
-  reach 4.6 GB/s, for 4.0 in an all_reduce, and four RTX 4090 18 in both (NVIDIA/nccl#1603).
+- It has an all_to_all pass a ring twice. Here each GPU sends the others their parts once: so counted two RTX 2080 Ti reach 4.6 GB/s, for 4.0 in
+  an all_reduce, and four RTX 4090 18 in both (NVIDIA/nccl#1603).
 - Broadcast and reduce of a pair through the host's memory go one way, at what PCI Express carries: 11.1 GB/s on the 2080 Ti, whose ring has
   4.0 (10 and 3.9 in NVIDIA/nccl#384; but on a slow host 0.96 and 0.89). No table of single messages was found: they have the ring's.
 
-Like it, this knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on
-eight A100 and H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB. Through the
-host's memory the shape holds for 2 and 4 GPUs (given a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on); which bandwidth a host has, nobody can tell.
+It knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on eight A100 and
+H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB; through the host's memory, given
+a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on for 2 and 4 GPUs.
 
-Bandwidths in GB/s and latencies in us, as in those files; `seconds` takes bytes and returns seconds.
+Bandwidths in GB/s and latencies in us, as in hardware/data/nccl.toml; `seconds` takes bytes and returns seconds.
 """
 
 import functools
 import math
 from dataclasses import dataclass, replace
 
-from virtualgpu.hardware import links
+from virtualgpu.hardware import links, tables
 from virtualgpu.hardware.datasheet import PCIE4, Spec
 from virtualgpu.hardware.networks import Network
 
@@ -33,47 +31,8 @@ TREE, RING = "tree", "ring"
 LL, LL128, SIMPLE = "LL", "LL128", "simple"
 ALGORITHMS, PROTOCOLS = (TREE, RING), (LL, LL128, SIMPLE)
 
-# tuning.cc, ncclTunerConstantsDefaults: us before the first byte, and for each step over a kind of link. It has no "host": a step of LL
-# through the host's memory is the median of 13 published tables of nccl-tests at 1 KiB (1.4 to 4.2 on 2, 4 and 8 GPUs; most of the
-# machines of hardware/data/links.toml)
-BASE = {TREE: (6.8, 14.0, 8.4), RING: (6.6, 14.0, 8.4)}
-STEP = {
-    "nvlink": {TREE: (0.6, 1.25, 4.0), RING: (0.6, 1.9, 3.4)},
-    "pcie": {TREE: (1.0, 1.9, 4.0), RING: (1.0, 2.5, 5.7)},
-    "host": {TREE: (2.3, 1.9, 4.0), RING: (2.3, 2.5, 5.7)},
-    "network": {TREE: (5.0, 8.5, 14.0), RING: (2.7, 4.0, 14.0)},
-}
-# The same: bounds of LL on one, two and more nodes; of one channel of LL128 and of a tree. By generation of GPU
-VOLTA, AMPERE, HOPPER, BLACKWELL = 7, 8, 9, 10
-LL_BOUND = {
-    VOLTA: (39.0, 39.0, 20.4),
-    AMPERE: (87.7, 22.5, 19.0),
-    HOPPER: (141.0, 45.0, 35.0),
-    BLACKWELL: (282.0, 90.0, 70.0),
-}
-RING_LL128_BOUND = {VOLTA: (20.0,) * 3, AMPERE: (20.0,) * 3, HOPPER: (36.7,) * 3, BLACKWELL: (40.0,) * 3}
-TREE_LL128_BOUND = {
-    VOLTA: (20.0,) * 3,
-    AMPERE: (20.0,) * 3,
-    HOPPER: (36.7, 36.7, 29.0),
-    BLACKWELL: (55.6, 31.67, 20.0),
-}
-TREE_BOUND = {
-    VOLTA: (26.5, 18.5, 10.0),
-    AMPERE: (24.0, 23.6, 17.8),
-    HOPPER: (38.7, 41.4, 36.0),
-    BLACKWELL: (70.0, 42.8, 24.0),
-}
-# The same: what a tree reaches of its bandwidth, by the power of two of its size, from 64 bytes on
-_LL = (1.0,) * 4 + (0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9) + (1.0,) * 5
-_LL128 = (1.0,) * 5 + (0.9, 0.8, 0.8, 0.8, 0.7) + (0.6,) * 6 + (0.8,) + (0.9,) * 4 + (1.0,) * 3
-_SIMPLE = (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6) + (0.5,) * 4 + (0.6, 0.7, 0.8, 0.7, 0.7, 0.8) + (0.9,) * 3
-TREE_SHARE = dict(zip(PROTOCOLS, (_LL, _LL128, _SIMPLE), strict=True))
-# comm_analysis.py: channels that NCCL opens; GB/s of one NVLink (its sums over 6, 12, 18 and 18 links; Pascal and the bridges of
-# GA102, which have half the lanes: NCCL's topo.h, SM60 and SM86); of a network card for each GPU
-CHANNELS = {VOLTA: 2, AMPERE: 8, HOPPER: 16, BLACKWELL: 32}
-LINK = {6: 18.0, VOLTA: 120 / 6, AMPERE: 240 / 12, HOPPER: 370 / 18, BLACKWELL: 720 / 18, (8, 6): 12.0}
-NETWORK = {VOLTA: 12.0, AMPERE: 25.0, HOPPER: 50.0, BLACKWELL: 50.0}
+VOLTA, BLACKWELL = 7, 10  # generations of GPU
+TABLE = tables.rows("nccl")
 # Messages (init.cc, computeBuffSizes; NCCL_STEPS): a channel's buffer takes so many steps, of so many bytes over NVLink and elsewhere.
 # Over PCI Express a message of up to 4 MiB takes one channel (enqueue.cc, addP2pToPlan)
 STEPS, NVLINK_STEP, OTHER_STEP = 8, 512 << 10, 128 << 10
@@ -102,7 +61,7 @@ class Fabric:
     @property
     def blocks(self) -> int:
         """Of a kernel of NCCL, a block for each channel (NCCL's documentation, NCCL_MAX_CTAS): so many multiprocessors it holds."""
-        return CHANNELS[self.generation]
+        return TABLE["channels"][str(self.generation)]
 
     def step(self, inside: bool) -> int:
         """Bytes of a message that one of NCCL's STEPS takes, between GPUs of a node or of two."""
@@ -119,16 +78,20 @@ class Fabric:
         host's bridge only where NCCL_P2P_LEVEL says so (src/graph/paths.cc: PATH_PXB). Two cards beside a processor of AMD would be let
         (PATH_SYS): whose it is, is not known, and the slower way is taken.
         """
+        generation = min(BLACKWELL, max(VOLTA, spec.capability[0]))
+        network_card = TABLE["network"][str(generation)]
         if spec.nvlink and level != "LOC":
-            fabric = _nvlink(spec.capability, spec.nvlink.links)
+            each = TABLE["nvlink"]
+            link = each.get("{}.{}".format(*spec.capability)) or each[str(max(6, min(BLACKWELL, spec.capability[0])))]
+            fabric = cls(generation, True, spec.nvlink.links * link, network_card)
             if not (spec.nvlink.switch or spec.nvlink.bridge):
                 lead = max(1, round(spec.peer.bandwidth / spec.nvlink.bandwidth))
                 fabric = replace(fabric, neighbour=fabric.inside * lead / spec.nvlink.links)
         elif spec.peer_access and level == "SYS":
-            fabric = _pcie(spec.capability, spec.peer.bandwidth * PCIE_SHARE)
+            fabric = cls(generation, False, spec.peer.bandwidth * PCIE_SHARE / 1e9, network_card)
         else:
-            ring, lanes = links.ring(spec.capability, spec.host), PCIE_SHARE * spec.host.bandwidth
-            fabric = replace(_pcie(spec.capability, ring), staged=True, one_way=lanes / 1e9)
+            ring, one_way = links.ring(spec.capability, spec.host) / 1e9, PCIE_SHARE * spec.host.bandwidth / 1e9
+            fabric = cls(generation, False, ring, network_card, staged=True, one_way=one_way)
         if network is None:
             return fabric
         # a network card sits behind PCI Express, as the GPU does
@@ -146,21 +109,6 @@ class Fabric:
         if not self.shared:
             return fabric
         return replace(fabric, between=self.between * min(1.0, members / gpus))
-
-
-def _nvlink(capability: tuple[int, int], many: int) -> Fabric:
-    generation = _generation(capability)
-    link = LINK.get(capability, LINK[max(6, min(BLACKWELL, capability[0]))])
-    return Fabric(generation, True, many * link, NETWORK[generation])
-
-
-def _pcie(capability: tuple[int, int], way: float) -> Fabric:
-    generation = _generation(capability)
-    return Fabric(generation, False, way / 1e9, NETWORK[generation])
-
-
-def _generation(capability: tuple[int, int]) -> int:
-    return min(BLACKWELL, max(VOLTA, capability[0]))
 
 
 def slowest(fabrics: list[Fabric]) -> Fabric:
@@ -189,39 +137,36 @@ def seconds(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int = 1) 
     return min(time for time in times if time is not None) * 1e-6
 
 
-def _microseconds(
-    kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str
-) -> float | None:
+def _microseconds(kind, nbytes, ranks, fabric, nodes, algorithm, protocol) -> float | None:
     """By one algorithm and protocol; None where NCCL would not use them."""
     if protocol == LL128 and nodes > 1:
         return None  # its figures are NVLink's
-    steps = _steps(kind, ranks)
     if kind in ("broadcast", "reduce") and ranks == 2:
         fabric = replace(fabric, inside=max(fabric.inside, fabric.one_way))
-    bus = _bus_bandwidth(kind, nbytes, fabric, nodes, algorithm, protocol)
+    bandwidth, steps = _bus_bandwidth(kind, nbytes, fabric, nodes, algorithm, protocol), _steps(kind, ranks)
     if algorithm == TREE:
-        size = int(math.log2(nbytes >> 6)) if nbytes >= 128 else 0
-        share = TREE_SHARE[protocol]
-        bandwidth = bus * 0.5 * (share[size] if size < len(share) else 1.0)
-    elif kind == "p2p":
-        bandwidth = bus
+        size, share = int(math.log2(nbytes >> 6)) if nbytes >= 128 else 0, TABLE["tree_share"][protocol]
+        bandwidth *= 0.5 * (share[size] if size < len(share) else 1.0)
     elif kind in ("gather", "scatter"):
-        bandwidth = bus * ranks / (ranks - 1)  # all but the root's own part pass one link
-    else:
-        bandwidth = bus * ranks / steps
+        bandwidth *= ranks / (ranks - 1)  # all but the root's own part pass one link
+    elif kind != "p2p":
+        bandwidth *= ranks / steps
     return _latency(kind, ranks, fabric, nodes, algorithm, protocol, steps) + nbytes / (1000.0 * bandwidth)
 
 
 def _steps(kind: str, ranks: int) -> int:
-    if kind == "p2p":
-        return 1
-    if kind == "all_reduce":
-        return 2 * (ranks - 1)
-    return ranks - 1 if kind in ("all_gather", "reduce_scatter", "all_to_all") else ranks
+    around = {
+        "p2p": 1,
+        "all_reduce": 2 * (ranks - 1),
+        "broadcast": ranks,
+        "reduce": ranks,
+        "gather": ranks,
+        "scatter": ranks,
+    }
+    return around.get(kind, ranks - 1)
 
 
 def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str) -> float:
-    generation, size = fabric.generation, min(nodes, 3) - 1
     bus = min(fabric.inside, fabric.neighbour) if kind == "p2p" else fabric.inside
     if nodes > 1 and fabric.shared:  # one card for a node: what follows is about several
         bus = min(bus, fabric.between)
@@ -231,25 +176,28 @@ def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm
             bus *= (max(nbytes, 50_000_000) / 50_000_000) ** 0.17  # larger messages use more of a node's network cards
         if fabric.staged and kind != "p2p":  # one message passes the network alone
             bus = min(bus, fabric.inside)
+    if protocol == SIMPLE and algorithm == RING:
+        return bus
+    generation = VOLTA if protocol == LL and nodes > 1 else fabric.generation
+    most = TABLE["bound"]["ll" if protocol == LL else f"{algorithm}_{protocol}".lower()][str(generation)][
+        min(nodes, 3) - 1
+    ]
     if protocol == LL:
-        return min(LL_BOUND[generation if nodes == 1 else VOLTA][size], bus * (0.5 if algorithm == RING else 1 / 3.8))
-    channels = CHANNELS[generation]
-    if protocol == LL128 and algorithm == RING:
-        return min(bus * 120 / 128, channels * RING_LL128_BOUND[generation][size])
-    if protocol == LL128:
-        return min(bus * (7 / 9 if nodes == 1 else 120 / 128), channels * TREE_LL128_BOUND[generation][size])
-    return min(bus * 0.92, channels * TREE_BOUND[generation][size]) if algorithm == TREE else bus
+        return min(most, bus * (0.5 if algorithm == RING else 1 / 3.8))
+    share = 0.92 if protocol == SIMPLE else 7 / 9 if algorithm == TREE and nodes == 1 else 120 / 128
+    return min(bus * share, fabric.blocks * most)
 
 
 def _latency(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str, steps: int) -> float:
     index = PROTOCOLS.index(protocol)
     # where several nodes take part, PyTorch's model has no PCI Express inside of them
     link = "nvlink" if fabric.nvlink or nodes > 1 else "host" if fabric.staged else "pcie"
-    inside = STEP[link][algorithm][index]
-    between = STEP["network"][algorithm][index]
+    base, inside, between = (
+        table[algorithm][index] for table in (TABLE["base"], TABLE["step"][link], TABLE["step"]["network"])
+    )
     if nodes > 1:
         inside = max(inside, 3.0 if protocol == SIMPLE else 1.0)
     if algorithm == TREE:
-        return BASE[TREE][index] + 2 * ((ranks // nodes - 1) * inside + int(math.log2(nodes)) * between)
+        return base + 2 * ((ranks // nodes - 1) * inside + int(math.log2(nodes)) * between)
     crossing = 0 if nodes == 1 else (2 if kind == "all_reduce" else 1) * (nodes - 1)
-    return BASE[RING][index] + (steps - crossing) * inside + crossing * between
+    return base + (steps - crossing) * inside + crossing * between

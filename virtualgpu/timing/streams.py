@@ -1,24 +1,191 @@
-"""Streams: to which of them each thread's work goes, also in a backward pass.
+"""Streams of a GPU, what of it their kernels share, and to which stream each thread's work goes, also in a backward pass. Times in seconds.
 
 Each thread of Python has its own time as a host, and its own current streams. In a backward pass autograd has one thread per GPU
 ("Autograd mechanics", PyTorch notes), so that one thread's launches do not wait for the other's; an operation of it runs on the
 stream of its forward operation.
+
+Priorities: a kernel goes before those of lower priority that are queued and have not begun (CUDA C++ Programming Guide, "Stream Priorities"; one
+that has begun runs to its end). Kernels get their time when the host launches them, so that a later launch of higher priority moves others back:
+their spans, and what their streams do from now on. What was read from their streams before stays as it was: events that were recorded, and
+streams and copies that waited for them.
 """
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from virtualgpu import _compat
-from virtualgpu.timing.priorities import Priorities
-from virtualgpu.timing.queues import DEFAULT, Engine, Queue
 
+DEFAULT = 0  # the id of a GPU's default stream
 POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
 NODES = 100_000  # forward operations whose stream is remembered for the backward pass
 
 graph_task = _compat.graph_task  # -1 outside a backward pass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something a GPU did: `kind` is forward, backward, optimizer, copy, waiting (for others, in a collective) or communication; `name` the operation; `annotation` the
+    innermost torch.profiler.record_function around its launch; `issued` when the host had launched it."""
+
+    gpu: int
+    start: float
+    end: float
+    kind: str
+    name: str
+    stream: int = DEFAULT
+    annotation: str = ""
+    issued: float = field(default=0.0, compare=False, repr=False)
+
+
+class Queue:
+    """One stream of one GPU: work put into it is done at `ready`."""
+
+    __slots__ = ("gpu", "id", "priority", "ready")
+
+    def __init__(self, gpu: int, id: int, priority: int = 0):
+        self.gpu, self.id, self.priority, self.ready = gpu, id, priority, 0.0
+
+    def wait_until(self, moment: float) -> None:
+        """Work that is put into it from now on starts no earlier."""
+        self.ready = max(self.ready, moment)
+
+
+class Engine:
+    """Something of a GPU that serves one stream at a time. Work that is ready early takes a gap that is long enough."""
+
+    __slots__ = ("ends", "floor", "starts")
+    KEPT = 4096  # busy stretches; older ones are forgotten, and nothing is placed among them any more
+
+    def __init__(self, floor: float = 0.0):
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.floor = floor
+
+    def reserve(self, earliest: float, seconds: float) -> float:
+        """The first moment, not before `earliest`, from which the engine is free for so long; it is then taken."""
+        starts, ends = self.starts, self.ends
+        start = max(earliest, self.floor)
+        if not ends or start >= ends[-1]:
+            index = len(ends)
+        else:
+            index = bisect_right(ends, start)
+            while index < len(starts) and starts[index] < start + seconds:
+                start = max(start, ends[index])
+                index += 1
+        self._insert(index, start, start + seconds)
+        return start
+
+    def free(self, start: float, end: float) -> None:
+        """What was reserved then is not needed."""
+        starts, ends = self.starts, self.ends
+        index = bisect_right(ends, start)
+        if index == len(starts) or not starts[index] <= start < end <= ends[index]:
+            return  # forgotten by now
+        first, last = starts[index], ends[index]
+        starts[index : index + 1] = [moment for moment in (first, end) if moment not in (start, last)]
+        ends[index : index + 1] = [moment for moment in (start, last) if moment not in (first, end)]
+
+    def extend(self, start: float, end: float) -> None:
+        """It was busy then, after all that it is known to have done."""
+        if self.ends and start < self.ends[-1]:
+            return
+        self._insert(len(self.ends), start, end)
+
+    def cover(self, start: float, end: float) -> list[tuple[float, float]]:
+        """It was busy then, in part perhaps as is known already: the parts that are new."""
+        parts, start, index = [], max(start, self.floor), bisect_right(self.ends, start)
+        while start < end:
+            until = min(end, self.starts[index]) if index < len(self.starts) else end
+            if start < until:
+                parts.append((start, until))
+            start, index = max(until, self.ends[index]) if index < len(self.ends) else end, index + 1
+        for part in parts:
+            self._insert(bisect_right(self.ends, part[0]), *part)
+        return parts
+
+    def overlap(self, start: float, end: float) -> float:
+        """For how long it was busy between two moments."""
+        index, seconds = bisect_right(self.ends, start), 0.0
+        while index < len(self.starts) and self.starts[index] < end:
+            seconds += min(end, self.ends[index]) - max(start, self.starts[index])
+            index += 1
+        return seconds
+
+    def _insert(self, index: int, start: float, end: float) -> None:
+        """A stretch that touches its neighbours becomes one with them."""
+        starts, ends = self.starts, self.ends
+        if index and ends[index - 1] == start:
+            ends[index - 1] = end
+            index -= 1
+        else:
+            starts.insert(index, start)
+            ends.insert(index, end)
+        if index + 1 < len(starts) and starts[index + 1] == ends[index]:
+            ends[index] = ends.pop(index + 1)
+            del starts[index + 1]
+        if len(ends) > self.KEPT:
+            half = self.KEPT // 2
+            self.floor = ends[half - 1]
+            del starts[:half], ends[:half]
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """One that has its time. place: of its span, where spans are recorded."""
+
+    queue: Queue
+    start: float
+    seconds: float
+    place: tuple[list[Span], int] | None
+
+    @property
+    def end(self) -> float:
+        """To the last bit what the engine reserved: a sliver that stayed would be in the way of whatever comes."""
+        return self.start + self.seconds
+
+
+class Priorities:
+    """Of one GPU, from its first stream with a priority on: kernels that were queued before are not moved."""
+
+    MOVABLE = 4096  # kernels that may still be moved
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.kernels: list[_Kernel] = []
+
+    def reserve(self, queue: Queue, ready: float, seconds: float, spans: list[Span] | None) -> float:
+        """When a kernel begins; those that it goes before are moved. spans: of which its own will be the next."""
+        behind = []
+        if queue.priority < 0:  # 0 is the lowest
+            behind = [one for one in self.kernels if one.start >= ready and one.queue.priority > queue.priority]
+            behind.sort(key=lambda one: one.start)
+        for one in behind:
+            self.engine.free(one.start, one.end)
+        start = self.engine.reserve(ready, seconds)
+        ends: dict[int, float] = {}  # of each stream: of its kernel before
+        for one in behind:
+            self._move(one, self.engine.reserve(max(one.start, ends.get(one.queue.id, 0.0)), one.seconds))
+            ends[one.queue.id] = one.end
+            one.queue.ready = max(one.queue.ready, one.end)
+        if len(self.kernels) > self.MOVABLE:
+            del self.kernels[: self.MOVABLE // 2]
+        place = None if spans is None else (spans, len(spans))
+        self.kernels.append(_Kernel(queue, start, seconds, place))
+        return start
+
+    def _move(self, one: _Kernel, start: float) -> None:
+        before, one.start = one.start, start
+        if start == before:
+            return
+        if one.place is not None:
+            spans, index = one.place
+            if index < len(spans) and spans[index].start == before:
+                spans[index] = replace(spans[index], start=start, end=one.end)
 
 
 def node_in_cpp() -> int | None:

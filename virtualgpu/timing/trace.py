@@ -1,13 +1,13 @@
-"""What the GPUs did: as a list, as a Chrome trace (chrome://tracing and https://ui.perfetto.dev open it), and few enough to be drawn."""
+"""What the GPUs did: how busy they were, and as a Chrome trace (chrome://tracing and https://ui.perfetto.dev open it), written and read."""
 
 import json
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
-from virtualgpu.timing.queues import Span
+from virtualgpu.memory.ledger import share
+from virtualgpu.timing.clock import Clock
+from virtualgpu.timing.streams import Span
 
 
 class Recording(list):
@@ -60,53 +60,45 @@ def _annotated(spans: list[Span]) -> list[Span]:
     return merged + list(latest.values())
 
 
-def row(spans: Sequence[Span], start: float, seconds: float) -> list[Span]:
-    """One GPU's spans in the order of time, from `start` on. Neighbours of one kind and annotation become one, where less than a
-    2000th of `seconds`, half a pixel of a wide figure, lies between: thousands of kernels, dozens of bars. What a pipeline's
-    schedule leaves for later has a kind of its own, "weight gradient"."""
-    joined: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        span = replace(span, start=span.start - start, end=span.end - start)
-        if (action := PASS.fullmatch(span.annotation)) and action["way"] == "W" and span.kind == "backward":
-            span = replace(span, kind="weight gradient")
-        alike = joined and (drawn_as(joined[-1]), joined[-1].annotation) == (drawn_as(span), span.annotation)
-        if alike and span.start - joined[-1].end <= seconds / 2000:
-            joined[-1] = replace(joined[-1], end=max(joined[-1].end, span.end))
-        else:
-            joined.append(span)
-    return joined
+def gpu_spans(events: Iterable[dict]) -> list[Span]:
+    """What real GPUs did, of a Chrome trace by torch.profiler ("traceEvents"), in seconds: kernels, those of NCCL (communication) and copies.
+    They were issued at the end of the driver's call with the same correlation."""
+    events = [event for event in events if event.get("ph") == "X" and "ts" in event]
+    issued = {
+        event.get("args", {}).get("correlation", -1): (event["ts"] + event.get("dur", 0)) * 1e-6
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    spans = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            args, name, start = event.get("args", {}), event["name"], event["ts"] * 1e-6
+            kind = "copy" if event["cat"] == "gpu_memcpy" else "communication" if "nccl" in name.lower() else "kernel"
+            call = min(issued.get(args.get("correlation", -1), start), start)
+            end, gpu, stream = (event["ts"] + event.get("dur", 0)) * 1e-6, args.get("device", 0), args.get("stream", 0)
+            spans.append(Span(int(gpu), start, end, kind, name, int(stream), "", call))
+    return spans
 
 
-def drawn_as(span: Span) -> str:
-    """The span's kind; of the two collectives that sharding has, their name: one runs ahead of the computing, the other follows it."""
-    # NCCL's kernels are called ncclDevKernel_AllGather_RING_LL and the like
-    name = span.name.lower().replace("_", "") if span.kind == "communication" else ""
-    return next((kind for kind in ("all-gather", "reduce-scatter") if kind.replace("-", "") in name), span.kind)
+class Utilization:
+    """How busy GPUs were since somebody last asked, what NVML and GPUtil call utilization, on the simulated clock: one who asks, again and again.
 
+    NCCL's kernels count, as in nvidia-smi, also while they wait for other ranks; computing is what other kernels do. Work counts from when it is
+    queued, also where the GPU comes to it later."""
 
-# How torch.distributed.pipelining.schedules calls a micro-batch's work on a stage: F forward, B backward, or its halves I and W
-PASS = re.compile(r"PP:(?P<stage>\d+)(?P<way>[FBIW])(?P<number>\d+)")
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._before: dict[int, tuple[float, float, float]] = {}
 
+    def load(self, gpu: int) -> float:
+        """The share of simulated time in which this GPU was busy since the last call for it (at first: since time 0);
+        0 to 1."""
+        return self.read(gpu)[0]
 
-class Pass(NamedTuple):
-    """A micro-batch on a stage. way: F(orward), B(ackward), or a part of it: I(nput's gradient), W(eight's). stage: counted among those
-    of this GPU, from 0. number: the micro-batch's."""
-
-    start: float
-    end: float
-    stage: int
-    number: int
-    way: str
-
-
-def passes(spans: Sequence[Span]) -> list[Pass]:
-    """What one GPU did for a pipeline, in the order of time: a pass for each annotation, from its first span to its last."""
-    times: dict[tuple[int, str, int], tuple[float, float]] = {}  # by stage, way and micro-batch
-    for span in spans:
-        action = PASS.fullmatch(span.annotation)
-        if action and span.kind not in ("communication", "waiting"):
-            key = int(action["stage"]), action["way"], int(action["number"])
-            start, end = times.get(key, (span.start, span.end))
-            times[key] = min(start, span.start), max(end, span.end)
-    stages = sorted({stage for stage, *_ in times})
-    return sorted(Pass(*when, stages.index(stage), number, way) for (stage, way, number), when in times.items())
+    def read(self, gpu: int) -> tuple[float, float]:
+        """The same, and the share in which it was computing: busy with other kernels than NCCL's."""
+        computing, latest = self._clock.computing[gpu], self._clock.latest()
+        now = self._clock.busy[gpu], computing, latest
+        before = self._before.get(gpu, (0.0, 0.0, 0.0))
+        self._before[gpu] = now
+        return share((now[0], latest), (before[0], before[2])), share((computing, latest), before[1:])

@@ -12,7 +12,7 @@ import torch
 from virtualgpu import environment
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.hardware.specs import MIB
-from virtualgpu.timing.usage import Utilization
+from virtualgpu.timing.trace import Utilization
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.nvml import DRIVER
 from virtualgpu.torch_api.registry import Patches

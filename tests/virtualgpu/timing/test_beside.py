@@ -2,8 +2,8 @@
 
 import pytest
 
-from virtualgpu.timing.beside import Beside
-from virtualgpu.timing.queues import Engine
+from virtualgpu.timing.collectives import Beside
+from virtualgpu.timing.streams import Engine
 
 
 def of(*kernels: tuple[float, float]) -> Beside:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.timing.priorities import Priorities
-from virtualgpu.timing.queues import Engine, Queue
+from virtualgpu.timing.streams import Engine, Priorities, Queue
 
 
 def ends(priorities: tuple[int, int], host_waits=False) -> tuple[list[float], list[float], float]:
