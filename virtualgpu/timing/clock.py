@@ -5,14 +5,12 @@ wait. A stream runs its work in order. The kernels of all streams of one GPU tak
 direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A copy between two GPUs is ordered after the current
 streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
 
-Each thread of Python has its own time as a host: streams.py has these, and to which stream their work goes. Work on CPU tensors takes
-no time here unless it is measured (own_work.py): the clock knows GPUs, and the host only as the one who launches.
-
+Each thread of Python has its own time as a host (streams.py). Work on CPU tensors takes no time here unless it is measured (own_work.py).
 All times are in seconds since the GPUs were made.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -29,12 +27,11 @@ __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
 
 class Clock(HostTime):
     """`computing[g]`: for how long the kernels of GPU g ran, added up. `busy[g]`: the same with NCCL's kernels, also while these
-    wait for other ranks; what runs at the same time counts once.
+    wait for other ranks; what runs at the same time counts once. After `stop`, calls raise as CUDA's do.
 
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. on_wait: called when the
-    host has waited for a GPU. before_wait: called when it is about to wait for a stream. spans: recorded while it is a list. watched: are kernels' times kept, to see what of the communication they
-    hide? synchronized: how often the host has
-    waited for all of a GPU. After `stop`, calls raise as CUDA's do.
+    host has waited for a GPU, before_wait when it is about to wait for a stream. spans: recorded while it is a list. watched: are kernels' times
+    kept, to see what of the communication they hide? synchronized: how often the host has waited for all of a GPU.
     """
 
     before_wait: Callable[[], None] | None = None
@@ -166,11 +163,8 @@ class Clock(HostTime):
             self.launch(gpu, seconds, name)
             return
         now, queue = self._passed(self.local, gpu, self.costs.launch), self.current(gpu)
-        start = max(now, queue.ready)
-        queue.ready = end = start + seconds
-        if self.spans is not None:
-            kind = "backward" if self.local.backward is not None else self.local.kind
-            self._record(queue, start, end, kind, name, now)
+        kind = "backward" if self.local.backward is not None else self.local.kind
+        self._put(queue, max(now, queue.ready), seconds, kind, name, now)
         if self.blocking:
             self.wait(gpu)
 
@@ -199,12 +193,10 @@ class Clock(HostTime):
         start = max(now, here.ready, there.ready)
         if self.multi:
             start = self.copies[source, "peer"].reserve(start, seconds)
-        here.ready = there.ready = start + seconds
         if local.backward is not None:  # the thread of the target comes to its next work only now
             local.backward[target] = max(local.backward[target], now)
-        if self.spans is not None:
-            for queue in (here, there):
-                self._record(queue, start, start + seconds, "copy", f"copy cuda:{source} to cuda:{target}", now)
+        for queue in (here, there):
+            self._put(queue, start, seconds, "copy", f"copy cuda:{source} to cuda:{target}", now)
 
     def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str, aloud: bool = True) -> None:
         """Queue a copy from ("in") or to ("out") the host; the host waits for it unless it is asynchronous. aloud: see `wait_for`."""
@@ -214,9 +206,7 @@ class Clock(HostTime):
         start = max(now, queue.ready)
         if self.multi:
             start = self.copies[gpu, way].reserve(start, seconds)
-        queue.ready = start + seconds
-        if self.spans is not None:
-            self._record(queue, start, start + seconds, "copy", name, now)
+        self._put(queue, start, seconds, "copy", name, now)
         if wait:
             self.wait_for(queue, aloud)
 
@@ -231,10 +221,14 @@ class Clock(HostTime):
             self.check(gpu)
         return now
 
+    def _put(self, queue: Queue, start: float, seconds: float, kind: str, name: str, issued: float) -> None:
+        queue.ready = start + seconds
+        if self.spans is not None:
+            self._record(queue, start, queue.ready, kind, name, issued)
+
     def _record(self, queue: Queue, start: float, end: float, kind: str, name: str, issued: float) -> None:
         assert self.spans is not None
-        annotations = self.local.annotations
-        annotation = annotations[-1] if annotations else ""
+        annotation = self.local.annotations[-1] if self.local.annotations else ""
         self.spans.append(Span(queue.gpu, start, end, kind, name, queue.id, annotation, issued))
 
     # -- waiting
@@ -247,17 +241,17 @@ class Clock(HostTime):
         gpus = range(len(self.queues)) if gpu is None else (gpu,)
         for index in gpus:
             self.collectives.charge(index)
-        self.wait_until(max((self.ready(index) for index in gpus), default=0.0))
-        for index in gpus:
-            self.check(index)
-        if self.on_wait is not None:
-            self.on_wait()
+        self._wait(max((self.ready(index) for index in gpus), default=0.0), gpus)
 
     def wait_for(self, queue: Queue, aloud: bool = True) -> None:
         """The host waits until this stream is empty. aloud: `before_wait` is called, as PyTorch would know of it."""
         if aloud and self.before_wait is not None:
             self.before_wait()
-        self.wait_until(queue.ready)
-        self.check(queue.gpu)
+        self._wait(queue.ready, (queue.gpu,))
+
+    def _wait(self, until: float, gpus: Iterable[int]) -> None:
+        self.wait_until(until)
+        for gpu in gpus:
+            self.check(gpu)
         if self.on_wait is not None:
             self.on_wait()
