@@ -26,7 +26,7 @@ import torch
 from virtualgpu import session
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible
-from virtualgpu.timing.trace import Utilization
+from virtualgpu.torch_api.monitor import Utilization
 
 GAP = math.nan
 

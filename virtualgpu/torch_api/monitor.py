@@ -12,7 +12,8 @@ import torch
 from virtualgpu import environment
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.hardware.specs import MIB
-from virtualgpu.timing.trace import Utilization
+from virtualgpu.memory.ledger import share
+from virtualgpu.timing.clock import Clock
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.nvml import DRIVER
 from virtualgpu.torch_api.registry import Patches
@@ -29,6 +30,30 @@ def install(machine: Machine, patches: Patches) -> None:
 def _replace_list(monitor: "Monitor", patches: Patches, package: ModuleType) -> None:
     for owner in (package, package.GPUtil):
         patches.replace(owner, "getGPUs", lambda: monitor.rows(package.GPU))
+
+
+class Utilization:
+    """How busy GPUs were since somebody last asked, what NVML and GPUtil call utilization, on the simulated clock: one who asks, again and again.
+
+    NCCL's kernels count, as in nvidia-smi, also while they wait for other ranks; computing is what other kernels do. Work counts from when it is
+    queued, also where the GPU comes to it later."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._before: dict[int, tuple[float, float, float]] = {}
+
+    def load(self, gpu: int) -> float:
+        """The share of simulated time in which this GPU was busy since the last call for it (at first: since time 0);
+        0 to 1."""
+        return self.read(gpu)[0]
+
+    def read(self, gpu: int) -> tuple[float, float]:
+        """The same, and the share in which it was computing: busy with other kernels than NCCL's."""
+        computing, latest = self._clock.computing[gpu], self._clock.latest()
+        now = self._clock.busy[gpu], computing, latest
+        before = self._before.get(gpu, (0.0, 0.0, 0.0))
+        self._before[gpu] = now
+        return share((now[0], latest), (before[0], before[2])), share((computing, latest), before[1:])
 
 
 class Monitor:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from virtualgpu.timeline import gpu_spans
 from virtualgpu.timing.streams import Span
-from virtualgpu.timing.trace import gpu_spans
 
 MARK = "virtualgpu: a step has ended"
 OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
