@@ -14,7 +14,7 @@ from tests.accuracy import kernels as measured
 from virtualgpu.hardware import achieved, tables
 from virtualgpu.hardware.specs import SPECS, TF32
 from virtualgpu.timing.kernels import Kernels, together
-from virtualgpu.timing.kinds import KINDS, ORDINARY
+from virtualgpu.timing.memory_bound import KINDS, ORDINARY
 
 HALF = torch.float16
 

@@ -1,0 +1,173 @@
+"""virtualgpu/timing/data/memory_bound.csv: how often each operation that is bound by memory moves its tensors, by what single kernels took.
+
+    python -m tests.gpu.memory_table     writes it anew
+
+A traffic factor is of the time beyond the launches over that of the operation's bytes, over the kernels of h100_profiled.csv and
+h100_kernels.csv that are one operation and last longer than their launches: the lower quartile by bytes, of kernels that fill the card; small ones
+wait for other things than memory. What nobody timed, or not with its tensors alike, has the factor that its code says.
+"""
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+import virtualgpu
+from tests.gpu import kernels_of_a_card
+from tests.virtualgpu.timing import test_h100
+from virtualgpu.timing import kernels, memory_bound
+
+TABLE = Path(memory_bound.__file__).parent / "data" / "memory_bound.csv"
+COLUMNS = ("operation", "traffic", "wide", "limit", "launches", "training", "copied", "elementwise", "source")
+NORMALIZATION, SOFTMAX = "Normalization.cuh", "SoftMax.cu"
+UPSAMPLING = ("nearest1d", "nearest2d", "nearest3d")
+# What the code of each operation says (aten/src/ATen/native and native/cuda): kernels and the like; and where it was not timed, its traffic
+GIVEN: dict[str, dict] = {
+    "native_batch_norm": {"traffic": 1.5, "training": 5, "source": NORMALIZATION},
+    "_native_batch_norm_legit": {"traffic": 1.5, "training": 5, "source": NORMALIZATION},
+    "_batch_norm_with_update": {"traffic": 1.5, "source": NORMALIZATION},
+    "cudnn_batch_norm": {"traffic": 1.5, "training": 5, "source": NORMALIZATION},
+    "native_batch_norm_backward": {"traffic": 5 / 3, "launches": 2, "source": NORMALIZATION},
+    "batch_norm_backward": {"traffic": 5 / 3, "launches": 2, "source": NORMALIZATION},
+    "native_group_norm": {"launches": 3, "source": "group_norm_kernel.cu"},
+    "native_group_norm_backward": {"launches": 5, "source": "group_norm_kernel.cu"},
+    "native_layer_norm": {"copied": "0", "source": "layer_norm_kernel.cu"},
+    "native_layer_norm_backward": {"launches": 2, "copied": "0 1", "source": "layer_norm_kernel.cu"},
+    "_fused_rms_norm_backward": {"launches": 2, "source": "layer_norm_kernel.cu"},
+    "_softmax": {"wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
+    "_log_softmax": {"wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
+    "_softmax_backward_data": {"traffic": 2.0, "launches": 2, "source": f"{SOFTMAX}: gradient times result is a kernel of its own"},
+    "_log_softmax_backward_data": {"wide": 1.2, "limit": "softmax", "copied": "0 1", "source": SOFTMAX},
+    "max_pool2d_with_indices": {"source": "DilatedMaxPool2d.cu"},
+    "max_pool2d_with_indices_backward": {"launches": 2, "source": "DilatedMaxPool2d.cu"},
+    "avg_pool2d": {"source": "AveragePool2d.cu"},
+    "avg_pool2d_backward": {"source": "AveragePool2d.cu"},
+    "max_pool3d_with_indices": {"source": "DilatedMaxPool3d.cu"},
+    "max_pool3d_with_indices_backward": {"launches": 2, "source": "DilatedMaxPool3d.cu"},
+    "avg_pool3d": {"source": "AveragePool3d.cu"},
+    "avg_pool3d_backward": {"launches": 2, "source": "AveragePool3d.cu"},
+    "_adaptive_avg_pool2d": {"source": "AdaptiveAveragePooling.cu"},
+    "_adaptive_avg_pool2d_backward": {"launches": 2, "source": "AdaptiveAveragePooling.cu"},
+    "upsample_linear1d": {"launches": 2, "source": "UpSampleLinear1d.cu"},
+    "upsample_linear1d_backward": {"launches": 2, "source": "UpSampleLinear1d.cu"},
+    "upsample_bilinear2d": {"source": "UpSampleBilinear2d.cu"},
+    "upsample_bilinear2d_backward": {"launches": 2, "source": "UpSampleBilinear2d.cu"},
+    "upsample_bicubic2d": {"launches": 2, "source": "UpSampleBicubic2d.cu"},
+    "upsample_bicubic2d_backward": {"launches": 2, "source": "UpSampleBicubic2d.cu"},
+    "upsample_trilinear3d": {"source": "UpSampleTrilinear3d.cu"},
+    "upsample_trilinear3d_backward": {"launches": 2, "source": "UpSampleTrilinear3d.cu"},
+    **{
+        f"{name}{dims}{way}": {"source": f"UpSampleNearest{dims}.cu", "like": f"upsample_nearest{dims}{way}"}
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+        for dims in ("1d", "2d", "3d")
+        for way in ("", "_backward")
+    },
+    "nll_loss_backward": {"launches": 2, "source": "NLLLoss2d.cu"},
+    "masked_fill": {"traffic": 2.0, "launches": 2, "elementwise": "yes", "source": "a copy, filled in place"},
+    "masked_fill_": {"elementwise": "yes", "source": "IndexKernel.cu"},
+    "where": {"elementwise": "yes", "source": "TensorCompare.cu"},
+    "gelu": {"elementwise": "yes", "source": "ActivationGeluKernel.cu"},
+    "silu": {"elementwise": "yes", "source": "ActivationSiluKernel.cu"},
+    "native_dropout": {"elementwise": "yes", "source": "Dropout.cu"},
+    "_to_copy": {"elementwise": "yes", "source": "Copy.cu"},
+    "copy_": {"elementwise": "yes", "source": "Copy.cu"},
+    "clone": {"elementwise": "yes", "source": "Copy.cu"},
+    "index_add": {"launches": 2, "source": "Indexing.cu"},
+    "scatter_add": {"launches": 2, "source": "ScatterGatherKernel.cu"},
+    "cumsum": {"source": "ScanKernels.cpp"},
+    "roll": {"source": "TensorTransformations.cu"},
+    "cat": {"source": "Shape.cu"},
+    "stack": {"source": "Shape.cu"},
+    "constant_pad_nd": {"traffic": 1.6, "launches": 2, "source": "filled, then copied into"},
+    "embedding_dense_backward": {"launches": memory_bound.SORTING, "source": "EmbeddingBackwardKernel.cu"},
+    "_embedding_bag_backward": {"launches": memory_bound.SORTING_BAGS, "source": "EmbeddingBag.cu"},
+    "index_put": {"launches": 9, "source": "Indexing.cu"},
+    "index_put_": {"launches": 8, "source": "Indexing.cu"},
+    "_index_put_impl_": {"launches": 8, "source": "Indexing.cu"},
+    "topk": {"launches": 4, "source": "TensorTopK.cu"},
+    "sort": {"launches": 6, "source": "Sort.cu"},
+    "nonzero": {"launches": 4, "source": "Nonzero.cu"},
+    "select_backward": {"launches": 2, "source": "zeros, and a copy into them"},
+    "slice_backward": {"launches": 2, "source": "zeros, and a copy into them"},
+    "logsumexp": {"launches": 9, "source": "ReduceOps.cpp"},
+    "multinomial": {"launches": 14, "source": "Distributions.cpp, with its checks"},
+    "binary_cross_entropy_with_logits": {"traffic": 2.0, "launches": 5, "source": "Loss.cpp"},
+    "randperm": {"launches": 12, "source": "Randperm.cu"},
+    **{
+        name: {"launches": 2, "source": "Loss.cpp: numbers, and their mean"}
+        for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+    },
+}
+
+
+def measured():
+    """(what runs it, seconds) of each row of both tables that is made of operations bound by memory."""
+    for row in kernels_of_a_card.rows():
+        if row.family not in ("attention", "masked_attention", "product", "convolution", "sum", "batch_norm"):
+            yield lambda row=row: kernels_of_a_card.call(row.family, row.settings).run, 1e-6 * row.fresh
+    for family, (make, wanted) in test_h100.FAMILIES.items():
+        for settings, us in test_h100.rows(family, "h100"):
+            if family not in ("attention", "row_norm") and wanted(settings):
+                yield lambda make=make, settings=settings: make(settings), 1e-6 * us
+
+
+def factors() -> dict[str, list[tuple[float, float]]]:
+    """By operation: what single kernels say of its traffic, and their bytes."""
+    found = defaultdict(list)
+    with virtualgpu.dry_run(1, like="H100"):
+        card = virtualgpu.machine().gpus[0].kernels
+        names = {id(kind): name for name, kind in memory_bound.KINDS.items()}
+        for make, seconds in measured():
+            run, asked = make(), []
+
+            def note(card, kind, args, tensors, nbytes, asked=asked):
+                asked.append((kind, nbytes, kind.elementwise and memory_bound.one_by_one(tensors) is not None))
+                return 0.0
+
+            with mock.patch.object(memory_bound, "seconds", note):
+                run()
+            if len(asked) != 1 or id(asked[0][0]) not in names or asked[0][2]:
+                continue
+            kind, nbytes, _ = asked[0]
+            launches = GIVEN.get(names[id(kind)], {}).get("launches", 1) * card.spec.kernel
+            busy = seconds - launches * (1 - kernels.STARTING * kind.elementwise)
+            if busy > launches:
+                bytes_alone = card.moving(nbytes, kernels.Kind(limit=kind.limit, launches=0))
+                found[names[id(kind)]].append((busy / bytes_alone, nbytes))
+    return found
+
+
+def lower_quartile(samples: list[tuple[float, float]]) -> float:
+    """Of (value, weight)."""
+    left = sum(weight for _, weight in samples) / 4
+    for value, weight in sorted(samples):
+        left -= weight
+        if left <= 0:
+            return value
+    raise ValueError("no samples")
+
+
+def rows() -> list[dict]:
+    """Of the table, as text."""
+    found = factors()
+    made = []
+    for name, given in GIVEN.items():
+        samples = found.get(given.get("like", name), [])
+        row = dict.fromkeys(COLUMNS, "") | {"operation": name, "limit": "memory", "launches": 1} | given
+        timed = "traffic" not in given and name not in memory_bound.MODELS and samples
+        row["traffic"] = f"{lower_quartile(samples) if timed else given.get('traffic', 1.0):.3g}"
+        row["source"] += f"; {len(samples)} kernels timed" if timed else ""
+        made.append({column: str(row[column]) for column in COLUMNS})
+    return made
+
+
+def main() -> None:
+    written = rows()
+    with open(TABLE, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(written)
+
+
+if __name__ == "__main__":
+    main()
