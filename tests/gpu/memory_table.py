@@ -2,9 +2,10 @@
 
     python -m tests.gpu.memory_table     writes it anew
 
-A traffic factor is of the time beyond the launches over that of the operation's bytes, over the kernels of h100_profiled.csv and
-h100_kernels.csv that are one operation and last longer than their launches: the lower quartile by bytes, of kernels that fill the card; small ones
-wait for other things than memory. What nobody timed, or not with its tensors alike, has the factor that its code says.
+Over the kernels of h100_profiled.csv and h100_kernels.csv that are one operation and last longer than their launches: the time beyond the
+launches over that of the operation's bytes is its traffic; of those where that is more than SLOW, if they are many, the multiprocessors' cycles for
+each number of the largest tensor. Each is the lower quartile by bytes, of kernels that fill the card: small ones wait for other things. What nobody
+timed, or not with its tensors alike, has what its code says.
 """
 
 import csv
@@ -18,9 +19,9 @@ from tests.virtualgpu.timing import test_h100
 from virtualgpu.timing import kernels, memory_bound
 
 TABLE = Path(memory_bound.__file__).parent / "data" / "memory_bound.csv"
-COLUMNS = ("operation", "traffic", "wide", "limit", "launches", "training", "copied", "elementwise", "source")
+COLUMNS = ("operation", "traffic", "wide", "cycles", "limit", "launches", "training", "copied", "elementwise", "source")
 NORMALIZATION, SOFTMAX = "Normalization.cuh", "SoftMax.cu"
-UPSAMPLING = ("nearest1d", "nearest2d", "nearest3d")
+SLOW = 1.15
 # What the code of each operation says (aten/src/ATen/native and native/cuda): kernels and the like; and where it was not timed, its traffic
 GIVEN: dict[str, dict] = {
     "native_batch_norm": {"traffic": 1.5, "training": 5, "source": NORMALIZATION},
@@ -69,14 +70,16 @@ GIVEN: dict[str, dict] = {
     "gelu": {"elementwise": "yes", "source": "ActivationGeluKernel.cu"},
     "silu": {"elementwise": "yes", "source": "ActivationSiluKernel.cu"},
     "native_dropout": {"elementwise": "yes", "source": "Dropout.cu"},
-    "_to_copy": {"elementwise": "yes", "source": "Copy.cu"},
+    "_to_copy": {"traffic": 1.0, "elementwise": "yes", "source": "Copy.cu"},
     "copy_": {"elementwise": "yes", "source": "Copy.cu"},
     "clone": {"elementwise": "yes", "source": "Copy.cu"},
-    "index_add": {"launches": 2, "source": "Indexing.cu"},
-    "scatter_add": {"launches": 2, "source": "ScatterGatherKernel.cu"},
+    "index_add": {"cycles": 1.6, "launches": 2, "source": "Indexing.cu"},
+    "index_add_": {"cycles": 1.6, "source": "Indexing.cu; 1.5 to 1.7, by atomic operations"},
+    "scatter_add_": {"cycles": 2.8, "source": "ScatterGatherKernel.cu; 2.2 to 3.4, by atomic operations"},
+    "scatter_add": {"cycles": 2.8, "launches": 2, "source": "ScatterGatherKernel.cu"},
     "cumsum": {"source": "ScanKernels.cpp"},
     "roll": {"source": "TensorTransformations.cu"},
-    "cat": {"source": "Shape.cu"},
+    "cat": {"traffic": 1.0, "source": "Shape.cu"},
     "stack": {"source": "Shape.cu"},
     "constant_pad_nd": {"traffic": 1.6, "launches": 2, "source": "filled, then copied into"},
     "embedding_dense_backward": {"launches": memory_bound.SORTING, "source": "EmbeddingBackwardKernel.cu"},
@@ -111,8 +114,8 @@ def measured():
                 yield lambda make=make, settings=settings: make(settings), 1e-6 * us
 
 
-def factors() -> dict[str, list[tuple[float, float]]]:
-    """By operation: what single kernels say of its traffic, and their bytes."""
+def samples() -> dict[str, list[tuple[float, float, float]]]:
+    """By operation, of single kernels: (traffic, cycles for each number, bytes)."""
     found = defaultdict(list)
     with virtualgpu.dry_run(1, like="H100"):
         card = virtualgpu.machine().gpus[0].kernels
@@ -121,19 +124,20 @@ def factors() -> dict[str, list[tuple[float, float]]]:
             run, asked = make(), []
 
             def note(card, kind, args, tensors, nbytes, asked=asked):
-                asked.append((kind, nbytes, kind.elementwise and memory_bound.one_by_one(tensors) is not None))
+                numbers = max(tensor.numel() for tensor in tensors)
+                asked.append((kind, nbytes, numbers, kind.elementwise and memory_bound.one_by_one(tensors) > 0))
                 return 0.0
 
             with mock.patch.object(memory_bound, "seconds", note):
                 run()
-            if len(asked) != 1 or id(asked[0][0]) not in names or asked[0][2]:
+            if len(asked) != 1 or id(asked[0][0]) not in names or asked[0][3]:
                 continue
-            kind, nbytes, _ = asked[0]
+            kind, nbytes, numbers, _ = asked[0]
             launches = GIVEN.get(names[id(kind)], {}).get("launches", 1) * card.spec.kernel
             busy = seconds - launches * (1 - kernels.STARTING * kind.elementwise)
             if busy > launches:
                 bytes_alone = card.moving(nbytes, kernels.Kind(limit=kind.limit, launches=0))
-                found[names[id(kind)]].append((busy / bytes_alone, nbytes))
+                found[names[id(kind)]].append((busy / bytes_alone, busy * card.cycles / numbers, nbytes))
     return found
 
 
@@ -149,15 +153,17 @@ def lower_quartile(samples: list[tuple[float, float]]) -> float:
 
 def rows() -> list[dict]:
     """Of the table, as text."""
-    found = factors()
-    made = []
+    found, made = samples(), []
     for name, given in GIVEN.items():
-        samples = found.get(given.get("like", name), [])
-        row = dict.fromkeys(COLUMNS, "") | {"operation": name, "limit": "memory", "launches": 1} | given
-        timed = "traffic" not in given and name not in memory_bound.MODELS and samples
-        row["traffic"] = f"{lower_quartile(samples) if timed else given.get('traffic', 1.0):.3g}"
-        row["source"] += f"; {len(samples)} kernels timed" if timed else ""
-        made.append({column: str(row[column]) for column in COLUMNS})
+        timed = found.get(given.get("like", name), [])
+        row = dict.fromkeys(COLUMNS, "") | {"operation": name, "traffic": 1.0, "limit": "memory", "launches": 1} | given
+        if timed and name not in memory_bound.MODELS and not given.keys() & {"traffic", "cycles"}:
+            slow = [(cycles, nbytes) for traffic, cycles, nbytes in timed if traffic > SLOW]
+            row["traffic"] = lower_quartile([(traffic, nbytes) for traffic, _, nbytes in timed])
+            if 4 * len(slow) > len(timed):
+                row["traffic"], row["cycles"] = min(1.0, row["traffic"]), lower_quartile(slow)
+            row["source"] += f"; {len(timed)} kernels timed"
+        made.append({key: f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in COLUMNS})
     return made
 
 

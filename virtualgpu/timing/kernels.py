@@ -34,7 +34,8 @@ class Kind(NamedTuple):
     """Of an operation that is bound by memory: a row of data/memory_bound.csv.
 
     traffic: bytes really moved over those of all tensors that go in or come out, once; wide: the same where a row does not fit beside a
-    multiprocessor. limit: whose share of the bandwidth it has (`hardware.achieved`). launches: kernels that the operation is made of.
+    multiprocessor. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it has
+    (`hardware.achieved`). launches: kernels that the operation is made of.
     training: at which argument it is told whether this is training. copied: which arguments are copied first where they do not lie close.
     elementwise: each number comes of those at its own place. model: seconds by the card's kernels, the arguments and the tensors, of
     kernels whose threads are counted.
@@ -42,6 +43,7 @@ class Kind(NamedTuple):
 
     traffic: float = 1.0
     wide: float | None = None
+    cycles: float = 0.0
     limit: str = "memory"
     launches: int = 1
     training: int | None = None

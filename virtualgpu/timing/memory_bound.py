@@ -1,6 +1,6 @@
 """Operations that are bound by memory: how often they move their tensors, as a table (`data/memory_bound.csv`), and the few that need more.
 
-A traffic factor of the table is what single kernels took on an H100 over the time of their bytes (tests/gpu/memory_table.py).
+Its traffic factors and cycles are what single kernels took on an H100 (tests/gpu/memory_table.py).
 An **elementwise** kernel where all tensors are alike reads 16 bytes at once and memory holds it up. Where a tensor is broadcast or lies
 otherwise, a thread works out the place of each number in each tensor by divisions, for 4 numbers of 16 bits or 2 of 32; where types differ,
 it converts number by number (aten/src/ATen/native/cuda/CUDALoops.cuh: gpu_kernel_impl_nocast, gpu_kernel_impl).
@@ -10,6 +10,7 @@ Figures are cycles of a multiprocessor, of an H100, PyTorch 2.11 (tests/gpu/h100
 
 import csv
 import functools
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -34,18 +35,19 @@ def seconds(kernels: Kernels, kind: Kind, args, tensors, nbytes: float) -> float
     """What an operation of that kind takes. tensors: all that go in or come out, what comes out last; nbytes: theirs, once."""
     if kernels.peak:
         return kernels.moving(nbytes, kind)
+    cycles = one_by_one(tensors) if kind.elementwise and nbytes > SHORT else 0.0
+    if kind.cycles:
+        cycles = max(cycles, kind.cycles * max(tensor.numel() for tensor in tensors))
     if kind.elementwise:
-        if nbytes <= SHORT or (cost := one_by_one(tensors)) is None:
-            return kernels.moving(nbytes, kind)
-        return _scattered(kernels, nbytes, kind, cost)
+        return kernels.moving(nbytes, kind, cycles)
     copied = sum(copying(kernels, tensor) for tensor in copied_first(kind, args)) if kind.copied else 0.0
-    if kind.model is not None and tensors[0].numel() and tensors[-1].numel():
+    if kind.model is not None and tensors[0].numel():
         return kind.model(kernels, args, tensors) + copied
     if kind.wide is not None and tensors[0].dim():
         row = tensors[0].shape[-1] * tensors[0].itemsize
         if row * (len(tensors) - 1) > ROW:  # the backward pass reads two tensors
             kind = kind._replace(traffic=kind.wide)
-    return kernels.moving(nbytes, kind) + copied
+    return kernels.moving(nbytes, kind, cycles) + copied
 
 
 def copied_first(kind: Kind, args) -> list[Tensor]:
@@ -55,41 +57,32 @@ def copied_first(kind: Kind, args) -> list[Tensor]:
 
 def copying(kernels: Kernels, tensor: Tensor) -> float:
     """What makes it lie close."""
-    if tensor.itemsize not in WRITTEN:
-        return kernels.moving(2 * tensor.nbytes, ELEMENTWISE)
     shape = tuple(tensor.shape)
-    cost = _places((shape, close(shape)), ((shape, tensor.stride()),), tensor.itemsize)
-    return _scattered(kernels, 2 * tensor.nbytes, ELEMENTWISE, cost)
+    cycles = _places((shape, close(shape)), ((shape, tensor.stride()),), tensor.itemsize)
+    return kernels.moving(2 * tensor.nbytes, ELEMENTWISE, cycles)
 
 
 # Cycles for each number that is written, by its bytes, where two tensors take part and lie in two stretches of even steps; what each tensor
 # beside them takes, and each dimension more (slices, windows and heads that are copied, one image or none read beside a gate, a row or column
 # broadcast). Liger-Kernel's rotary embedding in bfloat16 on an A100-80GB takes as long (BSD 2-Clause, 2024; twice its bytes)
 WRITTEN, BESIDE, DIMENSION = {2: 0.475, 4: 0.64}, {2: 0.175, 4: 0.25}, {2: 0.105, 4: 0.05}
-# On top where neighbours of the result lie apart in what is read: a warp's load asks for 32 pieces of SECTOR bytes, of which a block uses
-# what its rows have beside each other (copies to channels last of 64 to 256 channels: 1.2 to 2 cycles in all; a transposed matrix 2.1 in 32
-# bits and 1.9 in 16)
+# On top where neighbours of the result lie apart in what is read: a warp's load asks for 32 pieces of SECTOR bytes, of which a block uses what
+# its rows have beside each other (copies to channels last of 64 to 256 channels: 1.2 to 2 in all; a transposed matrix 2.1 in 32 bits, 1.9 in 16)
 APART, PIECE, SECTOR, BLOCK = 0.46, 0.9, 32, 128
-GAPS = 1.25  # times its bytes, what is read in rows with gaps between takes (float32, 67 MB: 2.2 to 2.35 TB/s)
+
+CONVERTED = 0.87  # where 16 bits are read for 32 (Liger-Kernel's RMS norm on an A100-80GB: 6.9 bytes in a cycle)
 
 
-def _scattered(kernels: Kernels, nbytes: float, kind: Kind, cost: tuple[float, float]) -> float:
-    cycles, gaps = cost
-    return kernels.moving(nbytes, kind if gaps == 1.0 else kind._replace(traffic=kind.traffic * gaps), cycles)
-
-
-def one_by_one(tensors) -> tuple[float, float] | None:
-    """(cycles in all, times its bytes) of a kernel that works out places; None for any other. tensors: what it reads, and last what it writes."""
+def one_by_one(tensors) -> float:
+    """Cycles in all of a kernel that works out places; 0 for any other. tensors: what it reads, and last what it writes."""
     made = tensors[-1]
-    if made.layout is not torch.strided or not made.dim() or made.itemsize not in WRITTEN:
-        return None
-    own, read = (made.shape, made.stride()), []
-    for tensor in tensors[:-1]:
-        if tensor.layout is not torch.strided:
-            return None
-        if tensor.dim():
-            read.append((tensor.shape, tensor.stride()))
-    return None if all(layout == own for layout in read) else _places(own, tuple(read), made.itemsize)
+    if not made.dim() or any(tensor.layout is not torch.strided for tensor in tensors):
+        return 0.0
+    own, read = (made.shape, made.stride()), tuple((t.shape, t.stride()) for t in tensors[:-1] if t.dim())
+    if any(layout != own for layout in read):
+        return _places(own, read, made.itemsize)
+    widened = made.itemsize == 4 and any(tensor.itemsize == 2 for tensor in tensors if tensor.dim())
+    return CONVERTED * made.numel() if widened else 0.0
 
 
 def close(shape) -> tuple[int, ...]:
@@ -98,22 +91,23 @@ def close(shape) -> tuple[int, ...]:
 
 
 @functools.lru_cache(4096)
-def _places(made, read, size: int) -> tuple[float, float]:
+def _places(made, read, size: int) -> float:
     """Of a result and of what is read, (shape, strides) each."""
     shape, strides = made
-    numbers, along = prod(shape), _innermost(shape, strides)
+    if size not in WRITTEN:
+        return 0.0
     # of an operand, for the dimensions of the result: 0 along those that it has not
     expanded = [
         (0,) * (len(shape) - len(own)) + tuple(0 if one == 1 else step for one, step in zip(own, steps, strict=True))
         for own, steps in read
     ]
-    others = [layout for layout in read if layout != made and prod(layout[0]) == numbers and 0 not in layout[1]]
     each = WRITTEN[size] + BESIDE[size] * (len(read) - 1)
     each += DIMENSION[size] * max(0, _stretches(shape, [strides, *expanded]) - 2)
-    if any(_innermost(*layout) != along for layout in others):
-        beside = max(1.0, BLOCK * (4 if size == 2 else 2) / (shape[along] if along is not None else 1))
-        each += APART + PIECE / min(SECTOR / size, beside)
-    return numbers * each, GAPS if others else 1.0
+    along, whole = _innermost(shape, strides), [one for one in read if prod(one[0]) == prod(shape) and 0 not in one[1]]
+    if any(_innermost(*layout) != along for layout in whole):
+        beside = BLOCK * 8 / size / (shape[along] if along is not None else 1)
+        each += APART + PIECE / min(SECTOR / size, max(1.0, beside))
+    return prod(shape) * each
 
 
 def _stretches(shape, layouts) -> int:
@@ -128,44 +122,33 @@ def _innermost(shape, strides) -> int | None:
     return next((dim for dim in reversed(range(len(shape))) if strides[dim] == 1 and shape[dim] > 1), None)
 
 
-# A row that is looked up (1.6 thousand million rows of 64 numbers a second), a number that index_add or scatter_add adds by an atomic
-# operation (1.5 to 1.7, and 2.2 to 3.4), and one of a gradient that is added to its row, beside zeros and sorting
-LOOKED_UP, ADDED, SCATTERED, EMBEDDING = 163, 1.6, 2.8, 4.7
+# A row that is looked up (1.6 thousand million rows of 64 numbers a second), and a number of a gradient that is
+# added to its row, beside zeros and sorting
+LOOKED_UP, EMBEDDING = 163, 4.7
 FEW_INDICES = 3072  # up to so many, embedding_backward_feature_kernel; more are sorted (Embedding.cu)
 SORTING, SORTING_BAGS = 12, 29  # kernels: thrust::sort_by_key and four more (EmbeddingBackwardKernel.cu); in a profile (EmbeddingBag.cu)
 
 
-def rows_of(index_at: int):
-    """Model of an embedding, or what picks whole rows: by the place of the indices among the arguments."""
+def _read_and_written(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
-    def model(kernels: Kernels, args, tensors) -> float:
-        return kernels.spec.kernel + kernels.working(2 * tensors[-1].nbytes, LOOKED_UP * args[index_at].numel())
 
-    return model
+def rows_of(index_at: int, kernels: Kernels, args, tensors) -> float:
+    """An embedding, or what picks whole rows: by the place of the indices among the arguments."""
+    return kernels.spec.kernel + kernels.working(2 * tensors[-1].nbytes, LOOKED_UP * args[index_at].numel())
 
 
 def rows_of_index(kernels: Kernels, args, tensors) -> float:
     """x[i], where rows are copied by the same kernel (fast_gather_kernel_eligible in IndexKernelUtils.cu): whole ones, of 16 bytes at a time."""
     x, indices = args[0], args[1]
     fast = len(indices) == 1 and indices[0] is not None and indices[0].dtype.is_signed and x.dim() > 1
-    fast = fast and not prod(x.shape[1:]) * x.itemsize % 16
-    cycles = LOOKED_UP * indices[0].numel() if fast else 0.0
+    cycles = LOOKED_UP * indices[0].numel() if fast and not prod(x.shape[1:]) * x.itemsize % 16 else 0.0
     return kernels.spec.kernel + kernels.working(2 * tensors[-1].nbytes, cycles)
 
 
-def written(launches: int):
-    """Model of what reads one number of each row: its result alone counts."""
-    return lambda kernels, args, tensors: launches * kernels.spec.kernel + kernels.streaming(tensors[-1].nbytes)
-
-
-def added(cycles: float, at: int, launches: int = 1):
-    """Model of index_add and scatter_add: so many cycles for each number of the argument at that place."""
-
-    def model(kernels: Kernels, args, tensors) -> float:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return launches * kernels.spec.kernel + kernels.working(nbytes, cycles * args[at].numel())
-
-    return model
+def written(launches: int, kernels: Kernels, args, tensors) -> float:
+    """What reads one number of each row: its result alone counts."""
+    return launches * kernels.spec.kernel + kernels.streaming(tensors[-1].nbytes)
 
 
 def few_indices(args) -> bool:
@@ -176,26 +159,14 @@ def few_indices(args) -> bool:
 def embedding_backward(kernels: Kernels, args, tensors) -> float:
     """Sorted indices, then sums of equal ones."""
     launches, cycles = (2, 0.0) if few_indices(args) else (SORTING, EMBEDDING * args[0].numel())
-    return launches * kernels.spec.kernel + kernels.streaming(sum(t.nbytes for t in tensors)) + cycles / kernels.cycles
+    return launches * kernels.spec.kernel + kernels.streaming(_read_and_written(tensors)) + cycles / kernels.cycles
 
 
 def embedding_bag_backward(kernels: Kernels, args, tensors) -> float:
     """Sorted, counted and put in order first; a bag's gradient is added for each of its indices, a sparse one is not added up."""
     cycles = 0.0 if args[9] else EMBEDDING * args[1].numel() * args[0].shape[-1]
-    return (
-        SORTING_BAGS * kernels.spec.kernel + kernels.streaming(sum(t.nbytes for t in tensors)) + cycles / kernels.cycles
-    )
-
-
-MAXIMUM_BACKWARD, MAXIMUM_BACKWARD_LAST = 2.7, 2.0  # a number of the input, which looks for the windows that it was in
-
-
-def max_pool_backward(kernels: Kernels, args, tensors) -> float:
-    """max_pool2d_with_indices_backward(gradient, x, ...), after zeros."""
-    gradient, made = args[0], tensors[-1]
-    cycles = MAXIMUM_BACKWARD_LAST if made.dim() == 4 and made.stride(1) == 1 else MAXIMUM_BACKWARD
-    busy = kernels.working(gradient.nbytes + made.nbytes, cycles * made.numel())
-    return kernels.filling(made.nbytes) + kernels.spec.kernel + busy
+    busy = kernels.streaming(_read_and_written(tensors)) + cycles / kernels.cycles
+    return SORTING_BAGS * kernels.spec.kernel + busy
 
 
 # Numbers that threads add to memory by atomic operations: the second-level cache adds, and to one line of LINE bytes one after the other.
@@ -237,18 +208,13 @@ MODELS = {
     "_fused_rms_norm_backward": norms.rms_norm_backward,
     **dict.fromkeys(reductions.NAMES, reductions.reduction),
     **dict.fromkeys(reductions.NORMS, reductions.norm),
-    "embedding": rows_of(1),
-    "index_select": rows_of(2),
+    "embedding": partial(rows_of, 1),
+    "index_select": partial(rows_of, 2),
     "index": rows_of_index,
-    "nll_loss_forward": written(1),
-    "nll_loss_backward": written(2),  # zeros, and a number in each row
-    "index_add": added(ADDED, 3, 2),
-    "index_add_": added(ADDED, 3),
-    "scatter_add": added(SCATTERED, 2, 2),
-    "scatter_add_": added(SCATTERED, 2),
+    "nll_loss_forward": partial(written, 1),
+    "nll_loss_backward": partial(written, 2),  # zeros, and a number in each row
     "embedding_dense_backward": embedding_backward,
     "_embedding_bag_backward": embedding_bag_backward,
-    "max_pool2d_with_indices_backward": max_pool_backward,
     "upsample_bilinear2d_backward": bilinear_backward,
 }
 
@@ -261,6 +227,7 @@ def _kinds() -> dict[str, Kind]:
             kinds[row["operation"]] = Kind(
                 float(row["traffic"]),
                 float(row["wide"]) if row["wide"] else None,
+                float(row["cycles"] or 0),
                 row["limit"],
                 int(row["launches"]),
                 int(row["training"]) if row["training"] else None,

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from virtualgpu.timing import reductions
 from virtualgpu.timing.kernels import Kernels
 
 THREADS, WARP = 512, 32
@@ -47,6 +46,9 @@ STATISTICS, BACKWARD = Loop(4600, 500, 208, 350), Loop(1800, 1330, 560, 430)
 # cuDNN's, in steps of four (UNROLLED). Others: forward 0.27 us on an H100, 0.35 on its PCIe card, 0.36 on a B200 and 0.65 on an A100
 # (KernelBench, BatchNorm), backward 0.69 us on an H20 (FlagGems #4250)
 CUDNN, CUDNN_BACKWARD, UNROLLED = Loop(1000, 450, 475, 180), Loop(1000, 870, 900, 650), 4
+# and where a block keeps a channel's numbers and reads them once, by the bytes of one (*_singleread)
+KEPT, KEPT_BACKWARD = {4: Loop(6000, 0, 266, 164), 2: Loop(4000, 0, 200, 120)}, {4: Loop(6000, 0, 712, 0), 2: Loop(4000, 0, 320, 0)}
+KEPT_BYTES = {4: 112 << 10, 2: 160 << 10}  # of a channel: f32 kept 98 KiB and not 128, f16 128 KiB and not 196
 # Channels last, PyTorch's own: statistics and the result, then both passes of the backward one. Sums of tiles are added up by the last
 # block of each, which is in `fixed`
 LAST_STATISTICS, LAST_RESULT = Loop(12000, 500, 208, 350), Loop(0, 300, 130, 220)
@@ -74,6 +76,9 @@ def batch_norm(kernels: Kernels, args, tensors) -> float:
         # between the two a small kernel: inverse deviation, running averages
         statistics = STATISTICS.seconds(kernels, shape[1], _steps(shape), nbytes, nbytes)
         return 2.5 * launch + statistics + kernels.streaming(2 * nbytes)
+    if nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
+        steps = image.numel() / shape[1] / THREADS
+        return launch + KEPT[image.itemsize].seconds(kernels, shape[1], steps, nbytes, 2 * nbytes)
     return launch + CUDNN.seconds(kernels, shape[1], _cudnn_steps(shape, UNROLLED), nbytes, 3 * nbytes)
 
 
@@ -88,6 +93,9 @@ def batch_norm_backward(kernels: Kernels, args, tensors) -> float:
         tiles = _tiles(shape)
         sums = LAST_SUMS.seconds(kernels, *tiles, 3 * nbytes, 2 * nbytes)
         return 2 * launch + sums + LAST_GRADIENT.seconds(kernels, *tiles, 3 * nbytes, 3 * nbytes)
+    if not own and 2 * nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
+        steps = image.numel() / shape[1] / THREADS
+        return launch + KEPT_BACKWARD[image.itemsize].seconds(kernels, shape[1], steps, nbytes, 3 * nbytes)
     loop, steps = (BACKWARD, _steps(shape)) if own else (CUDNN_BACKWARD, _cudnn_steps(shape, 1))
     return launch + loop.seconds(kernels, shape[1], steps, 3 * nbytes, 5 * nbytes)
 
@@ -131,57 +139,43 @@ def _semi_persistent(kernels: Kernels, costs: tuple[float, float, float], image,
 
 # A row, which is one block's, and each of its bytes: of a root mean square norm and of all gradients (vectorized_layer_norm_kernel,
 # layer_norm_grad_input_kernel_vectorized); of a layer norm, whose threads tell each other mean and variance
-RMS, GRADIENT, LAYER, LAYER_IN_16_BITS = (140, 0.085), (150, 0.18), (355, 0.12), (245, 0.185)
+RMS, GRADIENT, LAYER = (140, 0.085), (150, 0.18), (355, 0.12)
 # The gradient of a weight: each 32 columns are one block's, which goes down the rows (GammaBetaBackwardCUDAKernelTemplate): rows that it
-# takes in a step, where there are at least so many; cycles of a step from the cache, by the gradients that it makes, and more from memory. Of
-# many short rows each 32 are a block's
-STEPS, STEP, FROM_MEMORY = ((256, 256), (128, 128), (64, 64), (0, 8)), {1: 1200, 2: 1400}, 800
-MANY, PARTIAL = 64 << 10, 32
+# takes in a step, where there are at least so many; cycles of a step from the cache, and more from memory
+STEPS, STEP, FROM_MEMORY = ((256, 256), (128, 128), (64, 64), (0, 8)), 1400, 800
 
 
 def layer_norm(kernels: Kernels, args, tensors) -> float:
     """native_layer_norm(input, shape, weight, bias, eps)."""
-    costs = LAYER_IN_16_BITS if args[0].itemsize == 2 else LAYER
-    return _rows(kernels, costs, args[0], _columns(args[1]), 2, "layer_norm")
+    return _rows(kernels, LAYER, args[0], args[1], 2, "layer_norm")
 
 
 def rms_norm(kernels: Kernels, args, tensors) -> float:
     """_fused_rms_norm(input, shape, weight, eps)."""
-    return _rows(kernels, RMS, args[0], _columns(args[1]), 2, "memory")
+    return _rows(kernels, RMS, args[0], args[1], 2, "memory")
 
 
 def layer_norm_backward(kernels: Kernels, args, tensors) -> float:
     """native_layer_norm_backward(gradient, input, shape, mean, deviation, weight, bias, mask)."""
-    seconds = _rows(kernels, GRADIENT, args[1], _columns(args[2]), 3, "layer_norm")
-    return seconds + (_of_weight(kernels, args[1], _columns(args[2]), 2) if args[7][1] or args[7][2] else 0.0)
+    seconds = _rows(kernels, GRADIENT, args[1], args[2], 3, "layer_norm")
+    return seconds + (_of_weight(kernels, args[1], args[2]) if args[7][1] or args[7][2] else 0.0)
 
 
 def rms_norm_backward(kernels: Kernels, args, tensors) -> float:
     """_fused_rms_norm_backward(gradient, input, shape, 1 / root mean square, weight, mask)."""
-    seconds = _rows(kernels, GRADIENT, args[1], _columns(args[2]), 3, "memory")
-    return seconds + (_of_weight(kernels, args[1], _columns(args[2]), 1) if args[5][1] else 0.0)
+    seconds = _rows(kernels, GRADIENT, args[1], args[2], 3, "memory")
+    return seconds + (_of_weight(kernels, args[1], args[2]) if args[5][1] else 0.0)
 
 
-def _columns(shape) -> int:
-    return max(1, prod(shape))
-
-
-def _rows(kernels: Kernels, costs: tuple[float, float], x, columns: int, moved: int, limit: str) -> float:
+def _rows(kernels: Kernels, costs: tuple[float, float], x, shape, moved: int, limit: str) -> float:
     """A block for each row. moved: how many tensors of this size are read and written."""
-    row, byte = costs
-    return kernels.spec.kernel + kernels.working(
-        moved * x.nbytes, row * (x.numel() // columns) + byte * x.nbytes, limit
-    )
+    cycles = costs[0] * (x.numel() // max(1, prod(shape))) + costs[1] * x.nbytes
+    return kernels.spec.kernel + kernels.working(moved * x.nbytes, cycles, limit)
 
 
-def _of_weight(kernels: Kernels, x, columns: int, count: int) -> float:
-    """The gradient of the weight, or those of weight and bias."""
-    spec, rows, nbytes = kernels.spec, x.numel() // columns, 2 * x.nbytes
-    if rows > MANY and columns // WARP < spec.processors / 2:
-        parts = ceil(rows / PARTIAL)
-        partial = parts * columns * x.itemsize
-        summing = reductions.plan_of_columns(parts, columns, spec).seconds(kernels, partial)
-        return spec.kernel + kernels.streaming(nbytes + count * partial) + count * summing
+def _of_weight(kernels: Kernels, x, shape) -> float:
+    """The gradients of weight and bias."""
+    rows, nbytes = x.numel() // max(1, prod(shape)), 2 * x.nbytes
     steps = ceil(rows / next(step for least, step in STEPS if rows >= least))
-    waiting = steps * (STEP[count] + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
-    return spec.kernel + max(kernels.took(waiting), kernels.streaming(nbytes))
+    cycles = steps * (STEP + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
+    return kernels.spec.kernel + max(kernels.took(cycles), kernels.streaming(nbytes))

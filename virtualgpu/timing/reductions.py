@@ -17,22 +17,18 @@ SUMS = {"sum", "nansum", "prod"}  # whole numbers are copied as int64 first
 BY_TYPE = {"amax", "amin", "any", "all", "max", "min"}
 NORMS = {"norm", "linalg_vector_norm"}  # whose second argument is an exponent
 NAMES = SUMS | BY_TYPE | NORMS | {"mean", "argmax", "argmin", "aminmax", "var", "std", "var_mean", "std_mean"}
-# Cycles, of an H100 (tests/gpu/h100_profiled.csv): from one round of loads to the next, also where places are reckoned by division, as
-# those of an image's channel over all images are; and of a multiprocessor for each such number, and for each thread, which is started, has
-# the places of its inputs reckoned and, where neighbours share an output, tells them its part
-ROUND, DIVIDED_ROUND, DIVIDED = 430, 1130, 0.45
-THREAD, TELLING = 0.8, 1.0
-# Where blocks share outputs: the last one's beginning, and each part that a thread of it reads
-SHARED, PART = 3700, 500
+# Cycles, of an H100 (tests/gpu/h100_profiled.csv): from one round of loads to the next, also where places are reckoned by division, as those of
+# an image's channel over all images are; of a multiprocessor for each such number, and for each thread, which is started and, where neighbours
+# share an output, tells them its part; where blocks share outputs, the last one's beginning, and each part that a thread of it reads
+ROUND, DIVIDED_ROUND, DIVIDED, THREAD, TELLING, SHARED, PART = 430, 1130, 0.45, 0.8, 1.0, 3700, 500
 COUNTERS = 0.4  # of a kernel's time, what setting the counters to zero takes (0.7 to 0.8 us)
 
 
 class Plan(NamedTuple):
     """across, down: threads of a block. vector: neighbouring outputs that a thread has at once. along: do neighbouring threads have inputs
-    of one output? grid: blocks for all outputs, blocks: for each. each: inputs of a thread. divided: are the inputs not one stretch of
-    even steps?"""
+    of one output? grid: blocks for all outputs, blocks: for each. each: inputs of a thread. divided: inputs whose places are reckoned by
+    division."""
 
-    inputs: int
     outputs: int
     across: int
     down: int
@@ -41,15 +37,14 @@ class Plan(NamedTuple):
     grid: int
     blocks: int
     each: int
-    divided: bool
+    divided: int
 
     def seconds(self, kernels, nbytes: float) -> float:
         """On that card, of so many bytes."""
         spec, threads, blocks = kernels.spec, self.across * self.down, self.grid * self.blocks
         waves = ceil(blocks / (spec.processors * max(1, spec.limits.threads // threads)))
         waiting = waves * ceil(self.each / LOADS) * (DIVIDED_ROUND if self.divided else ROUND)
-        started = (THREAD + TELLING * self.along) * threads * blocks
-        working = max(started, DIVIDED * self.inputs * self.outputs * self.divided)
+        working = max((THREAD + TELLING * self.along) * threads * blocks, DIVIDED * self.divided)
         seconds = spec.kernel + max(kernels.took(waiting), kernels.working(nbytes, working))
         if self.blocks > 1:
             parts = ceil(self.blocks / (threads if self.along else self.down))
@@ -67,11 +62,6 @@ def reduction(kernels, args, tensors, dims_at: int = 1) -> float:
 
 
 norm = functools.partial(reduction, dims_at=2)
-
-
-def plan_of_columns(rows: int, columns: int, spec) -> Plan:
-    """Of a sum over the rows of a matrix."""
-    return _plan((rows, columns), (columns, 1), 0, (0,), spec.processors, spec.limits.threads)
 
 
 def plan_of_rows(rows: int, columns: int, spec) -> Plan:
@@ -120,7 +110,8 @@ def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> P
     if together and each >= MANY and grid <= target:
         blocks = max(min(ceil(target / grid), ceil(each / FEW)), ceil(each / MANY))
         each = ceil(inputs / (step_in * blocks))
-    return Plan(inputs, outputs, across, down, vector, along, grid, blocks, each, along and len(reduced) > 1)
+    divided = inputs * outputs if along and len(reduced) > 1 else 0
+    return Plan(outputs, across, down, vector, along, grid, blocks, each, divided)
 
 
 def dims_of(args, count: int):
