@@ -16,28 +16,55 @@ from unittest import mock
 import virtualgpu
 from tests.gpu import kernels_of_a_card
 from tests.virtualgpu.timing import test_h100
-from virtualgpu.timing import kernels, memory_bound
+from virtualgpu.timing import kernels, memory_bound, reductions
 
 TABLE = Path(memory_bound.__file__).parent / "data" / "memory_bound.csv"
-COLUMNS = ("operation", "traffic", "wide", "cycles", "limit", "launches", "training", "copied", "elementwise", "source")
+COLUMNS = (
+    "operation",
+    "traffic",
+    "wide",
+    "cycles",
+    "limit",
+    "launches",
+    "training",
+    "copied",
+    "elementwise",
+    "model",
+    "source",
+)
 NORMALIZATION, SOFTMAX = "Normalization.cuh", "SoftMax.cu"
 SLOW = 1.15
 # What the code of each operation says (aten/src/ATen/native and native/cuda): kernels and the like; and where it was not timed, its traffic
 GIVEN: dict[str, dict] = {
-    "native_batch_norm": {"traffic": 1.5, "training": 5, "source": NORMALIZATION},
-    "_native_batch_norm_legit": {"traffic": 1.5, "training": 5, "source": NORMALIZATION},
-    "_batch_norm_with_update": {"traffic": 1.5, "source": NORMALIZATION},
-    "cudnn_batch_norm": {"traffic": 1.5, "training": 5, "source": NORMALIZATION},
-    "native_batch_norm_backward": {"traffic": 5 / 3, "launches": 2, "source": NORMALIZATION},
-    "batch_norm_backward": {"traffic": 5 / 3, "launches": 2, "source": NORMALIZATION},
+    "native_batch_norm": {"model": "batch_norm", "traffic": 1.5, "training": 5, "source": NORMALIZATION},
+    "_native_batch_norm_legit": {"model": "batch_norm", "traffic": 1.5, "training": 5, "source": NORMALIZATION},
+    "_batch_norm_with_update": {"model": "batch_norm", "traffic": 1.5, "source": NORMALIZATION},
+    "cudnn_batch_norm": {"model": "batch_norm", "traffic": 1.5, "training": 5, "source": NORMALIZATION},
+    "native_batch_norm_backward": {
+        "model": "batch_norm_backward",
+        "traffic": 5 / 3,
+        "launches": 2,
+        "source": NORMALIZATION,
+    },
+    "batch_norm_backward": {"model": "batch_norm_backward", "traffic": 5 / 3, "launches": 2, "source": NORMALIZATION},
     "native_group_norm": {"launches": 3, "source": "group_norm_kernel.cu"},
     "native_group_norm_backward": {"launches": 5, "source": "group_norm_kernel.cu"},
-    "native_layer_norm": {"copied": "0", "source": "layer_norm_kernel.cu"},
-    "native_layer_norm_backward": {"launches": 2, "copied": "0 1", "source": "layer_norm_kernel.cu"},
-    "_fused_rms_norm_backward": {"launches": 2, "source": "layer_norm_kernel.cu"},
+    "native_layer_norm": {"model": "layer_norm", "copied": "0", "source": "layer_norm_kernel.cu"},
+    "native_layer_norm_backward": {
+        "model": "row_norm_backward",
+        "launches": 2,
+        "copied": "0 1",
+        "source": "layer_norm_kernel.cu",
+    },
+    "_fused_rms_norm_backward": {"model": "row_norm_backward", "launches": 2, "source": "layer_norm_kernel.cu"},
+    "_fused_rms_norm": {"model": "rms_norm", "source": "layer_norm_kernel.cu"},
     "_softmax": {"wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
     "_log_softmax": {"wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
-    "_softmax_backward_data": {"traffic": 2.0, "launches": 2, "source": f"{SOFTMAX}: gradient times result is a kernel of its own"},
+    "_softmax_backward_data": {
+        "traffic": 2.0,
+        "launches": 2,
+        "source": f"{SOFTMAX}: gradient times result is a kernel of its own",
+    },
     "_log_softmax_backward_data": {"wide": 1.2, "limit": "softmax", "copied": "0 1", "source": SOFTMAX},
     "max_pool2d_with_indices": {"source": "DilatedMaxPool2d.cu"},
     "max_pool2d_with_indices_backward": {"launches": 2, "source": "DilatedMaxPool2d.cu"},
@@ -52,7 +79,7 @@ GIVEN: dict[str, dict] = {
     "upsample_linear1d": {"launches": 2, "source": "UpSampleLinear1d.cu"},
     "upsample_linear1d_backward": {"launches": 2, "source": "UpSampleLinear1d.cu"},
     "upsample_bilinear2d": {"source": "UpSampleBilinear2d.cu"},
-    "upsample_bilinear2d_backward": {"launches": 2, "source": "UpSampleBilinear2d.cu"},
+    "upsample_bilinear2d_backward": {"model": "bilinear_backward", "launches": 2, "source": "UpSampleBilinear2d.cu"},
     "upsample_bicubic2d": {"launches": 2, "source": "UpSampleBicubic2d.cu"},
     "upsample_bicubic2d_backward": {"launches": 2, "source": "UpSampleBicubic2d.cu"},
     "upsample_trilinear3d": {"source": "UpSampleTrilinear3d.cu"},
@@ -63,7 +90,13 @@ GIVEN: dict[str, dict] = {
         for dims in ("1d", "2d", "3d")
         for way in ("", "_backward")
     },
-    "nll_loss_backward": {"launches": 2, "source": "NLLLoss2d.cu"},
+    **{name: {"model": "reduction", "source": "Reduce.cuh"} for name in sorted(reductions.NAMES - reductions.NORMS)},
+    **{name: {"model": "norm", "source": "Reduce.cuh"} for name in sorted(reductions.NORMS)},
+    **{
+        name: {"model": "looked_up", "source": "IndexKernelUtils.cu"} for name in ("embedding", "index_select", "index")
+    },
+    "nll_loss_forward": {"model": "written", "source": "NLLLoss2d.cu"},
+    "nll_loss_backward": {"model": "written", "launches": 2, "source": "NLLLoss2d.cu"},
     "masked_fill": {"traffic": 2.0, "launches": 2, "elementwise": "yes", "source": "a copy, filled in place"},
     "masked_fill_": {"elementwise": "yes", "source": "IndexKernel.cu"},
     "where": {"elementwise": "yes", "source": "TensorCompare.cu"},
@@ -82,8 +115,16 @@ GIVEN: dict[str, dict] = {
     "cat": {"traffic": 1.0, "source": "Shape.cu"},
     "stack": {"source": "Shape.cu"},
     "constant_pad_nd": {"traffic": 1.6, "launches": 2, "source": "filled, then copied into"},
-    "embedding_dense_backward": {"launches": memory_bound.SORTING, "source": "EmbeddingBackwardKernel.cu"},
-    "_embedding_bag_backward": {"launches": memory_bound.SORTING_BAGS, "source": "EmbeddingBag.cu"},
+    "embedding_dense_backward": {
+        "model": "embedding_backward",
+        "launches": memory_bound.SORTING,
+        "source": "EmbeddingBackwardKernel.cu",
+    },
+    "_embedding_bag_backward": {
+        "model": "embedding_bag_backward",
+        "launches": memory_bound.SORTING_BAGS,
+        "source": "EmbeddingBag.cu",
+    },
     "index_put": {"launches": 9, "source": "Indexing.cu"},
     "index_put_": {"launches": 8, "source": "Indexing.cu"},
     "_index_put_impl_": {"launches": 8, "source": "Indexing.cu"},
@@ -157,7 +198,7 @@ def rows() -> list[dict]:
     for name, given in GIVEN.items():
         timed = found.get(given.get("like", name), [])
         row = dict.fromkeys(COLUMNS, "") | {"operation": name, "traffic": 1.0, "limit": "memory", "launches": 1} | given
-        if timed and name not in memory_bound.MODELS and not given.keys() & {"traffic", "cycles"}:
+        if timed and not given.get("model") and not given.keys() & {"traffic", "cycles"}:
             slow = [(cycles, nbytes) for traffic, cycles, nbytes in timed if traffic > SLOW]
             row["traffic"] = lower_quartile([(traffic, nbytes) for traffic, _, nbytes in timed])
             if 4 * len(slow) > len(timed):

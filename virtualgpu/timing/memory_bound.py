@@ -10,7 +10,7 @@ Figures are cycles of a multiprocessor, of an H100, PyTorch 2.11 (tests/gpu/h100
 
 import csv
 import functools
-from functools import partial
+import itertools
 from math import prod
 from pathlib import Path
 
@@ -27,8 +27,6 @@ SHORT = 1 << 18  # bytes: an elementwise kernel that lasts no longer than its la
 # (BSD 2-Clause, 2024), 16384 rows of float32 in PyTorch: 1,100 GB/s with 64 KiB a row, 820 to 830 with 128 KiB and more; an H100 reads rows
 # of 98 KiB once, and of 125 KiB more often
 ROW = 112 << 10
-
-
 
 
 def seconds(kernels: Kernels, kind: Kind, args, tensors, nbytes: float) -> float:
@@ -57,7 +55,7 @@ def copied_first(kind: Kind, args) -> list[Tensor]:
 
 def copying(kernels: Kernels, tensor: Tensor) -> float:
     """What makes it lie close."""
-    shape = tuple(tensor.shape)
+    shape = tensor.shape
     cycles = _places((shape, close(shape)), ((shape, tensor.stride()),), tensor.itemsize)
     return kernels.moving(2 * tensor.nbytes, ELEMENTWISE, cycles)
 
@@ -113,7 +111,7 @@ def _places(made, read, size: int) -> float:
 def _stretches(shape, layouts) -> int:
     """Dimensions that are left where neighbours that follow each other in every tensor are one (TensorIterator's coalescing)."""
     order = sorted((dim for dim in range(len(shape)) if shape[dim] > 1), key=lambda dim: layouts[0][dim])
-    pairs = zip(order, order[1:], strict=False)
+    pairs = itertools.pairwise(order)
     return bool(order) + sum(any(steps[dim] != steps[low] * shape[low] for steps in layouts) for low, dim in pairs)
 
 
@@ -126,29 +124,24 @@ def _innermost(shape, strides) -> int | None:
 # added to its row, beside zeros and sorting
 LOOKED_UP, EMBEDDING = 163, 4.7
 FEW_INDICES = 3072  # up to so many, embedding_backward_feature_kernel; more are sorted (Embedding.cu)
-SORTING, SORTING_BAGS = 12, 29  # kernels: thrust::sort_by_key and four more (EmbeddingBackwardKernel.cu); in a profile (EmbeddingBag.cu)
+SORTING, SORTING_BAGS = (
+    12,
+    29,
+)  # kernels: thrust::sort_by_key and four more (EmbeddingBackwardKernel.cu); in a profile (EmbeddingBag.cu)
 
 
-def _read_and_written(tensors) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def looked_up(kernels: Kernels, args, tensors) -> float:
+    """An embedding, or what picks whole rows. x[i] has the same kernel for rows of 16 bytes at a time (fast_gather_kernel_eligible)."""
+    x, index = tensors[0], tensors[1]
+    fast = not isinstance(args[1], (list, tuple)) or (
+        len(args[1]) == 1 and index.dtype.is_signed and x.dim() > 1 and not prod(x.shape[1:]) * x.itemsize % 16
+    )
+    return kernels.spec.kernel + kernels.working(2 * tensors[-1].nbytes, LOOKED_UP * index.numel() * fast)
 
 
-def rows_of(index_at: int, kernels: Kernels, args, tensors) -> float:
-    """An embedding, or what picks whole rows: by the place of the indices among the arguments."""
-    return kernels.spec.kernel + kernels.working(2 * tensors[-1].nbytes, LOOKED_UP * args[index_at].numel())
-
-
-def rows_of_index(kernels: Kernels, args, tensors) -> float:
-    """x[i], where rows are copied by the same kernel (fast_gather_kernel_eligible in IndexKernelUtils.cu): whole ones, of 16 bytes at a time."""
-    x, indices = args[0], args[1]
-    fast = len(indices) == 1 and indices[0] is not None and indices[0].dtype.is_signed and x.dim() > 1
-    cycles = LOOKED_UP * indices[0].numel() if fast and not prod(x.shape[1:]) * x.itemsize % 16 else 0.0
-    return kernels.spec.kernel + kernels.working(2 * tensors[-1].nbytes, cycles)
-
-
-def written(launches: int, kernels: Kernels, args, tensors) -> float:
-    """What reads one number of each row: its result alone counts."""
-    return launches * kernels.spec.kernel + kernels.streaming(tensors[-1].nbytes)
+def written(kernels: Kernels, args, tensors) -> float:
+    """A loss of labels reads one number of each row, or writes it after zeros: its result alone counts."""
+    return kernels.spec.kernel + kernels.filling(tensors[-1].nbytes)
 
 
 def few_indices(args) -> bool:
@@ -158,15 +151,18 @@ def few_indices(args) -> bool:
 
 def embedding_backward(kernels: Kernels, args, tensors) -> float:
     """Sorted indices, then sums of equal ones."""
-    launches, cycles = (2, 0.0) if few_indices(args) else (SORTING, EMBEDDING * args[0].numel())
-    return launches * kernels.spec.kernel + kernels.streaming(_read_and_written(tensors)) + cycles / kernels.cycles
+    launches, numbers = (2, 0) if few_indices(args) else (SORTING, args[0].numel())
+    return _added(kernels, launches, numbers, tensors)
 
 
 def embedding_bag_backward(kernels: Kernels, args, tensors) -> float:
     """Sorted, counted and put in order first; a bag's gradient is added for each of its indices, a sparse one is not added up."""
-    cycles = 0.0 if args[9] else EMBEDDING * args[1].numel() * args[0].shape[-1]
-    busy = kernels.streaming(_read_and_written(tensors)) + cycles / kernels.cycles
-    return SORTING_BAGS * kernels.spec.kernel + busy
+    return _added(kernels, SORTING_BAGS, 0 if args[9] else args[1].numel() * args[0].shape[-1], tensors)
+
+
+def _added(kernels: Kernels, launches: int, numbers: int, tensors) -> float:
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return launches * kernels.spec.kernel + kernels.streaming(nbytes) + EMBEDDING * numbers / kernels.cycles
 
 
 # Numbers that threads add to memory by atomic operations: the second-level cache adds, and to one line of LINE bytes one after the other.
@@ -198,33 +194,12 @@ def bilinear_backward(kernels: Kernels, args, tensors) -> float:
     return kernels.filling(made.nbytes) + spec.kernel + busy
 
 
-MODELS = {
-    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), norms.batch_norm),
-    "cudnn_batch_norm": norms.batch_norm,
-    **dict.fromkeys(("native_batch_norm_backward", "batch_norm_backward"), norms.batch_norm_backward),
-    "native_layer_norm": norms.layer_norm,
-    "native_layer_norm_backward": norms.layer_norm_backward,
-    "_fused_rms_norm": norms.rms_norm,
-    "_fused_rms_norm_backward": norms.rms_norm_backward,
-    **dict.fromkeys(reductions.NAMES, reductions.reduction),
-    **dict.fromkeys(reductions.NORMS, reductions.norm),
-    "embedding": partial(rows_of, 1),
-    "index_select": partial(rows_of, 2),
-    "index": rows_of_index,
-    "nll_loss_forward": partial(written, 1),
-    "nll_loss_backward": partial(written, 2),  # zeros, and a number in each row
-    "embedding_dense_backward": embedding_backward,
-    "_embedding_bag_backward": embedding_bag_backward,
-    "upsample_bilinear2d_backward": bilinear_backward,
-}
-
-
 def _kinds() -> dict[str, Kind]:
     """The rows of the table."""
-    kinds = {name: Kind(model=model) for name, model in MODELS.items()}
+    models = vars(norms) | vars(reductions) | globals()
     with open(Path(__file__).parent / "data" / "memory_bound.csv", encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            kinds[row["operation"]] = Kind(
+        return {
+            row["operation"]: Kind(
                 float(row["traffic"]),
                 float(row["wide"]) if row["wide"] else None,
                 float(row["cycles"] or 0),
@@ -233,9 +208,10 @@ def _kinds() -> dict[str, Kind]:
                 int(row["training"]) if row["training"] else None,
                 tuple(map(int, row["copied"].split())),
                 row["elementwise"] == "yes",
-                MODELS.get(row["operation"]),
+                models[row["model"]] if row["model"] else None,
             )
-    return kinds
+            for row in csv.DictReader(file)
+        }
 
 
 KINDS = _kinds()

@@ -47,7 +47,10 @@ STATISTICS, BACKWARD = Loop(4600, 500, 208, 350), Loop(1800, 1330, 560, 430)
 # (KernelBench, BatchNorm), backward 0.69 us on an H20 (FlagGems #4250)
 CUDNN, CUDNN_BACKWARD, UNROLLED = Loop(1000, 450, 475, 180), Loop(1000, 870, 900, 650), 4
 # and where a block keeps a channel's numbers and reads them once, by the bytes of one (*_singleread)
-KEPT, KEPT_BACKWARD = {4: Loop(6000, 0, 266, 164), 2: Loop(4000, 0, 200, 120)}, {4: Loop(6000, 0, 712, 0), 2: Loop(4000, 0, 320, 0)}
+KEPT, KEPT_BACKWARD = (
+    {4: Loop(6000, 0, 266, 164), 2: Loop(4000, 0, 200, 120)},
+    {4: Loop(6000, 0, 712, 0), 2: Loop(4000, 0, 320, 0)},
+)
 KEPT_BYTES = {4: 112 << 10, 2: 160 << 10}  # of a channel: f32 kept 98 KiB and not 128, f16 128 KiB and not 196
 # Channels last, PyTorch's own: statistics and the result, then both passes of the backward one. Sums of tiles are added up by the last
 # block of each, which is in `fixed`
@@ -76,9 +79,9 @@ def batch_norm(kernels: Kernels, args, tensors) -> float:
         # between the two a small kernel: inverse deviation, running averages
         statistics = STATISTICS.seconds(kernels, shape[1], _steps(shape), nbytes, nbytes)
         return 2.5 * launch + statistics + kernels.streaming(2 * nbytes)
+    each = image.numel() / shape[1]
     if nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
-        steps = image.numel() / shape[1] / THREADS
-        return launch + KEPT[image.itemsize].seconds(kernels, shape[1], steps, nbytes, 2 * nbytes)
+        return launch + KEPT[image.itemsize].seconds(kernels, shape[1], each / THREADS, nbytes, 2 * nbytes)
     return launch + CUDNN.seconds(kernels, shape[1], _cudnn_steps(shape, UNROLLED), nbytes, 3 * nbytes)
 
 
@@ -155,27 +158,20 @@ def rms_norm(kernels: Kernels, args, tensors) -> float:
     return _rows(kernels, RMS, args[0], args[1], 2, "memory")
 
 
-def layer_norm_backward(kernels: Kernels, args, tensors) -> float:
-    """native_layer_norm_backward(gradient, input, shape, mean, deviation, weight, bias, mask)."""
-    seconds = _rows(kernels, GRADIENT, args[1], args[2], 3, "layer_norm")
-    return seconds + (_of_weight(kernels, args[1], args[2]) if args[7][1] or args[7][2] else 0.0)
-
-
-def rms_norm_backward(kernels: Kernels, args, tensors) -> float:
-    """_fused_rms_norm_backward(gradient, input, shape, 1 / root mean square, weight, mask)."""
-    seconds = _rows(kernels, GRADIENT, args[1], args[2], 3, "memory")
-    return seconds + (_of_weight(kernels, args[1], args[2]) if args[5][1] else 0.0)
+def row_norm_backward(kernels: Kernels, args, tensors) -> float:
+    """native_layer_norm_backward(gradient, input, shape, mean, deviation, weight, bias, mask), or _fused_rms_norm_backward(gradient, input,
+    shape, 1 / root mean square, weight, mask): then the gradients of weight and bias."""
+    x, rows = args[1], args[1].numel() // max(1, prod(args[2]))
+    limit, mask = ("layer_norm", args[7]) if len(args) > 7 else ("memory", args[5])
+    seconds = _rows(kernels, GRADIENT, x, args[2], 3, limit)
+    if not any(mask[1:]):
+        return seconds
+    steps, nbytes = ceil(rows / next(step for least, step in STEPS if rows >= least)), 2 * x.nbytes
+    cycles = steps * (STEP + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
+    return seconds + kernels.spec.kernel + max(kernels.took(cycles), kernels.streaming(nbytes))
 
 
 def _rows(kernels: Kernels, costs: tuple[float, float], x, shape, moved: int, limit: str) -> float:
     """A block for each row. moved: how many tensors of this size are read and written."""
     cycles = costs[0] * (x.numel() // max(1, prod(shape))) + costs[1] * x.nbytes
     return kernels.spec.kernel + kernels.working(moved * x.nbytes, cycles, limit)
-
-
-def _of_weight(kernels: Kernels, x, shape) -> float:
-    """The gradients of weight and bias."""
-    rows, nbytes = x.numel() // max(1, prod(shape)), 2 * x.nbytes
-    steps = ceil(rows / next(step for least, step in STEPS if rows >= least))
-    cycles = steps * (STEP + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
-    return kernels.spec.kernel + max(kernels.took(cycles), kernels.streaming(nbytes))

@@ -55,13 +55,15 @@ class Plan(NamedTuple):
 def reduction(kernels, args, tensors, dims_at: int = 1) -> float:
     """Seconds of a reduction; dims_at: from which argument on its dimensions are named."""
     source, nbytes = args[0], sum(tensor.nbytes for tensor in tensors)
-    if source.layout is not torch.strided or (len(args) > 1 and isinstance(args[1], torch.Tensor)):  # max of two tensors
+    if source.layout is not torch.strided or (
+        len(args) > 1 and isinstance(args[1], torch.Tensor)
+    ):  # max of two tensors
         return kernels.spec.kernel + kernels.streaming(nbytes)
     nbytes -= max(0, source.nbytes - source.untyped_storage().nbytes())  # of an expanded tensor
     return plan(source, dims_of(args[dims_at:], source.dim()), kernels.spec).seconds(kernels, nbytes)
 
 
-norm = functools.partial(reduction, dims_at=2)
+norm = functools.partial(reduction, dims_at=2)  # whose second argument is its exponent
 
 
 def plan_of_rows(rows: int, columns: int, spec) -> Plan:
