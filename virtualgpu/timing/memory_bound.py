@@ -74,13 +74,20 @@ CONVERTED = 0.87  # where 16 bits are read for 32 (Liger-Kernel's RMS norm on an
 def one_by_one(tensors) -> float:
     """Cycles in all of a kernel that works out places; 0 for any other. tensors: what it reads, and last what it writes."""
     made = tensors[-1]
-    if not made.dim() or any(tensor.layout is not torch.strided for tensor in tensors):
+    if made.layout is not torch.strided:
         return 0.0
-    own, read = (made.shape, made.stride()), tuple((t.shape, t.stride()) for t in tensors[:-1] if t.dim())
-    if any(layout != own for layout in read):
-        return _places(own, read, made.itemsize)
-    widened = made.itemsize == 4 and any(tensor.itemsize == 2 for tensor in tensors if tensor.dim())
-    return CONVERTED * made.numel() if widened else 0.0
+    shape, strides, size = made.shape, made.stride(), made.itemsize
+    read, alike, widened = [], True, False
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            return 0.0
+        if tensor is not made and tensor.dim():
+            read.append(layout := (tensor.shape, tensor.stride()))
+            alike = alike and layout[0] == shape and layout[1] == strides
+            widened = widened or tensor.itemsize < size
+    if shape and not alike:
+        return _places((shape, strides), tuple(read), size)
+    return CONVERTED * made.numel() if widened and size == 4 else 0.0
 
 
 def close(shape) -> tuple[int, ...]:
