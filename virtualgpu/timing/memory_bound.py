@@ -84,7 +84,7 @@ def one_by_one(tensors) -> float:
         if tensor is not made and tensor.dim():
             read.append(layout := (tensor.shape, tensor.stride()))
             alike = alike and layout[0] == shape and layout[1] == strides
-            widened = widened or tensor.itemsize < size
+            widened = widened or tensor.itemsize == 2
     if shape and not alike:
         return _places((shape, strides), tuple(read), size)
     return CONVERTED * made.numel() if widened and size == 4 else 0.0
