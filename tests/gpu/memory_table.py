@@ -59,7 +59,7 @@ GIVEN: dict[str, dict] = {
     "_fused_rms_norm_backward": {"model": "row_norm_backward", "launches": 2, "source": "layer_norm_kernel.cu"},
     "_fused_rms_norm": {"model": "rms_norm", "source": "layer_norm_kernel.cu"},
     "_softmax": {"wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
-    "_log_softmax": {"wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
+    "_log_softmax": {"like": "_softmax", "wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
     "_softmax_backward_data": {
         "traffic": 2.0,
         "launches": 2,
