@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
 from virtualgpu import _compat
-from virtualgpu.timing import costs
+from virtualgpu.timing import flops
 
 aten = torch.ops.aten
 ENGINE = Path(virtualgpu.__file__).parent
@@ -329,10 +329,10 @@ def test_costs_where_a_version_lacks_an_operation(monkeypatch):
             return getattr(aten, name)
 
     monkeypatch.setattr(torch.ops, "aten", Lacking())
-    spec = importlib.util.spec_from_file_location("costs_there", costs.__file__)
+    spec = importlib.util.spec_from_file_location("costs_there", flops.__file__)
     there = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(there)
-    assert costs.FORMULAS.keys() - there.FORMULAS.keys() == {aten.mkldnn_rnn_layer}
+    assert flops.FORMULAS.keys() - there.FORMULAS.keys() == {aten.mkldnn_rnn_layer}
 
 
 def test_kernels_registered_for_keys():

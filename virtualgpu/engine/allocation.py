@@ -14,7 +14,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.frames import below_another_mode, call_site
-from virtualgpu.timing.costs import parts as sparse_parts
+from virtualgpu.timing.flops import parts as sparse_parts
 
 ALLOCATION, PINNED = "_virtual_allocation", "_virtual_pinned"  # attributes of a storage
 
@@ -24,15 +24,14 @@ class Allocation:
 
     done: when the last operation that wrote here ends; kept where several streams are used. inferred: C++ made it in a backward
     pass without saying where; it moves to whatever it meets. used_on: the stream of a leaf's first use, on which autograd adds up
-    its gradient. converted_at: seconds that the GPU's kernels had run when it was last converted to another type. chunk: of a recurrent
-    layer's weight, which buffer of cuDNN's it is in, and where (`engine.recurrent.flatten`).
+    its gradient. chunk: of a recurrent layer's weight, which buffer of cuDNN's it is in, and where (`engine.recurrent.flatten`).
     """
 
-    __slots__ = ("block", "chunk", "converted_at", "done", "gpu", "inferred", "nbytes", "used_on")
+    __slots__ = ("block", "chunk", "done", "gpu", "inferred", "nbytes", "used_on")
 
     def __init__(self, gpu, nbytes: int, inferred: bool = False):
         self.gpu, self.nbytes, self.done, self.inferred = gpu, nbytes, 0.0, inferred
-        self.used_on = self.converted_at = self.chunk = None
+        self.used_on = self.chunk = None
         self.block = None  # so that a failing malloc leaves nothing to free
         self.block = gpu.malloc(nbytes)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.timing.kinds import ELEMENTWISE
+from virtualgpu.timing.memory_bound import ELEMENTWISE
 
 
 class Copy(NamedTuple):

@@ -13,8 +13,8 @@ from virtualgpu.engine.temporaries import RULES
 from virtualgpu.engine.unsupported import check_of
 from virtualgpu.engine.workspaces import USERS
 from virtualgpu.timing import host_weights
-from virtualgpu.timing.costs import CONVOLUTIONS, WRITE_ONLY, formula
-from virtualgpu.timing.kinds import ELEMENTWISE, KINDS, ORDINARY
+from virtualgpu.timing.flops import CONVOLUTIONS, WRITE_ONLY, formula
+from virtualgpu.timing.memory_bound import ELEMENTWISE, KINDS, ORDINARY
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.operations import tensors_of
 from virtualgpu.engine.scalar_types import LEGACY
 from virtualgpu.engine.timing import Kernel
-from virtualgpu.timing.costs import formula
-from virtualgpu.timing.kinds import copying
+from virtualgpu.timing.flops import formula
+from virtualgpu.timing.memory_bound import copying
 
 aten = torch.ops.aten
 RELU, TANH, LSTM, GRU = range(4)  # cuDNN's numbers of them, cudnnRNNMode_t
@@ -143,7 +143,7 @@ def forward(dispatch, func, args, kwargs):
         buffer = made[0].new_empty(sum(weight.numel() for weight in copied))
         made += [made[0].new_empty(size, dtype=torch.uint8), buffer]
     for weight in copied:
-        dispatch.clock.launch(gpu.index, gpu.kernels.moving(2 * weight.nbytes, copying(weight)), "copy_")
+        dispatch.clock.launch(gpu.index, copying(gpu.kernels, weight), "copy_")
     gpu.lend([WORKSPACE * layers.directions, *([buffer.nbytes] if copied else [])])
     read = tensors_of((input, weights, hx, cx), {})
     dispatch.timing.book(KERNELS[func], args, read, made, gpu)

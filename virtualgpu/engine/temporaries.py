@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 from virtualgpu.engine import convolution_workspaces, reductions
-from virtualgpu.timing.cycles import few_indices
-from virtualgpu.timing.kinds import COPIED, copied_first
+from virtualgpu.timing.memory_bound import COPIED, copied_first, few_indices
 from virtualgpu.timing.reductions import NAMES
 
 MEAN_OR_SUM = (1, 2)  # at::Reduction
@@ -52,7 +51,7 @@ def with_logits(args, kwargs, out, gpu) -> list[int]:
 
 def copies(args, kwargs, out, gpu, name: str) -> list[int]:
     """What does not lie close is copied first (SoftMax.cu, layer_norm_kernel.cu)."""
-    return [tensor.nbytes for tensor in copied_first(name, args)]
+    return [tensor.nbytes for tensor in copied_first(COPIED[name], args)]
 
 
 def softmax_backward(args, kwargs, out, gpu) -> list[int]:

@@ -7,12 +7,11 @@ from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
 from virtualgpu.hardware.datasheet import FLOAT32
-from virtualgpu.timing import arithmetic, host_weights
-from virtualgpu.timing.costs import OF_CUDNN, moved, parts, rate
-from virtualgpu.timing.kinds import COPIED, ELEMENTWISE, KINDS, ORDINARY, copied_first, copying
+from virtualgpu.timing import flops, host_weights, memory_bound
+from virtualgpu.timing.flops import OF_CUDNN, moved, parts, rate
+from virtualgpu.timing.memory_bound import KINDS, ORDINARY
 
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
-SHORT = 1 << 18  # bytes: a kernel that lasts no longer than its launch, however it reads them
 
 # One kernel of a list: up to so many tensors, and chunks of so many numbers (aten/src/ATen/native/cuda/MultiTensorApply.cuh and
 # ForeachFunctors.cuh)
@@ -22,7 +21,7 @@ LIST, CHUNKS, CHUNK = 64, 320, 65536
 class Kernel:
     """What `Timing.launch` asks of an operation, for those that are carried out apart from the others."""
 
-    write_only = writes_lists = converts = False
+    write_only = writes_lists = False
 
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
@@ -70,17 +69,11 @@ class Timing:
         elif args and type(args[0]) in LISTS:
             more = self.clock.costs.entry * len(args[0])
         if op.formula is None:
-            kind = op.kind
-            nbytes = moved(tensors[-1:] if kind.made else tensors[:1] if op.write_only else tensors)
-            if kind is not ORDINARY and (kind is not ELEMENTWISE or nbytes > SHORT):
-                kind = kind.in_call(args, tensors)
-                if op.converts and self._is_cold(args[0], gpu):
-                    kind = kind._replace(cold=True)
-            seconds = gpu.kernels.moving(nbytes, kind, args, tensors)
-            if op.name in COPIED:
-                seconds += sum(
-                    gpu.kernels.moving(2 * tensor.nbytes, copying(tensor)) for tensor in copied_first(op.name, args)
-                )
+            nbytes = moved(tensors[:1] if op.write_only else tensors)
+            if op.kind is ORDINARY:
+                seconds = gpu.kernels.moving(nbytes, ORDINARY)
+            else:
+                seconds = memory_bound.seconds(gpu.kernels, op.kind, args, tensors, nbytes)
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()
@@ -105,18 +98,6 @@ class Timing:
                 and allocation.gpu is gpu
             ):
                 allocation.written_until(end)
-
-    def _is_cold(self, tensor, gpu: GPU) -> bool:
-        """Has a tensor that is converted left the second-level cache? A weight has, which autocast converts once in a step; anything else
-        was just made, unless it was converted before and more than the cache holds may have passed since."""
-        allocation = allocation_of(tensor)
-        if allocation is None or allocation.gpu is not gpu:
-            return False
-        now, before = self.clock.computing[gpu.index], allocation.converted_at
-        allocation.converted_at = now
-        if before is None:
-            return tensor.is_leaf and tensor.requires_grad
-        return (now - before) * gpu.kernels.bandwidth["memory"] > gpu.kernels.cache
 
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
@@ -149,11 +130,11 @@ class Timing:
         if seconds is None:
             if len(known) > KNOWN:
                 known.clear()
-            flops = op.formula(*args, **kwargs, out_val=out) * (4 if tensors[0].is_complex() else 1)
-            if not flops:
+            count = op.formula(*args, **kwargs, out_val=out) * (4 if tensors[0].is_complex() else 1)
+            if not count:
                 rates = FLOAT32
-            seconds = known[key] = arithmetic.seconds(
-                gpu.kernels, op.name, args, tensors, flops, moved(tensors), rates, share
+            seconds = known[key] = flops.seconds(
+                gpu.kernels, op.name, args, tensors, count, moved(tensors), rates, share
             )
         return seconds
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from virtualgpu.hardware.datasheet import FLOAT32, TF32
 from virtualgpu.timing import cudnn_attention
 from virtualgpu.timing.kernels import Kernels
-from virtualgpu.timing.kinds import ORDINARY
+from virtualgpu.timing.memory_bound import ORDINARY
 from virtualgpu.timing.products import WAVE
 from virtualgpu.timing.reductions import plan_of_rows
 

@@ -1,21 +1,16 @@
 """How long one kernel lasts on a card: what its data sheet promises, times what kernels reach of it, for the size it has.
 
-**Products** are cut into tiles (`products`).
-
-**Convolutions** are products of the same kind (`convolutions`).
-
-**Everything else** is bound by memory, by the bytes that the kernel really moves. What fits into the second-level cache is read from it.
-A batch norm is bound by its blocks (`batch_norms`).
-
-All times in seconds.
+Products are cut into tiles (`products`), convolutions are products of the same kind (`convolutions`). Everything else is bound by memory, by the
+bytes that the kernel really moves (`memory_bound`); what fits into the second-level cache is read from it. All times in seconds.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from virtualgpu.hardware import achieved
 from virtualgpu.hardware.datasheet import FLOAT32, Spec
 from virtualgpu.timing import products
-from virtualgpu.timing.kinds import Kind
 from virtualgpu.timing.products import Product
 
 ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
@@ -35,6 +30,32 @@ def together(size: int, *widths: int) -> int:
     return 0 if shared == ROW else shared // size
 
 
+class Kind(NamedTuple):
+    """Of an operation that is bound by memory: a row of data/memory_bound.csv.
+
+    traffic: bytes really moved over those of all tensors that go in or come out, once; wide: the same where a row does not fit beside a
+    multiprocessor. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it has
+    (`hardware.achieved`). launches: kernels that the operation is made of.
+    training: at which argument it is told whether this is training. copied: which arguments are copied first where they do not lie close.
+    elementwise: each number comes of those at its own place. model: seconds by the card's kernels, the arguments and the tensors, of
+    kernels whose threads are counted.
+    """
+
+    traffic: float = 1.0
+    wide: float | None = None
+    cycles: float = 0.0
+    limit: str = "memory"
+    launches: int = 1
+    training: int | None = None
+    copied: tuple[int, ...] = ()
+    elementwise: bool = False
+    model: Callable | None = None
+
+    def evaluates(self, args) -> bool:
+        """Is this call no training, of a kind that tells the two apart?"""
+        return self.training is not None and not args[self.training]
+
+
 class Kernels:
     """Of one card. peak: at the data sheet's rates, for any size: a lower bound.
 
@@ -52,28 +73,21 @@ class Kernels:
         self.cache = 0 if peak else (spec.l2 or 0)
         self.known: dict = {}
 
-    def moving(self, nbytes: float, kind: Kind, args=(), tensors=()) -> float:
-        """A kernel that is bound by memory. nbytes: of all `tensors` that it reads and writes, once. args: the operation's, for a kind
-        that asks for them."""
+    def moving(self, nbytes: float, kind: Kind, cycles: float = 0.0) -> float:
+        """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. cycles: of a multiprocessor, that it
+        takes at least, in all."""
         spec = self.spec
         if self.peak:
             return spec.kernel + nbytes / spec.bandwidth
-        if kind.own is not None and args and (seconds := kind.own(self, args, tensors)) is not None:
-            return seconds
-        bandwidth, beyond = self.bandwidth[kind.limit], 0.0
-        if kind.per_cycle is not None:  # the multiprocessors may be slower than the memory
-            beyond = max(0.0, nbytes / (kind.per_cycle * self.cycles) - nbytes / bandwidth)
-        moved = nbytes * kind.traffic
-        memory = 1.0 if kind.cold else self.from_memory(moved if kind.made else nbytes)
-        seconds = moved * memory / bandwidth + beyond
-        seconds = max(seconds, kind.least / self.cycles) + kind.beyond / self.cycles
+        seconds = nbytes * kind.traffic * self.from_memory(nbytes) / self.bandwidth[kind.limit]
+        if cycles:
+            seconds = max(seconds, cycles / self.cycles)
         launches = kind.launches * spec.kernel
-        if kind.elementwise:
-            launches -= min(seconds, STARTING * launches)
-        seconds += launches
-        if kind.times is not None and args:
-            seconds *= kind.times(args)
-        return seconds + kind.waits(args) if kind.waits is not None and args else seconds
+        return seconds + (launches - min(seconds, STARTING * launches) if kind.elementwise else launches)
+
+    def working(self, nbytes: float, cycles: float, limit: str = "memory") -> float:
+        """The longer of moving so many bytes and of so many cycles of all multiprocessors together, without a launch."""
+        return max(cycles / self.cycles, self.streaming(nbytes, limit))
 
     def streaming(self, nbytes: float, limit: str = "memory") -> float:
         """Seconds that a kernel needs to move so many, once, without its launch. limit: whose share of the bandwidth it has."""

@@ -1,108 +1,177 @@
-"""Layer norm, root mean square norm and group norm: how long each of their kernels takes.
+"""Batch norm, layer norm and root mean square norm: how long their kernels take, by the blocks that they are cut into.
 
-aten/src/ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu. Figures in cycles of a multiprocessor, of an H100, PyTorch 2.11
-(tests/gpu/h100_profiled.csv).
+**Batch norm.** Channels first, one block of 512 threads has a whole channel: few channels leave most of a large GPU idle, and very many of few
+numbers take a block's fixed time each (aten/src/ATen/native/cuda/Normalization.cuh; cuDNN's bn_fw_tr_1C11_* and bn_bw_1C11_* have the same
+blocks). Channels last, an image is cut into tiles of 32 channels (the same file, flexible_launch_configs; cuDNN's batchnorm_*_nhwc_semiPersist).
+PyTorch takes its own kernels for weights in 16 bits and for bfloat16 (Normalization.cpp), cuDNN's for all else.
+**Layer norm** has a block for each row (layer_norm_kernel.cu).
+
+All constants are cycles of a multiprocessor, of an H100 (tests/gpu/h100_profiled.csv; PyTorch 2.11, cuDNN 9.19) unless said.
 """
 
 from math import ceil, prod
+from typing import NamedTuple
 
 import torch
 
-from virtualgpu.timing import reductions
+from virtualgpu.timing.kernels import Kernels
 
-WARP, BLOCK = 32, 512
-# A row, which is one block's, and each of its bytes: vectorized_layer_norm_kernel, layer_norm_grad_input_kernel_vectorized
-FORWARD, BACKWARD = (140, 0.085), (150, 0.18)
-# The same of a layer norm, whose threads tell each other mean and variance, and put them together by a division
-LAYER, LAYER_IN_16_BITS = (355, 0.12), (245, 0.185)
+THREADS, WARP = 512, 32
+EVALUATING = 0.62  # a number of any batch norm that evaluates
+
+
+class Loop(NamedTuple):
+    """What a block of 512 threads does with a channel or a tile, in cycles. fixed: before and after its steps, in one of which each
+    thread has one number. latency: of a step, at least; through: for each block of a multiprocessor, whose others wait meanwhile; lost:
+    on top, where numbers come from memory instead of the second-level cache."""
+
+    fixed: float
+    latency: float
+    through: float
+    lost: float
+
+    def seconds(self, kernels: Kernels, blocks: int, steps: float, nbytes: float, moved: float) -> float:
+        """Wave after wave of as many blocks as fit, or as long as memory moves so much. nbytes: that pass the cache meanwhile."""
+        spec = kernels.spec
+        fit = max(1, spec.limits.threads // THREADS)
+        concurrent = min(fit, -(-blocks // spec.processors))
+        step = max(self.latency, self.through * concurrent) + self.lost * kernels.lost(nbytes)
+        cycles = -(-blocks // (spec.processors * fit)) * (self.fixed + steps * step)
+        return max(kernels.took(cycles), kernels.streaming(moved))
+
+
+# PyTorch's own. Statistics took 0.59 us a step on a V100 (NVIDIA's PyProf, 64 x 64 x 112 x 112) and 0.40 us on an H20 (FlagGems #5754),
+# which both read from memory; backward 0.72 us on an H20 (#4086)
+STATISTICS, BACKWARD = Loop(4600, 500, 208, 350), Loop(1800, 1330, 560, 430)
+# cuDNN's, in steps of four (UNROLLED). Others: forward 0.27 us on an H100, 0.35 on its PCIe card, 0.36 on a B200 and 0.65 on an A100
+# (KernelBench, BatchNorm), backward 0.69 us on an H20 (FlagGems #4250)
+CUDNN, CUDNN_BACKWARD, UNROLLED = Loop(1000, 450, 475, 180), Loop(1000, 870, 900, 650), 4
+# and where a block keeps a channel's numbers and reads them once, by the bytes of one (*_singleread)
+KEPT, KEPT_BACKWARD = (
+    {4: Loop(6000, 0, 266, 164), 2: Loop(4000, 0, 200, 120)},
+    {4: Loop(6000, 0, 712, 0), 2: Loop(4000, 0, 320, 0)},
+)
+KEPT_BYTES = {4: 112 << 10, 2: 160 << 10}  # of a channel: f32 kept 98 KiB and not 128, f16 128 KiB and not 196
+# Channels last, PyTorch's own: statistics and the result, then both passes of the backward one. Sums of tiles are added up by the last
+# block of each, which is in `fixed`
+LAST_STATISTICS, LAST_RESULT = Loop(12000, 500, 208, 350), Loop(0, 300, 130, 220)
+LAST_SUMS, LAST_GRADIENT = Loop(12000, 400, 140, 100), Loop(0, 480, 200, 130)
+# Channels of a tile, how many there are one below the other at most, and numbers of a thread if fewer do
+TILE, TILES, EACH = 32, 128, 16
+# by cuDNN: cycles for each number, for each byte of it, and how much more that is from memory
+CUDNN_LAST, CUDNN_LAST_BACKWARD = (0.35, 0.15, 0.5), (0.4, 0.2, 0.6)
+
+
+def batch_norm(kernels: Kernels, args, tensors) -> float:
+    """native_batch_norm(input, weight, bias, mean, variance, training, ...), also of inference; its launches included."""
+    image, weight = args[0], args[1]
+    launch, nbytes, shape = kernels.spec.kernel, image.nbytes, image.shape
+    if len(args) > 5 and args[5] is False:
+        return launch + kernels.working(2 * nbytes, EVALUATING * image.numel())
+    own = image.dtype == torch.bfloat16 or _is_half(weight)
+    if _is_last(image):
+        if not own:
+            return 2 * launch + _semi_persistent(kernels, CUDNN_LAST, image, nbytes, 2 * nbytes)
+        tiles = _tiles(shape)
+        statistics = LAST_STATISTICS.seconds(kernels, *tiles, nbytes, nbytes)
+        return 3 * launch + statistics + LAST_RESULT.seconds(kernels, *tiles, 2 * nbytes, 2 * nbytes)
+    if own:
+        # between the two a small kernel: inverse deviation, running averages
+        statistics = STATISTICS.seconds(kernels, shape[1], _steps(shape), nbytes, nbytes)
+        return 2.5 * launch + statistics + kernels.streaming(2 * nbytes)
+    each = image.numel() / shape[1]
+    if nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
+        return launch + KEPT[image.itemsize].seconds(kernels, shape[1], each / THREADS, nbytes, 2 * nbytes)
+    return launch + CUDNN.seconds(kernels, shape[1], _cudnn_steps(shape, UNROLLED), nbytes, 3 * nbytes)
+
+
+def batch_norm_backward(kernels: Kernels, args, tensors) -> float:
+    """native_batch_norm_backward(gradient, input, weight, ..., train, eps, mask)."""
+    image, weight = args[1], args[2]
+    launch, nbytes, shape = kernels.spec.kernel, image.nbytes, image.shape
+    own = not args[7] or image.dtype == torch.bfloat16 or _is_half(weight)
+    if _is_last(image):
+        if not own:
+            return 2 * launch + _semi_persistent(kernels, CUDNN_LAST_BACKWARD, image, 2 * nbytes, 3 * nbytes)
+        tiles = _tiles(shape)
+        sums = LAST_SUMS.seconds(kernels, *tiles, 3 * nbytes, 2 * nbytes)
+        return 2 * launch + sums + LAST_GRADIENT.seconds(kernels, *tiles, 3 * nbytes, 3 * nbytes)
+    if not own and 2 * nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
+        steps = image.numel() / shape[1] / THREADS
+        return launch + KEPT_BACKWARD[image.itemsize].seconds(kernels, shape[1], steps, nbytes, 3 * nbytes)
+    loop, steps = (BACKWARD, _steps(shape)) if own else (CUDNN_BACKWARD, _cudnn_steps(shape, 1))
+    return launch + loop.seconds(kernels, shape[1], steps, 3 * nbytes, 5 * nbytes)
+
+
+def _is_last(image) -> bool:
+    return image.stride(1) == 1 and image.shape[1] > 1
+
+
+def _is_half(weight) -> bool:
+    """Also where it goes to the CPU's kernel in single precision (engine/mixed_batch_norm.py)."""
+    return weight is not None and (weight.itemsize == 2 or hasattr(weight, "stands_for_half"))
+
+
+def _steps(shape) -> int:
+    """Numbers that one thread works on: as many threads beside each other as an image has places (getNumThreads)."""
+    places = prod(shape[2:])
+    wide = next((width for width in (32, 64, 128, 256) if places <= width), THREADS)
+    return -(-places // wide) * -(-shape[0] // (THREADS // wide))
+
+
+def _cudnn_steps(shape, unrolled: int) -> int:
+    """The same of cuDNN's, whose names say how many threads are beside each other: 32, 128 or 512."""
+    places = prod(shape[2:])
+    wide = 32 if places < 1024 else 128 if places < 4096 else THREADS
+    return unrolled * -(-places // (wide * unrolled)) * -(-shape[0] // (THREADS // wide))
+
+
+def _tiles(shape) -> tuple[int, int]:
+    """Blocks, and the steps of each, of an image with its channels last."""
+    channels, rows = shape[1], prod(shape) // shape[1]
+    tall = THREADS // TILE
+    below = min(-(-rows // (tall * EACH)), TILES)
+    return -(-channels // TILE) * below, -(-rows // (below * tall))
+
+
+def _semi_persistent(kernels: Kernels, costs: tuple[float, float, float], image, read: int, moved: int) -> float:
+    """cuDNN's for channels last, which keeps what fits. read: bytes that go in."""
+    number, byte, lost = costs
+    return kernels.working(moved, image.numel() * (number + byte * image.itemsize * (1 + lost * kernels.lost(read))))
+
+
+# A row, which is one block's, and each of its bytes: of a root mean square norm and of all gradients (vectorized_layer_norm_kernel,
+# layer_norm_grad_input_kernel_vectorized); of a layer norm, whose threads tell each other mean and variance
+RMS, GRADIENT, LAYER = (140, 0.085), (150, 0.18), (355, 0.12)
 # The gradient of a weight: each 32 columns are one block's, which goes down the rows (GammaBetaBackwardCUDAKernelTemplate): rows that it
-# takes in a step, where there are at least so many; cycles of a step from the cache, and more from memory. Of many short rows each 32 are a
-# block's
-STEPS, STEP, FROM_MEMORY = ((256, 256), (128, 128), (64, 64), (0, 8)), {1: 1200, 2: 1400}, 800
-MANY, PARTIAL = 64 << 10, 32
-# A group's mean and variance (RowwiseMomentsCUDAKernel): a block's beginning and end, from one number of a thread to its next, and each
-# number
-MOMENTS, MOMENTS_STEP, MOMENTS_NUMBER = 3000, 535, 0.52
-# Each number of what comes out, in elementwise kernels that look up its channel's factors, forward and backward
-SCALED, SCALED_BACKWARD = 0.57, 0.88
-# A channel's sums going back (ComputeInternalGradientsCUDAKernel): of a block, each of its threads, and each number; images that one thread
-# adds up for the gradients of weight and bias (GammaBetaBackwardCUDAKernel1)
-SUMS, SUMS_THREAD, SUMS_NUMBER, IMAGE = 140, 0.57, 0.53, 240
+# takes in a step, where there are at least so many; cycles of a step from the cache, and more from memory
+STEPS, STEP, FROM_MEMORY = ((256, 256), (128, 128), (64, 64), (0, 8)), 1400, 800
 
 
-def _rows(kernels, costs: tuple[float, float], tensor, columns: int, read: int, limit: str = "memory") -> float:
-    """A block for each row, for a result of the tensor's size. read: how many such tensors are."""
-    row, byte = costs
-    computing = kernels.took((row * (tensor.numel() // columns) + byte * tensor.nbytes) / kernels.spec.processors)
-    return kernels.spec.kernel + max(computing, kernels.streaming((read + 1) * tensor.nbytes, limit))
-
-
-def layer_norm(kernels, args, tensors) -> float:
+def layer_norm(kernels: Kernels, args, tensors) -> float:
     """native_layer_norm(input, shape, weight, bias, eps)."""
-    x = args[0]
-    costs = LAYER_IN_16_BITS if x.itemsize == 2 else LAYER
-    return _rows(kernels, costs, x, max(1, prod(args[1])), 1, "layer_norm")
+    return _rows(kernels, LAYER, args[0], args[1], 2, "layer_norm")
 
 
-def rms_norm(kernels, args, tensors) -> float:
+def rms_norm(kernels: Kernels, args, tensors) -> float:
     """_fused_rms_norm(input, shape, weight, eps)."""
-    return _rows(kernels, FORWARD, args[0], max(1, prod(args[1])), 1)
+    return _rows(kernels, RMS, args[0], args[1], 2, "memory")
 
 
-def layer_norm_backward(kernels, args, tensors) -> float:
-    """native_layer_norm_backward(gradient, input, shape, mean, deviation, weight, bias, mask)."""
-    x, columns = args[1], max(1, prod(args[2]))
-    seconds = _rows(kernels, BACKWARD, x, columns, 2, "layer_norm")
-    return seconds + (_of_weight(kernels, x, columns, 2) if args[7][1] or args[7][2] else 0.0)
+def row_norm_backward(kernels: Kernels, args, tensors) -> float:
+    """native_layer_norm_backward(gradient, input, shape, mean, deviation, weight, bias, mask), or _fused_rms_norm_backward(gradient, input,
+    shape, 1 / root mean square, weight, mask): then the gradients of weight and bias."""
+    x, rows = args[1], args[1].numel() // max(1, prod(args[2]))
+    limit, mask = ("layer_norm", args[7]) if len(args) > 7 else ("memory", args[5])
+    seconds = _rows(kernels, GRADIENT, x, args[2], 3, limit)
+    if not any(mask[1:]):
+        return seconds
+    steps, nbytes = ceil(rows / next(step for least, step in STEPS if rows >= least)), 2 * x.nbytes
+    cycles = steps * (STEP + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
+    return seconds + kernels.spec.kernel + max(kernels.took(cycles), kernels.streaming(nbytes))
 
 
-def rms_norm_backward(kernels, args, tensors) -> float:
-    """_fused_rms_norm_backward(gradient, input, shape, 1 / root mean square, weight, mask)."""
-    x, columns = args[1], max(1, prod(args[2]))
-    seconds = _rows(kernels, BACKWARD, x, columns, 2)
-    return seconds + (_of_weight(kernels, x, columns, 1) if args[5][1] else 0.0)
-
-
-def _of_weight(kernels, x, columns: int, count: int) -> float:
-    """The gradient of the weight, or those of weight and bias."""
-    spec, rows, nbytes = kernels.spec, x.numel() // columns, 2 * x.nbytes
-    if rows > MANY and columns // WARP < spec.processors / 2:
-        parts = ceil(rows / PARTIAL)
-        plan = reductions.plan_of_columns(parts, columns, spec)
-        partial = parts * columns * x.itemsize
-        return spec.kernel + kernels.streaming(nbytes + count * partial) + count * plan.seconds(kernels, partial)
-    steps = ceil(rows / next(step for least, step in STEPS if rows >= least))
-    waiting = steps * (STEP[count] + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
-    return spec.kernel + max(kernels.took(waiting), kernels.streaming(nbytes))
-
-
-def group_norm(kernels, args, tensors) -> float:
-    """native_group_norm(input, weight, bias, images, channels, places, groups, eps): moments, factors of each channel, and what comes of
-    them."""
-    x: torch.Tensor = args[0]
-    images, channels, places, groups = args[3:7]
-    spec, blocks = kernels.spec, max(1, images * groups)
-    numbers = channels // groups * places
-    each = ceil(numbers / (BLOCK if numbers >= BLOCK else WARP))
-    busiest = MOMENTS_NUMBER * numbers * ceil(blocks / spec.processors)
-    rounds = ceil(blocks / (spec.processors * (spec.limits.threads // BLOCK)))
-    moments = kernels.took(MOMENTS + max(rounds * each * MOMENTS_STEP, busiest))
-    return 3 * spec.kernel + max(moments, kernels.streaming(x.nbytes)) + _scaled(kernels, SCALED, x, 1)
-
-
-def _scaled(kernels, number: float, x, read: int) -> float:
-    """An elementwise kernel that reads so many images, without its launch."""
-    return max(kernels.took(number * x.numel() / kernels.spec.processors), kernels.streaming((read + 1) * x.nbytes))
-
-
-def group_norm_backward(kernels, args, tensors) -> float:
-    """native_group_norm_backward(gradient, input, mean, deviation, weight, images, channels, places, groups, mask): sums of each channel,
-    two kernels for factors, the gradient of the image, and those of weight and bias."""
-    x: torch.Tensor = args[1]
-    images, channels, places = args[5:8]
-    spec = kernels.spec
-    threads = BLOCK if places >= BLOCK else WARP
-    block = SUMS + SUMS_THREAD * threads + SUMS_NUMBER * places
-    sums = max(kernels.took(block * images * channels / spec.processors), kernels.streaming(2 * x.nbytes))
-    seconds = 4 * spec.kernel + sums + _scaled(kernels, SCALED_BACKWARD, x, 2)
-    return seconds + (spec.kernel + kernels.took(IMAGE * images) if args[4] is not None else 0.0)
+def _rows(kernels: Kernels, costs: tuple[float, float], x, shape, moved: int, limit: str) -> float:
+    """A block for each row. moved: how many tensors of this size are read and written."""
+    cycles = costs[0] * (x.numel() // max(1, prod(shape))) + costs[1] * x.nbytes
+    return kernels.spec.kernel + kernels.working(moved * x.nbytes, cycles, limit)

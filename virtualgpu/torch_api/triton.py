@@ -13,8 +13,8 @@ import torch
 from virtualgpu.engine import values
 from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.timing.costs import moved
-from virtualgpu.timing.kinds import ORDINARY
+from virtualgpu.timing.flops import moved
+from virtualgpu.timing.memory_bound import ORDINARY
 from virtualgpu.torch_api.imports import when_imported
 from virtualgpu.torch_api.registry import Patches
 

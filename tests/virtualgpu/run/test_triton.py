@@ -12,7 +12,7 @@ import warnings
 import torch, triton
 import triton.language as tl
 import virtualgpu
-from virtualgpu.timing.kinds import ORDINARY
+from virtualgpu.timing.memory_bound import ORDINARY
 
 @triton.jit
 def add(x, y, out, n, BLOCK: tl.constexpr):

@@ -11,7 +11,7 @@ from torchvision import models
 import virtualgpu
 from virtualgpu import _compat
 from virtualgpu.engine.timing import Timing
-from virtualgpu.timing.costs import formula
+from virtualgpu.timing.flops import formula
 
 aten = torch.ops.aten
 CASES = [  # dimensions, groups, channels in, channels out, stride, dilation, transposed
