@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.hardware.hosts import HOSTS, Host
-from virtualgpu.timing.host_weights import FURTHER, LOCKED, STEP, UNRECORDED, Weight
+from virtualgpu.timing.host_weights import BEGUN, FURTHER, LOCKED, STEP, UNRECORDED, Weight
 from virtualgpu.timing.own_work import OwnWork
 from virtualgpu.timing.queues import Queue
 from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
@@ -128,6 +128,9 @@ class HostTime(Streams):
         """An optimizer's step in lists begins. parameters: that have a gradient. counts: of steps, that it keeps on the CPU."""
         once, each, of_count = STEP
         self.spend(self.costs.optimizer * (once + each * parameters + of_count * counts))
+
+    def begins(self) -> float:
+        return BEGUN * self.costs.backward
 
     def pass_time(self) -> None:
         """The host asks for something, which takes as long as a launch."""
