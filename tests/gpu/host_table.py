@@ -44,16 +44,17 @@ def _chains(names: str, beside: float = 0.0, count: int = 1) -> list[Chain]:
     return [Chain(name, beside, count) for name in names.split(", ")]
 
 
-PRODUCTS = _chains("linear no bias, matmul, mm", 0, 2) + [Chain("linear", 8, 2)]  # two products; with a bias, a sum
+PRODUCTS = [*_chains("linear no bias, matmul, mm", 0, 2), Chain("linear", 8, 2)]  # two products; with a bias, a sum
 CONVOLUTIONS, BIASED = _chains("conv3x3, conv1x1, depthwise"), _chains("conv3x3 bias, conv bias")
 NORM = _chains("batch_norm, batch_norm1d")
 POINTWISE = _chains("relu, gelu, silu, add, mul scalar, exp, sigmoid, tanh, rsub, neg, leaky_relu, hardswish, softplus")
 VIEWS = [Chain("views", 0, 3), *_chains("transpose pair, permute pair, unsqueeze pair", 0, 2), *_chains("t, mT")]
+CALLED = "transpose, permute, unsqueeze, squeeze, select, split, split_with_sizes, unbind"  # by programs, not by C++
 SDPA = [Chain("sdpa", 10), Chain("sdpa causal 4d")]  # two views
 SDPA_BACKWARD = [Chain("sdpa", 43), Chain("sdpa causal 4d", 32)]  # and two sums of gradients
 FORWARD = {
     "elementwise": POINTWISE,
-    "view": VIEWS,
+    CALLED: VIEWS,
     "mm, addmm, bmm, baddbmm": _chains("linear, linear no bias, matmul, mm"),
     "convolution, _convolution": CONVOLUTIONS,
     "convolution with bias": BIASED,
@@ -78,7 +79,7 @@ FORWARD = {
 }
 BACKWARD = {
     "elementwise": POINTWISE[1:],
-    "view": VIEWS,
+    CALLED: VIEWS,
     "mm, addmm, bmm, baddbmm": PRODUCTS,
     "convolution, _convolution, convolution_backward": CONVOLUTIONS,
     "convolution with bias": BIASED,
@@ -176,7 +177,7 @@ def rows() -> list[dict]:
     # not by UNIT: neither is in the order that makes operations dearer
     found["backward pass"] = {"forward": 0.0, "backward": times("waking a thread and back", "whole")[0] / 21}
     source["backward pass"] = "h100_host.csv: waking a thread and back, of hosts.toml's 21 us"
-    for name, values in found.items():
+    for values in found.values():
         if "forward" not in values:
             values["forward"] = 0.8 * values["backward"]
     fitted = [(name, v["forward"], v.get("backward", 1.0), source[name]) for name, v in found.items()]

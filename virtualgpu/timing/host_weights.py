@@ -1,8 +1,8 @@
 """What an operation costs the host beside the average one: some look for an algorithm, ask for workspaces or start several kernels.
 
 data/host_weights.csv, written by `python -m tests.gpu.host_table` from chains of operations alike that were timed beside an H100. What
-autograd does with the gradient of a parameter is in the weight of the operation that makes it. `view`, `t`, `expand`, `slice` and `detach`
-are in the weight of what calls them: linear, matmul, autograd and DDP do so by the thousand in C++.
+autograd does with the gradient of a parameter is in the weight of the operation that makes it. Views that are not in the table are in the weight of
+what calls them: `view`, `t`, `expand`, `slice` and `detach`, which linear, matmul, autograd and DDP call by the thousand in C++.
 """
 
 import csv
@@ -19,28 +19,26 @@ class Weight(NamedTuple):
 
 with open(Path(__file__).parent / "data" / "host_weights.csv", encoding="utf-8", newline="") as _file:
     WEIGHTS = {row["operation"]: Weight(float(row["forward"]), float(row["backward"])) for row in csv.DictReader(_file)}
-AVERAGE, ELEMENTWISE, OF_LIST, VIEW = (WEIGHTS[name] for name in ("average", "elementwise", "list", "view"))
+AVERAGE, ELEMENTWISE, OF_LIST = (WEIGHTS[name] for name in ("average", "elementwise", "list"))
 EVALUATED, BIASED = WEIGHTS["evaluated batch norm"], WEIGHTS["convolution with bias"]
 BEGUN = WEIGHTS["backward pass"].backward  # another thread wakes, and this one at the end
-VIEWS = {"transpose", "permute", "unsqueeze", "squeeze", "select", "split", "split_with_sizes", "unbind"}
-BIASES = {"convolution": 2, "_convolution": 2, "convolution_backward": 3}  # which argument says so; of the last its sizes, [0] for none
+BIASES = {
+    "convolution": 2,
+    "_convolution": 2,
+    "convolution_backward": 3,
+}  # which argument says so; of the last its sizes, [0] for none
 
-# A node of the backward pass costs C++ some 8 us, and each operation that it calls 8: of two to six of them, 0.45 to 0.55 of as many nodes
-FURTHER = 0.5
+# A node of a backward pass costs C++ some 8 us, and each operation that it calls 8: chains of two to six took 0.45 to 0.55 of as many nodes.
+# So with simple ones; a second product costs what the first does.
+FURTHER, SIMPLE = 0.5, ELEMENTWISE.backward
 UNRECORDED = 0.8  # without autograd's notes: the median of 146 chains, 0.73 to 0.89 for half of them
-# An optimizer's step in Python that works on lists, in operations of an optimizer: once, for each parameter, and for each count of steps
-# that it keeps on the CPU. SGD and AdamW, foreach and fused, of 10 to 400 tensors: 45 to 130 us, 2 to 3 us for each, and 5 more for a count.
+# An optimizer's step in Python on lists, in operations of an optimizer: once, for each parameter, and for each count of steps that it keeps
+# on the CPU. SGD and AdamW, foreach and fused, of 10 to 400 tensors: 45 to 130 us, 2 to 3 for each, and 5 more for a count.
 STEP = 5.0, 0.25, 0.4
-# nn.DataParallel, and the share of an operation for which Python's lock is held: of 15 networks of torchvision without gradients, float16,
-# 12 images a GPU, one GPU against two to four of an A100-SXM4, a TITAN RTX and an RTX 2080 Ti (ryujaehun/pytorch-gpu-benchmark, 2020-21).
-# In operations of that host, by least squares over all 135, times are 0.52 x GPUs x operations + 0.87 x tensors that are broadcast
-# + 0.80 x GPUs x modules that are replicated; half of them within 5 %, 98 % within 15. tests/accuracy/data_parallel.py judges training.
+# nn.DataParallel, in operations: the share for which Python's lock is held, a tensor that is broadcast, a module that is replicated. By least
+# squares of 15 networks of torchvision without gradients, float16, 12 images a GPU, one GPU against two to four of an A100-SXM4, a TITAN RTX
+# and an RTX 2080 Ti (ryujaehun/pytorch-gpu-benchmark, 2020-21): half of 135 within 5 %, 98 % within 15.
 LOCKED, BROADCAST, REPLICATED = 0.52, 0.87, 0.80
-
-
-def of_view(name: str) -> Weight | None:
-    """Of the view of that name; None for one that costs nothing beside what calls it."""
-    return VIEW if name in VIEWS else None
 
 
 def of(name: str, pointwise: bool, launches: int = 1) -> Weight:
