@@ -15,7 +15,6 @@ from virtualgpu.timing.queues import Queue
 from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
 
 NOT_MEASURED = contextlib.nullcontext()
-LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 
 
 class Lock:
@@ -37,8 +36,7 @@ class Lock:
             now, free = index * self.SLICE, self.left.get(index, self.SLICE)
         self.left[index] = self.left.get(index, self.SLICE) - seconds
         if len(self.left) > self.KEPT:
-            for old in list(self.left)[: self.KEPT // 2]:
-                self.left.pop(old, None)  # another thread may be here, too
+            self.left = dict([*self.left.items()][self.KEPT // 2 :])
         return now + seconds
 
 
@@ -65,14 +63,12 @@ class HostTime(Streams):
     def host(self) -> float:
         """Now, as this thread of the program sees it."""
         local = self.local
-        if local.backward is not None:
-            if graph_task() != -1:
-                return max(local.backward, default=local.now)
+        if local.backward is not None and graph_task() == -1:
             self._leave_backward(local)
-        return local.now
+        return local.now if local.backward is None else max(local.backward, default=local.now)
 
     def inherit(self, now: float) -> None:
-        """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
+        """This thread goes on no earlier than another one's `now`."""
         self.local.now = max(self.local.now, now)
 
     def measure_own_work(self) -> None:
@@ -95,10 +91,9 @@ class HostTime(Streams):
         """When a thread of Python comes to what it would come to then, had it the lock to itself."""
         if local.replicas > 1:
             return local.now + max(1.0, LOCKED * local.replicas) * (until - local.now)
-        if self.lock is None:
-            if not local.contends:
-                return until
-            self.lock = Lock()
+        if self.lock is None and not local.contends:
+            return until
+        self.lock = self.lock or Lock()
         return max(until, self.lock.hold(local.now, LOCKED * (until - local.now)))
 
     def wait_until(self, until: float) -> None:
@@ -127,8 +122,8 @@ class HostTime(Streams):
         return BEGUN * self.costs.backward
 
     def pass_time(self) -> None:
-        """The host asks for something, which takes as long as a launch."""
-        self.wait_until(self.host + LAUNCH)
+        """The host asks the driver for something."""
+        self.wait_until(self.host + HOSTS["launch"].forward)
 
     def over(self, moment: float) -> bool:
         """Has the host come to that moment? Where it has not, asking takes time, so that who asks again and again comes to it."""
@@ -139,8 +134,7 @@ class HostTime(Streams):
 
     def _cost(self, weight: Weight) -> float:
         """Seconds of an operation that Python calls; less where autograd takes no notes."""
-        cost = self.costs.forward * weight.forward
-        return cost if is_grad_enabled() else UNRECORDED * cost
+        return self.costs.forward * weight.forward * (1.0 if is_grad_enabled() else UNRECORDED)
 
     def _cost_in_backward(self, local: HostThread, weight: Weight) -> float:
         """Seconds of an operation in a backward pass. What Python calls there (a checkpoint that computes again, a function of its own) costs

@@ -1,8 +1,7 @@
 """What an operation costs the host beside the average one: some look for an algorithm, ask for workspaces or start several kernels.
 
-data/host_weights.csv, written by `python -m tests.gpu.host_table` from chains of operations alike that were timed beside an H100. What
-autograd does with the gradient of a parameter is in the weight of the operation that makes it. Views that are not in the table are in the weight of
-what calls them: `view`, `t`, `expand`, `slice` and `detach`, which linear, matmul, autograd and DDP call by the thousand in C++.
+data/host_weights.csv, which tests/gpu/host_table.py writes. What autograd does with a parameter's gradient is in the weight of the operation that
+makes it; views that C++ calls by the thousand (`view`, `t`, `expand`, `slice`, `detach`: linear, matmul, autograd, DDP) in that of their caller.
 """
 
 import csv
@@ -26,10 +25,9 @@ BIASES = {
     "convolution": 2,
     "_convolution": 2,
     "convolution_backward": 3,
-}  # which argument says so; of the last its sizes, [0] for none
+}  # arguments that say so; of the last its sizes
 
-# A node of a backward pass costs C++ some 8 us, and each operation that it calls 8: chains of two to six took 0.45 to 0.55 of as many nodes.
-# So with simple ones; a second product costs what the first does.
+# What a simple operation costs after a node's first: nodes of two to six took 0.45 to 0.55 of as many nodes. A second product costs as the first.
 FURTHER, SIMPLE = 0.5, ELEMENTWISE.backward
 UNRECORDED = 0.8  # without autograd's notes: the median of 146 chains, 0.73 to 0.89 for half of them
 # An optimizer's step in Python on lists, in operations of an optimizer: once, for each parameter, and for each count of steps that it keeps
@@ -53,6 +51,5 @@ def in_call(op, args) -> Weight:
     """Of the operation with these arguments. op: an engine's, with its name, weight and kind."""
     if op.kind.evaluates(args):
         return EVALUATED
-    bias = BIASES.get(op.name)
-    given = None if bias is None else args[bias]
-    return op.weight if given is None or (bias == 3 and not given[0]) else BIASED
+    at = BIASES.get(op.name)
+    return op.weight if at is None or args[at] is None or (at == 3 and not args[at][0]) else BIASED
