@@ -28,6 +28,7 @@ CASTS = {
     "depthwise": 1,
     "conv3x3 bias": 0,
     "conv bias": 0,
+    "grucell": 0,
     "sdpa": 0,
 }
 
@@ -65,6 +66,8 @@ FORWARD = {
     "_fused_rms_norm": _chains("rms_norm"),
     "native_group_norm": _chains("group_norm"),
     "_scaled_dot_product_flash_attention, _scaled_dot_product_efficient_attention, _scaled_dot_product_cudnn_attention": SDPA,
+    "_thnn_fused_gru_cell": [Chain("grucell", 60)],  # two products
+    "_thnn_fused_lstm_cell": [Chain("lstmcell", 60)],
     "_softmax": _chains("softmax"),
     "_log_softmax": _chains("log_softmax"),
     "native_dropout": _chains("dropout"),
@@ -89,6 +92,8 @@ BACKWARD = {
     "native_group_norm_backward": _chains("group_norm"),
     "_scaled_dot_product_flash_attention_backward, _scaled_dot_product_efficient_attention_backward, "
     "_scaled_dot_product_cudnn_attention_backward": SDPA_BACKWARD,
+    "_thnn_fused_gru_cell_backward": [Chain("grucell", 195)],  # four products, and sums of gradients
+    "_thnn_fused_lstm_cell_backward_impl": [Chain("lstmcell", 203)],
     "_softmax_backward_data": _chains("softmax"),
     "_log_softmax_backward_data": _chains("log_softmax"),
     "max_pool2d_with_indices_backward": _chains("max_pool"),
@@ -100,20 +105,6 @@ KEPT = [
     ("list", 0.5, 0.5, "a list of tensors: h100_host.csv, _foreach_add_ and others of 10, 10 us"),
     ("_cudnn_rnn", 7.5, 1.0, "h100_host.csv, gru and lstm: a layer of eight steps, 127 to 190 us"),
     ("_cudnn_rnn_backward", 23.2, 29.0, "h100_host.csv, gru and lstm: 406 to 531 us"),
-    ("_thnn_fused_gru_cell", 2.6, 1.0, "h100_host.csv, grucell: 98 us with two products of 24"),
-    (
-        "_thnn_fused_gru_cell_backward",
-        4.0,
-        5.0,
-        "h100_host.csv, grucell: 241 us with two derivatives and sums for biases",
-    ),
-    ("_thnn_fused_lstm_cell", 3.0, 1.0, "h100_host.csv, lstmcell: 109 us with two products of 24"),
-    (
-        "_thnn_fused_lstm_cell_backward_impl",
-        5.04,
-        6.3,
-        "h100_host.csv, lstmcell: 269 us with two derivatives and sums for biases",
-    ),
     ("logsumexp", 5.0, 5.0, "eight more operations, that C++ calls one after the other: half as much each"),
     (
         "binary_cross_entropy_with_logits",

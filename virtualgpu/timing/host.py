@@ -15,6 +15,7 @@ from virtualgpu.timing.queues import Queue
 from virtualgpu.timing.streams import HostThread, Streams, graph_task, node_in_cpp
 
 NOT_MEASURED = contextlib.nullcontext()
+LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 
 
 class Lock:
@@ -123,7 +124,7 @@ class HostTime(Streams):
 
     def pass_time(self) -> None:
         """The host asks the driver for something."""
-        self.wait_until(self.host + HOSTS["launch"].forward)
+        self.wait_until(self.host + LAUNCH)
 
     def over(self, moment: float) -> bool:
         """Has the host come to that moment? Where it has not, asking takes time, so that who asks again and again comes to it."""
