@@ -123,7 +123,7 @@ class Operation:
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else ORDINARY)
         self.weight = host_weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
-        self.weight_of_view = host_weights.of_view(self.name) if self.is_view else None
+        self.weight_of_view = host_weights.WEIGHTS.get(self.name) if self.is_view else None
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
         self.waits = host_waits.rule_of(func)

@@ -62,7 +62,8 @@ class Timing:
 
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
-        more, weight = 0.0, host_weights.EVALUATED if op.kind.evaluates(args) else op.weight
+        more, plain = 0.0, op.formula is None and op.kind.training is None
+        weight = op.weight if plain else host_weights.in_call(op, args)
         if op.writes_lists:  # a fused optimizer: what it writes it has read, too
             more = self.clock.costs.entry * len(tensors)
             tensors = [*tensors, *op.written(args, kwargs)]

@@ -1,8 +1,6 @@
 """The host's time, and what its work costs it: launches, views, an optimizer's Python.
 
-Each thread of Python has its own, and in a backward pass one for each GPU (streams.py). How much: host_weights.py, in shares of what an
-operation costs the host that is set (hardware/hosts.py). Python's lock (GIL) is held for a share of it, in which no other thread gets on;
-autograd's threads are C++ and do without.
+Each thread of Python has its own, in a backward pass one for each GPU (streams.py). Autograd's threads are C++ and do without Python's lock (GIL).
 """
 
 import contextlib
@@ -11,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.hardware.hosts import HOSTS, Host
-from virtualgpu.timing.host_weights import FURTHER, LOCKED, STEP, UNRECORDED, Weight
+from virtualgpu.timing.host_weights import BEGUN, FURTHER, LOCKED, SIMPLE, STEP, UNRECORDED, Weight
 from virtualgpu.timing.own_work import OwnWork
 from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task, node_in_cpp
 
@@ -20,8 +18,7 @@ LAUNCH = HOSTS["launch"].forward  # of a question to the driver
 
 
 class Lock:
-    """Python's lock, by how much of each slice of time threads have held it: who comes later takes what is left of a slice, whichever
-    thread is computed first."""
+    """Python's, by how much of each slice of time threads have held it: who comes later takes what is left, whichever is computed first."""
 
     SLICE, KEPT = 1e-3, 100_000  # seconds; so many slices, the older half of which is then taken as free
 
@@ -29,7 +26,7 @@ class Lock:
         self.left: dict[int, float] = {}
 
     def hold(self, now: float, seconds: float) -> float:
-        """The moment at which a thread that wants it from `now` on has had it for so long."""
+        """When a thread that wants it from `now` on has had it for so long."""
         index = int(now / self.SLICE)
         free = min(self.left.get(index, self.SLICE), (index + 1) * self.SLICE - now)
         while free < seconds:
@@ -39,20 +36,19 @@ class Lock:
             now, free = index * self.SLICE, self.left.get(index, self.SLICE)
         self.left[index] = self.left.get(index, self.SLICE) - seconds
         if len(self.left) > self.KEPT:
-            for old in list(self.left)[: self.KEPT // 2]:
-                self.left.pop(old, None)  # another thread may be here, too
+            self.left = dict([*self.left.items()][self.KEPT // 2 :])
         return now + seconds
 
 
 class HostTime(Streams):
-    """costs: what an operation costs the host. stream_of_leaf: see `Streams`. lock: Python's, once a second thread launches. own: what the program
-    works beside, once it has read a stopwatch."""
+    """costs: what an operation costs the host. stream_of_leaf: see `Streams`."""
+
+    lock: Lock | None = None  # Python's, once a second thread launches
+    own: OwnWork | None = None  # what the program works beside, once it has read a stopwatch
 
     def __init__(self, costs: Host, stream_of_leaf: Callable[[Tensor], Queue | None] | None = None):
         super().__init__(stream_of_leaf)
         self.costs = costs
-        self.lock: Lock | None = None
-        self.own: OwnWork | None = None
 
     def reset(self, gpus: int) -> None:
         """As new, with so many GPUs."""
@@ -67,22 +63,17 @@ class HostTime(Streams):
     def host(self) -> float:
         """Now, as this thread of the program sees it."""
         local = self.local
-        if local.backward is not None:
-            if graph_task() != -1:
-                return max(local.backward, default=local.now)
+        if local.backward is not None and graph_task() == -1:
             self._leave_backward(local)
-        return local.now
+        return local.now if local.backward is None else max(local.backward, default=local.now)
 
     def inherit(self, now: float) -> None:
-        """This thread goes on no earlier than another one's `now`: it was started, or waited for it."""
+        """This thread goes on no earlier than another one's `now`."""
         self.local.now = max(self.local.now, now)
 
     def measure_own_work(self) -> None:
         """From now on what the program works passes: see `own`."""
-        self.own = OwnWork(self.spend, self._moment)
-
-    def _moment(self) -> tuple[float, bool]:
-        return self.host, graph_task() != -1 or self.local.kind == "optimizer"
+        self.own = OwnWork(self.spend, lambda: (self.host, graph_task() != -1 or self.local.kind == "optimizer"))
 
     def ours(self) -> contextlib.AbstractContextManager:
         """What is done in here is no work of the program's; what it did before has passed."""
@@ -100,10 +91,9 @@ class HostTime(Streams):
         """When a thread of Python comes to what it would come to then, had it the lock to itself."""
         if local.replicas > 1:
             return local.now + max(1.0, LOCKED * local.replicas) * (until - local.now)
-        if self.lock is None:
-            if not local.contends:
-                return until
-            self.lock = Lock()
+        if self.lock is None and not local.contends:
+            return until
+        self.lock = self.lock or Lock()
         return max(until, self.lock.hold(local.now, LOCKED * (until - local.now)))
 
     def wait_until(self, until: float) -> None:
@@ -117,23 +107,26 @@ class HostTime(Streams):
 
     def pass_view(self, gpu: int, weight: Weight) -> None:
         """The thread that serves this GPU makes a view, and launches nothing."""
-        local, costs = self.local, self.costs
+        local = self.local
         if self._in_backward(local) and local.backward is not None:
-            local.backward[gpu] += costs.backward * weight.backward
+            local.backward[gpu] += self.costs.backward * weight.backward
         else:
             local.now = self._turn(local, local.now + self._cost(weight))
 
     def pass_step(self, parameters: int, counts: int) -> None:
         """An optimizer's step in lists begins. parameters: that have a gradient. counts: of steps, that it keeps on the CPU."""
-        once, each, of_count = STEP
-        self.spend(self.costs.optimizer * (once + each * parameters + of_count * counts))
+        self.spend(self.costs.optimizer * (STEP[0] + STEP[1] * parameters + STEP[2] * counts))
+
+    def begins(self) -> float:
+        """Seconds until autograd's threads are awake, and this one is again."""
+        return BEGUN * self.costs.backward
 
     def pass_time(self) -> None:
-        """The host asks for something, which takes as long as a launch."""
+        """The host asks the driver for something."""
         self.wait_until(self.host + LAUNCH)
 
     def over(self, moment: float) -> bool:
-        """Has the host come to that moment? Where it has not, asking takes a moment, so that who asks again and again comes to it."""
+        """Has the host come to that moment? Where it has not, asking takes time, so that who asks again and again comes to it."""
         with self.ours():
             if moment > self.host:
                 self.pass_time()
@@ -141,16 +134,13 @@ class HostTime(Streams):
 
     def _cost(self, weight: Weight) -> float:
         """Seconds of an operation that Python calls; less where autograd takes no notes."""
-        cost = self.costs.forward * weight.forward
-        return cost if is_grad_enabled() else UNRECORDED * cost
+        return self.costs.forward * weight.forward * (1.0 if is_grad_enabled() else UNRECORDED)
 
     def _cost_in_backward(self, local: HostThread, weight: Weight) -> float:
-        """Seconds of an operation in a backward pass. What a node calls after its first operation costs C++ a launch and little else; what
-        Python calls there (a checkpoint that computes again, a function of its own) costs what it does in a forward pass."""
+        """Seconds of an operation in a backward pass. What Python calls there (a checkpoint that computes again, a function of its own) costs
+        what it does in a forward pass."""
         if is_grad_enabled():
             return self._cost(weight)
         key = node_in_cpp()
         again, local.launched_by = key is not None and key == local.launched_by, key
-        return self.costs.backward * (
-            weight.backward if not again or weight.backward > 1.0 else FURTHER * weight.backward
-        )
+        return self.costs.backward * weight.backward * (FURTHER if again and weight.backward <= SIMPLE else 1.0)

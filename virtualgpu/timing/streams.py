@@ -293,13 +293,17 @@ class Streams:
 
     # -- a backward pass
 
+    def begins(self) -> float:
+        """Seconds until autograd's threads are awake."""
+        return 0.0
+
     def _in_backward(self, local: HostThread) -> bool:
         if graph_task() == -1:
             if local.backward is not None:
                 self._leave_backward(local)
             return False
         if local.backward is None:
-            local.backward = [local.now] * len(self.queues)
+            local.backward = [local.now + self.begins()] * len(self.queues)
             if local.kind == "optimizer":  # the last step raised, or this is in its closure
                 local.kind = "forward"
             local.outside, local.node, local.launched_by = local.streams, None, None

@@ -5,10 +5,12 @@ import torch
 import torch.utils.checkpoint
 
 import virtualgpu
+from tests.gpu import host_table
 from virtualgpu.hardware.hosts import HOSTS
 from virtualgpu.hardware.settings import DATASHEET, find
 from virtualgpu.run import cli
 from virtualgpu.timing import host_weights
+from virtualgpu.timing.host_weights import BEGUN, ELEMENTWISE, FURTHER, WEIGHTS
 
 resnet50 = pytest.importorskip("torchvision").models.resnet50
 
@@ -57,46 +59,60 @@ def test_a_faster_host_helps_short_kernels_alone():
     assert many["2021"] == pytest.approx(many["2024"], rel=0.02)
 
 
-def test_a_view_costs_the_host_alone():
-    """5 us beside an H100 (tests/gpu/h100_host.csv); what linear calls by itself is in the product's cost."""
+SIMPLE, VIEW = ELEMENTWISE.backward, WEIGHTS["transpose"]
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0] * 2
+
+
+# What a function of x [2, 3, 4] costs in operations of the host: in its forward pass, and in its backward pass, beyond that this begins
+CALLS = {
+    "the CPU's": (lambda x: torch.zeros(2, 3).transpose(0, 1).exp(), 0, None),
+    "views": (lambda x: x.transpose(0, 1)[0].unsqueeze(1), 3 * VIEW.forward, None),
+    "a transpose": (lambda x: x.transpose(0, 1), VIEW.forward, VIEW.backward),
+    "views that linear makes": (lambda x: x.view(6, 4).detach(), 0, None),
+    # beside an H100 40 nodes of one operation took 15 to 17 us each in the backward pass, of three 32 to 34, of five 47 to 49
+    "a node of one": (torch.exp, ELEMENTWISE.forward, SIMPLE),
+    "a node of three": (torch.square, ELEMENTWISE.forward, SIMPLE * (1 + 2 * FURTHER)),
+    "two nodes": (lambda x: x.exp().exp(), 2 * ELEMENTWISE.forward, 2 * SIMPLE),
+    "called from Python": (Square.apply, 0.8 * ELEMENTWISE.forward, 2 * SIMPLE),
+    # what a checkpoint computes again costs what it does in a forward pass
+    "a checkpoint": (
+        lambda x: torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False),
+        ELEMENTWISE.forward,
+        SIMPLE + ELEMENTWISE.forward * 28 / 21,
+    ),
+    # C++ adds a bias by an operation of its own
+    "a convolution": (lambda x: torch.conv1d(x, x.detach()[..., :1]), WEIGHTS["convolution"].forward, None),
+    "with bias": (
+        lambda x: torch.conv1d(x, x.detach()[..., :1], x.detach().view(-1)[:2]),
+        WEIGHTS["convolution with bias"].forward,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_call_costs(name):
+    call, forward, backward = CALLS[name]
     with virtualgpu.dry_run(1, like="H100", host="2026"):
-        x = torch.zeros(2, 3, 4, requires_grad=True)
-        assert passed(lambda: x.transpose(0, 1)) == 0.0  # the CPU's time is none
-        y = x.cuda()
-        computing = [*virtualgpu.machine().clock.computing]
-        assert passed(lambda: y.transpose(0, 1)[0].unsqueeze(1)) == pytest.approx(3 * 28 * host_weights.VIEW.forward)
-        assert passed(lambda: y.view(6, 4).detach()) == 0.0
-        assert virtualgpu.machine().clock.computing == computing  # no kernel
-        plain, turned = y.sum(), y.transpose(0, 1).sum()
-        more = passed(turned.backward) - passed(plain.backward)
-        assert more == pytest.approx(21 * host_weights.VIEW.backward, abs=0.01)
-
-
-def test_a_nodes_further_operations_cost_half():
-    """Beside an H100 40 nodes of one operation took 15 to 17 us each in the backward pass, of three 32 to 34, of five 47 to 49."""
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        x, one = torch.zeros(2, 3, device="cuda", requires_grad=True), torch.ones(2, 3, device="cuda")
-
-        def backward(y):
-            return passed(lambda: torch.autograd.grad(y, x, one, retain_graph=True))
-
-        assert backward(x.exp()) == pytest.approx(21)  # a product
-        assert backward(x.square()) == pytest.approx(21 * (1 + 2 * host_weights.FURTHER))  # a power, and two products
-        assert backward(x.exp().exp()) == pytest.approx(2 * 21)  # two nodes
-        y = x.exp()
-        assert [backward(y), backward(y)] == pytest.approx([21, 21])  # a pass of its own, each
-
-        class Square(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)
-                return x * x
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return gradient * ctx.saved_tensors[0] * 2
-
-        assert backward(Square.apply(x)) == pytest.approx(2 * 21)  # called from Python, each
+        x, made = torch.zeros(2, 3, 4, device="cuda", requires_grad=True), []
+        kernels = [*virtualgpu.machine().clock.computing]
+        assert passed(lambda: made.append(call(x))) == pytest.approx(28 * forward, abs=0.01)
+        if "view" in name:
+            assert virtualgpu.machine().clock.computing == kernels
+        for _ in range(0 if backward is None else 2):  # each a pass of its own
+            one = torch.ones_like(made[0])
+            took = passed(lambda one=one: torch.autograd.grad(made[0], x, one, retain_graph=True))
+            assert took == pytest.approx(21 * (BEGUN + backward), abs=0.01)
 
 
 def test_what_autograd_does_not_note_costs_less():
@@ -107,18 +123,6 @@ def test_what_autograd_does_not_note_costs_less():
         for without in (torch.no_grad, torch.inference_mode):
             with without():
                 assert passed(x.exp) == pytest.approx(0.8 * noted)
-
-
-def test_what_a_checkpoint_computes_again_costs_as_in_the_forward_pass():
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        x = torch.zeros(2, 3, device="cuda", requires_grad=True)
-
-        def backward(y):
-            x.grad = None
-            return passed(y.sum().backward)
-
-        again = torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False)
-        assert backward(again) - backward(x.exp()) == pytest.approx(28 * host_weights.ELEMENTWISE.forward)
 
 
 def test_lists_cost_by_their_length():
@@ -213,6 +217,10 @@ def test_a_dry_run_keeps_the_clock_that_is_on(monkeypatch):
 def test_an_operation_of_many_kernels_costs_the_host_their_launches():
     assert host_weights.of("embedding_dense_backward", False, 12) == pytest.approx((1 + 11 * 0.2, 1 + 11 * 0.25))
     assert (
-        host_weights.of("add", True) == host_weights.ELEMENTWISE
-        and host_weights.of("mm", False, 3) == host_weights.PRODUCT
+        host_weights.of("add", True) == ELEMENTWISE and host_weights.of("mm", False, 3) == WEIGHTS["mm"]
     )  # measured whole
+
+
+def test_the_table_is_what_the_chains_say():
+    """`python -m tests.gpu.host_table` writes it."""
+    assert host_table.TABLE.read_text(encoding="utf-8") == host_table.written()
