@@ -40,8 +40,7 @@ def _matrices(first: int) -> Callable:
         widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
         loaded = together(left.itemsize, *widths)
         along = (left.stride(-1) == 1) + (right.stride(-2) == 1)
-        bias = first == 1 and args[0].dim() == 1
-        product = Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias)
+        product = Product(count, rows, columns, length, key, moved, loaded, along=along)
         return products.seconds(kernels, product)
 
     return rule
