@@ -40,7 +40,8 @@ def _matrices(first: int) -> Callable:
         widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
         loaded = together(left.itemsize, *widths)
         along = (left.stride(-1) == 1) + (right.stride(-2) == 1)
-        product = Product(count, rows, columns, length, key, moved, loaded, along=along)
+        bias = first == 1 and args[0].dim() == 1
+        product = Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias)
         return products.seconds(kernels, product)
 
     return rule
