@@ -20,11 +20,9 @@ def microseconds(rows, columns, length, key, kernels=H100, **options) -> float:
 @pytest.mark.parametrize(
     ("sizes", "options", "measured_us"),
     [
-        ((128, 4, 64), {"bias": True}, 11.52),  # sgemm_largek_lds64, with three kernels beside it
-        ((16, 300, 300), {"bias": True}, 5.79),  # gemmSN
         ((512, 300, 300), {"bias": True}, 12.8),  # one block after the other along the sum
-        ((128, 100, 1000), {}, 9.7),  # the sum split
-        ((30, 2000, 128), {"along": 0}, 4.77),  # a weight's gradient
+        ((1000, 1024, 4096), {"bias": True}, 235.37),  # which is not split where a bias is added
+        ((128, 100, 1000), {}, 9.7),  # and is else
     ],
 )
 def test_small_products_in_single_precision_wait(sizes, options, measured_us):
