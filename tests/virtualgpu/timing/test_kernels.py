@@ -55,11 +55,12 @@ def test_convolutions_take_what_others_measured():
     assert len(forward) > 30 and abs(median(forward)) < math.log(1.15) and measured.within(forward, 30) > 0.6
 
 
-def test_a_tile_more_than_the_processors_is_a_round_more():
+def test_a_tile_more_than_the_processors_is_a_wave_more():
+    """Published: 96 boards on 48 multiprocessors 1.04 ms, 97 1.48 (tests/accuracy/batch_sweeps.csv); half of a wave's time as a rule."""
     a100 = Kernels(SPECS["A100"])
     full = a100.product(1, 128 * 108 // 2, 512, 4096, "float16", 2)  # 108 tiles of 128 x 256 for 108 processors
     more = a100.product(1, 128 * 109 // 2 + 128, 512, 4096, "float16", 2)
-    assert 1.2 < more / full < 2.1
+    assert 1.2 < more / full < 1.7
 
 
 @pytest.mark.parametrize("card", sorted(SPECS))

@@ -27,7 +27,7 @@ REACHED: dict[str, tuple[float, float]] = {
     "row_norm": (1.1, 0.85),
     "attention": (1.06, 0.95),
     "masked_attention": (1.05, 0.95),
-    "product": (1.08, 0.88),
+    "product": (1.08, 0.78),
     "convolution": (1.08, 0.74),
 }
 
