@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from virtualgpu.timing import attention_kernels, convolutions, products
+from virtualgpu.timing import attention, convolutions, products
 from virtualgpu.timing.costs import parts
 from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.products import Product
@@ -65,11 +65,11 @@ def _recurrent(passes: int, layers_at: int) -> Callable:
     return rule
 
 
-FORWARD, BACKWARD = (attention_kernels.rule(which) for which in ("forward", "backward"))
+FORWARD, BACKWARD = (attention.rule(which) for which in ("forward", "backward"))
 EFFICIENT_FORWARD, EFFICIENT_BACKWARD = (
-    attention_kernels.rule(which, "efficient") for which in ("forward", "backward")
+    attention.rule(which, "efficient") for which in ("forward", "backward")
 )
-CUDNN_FORWARD, CUDNN_BACKWARD = (attention_kernels.rule(which, "cudnn") for which in ("forward", "backward"))
+CUDNN_FORWARD, CUDNN_BACKWARD = (attention.rule(which, "cudnn") for which in ("forward", "backward"))
 RULES: dict[str, Callable] = {
     "mm": _matrices(0),
     "bmm": _matrices(0),
