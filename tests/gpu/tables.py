@@ -68,7 +68,7 @@ def convolution_rows(card: str) -> Iterator[list]:
     """For each kind of each class of size, and for all classes together."""
     kernels, logs = Kernels(SPECS[card]), defaultdict(list)
     for one, seconds in [*_profiled(card, kernels), *_published(card, kernels)]:
-        log = math.log(seconds / one.by_the_rule(kernels))
+        log = math.log(seconds / convolutions.by_the_rule(kernels, one))
         logs[one.kind].append(log)
         logs[(*one.kind[:-1], ANY)].append(log)
     for kind, found in sorted(logs.items()):
@@ -154,7 +154,8 @@ def _more(settings: dict) -> str:
     return "biased" if "mask" in settings else "dropped" if settings.get("dropout") else ""
 
 
-def _roofline(kernels: Kernels, by: str, which: str, settings: dict, factor: float) -> float:
+def _asked(settings: dict, which: str) -> tuple[torch.Tensor, float, int, str]:
+    """Query, FLOPs, bytes and type, as `attention.roofline` asks for them."""
     query = _empty(settings, *settings["shape"])
     batch, heads, queries, head = query.shape
     key = _empty(settings, batch, heads, settings.get("keys", queries), head)
@@ -162,14 +163,15 @@ def _roofline(kernels: Kernels, by: str, which: str, settings: dict, factor: flo
     moved = query.nbytes + key.nbytes  # each of two, read or written: query, key, value and result, and their gradients
     moved *= 2 if which == "forward" else 4
     counted = flops(query, key, key, settings.get("causal", False)) * attention.in_whole_tiles(queries, key.shape[2])
-    return attention.roofline(kernels, which, by, query, counted, moved, settings["dtype"], factor)
+    return query, counted, moved, settings["dtype"]
 
 
 def _fitted(kernels: Kernels, by: str, which: str, calls) -> tuple[float, float]:
     took = torch.tensor([seconds for _, seconds in calls]).double()
+    asked = [_asked(settings, which) for settings, _ in calls]
     best = (math.inf, 0.0, 0.0)
     for factor in FACTORS.tolist():
-        roofs = torch.tensor([_roofline(kernels, by, which, settings, factor) for settings, _ in calls]).double()
+        roofs = torch.tensor([attention.roofline(kernels, which, by, *one, factor) for one in asked]).double()
         off = (took.log() - (SECONDS[:, None] + roofs).log()).abs().clamp(max=OFF).sum(1)
         best = min(best, (off.min().item(), SECONDS[off.argmin()].item(), factor))
     return best[1:]
@@ -177,7 +179,10 @@ def _fitted(kernels: Kernels, by: str, which: str, calls) -> tuple[float, float]
 
 def _over(kernels: Kernels, by: str, which: str, seconds: float, factor: float, calls) -> str:
     """What these take over it; nothing where there are few."""
-    times = [took / (seconds + _roofline(kernels, by, which, settings, factor)) for settings, took in calls]
+    times = [
+        took / (seconds + attention.roofline(kernels, which, by, *_asked(settings, which), factor))
+        for settings, took in calls
+    ]
     return f"{median(times):.3g}" if len(times) >= LEAST // 2 else ""
 
 

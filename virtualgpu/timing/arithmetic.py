@@ -66,9 +66,7 @@ def _recurrent(passes: int, layers_at: int) -> Callable:
 
 
 FORWARD, BACKWARD = (attention.rule(which) for which in ("forward", "backward"))
-EFFICIENT_FORWARD, EFFICIENT_BACKWARD = (
-    attention.rule(which, "efficient") for which in ("forward", "backward")
-)
+EFFICIENT_FORWARD, EFFICIENT_BACKWARD = (attention.rule(which, "efficient") for which in ("forward", "backward"))
 CUDNN_FORWARD, CUDNN_BACKWARD = (attention.rule(which, "cudnn") for which in ("forward", "backward"))
 RULES: dict[str, Callable] = {
     "mm": _matrices(0),

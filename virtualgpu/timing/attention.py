@@ -43,8 +43,8 @@ def attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -
 
 
 def fused(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
-    """Of a fused kernel, which leaves out what a causal mask hides. drops: does it drop scores? biased: does it add a mask to them?
-    learned: and make a gradient of it? The same FLOPs."""
+    """Of a fused kernel, which leaves out what a causal mask hides. drops: does it drop scores? biased: does it add a mask to them? learned:
+    and make a gradient of it? The same FLOPs."""
     flops = attention(query, key, value)
     return int(flops * causal_share(query.shape[2], key.shape[2])) if is_causal else flops
 
@@ -104,7 +104,10 @@ def roofline(kernels: Kernels, which: str, by: str, query, flops: float, moved: 
     """Of `flops` in whole tiles. factor: over the peak. Backward, FlashAttention and cuDNN have kernels of their own before and after the
     main one, which move what it does (compute_dot_do_o, convert_dq)."""
     peak = kernels.spec.rates.get(TF32 if key == FLOAT32 else key, kernels.spec.rates[FLOAT32])
-    busy, moving = factor * flops * max(1.0, SCORE / max(query.shape[-1], 1)) / peak, moved / kernels.bandwidth["memory"]
+    busy, moving = (
+        factor * flops * max(1.0, SCORE / max(query.shape[-1], 1)) / peak,
+        moved / kernels.bandwidth["memory"],
+    )
     return busy + moving if which == "backward" and by != "efficient" else max(busy, moving)
 
 
@@ -114,14 +117,18 @@ def in_whole_tiles(queries: int, keys: int) -> float:
     return tiles * WHOLE**2 / max(queries * keys, 1)
 
 
-def _by_published_shares(kernels: Kernels, which: str, by: str, query, keys: int, flops: float, moved: float, key) -> float:
+def _by_published_shares(
+    kernels: Kernels, which: str, by: str, query, keys: int, flops: float, moved: float, key
+) -> float:
     spec, achieved = kernels.spec, kernels.achieved
     if by == "efficient":
         single = key == FLOAT32 and TF32 in spec.rates
         key = TF32 if single else key
         reached = (EFFICIENT_TF32 if single else EFFICIENT)[which] * achieved.product(key)
     elif by == "cudnn" and kernels.hopper:
-        reached = achieved.attention[f"cudnn_{which}"] * min(1.0, (query.shape[-1] / HEAD) ** 0.5) * keys / (keys + SHORT)
+        reached = (
+            achieved.attention[f"cudnn_{which}"] * min(1.0, (query.shape[-1] / HEAD) ** 0.5) * keys / (keys + SHORT)
+        )
     else:
         reached = achieved.attention[which] * keys / (keys + SHORT)
     busy = flops / (spec.rates.get(key, spec.rates[FLOAT32]) * reached) if reached else 0.0

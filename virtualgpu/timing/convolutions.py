@@ -4,11 +4,10 @@ FLOPs: each number of the weight meets each place of the image once: of the resu
 channels / groups, *kernel], so that groups count by its size alone. Of the three sums of such products (the result, the gradient of
 what went in, that of the weight) none has more terms than another; `torch.utils.flop_counter` leaves groups out of the third.
 
-Seconds: a convolution is a product of matrices (implicit GEMM), which takes fewer multiplications where it is 3x3 in single precision
-(Winograd). Of a 1x1 convolution the weight is multiplied with the image as it lies, whatever its order of channels. Larger ones want the
-channels last on tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only what is read, as they
-write channels first ("..._nhwc2nchw", "..._nhwckrsc_nchw" in traces); Ampere's kernels for 16 bits have no such form, so that what they made
-is converted as well. Depthwise ones move an image in and out and do little with it.
+Seconds: a convolution is a product of matrices (implicit GEMM), in single precision of 3x3 with fewer multiplications (Winograd). Of a 1x1
+convolution the weight is multiplied with the image as it lies. Larger ones want the channels last on tensor cores, and convert images that
+have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels first ("..._nhwc2nchw" in traces);
+Ampere's for 16 bits have no such form, so that what they made is converted as well. Depthwise ones do little but move an image in and out.
 
 What cuDNN's kernels took on a card over that is a median of its kind: `data/convolutions.csv`, written by `python -m tests.gpu.tables`.
 `python -m tests.accuracy.convolutions` sets both beside others' (DeepBench, KernelBench, NeuSight, dlperf, kineto, spio).
@@ -31,7 +30,7 @@ CHANNELS = 8
 # of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. Directly; 1x1 on tensor cores loses as much as without; 3x3 of stride 1 in
 # single precision by Winograd. Larger ones on tensor cores are plain products
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
-WINOGRAD = 0.62
+WINOGRAD = {"before Ampere": 0.62, "since": 0.87}  # NeuSight's (A100): 0.62 of it was 1.4 times too fast
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
 # grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
 # an RTX 3090, 144 on a 4090)
@@ -41,13 +40,12 @@ MERGED = 64
 BANDWIDTH, FLOPS = 0.55, 0.19
 # Depthwise by PyTorch's own kernels: cycles of a multiprocessor for each number that they make, and for each of its products. RepLKNet as above
 # (kernels 3 and 7), KernelBench (A10G; 3x1, 3x3, 3x7): within 30 %. float16 takes as long (FlagGems #1697, H20)
-CYCLES = 2.6, 0.125
+CYCLES = {"before Hopper": (2.6, 0.125), "Hopper": (1.05, 0.16)}
 # What its gradients take over that, by cuDNN and by PyTorch, on an H100: 1 to 2.2, and 1.1 to 2.7 times
 GRADIENT = {"forward": (1.0, 1.0), "image": (1.7, 1.6), "weight": (1.15, 2.0)}
 # cuDNN's in single precision, channels last, of 7x7 and larger: cycles of a multiprocessor for each product (cuDNN 9.19 on an H100: 96 x 56 x 56 and
 # 384 x 14 x 14, 64 images). A ConvNeXt comes to them unasked: its norms leave channels last
 LARGE, SINGLE = 49, {"forward": 0.095, "image": 0.10, "weight": 1.35}
-SQUARES = (1, 3, 5)  # kernels that PyTorch leaves to cuDNN
 # What the table tells apart, and its word for all sizes together
 KIND, ANY = ("pass", "kind", "dtype", "layout", "size"), "any"
 SIZES = (2e9, 2e10)  # FLOPs of a pass between which classes of size are told apart in the table
@@ -98,7 +96,7 @@ class Pass(NamedTuple):
     @property
     def moved(self) -> int:
         """Bytes in and out."""
-        return self.image.itemsize * (self.image.numel() + self.made.numel() + self.weight.numel())
+        return sum(tensor.numel() for tensor in (self.image, self.made, self.weight)) * self.image.itemsize
 
     @property
     def depthwise(self) -> bool:
@@ -108,18 +106,19 @@ class Pass(NamedTuple):
     @property
     def by_pytorch(self) -> bool:
         """By PyTorch's own kernels for depthwise ones, which add the bias as well: channels first (use_cudnn_depthwise in
-        ATen/native/Convolution.cpp); bfloat16 takes them, and as long as float32."""
+        ATen/native/Convolution.cpp)."""
         return self.depthwise and self.image.stride(1) != 1 and not self._left_to_cudnn()
 
     def _left_to_cudnn(self) -> bool:
         """As check_cudnn_depthwise_workload_with_filter decides (PyTorch 2.11), channels first."""
         batch, channels, *size = self.image.shape
-        strides, stride, kernel, width = {*self.stride}, self.stride[0], self.weight.shape[-1], size[-1]
-        if self.image.dtype != torch.float16 or channels < 32 or {*self.dilation} != {1} or len(strides) > 1:
+        stride, kernel, width = self.stride[0], self.weight.shape[-1], size[-1]
+        plain = {*self.dilation} == {1} and len({*self.stride}) == 1
+        if self.image.dtype != torch.float16 or channels < 32 or not plain:
             return False
         if len(size) != 2 or size[0] == 1:
             return len(size) < 3 and stride == 1
-        if len({*self.weight.shape[2:]}) > 1 or kernel not in SQUARES or width < 7 or stride > 2:
+        if len({*self.weight.shape[2:]}) > 1 or kernel not in (1, 3, 5) or width < 7 or stride > 2:
             return False
         if stride == 1 or batch == 1:
             return stride == 1 or kernel > 1 or width <= 28
@@ -144,20 +143,17 @@ class Pass(NamedTuple):
 
     def seconds(self, kernels: Kernels) -> float:
         """With its launches."""
-        found = measured.rows("convolutions", kernels.spec, *KIND)
-        row = found.get(self.kind) or found.get((*self.kind[:-1], ANY))
-        return self.by_the_rule(kernels) * (float(row["factor"]) if row else 1.0)
-
-    def by_the_rule(self, kernels: Kernels) -> float:
-        """The same before the table."""
-        return _depthwise(kernels, self) if self.depthwise else _product(kernels, self)
+        found, kind = measured.rows("convolutions", kernels.spec, *KIND), self.kind
+        row = found.get(kind) or found.get((*kind[:-1], ANY))
+        return by_the_rule(kernels, self) * (float(row["factor"]) if row else 1.0)
 
 
 def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     """convolution, plain or transposed."""
     image, weight, bias, stride, _, dilation, transposed = args[:7]
     result = tensors[-1]
-    one = plain_pass(kernels, "forward", image, result, weight, stride, dilation, transposed, args[8] if len(args) > 8 else 1, key)
+    groups = args[8] if len(args) > 8 else 1
+    one = plain_pass(kernels, "forward", image, result, weight, stride, dilation, transposed, groups, key)
     seconds = one.seconds(kernels)
     if bias is not None and not one.by_pytorch:  # added to cuDNN's result by a kernel of its own
         seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
@@ -168,53 +164,43 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
     """convolution_backward: of the image, the weight and the bias, as its mask says."""
     gradient, image, weight, _, stride, _, dilation, transposed, _, groups, mask = args[:11]
     settings = image, gradient, weight, stride, dilation, transposed, groups, key
-    total = sum(
-        plain_pass(kernels, which, *settings).seconds(kernels)
-        for which, asked in zip(("image", "weight"), mask, strict=False)
-        if asked
-    )
-    if len(mask) > 2 and mask[2]:
-        total += _of_the_bias(kernels, gradient)
+    wanted = [which for which, asked in zip(("image", "weight"), mask, strict=False) if asked]
+    total = sum(plain_pass(kernels, which, *settings).seconds(kernels) for which in wanted)
+    if len(mask) > 2 and mask[2]:  # a sum of PyTorch's over all but the channels
+        dims = (0, *range(2, gradient.dim()))
+        total += reductions.plan(gradient, dims, kernels.spec).seconds(kernels, gradient.nbytes)
     return total
 
 
 def plain_pass(kernels: Kernels, which, image, made, weight, stride, dilation, transposed, groups, key) -> Pass:
     """As a plain one's. A card before Ampere has no TF32."""
-    if key == TF32 and key not in kernels.spec.rates:
-        key = FLOAT32
+    key = FLOAT32 if key == TF32 and key not in kernels.spec.rates else key
     if transposed:
         image, made, which = made, image, {"forward": "image", "image": "forward"}.get(which, which)
-    dimensions = weight.dim() - 2
-    stride = stride if len(stride) == dimensions else [stride[0]] * dimensions
     return Pass(which, image, made, weight, stride, dilation, groups, key)
 
 
-def _of_the_bias(kernels: Kernels, gradient) -> float:
-    """Its gradient: a sum of PyTorch's over all but the channels."""
-    dims = (0, *range(2, gradient.dim()))
-    return reductions.plan(gradient, dims, kernels.spec).seconds(kernels, gradient.nbytes)
+def by_the_rule(kernels: Kernels, one: Pass) -> float:
+    """Before the table."""
+    return _depthwise(kernels, one) if one.depthwise else _product(kernels, one)
 
 
 def _product(kernels: Kernels, one: Pass) -> float:
-    """As a product of rows, columns and length, one for each group."""
+    """As a product of rows, columns and length, one for each group; the gradient of the image as if forward, which has as many."""
     spec, which, groups, key = kernels.spec, one.which, one.groups, one.key
     read, made = one.weight.shape[1], one.weight.shape[0] // groups
     tensor_cores = key in spec.rates and key in (TF32, FLOAT16, BFLOAT16) and spec.capability[0] >= 7
-    length = made * one.taps // prod(one.stride) if which == "image" else read * one.taps
-    if tensor_cores:
-        length = -(-length // CHANNELS) * CHANNELS
-    sizes = {
-        "forward": (_positions(one.made), made, length),
-        "image": (_positions(one.image), read, max(1, length)),
-        "weight": (read * one.taps, made, _positions(one.made)),
-    }[which]
+    positions, length = one.made.shape[0] * prod(one.made.shape[2:]), read * one.taps
+    sizes = positions, made, -(-length // CHANNELS) * CHANNELS if tensor_cores else length
+    if which == "weight":
+        sizes = length, made, positions
     few = min(one.image.shape[1] if which == "forward" else one.made.shape[1], read) < CHANNELS
     if tensor_cores and groups == 1 and few:
         key, tensor_cores = FLOAT32, False
-    longer = 1.0
-    if tensor_cores or key == FLOAT32:
-        square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride} == {1} and not tensor_cores
-        longer = WINOGRAD if square else DIRECT[which] if one.taps == 1 or not tensor_cores else 1.0
+    longer = DIRECT[which] if one.taps == 1 and tensor_cores else 1.0
+    if key == FLOAT32:
+        square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride} == {1}
+        longer = WINOGRAD["since" if spec.capability[0] >= 8 else "before Ampere"] if square else DIRECT[which]
     together = 1
     while tensor_cores and groups % (2 * together) == 0 and 2 * together * min(sizes[1], read) <= MERGED:
         together *= 2
@@ -225,16 +211,14 @@ def _product(kernels: Kernels, one: Pass) -> float:
     return seconds + (_converting(kernels, one, key) if tensor_cores else 0.0)
 
 
-def _positions(image) -> int:
-    return image.shape[0] * prod(image.shape[2:])
-
-
 def _converting(kernels: Kernels, one: Pass, key) -> float:
     """Channels first to last, and back: each image is read and written once more, and the weight."""
     ampere = kernels.spec.capability[0] >= 8
     if one.taps == 1 and ({*one.stride} == {1} or not ampere):
         return 0.0
-    made, read = (one.made, one.image) if one.which == "forward" else (one.image, one.made)
+    made, read = one.made, one.image
+    if one.which == "weight" or (one.which == "image" and made.numel() > read.numel()):
+        made, read = read, made
     images = [read, made if one.which == "weight" and ampere else one.weight]
     if one.which != "weight" and key != TF32 and ampere:
         images.append(made)
@@ -246,7 +230,8 @@ def _depthwise(kernels: Kernels, one: Pass) -> float:
     spec, taps = kernels.spec, one.taps
     made, read = (one.image, one.made) if one.which == "image" else (one.made, one.image)
     if one.by_pytorch:
-        busy = max(one.moved / kernels.bandwidth["memory"], made.numel() * (CYCLES[0] + CYCLES[1] * taps) / kernels.cycles)
+        number, tap = CYCLES[kernels.generation]
+        busy = max(one.moved / kernels.bandwidth["memory"], made.numel() * (number + tap * taps) / kernels.cycles)
         return spec.kernel + GRADIENT[one.which][1] * busy
     moving = one.moved / (spec.bandwidth * BANDWIDTH)
     if made.dtype == torch.float32 and taps >= LARGE:
