@@ -12,7 +12,10 @@ import contextlib
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +26,7 @@ from virtualgpu.hardware.specs import SPECS
 
 TABLES = Path(__file__).parent
 LAST = torch.channels_last
+DEVICE, FLUSH = "cuda", 64 << 20  # numbers that are written between two calls, so that nothing is left in the cache
 
 
 class Row(NamedTuple):
@@ -343,12 +347,51 @@ def profiled(one: Call, flush: torch.Tensor) -> float:
     return sorted(taken)[1]
 
 
+def sample(families: Sequence[str]) -> list[tuple[str, dict]]:
+    """Families and settings to measure on another card, in an order in which any first part of them has some of every kind."""
+    found = [(row.family, row.settings) for family in families for row in rows(family, "H100")]
+    return random.Random(0).sample(found, len(found))
+
+
+def measure(card: str, families: Sequence[str], minutes: float = 4.5) -> Path:
+    """Writes <card>_profiled.csv of what it takes on the current GPU, as many of the sample as there is time for. Returns its path: under
+    build/ where there is one of that card here already."""
+    file = path(card, "profiled")
+    file = Path("build") / file.name if file.exists() else file
+    file.parent.mkdir(exist_ok=True)
+    asked, taken, begun = sample(families), [], time.monotonic()
+    flush = torch.empty(FLUSH, device=DEVICE)
+    for number, (family, settings) in enumerate(asked):
+        passed = (time.monotonic() - begun) / (60 * minutes)
+        if passed >= 1:
+            break
+        done = int(40 * max(passed, number / len(asked)))
+        print(f"\r[{'#' * done:<40}] {number:5} kernels of {card}", end="", file=sys.stderr, flush=True)
+        try:
+            with precision(settings):
+                us = profiled(call(family, settings), flush)
+        except RuntimeError:  # too large for this card, or of no type that it has
+            continue
+        taken.append([family, json.dumps(settings), f"{us:.2f}", "", "", versions()])
+    print(file=sys.stderr)
+    with open(file, "w", encoding="utf-8", newline="") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(["family", "settings", "fresh", "cold", "warm", "versions"])
+        writer.writerows(sorted(taken))
+    return file
+
+
+def versions() -> str:
+    """Of what runs here, and the month."""
+    return f"PyTorch {torch.__version__}; CUDA {torch.version.cuda}; cuDNN {torch.backends.cudnn.version()}; {time.strftime('%Y-%m')}"
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit(
             "no GPU here: tests/virtualgpu/timing/test_profiled_kernels.py compares the simulation with the table"
         )
-    flush = torch.empty(64 << 20, device="cuda")
+    flush = torch.empty(FLUSH, device=DEVICE)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; microseconds here, and in the table")
     for row in rows():
         with precision(row.settings):

@@ -1,7 +1,8 @@
 """What kernels took on the cards that were measured, as the clock reads it: virtualgpu/timing/data/convolutions.csv and attention.csv.
 
-    python -m tests.gpu.tables     writes both, from tests/gpu/<card>_profiled.csv, <card>_convolutions.csv, <card>_kernels.csv, and of
-                                   tests/accuracy/convolutions.csv what was measured here
+    python -m tests.gpu.tables               writes both, from tests/gpu/<card>_profiled.csv, <card>_convolutions.csv, <card>_kernels.csv, and of
+                                             tests/accuracy/convolutions.csv what was measured here
+    python -m tests.gpu.tables --measure     the GPU of this machine before (`make gpu`): five minutes
 
 Each row names the card, the versions, and the file. Nothing of the cards in JUDGED is an input: they are asked how well the others' tables do.
 
@@ -13,8 +14,9 @@ take over that, medians.
 import csv
 import io
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -37,11 +39,27 @@ WHOSE = ["card", "generation"]
 SOURCE = ["kernels", "versions", "source"]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
+    """Raises SystemExit for a GPU that hardware/data/cards.toml does not have."""
+    if "--measure" in arguments and not measure():
+        return
     measured.DATA.mkdir(exist_ok=True)
     for name, text in texts().items():
         (measured.DATA / f"{name}.csv").write_text(text, encoding="utf-8")
         print(measured.DATA / f"{name}.csv", text.count("\n") - 1, "rows")
+
+
+def measure() -> bool:
+    """Measures the kernels of this machine's GPU. Returns whether there is one."""
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing is measured")
+        return False
+    name = torch.cuda.get_device_name()
+    card = next((key for key, spec in SPECS.items() if spec.name == name), None)
+    if card is None:
+        raise SystemExit(f"{name} is not in virtualgpu/hardware/data/cards.toml: add it, then measure its kernels")
+    print(kernels_of_a_card.measure(card, ("convolution", "attention", "masked_attention")))
+    return True
 
 
 def texts(cards: Iterable[str] | None = None) -> dict[str, str]:
@@ -64,10 +82,10 @@ def _text(columns: list[str], rows: Iterable[list]) -> str:
     return file.getvalue()
 
 
-def convolution_rows(card: str) -> Iterator[list]:
-    """For each kind of each class of size, and for all classes together."""
+def convolution_rows(card: str, dtype: str = "") -> Iterator[list]:
+    """For each kind of each class of size, and for all classes together. dtype: of that type alone."""
     kernels, logs = Kernels(SPECS[card]), defaultdict(list)
-    for one, seconds in [*_profiled(card, kernels), *_published(card, kernels)]:
+    for one, seconds in [*_profiled(card, kernels, dtype), *_published(card, kernels, dtype)]:
         log = math.log(seconds / convolutions.by_the_rule(kernels, one))
         logs[one.kind].append(log)
         logs[(*one.kind[:-1], ANY)].append(log)
@@ -77,16 +95,17 @@ def convolution_rows(card: str) -> Iterator[list]:
             yield [*_whose(card), *kind, factor, len(found), _versions(card), _source(card, "convolutions")]
 
 
-def _profiled(card: str, kernels: Kernels) -> Iterator[tuple[Pass, float]]:
+def _profiled(card: str, kernels: Kernels, dtype: str) -> Iterator[tuple[Pass, float]]:
     for row in kernels_of_a_card.rows("convolution", card):
-        yield convolution_pass(row.settings, kernels), row.fresh * 1e-6
+        if dtype in ("", row.settings["dtype"]):
+            yield convolution_pass(row.settings, kernels), row.fresh * 1e-6
 
 
-def _published(card: str, kernels: Kernels) -> Iterator[tuple[Pass, float]]:
+def _published(card: str, kernels: Kernels, dtype: str) -> Iterator[tuple[Pass, float]]:
     """Depthwise ones, and others of an earlier visit (PyTorch 2.11, cuDNN 9.19 as well)."""
     with open(published.TABLE, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            if row["card"] == card and row["source"] == "measured here":
+            if row["card"] == card and row["source"] == "measured here" and dtype in ("", row["dtype"]):
                 image, weight, result, (stride, _, dilation, transposed, _, groups) = published._tensors(row)
                 settings = image, result, weight, stride, dilation, transposed, groups, row["dtype"]
                 yield convolutions.plain_pass(kernels, row["direction"], *settings), float(row["us"]) * 1e-6
@@ -200,4 +219,4 @@ def _source(card: str, more: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -3,9 +3,8 @@
 FLOPs: two products with the scores forward, five backward; of a causal one, the tiles that its mask leaves; and those of the operations that
 nn.MultiheadAttention and nn.TransformerEncoderLayer become where they only infer.
 
-Seconds: a roofline of these FLOPs and the bytes, in whole tiles, and what is done to each score beside its products (exponential, mask): a head
-takes as long as one of SCORE numbers at least. What a card's kernels take over its peak, and before their first tile, is fitted to measured
-ones: `data/attention.csv`, written by `python -m tests.gpu.tables`. Cards that are not there reach the shares that others published.
+Seconds: a roofline of these FLOPs, in whole tiles, and the bytes. What a card's kernels take over its peak, and before their first tile, is
+fitted to measured ones: `data/attention.csv`, written by `python -m tests.gpu.tables`. Other cards reach the shares that others published.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,9 @@ TILE = (128, 64)
 FEED_FORWARD = (8, 10)  # where the two weights of an encoder layer stand in the schema, after proj_weight
 # Kernels compute whole tiles of at least so many queries and keys (fmha_cutlassF_f32_aligned_64x64): 197 keys take as long as 256
 WHOLE = 64
-SCORE = 96  # numbers of a head: on an H100 of cuDNN 9.19, forward, heads of 107 have their products and exponentials in equal time; backward, of 89
+# Numbers of a head, of which fewer take as long, as each score has its exponential beside: about as long as products of 107 numbers forward, of 89
+# backward (cuDNN 9.19 on an H100, tests/gpu/h100_profiled.csv)
+SCORE = 96
 # Where no card was measured. Keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384);
 # numbers of a head: cuDNN's kernels reach less for smaller ones, as its root (465 and 675 TFLOPS for 64 and 128, 406 and 490 back)
 SHORT, HEAD = 100, 128
@@ -50,7 +51,7 @@ def fused(query, key, value, is_causal, drops=False, biased=False, learned=False
 
 
 def fused_backward(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
-    """Of a fused kernel's backward pass."""
+    """Of its backward pass."""
     return fused(query, key, value, is_causal) * 5 // 2
 
 
@@ -104,33 +105,26 @@ def roofline(kernels: Kernels, which: str, by: str, query, flops: float, moved: 
     """Of `flops` in whole tiles. factor: over the peak. Backward, FlashAttention and cuDNN have kernels of their own before and after the
     main one, which move what it does (compute_dot_do_o, convert_dq)."""
     peak = kernels.spec.rates.get(TF32 if key == FLOAT32 else key, kernels.spec.rates[FLOAT32])
-    busy, moving = (
-        factor * flops * max(1.0, SCORE / max(query.shape[-1], 1)) / peak,
-        moved / kernels.bandwidth["memory"],
-    )
+    busy = factor * flops * max(1.0, SCORE / max(query.shape[-1], 1)) / peak
+    moving = moved / kernels.bandwidth["memory"]
     return busy + moving if which == "backward" and by != "efficient" else max(busy, moving)
 
 
 def in_whole_tiles(queries: int, keys: int) -> float:
     """The scores of whole tiles over those that are asked for."""
-    tiles = -(-queries // WHOLE) * -(-keys // WHOLE)
-    return tiles * WHOLE**2 / max(queries * keys, 1)
+    return -(-queries // WHOLE) * -(-keys // WHOLE) * WHOLE**2 / max(queries * keys, 1)
 
 
-def _by_published_shares(
-    kernels: Kernels, which: str, by: str, query, keys: int, flops: float, moved: float, key
-) -> float:
-    spec, achieved = kernels.spec, kernels.achieved
+def _by_published_shares(kernels: Kernels, which, by, query, keys: int, flops: float, moved: float, key) -> float:
+    spec, achieved, reached = kernels.spec, kernels.achieved, keys / (keys + SHORT)
     if by == "efficient":
         single = key == FLOAT32 and TF32 in spec.rates
         key = TF32 if single else key
         reached = (EFFICIENT_TF32 if single else EFFICIENT)[which] * achieved.product(key)
     elif by == "cudnn" and kernels.hopper:
-        reached = (
-            achieved.attention[f"cudnn_{which}"] * min(1.0, (query.shape[-1] / HEAD) ** 0.5) * keys / (keys + SHORT)
-        )
+        reached *= achieved.attention[f"cudnn_{which}"] * min(1.0, (query.shape[-1] / HEAD) ** 0.5)
     else:
-        reached = achieved.attention[which] * keys / (keys + SHORT)
-    busy = flops / (spec.rates.get(key, spec.rates[FLOAT32]) * reached) if reached else 0.0
+        reached *= achieved.attention[which]
+    busy = flops / (spec.rates.get(key, spec.rates[FLOAT32]) * reached) if flops else 0.0
     launches = 3 if which == "backward" and by != "efficient" else 1
     return spec.kernel * launches + max(busy, moved / kernels.bandwidth["memory"])

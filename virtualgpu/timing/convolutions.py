@@ -9,7 +9,7 @@ convolution the weight is multiplied with the image as it lies. Larger ones want
 have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels first ("..._nhwc2nchw" in traces);
 Ampere's for 16 bits have no such form, so that what they made is converted as well. Depthwise ones do little but move an image in and out.
 
-What cuDNN's kernels took on a card over that is a median of its kind: `data/convolutions.csv`, written by `python -m tests.gpu.tables`.
+What kernels took on a card over that is a median of their kind: `data/convolutions.csv`, written by `python -m tests.gpu.tables`.
 `python -m tests.accuracy.convolutions` sets both beside others' (DeepBench, KernelBench, NeuSight, dlperf, kineto, spio).
 """
 
@@ -31,24 +31,21 @@ CHANNELS = 8
 # single precision by Winograd. Larger ones on tensor cores are plain products
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
 WINOGRAD = {"before Ampere": 0.62, "since": 0.87}  # NeuSight's (A100): 0.62 of it was 1.4 times too fast
-# Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
-# grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
-# an RTX 3090, 144 on a 4090)
+# Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's, 3x3 over
+# 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
 MERGED = 64
-# Depthwise by cuDNN (channels last, or float16): the share of the bandwidth and of the float32 FLOP/s (cuDNN 9.19 on an H100; in 2022 it was 0.36
-# and 0.08: RepLKNet, arXiv 2203.06717, 2080 Ti)
+# Depthwise by cuDNN (channels last, or float16): the share of the bandwidth and of the float32 FLOP/s (9.19 on an H100; RepLKNet, 2022: 0.36, 0.08)
 BANDWIDTH, FLOPS = 0.55, 0.19
-# Depthwise by PyTorch's own kernels: cycles of a multiprocessor for each number that they make, and for each of its products. RepLKNet as above
-# (kernels 3 and 7), KernelBench (A10G; 3x1, 3x3, 3x7): within 30 %. float16 takes as long (FlagGems #1697, H20)
+# Depthwise by PyTorch's own kernels: cycles of a multiprocessor for each number that they make, and for each of its products. RepLKNet (arXiv
+# 2203.06717, kernels 3 and 7), KernelBench (A10G; 3x1, 3x3, 3x7): within 30 %. float16 takes as long (FlagGems #1697, H20)
 CYCLES = {"before Hopper": (2.6, 0.125), "Hopper": (1.05, 0.16)}
 # What its gradients take over that, by cuDNN and by PyTorch, on an H100: 1 to 2.2, and 1.1 to 2.7 times
 GRADIENT = {"forward": (1.0, 1.0), "image": (1.7, 1.6), "weight": (1.15, 2.0)}
 # cuDNN's in single precision, channels last, of 7x7 and larger: cycles of a multiprocessor for each product (cuDNN 9.19 on an H100: 96 x 56 x 56 and
 # 384 x 14 x 14, 64 images). A ConvNeXt comes to them unasked: its norms leave channels last
 LARGE, SINGLE = 49, {"forward": 0.095, "image": 0.10, "weight": 1.35}
-# What the table tells apart, and its word for all sizes together
-KIND, ANY = ("pass", "kind", "dtype", "layout", "size"), "any"
-SIZES = (2e9, 2e10)  # FLOPs of a pass between which classes of size are told apart in the table
+# What the table tells apart, its word for all sizes together, and the FLOPs of a pass between its classes of size
+KIND, ANY, SIZES = ("pass", "kind", "dtype", "layout", "size"), "any", (2e9, 2e10)
 
 
 def forward_flops(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
@@ -75,9 +72,8 @@ def _flops(image, weight) -> int:
 
 class Pass(NamedTuple):
     """One of a plain convolution's: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its
-    weight. A transposed one is an "image", and the gradient of what it read a "forward".
-
-    image, made: [batch, channels, *size]; weight: [made channels, channels read / groups, *kernel]. key: into Spec.rates."""
+    weight. A transposed one is an "image", and the gradient of what it read a "forward". image, made: [batch, channels, *size]; weight: [made
+    channels, channels read / groups, *kernel]. key: into Spec.rates."""
 
     which: str
     image: torch.Tensor
@@ -130,14 +126,10 @@ class Pass(NamedTuple):
     def kind(self) -> tuple[str, ...]:
         """By the columns KIND of the table."""
         size = sum(_flops(self.made, self.weight) >= limit for limit in SIZES)
-        if self.depthwise:
-            kind = "depthwise by PyTorch" if self.by_pytorch else "depthwise by cuDNN"
-        elif self.groups > 1:
-            kind = "grouped"
-        elif self.image.shape[1] < CHANNELS:
-            kind = "few channels"
-        else:
-            kind = {1: "1x1", 9: "3x3"}.get(self.taps, "larger")
+        kind = "few channels" if self.image.shape[1] < CHANNELS else {1: "1x1", 9: "3x3"}.get(self.taps, "larger")
+        if self.groups > 1:
+            own = "depthwise by PyTorch" if self.by_pytorch else "depthwise by cuDNN"
+            kind = own if self.depthwise else "grouped"
         last = self.image.stride(1) == 1 or self.made.stride(1) == 1
         return self.which, kind, self.key, "last" if last else "first", str(size)
 
@@ -154,10 +146,10 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
     result = tensors[-1]
     groups = args[8] if len(args) > 8 else 1
     one = plain_pass(kernels, "forward", image, result, weight, stride, dilation, transposed, groups, key)
-    seconds = one.seconds(kernels)
-    if bias is not None and not one.by_pytorch:  # added to cuDNN's result by a kernel of its own
-        seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
-    return seconds
+    adding = (
+        kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
+    )  # to cuDNN's result, a kernel of its own
+    return one.seconds(kernels) + (adding if bias is not None and not one.by_pytorch else 0.0)
 
 
 def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
@@ -217,7 +209,7 @@ def _converting(kernels: Kernels, one: Pass, key) -> float:
     if one.taps == 1 and ({*one.stride} == {1} or not ampere):
         return 0.0
     made, read = one.made, one.image
-    if one.which == "weight" or (one.which == "image" and made.numel() > read.numel()):
+    if one.which == "image" and made.numel() > read.numel():
         made, read = read, made
     images = [read, made if one.which == "weight" and ampere else one.weight]
     if one.which != "weight" and key != TF32 and ampere:
