@@ -26,6 +26,7 @@ from virtualgpu.hardware.specs import SPECS
 
 TABLES = Path(__file__).parent
 LAST = torch.channels_last
+MOST = 1200  # rows of a family that another card is asked for: some four minutes
 DEVICE, FLUSH = "cuda", 64 << 20  # numbers that are written between two calls, so that nothing is left in the cache
 
 
@@ -348,9 +349,12 @@ def profiled(one: Call, flush: torch.Tensor) -> float:
 
 
 def sample(families: Sequence[str]) -> list[tuple[str, dict]]:
-    """Families and settings to measure on another card, in an order in which any first part of them has some of every kind."""
-    found = [(row.family, row.settings) for family in families for row in rows(family, "H100")]
-    return random.Random(0).sample(found, len(found))
+    """Families and settings to measure on another card, MOST of each, in an order in which any first part of them has some of all."""
+    chosen, found = random.Random(0), []
+    for family in families:
+        every = [(row.family, row.settings) for row in rows(family, "H100")]
+        found += chosen.sample(every, min(MOST, len(every)))
+    return chosen.sample(found, len(found))
 
 
 def measure(card: str, families: Sequence[str], minutes: float = 4.5) -> Path:
@@ -366,7 +370,8 @@ def measure(card: str, families: Sequence[str], minutes: float = 4.5) -> Path:
         if passed >= 1:
             break
         done = int(40 * max(passed, number / len(asked)))
-        print(f"\r[{'#' * done:<40}] {number:5} kernels of {card}", end="", file=sys.stderr, flush=True)
+        if number % 20 == 0:
+            print(f"\r[{'#' * done:<40}] {number:5} kernels of {card}", end="", file=sys.stderr, flush=True)
         try:
             with precision(settings):
                 us = profiled(call(family, settings), flush)

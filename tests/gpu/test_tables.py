@@ -55,7 +55,7 @@ def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
             return 100.0
         return 2e6 * tables.convolutions.by_the_rule(kernels, tables.convolution_pass(settings, kernels))
 
-    some = kernels_of_a_card.sample(("convolution", "attention", "masked_attention"))[:1500]
+    some = kernels_of_a_card.sample(("convolution", "attention", "masked_attention"))[:600]
     monkeypatch.setattr(kernels_of_a_card, "sample", lambda families: some)
     monkeypatch.setattr(kernels_of_a_card, "TABLES", tmp_path)
     monkeypatch.setattr(kernels_of_a_card, "DEVICE", "meta")
@@ -67,13 +67,13 @@ def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "DATA", tmp_path / "data")
     tables.main(["--measure"])
     with open(tmp_path / "a100_profiled.csv", encoding="utf-8", newline="") as file:
-        assert len(list(csv.DictReader(file))) == 1000
+        assert len(list(csv.DictReader(file))) == 400
     measured._cards.cache_clear()
     found = measured.rows("convolutions", A100, *KIND)
     factors = [float(row["factor"]) for row in found.values()]
-    assert len(factors) > 20 and all(math.isclose(factor, 2, abs_tol=0.01) for factor in factors)
+    assert len(factors) > 10 and all(math.isclose(factor, 2, abs_tol=0.01) for factor in factors)
     assert next(iter(found.values()))["versions"] == "PyTorch 9.9"
-    assert ("efficient", "forward", "32") in measured.rows("attention", A100, "by", "pass", "bits")
+    assert ("flash", "forward", "16") in measured.rows("attention", A100, "by", "pass", "bits")
 
 
 def test_a_card_that_is_unknown_is_refused(monkeypatch):
