@@ -73,7 +73,7 @@ def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
     factors = [float(row["factor"]) for row in found.values()]
     assert len(factors) > 10 and all(math.isclose(factor, 2, abs_tol=0.01) for factor in factors)
     assert next(iter(found.values()))["versions"] == "PyTorch 9.9"
-    assert ("flash", "forward", "16") in measured.rows("attention", A100, "by", "pass", "bits")
+    assert ("flash", "backward", "16") in measured.rows("attention", A100, "by", "pass", "bits")
 
 
 def test_a_card_that_is_unknown_is_refused(monkeypatch):
