@@ -43,8 +43,8 @@ judges: setup      ## other people's programs; PYTORCH_TEST=folder PYTORCH_EXAMP
 faults: setup      ## ten minutes of kills, stops, full disks, limits and misuses at random moments; OPTIONS="--only fit --seed 7 --minutes 60"
 	@$(PY) -m tests.faults $(OPTIONS)
 
-gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones (skipped without one)
-	@$(PY) -m pytest -rs tests/gpu
+gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones, and its kernels for the clock (nothing without one)
+	@$(PY) -m pytest -rs tests/gpu && $(PY) -m tests.gpu.tables --measure
 
 matrix: setup      ## the suite on Python 3.11-3.13 with oldest and newest versions, on other processors, as in Colab, in a browser; ONLY=colab
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[matrix]' -c constraints.txt && $(PY) -m nox $(if $(ONLY),-s "$(ONLY)")

@@ -12,15 +12,22 @@ import contextlib
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from virtualgpu.hardware.specs import SPECS
+
 TABLES = Path(__file__).parent
 LAST = torch.channels_last
+MOST = 1200  # rows of a family that another card is asked for: some four minutes
+DEVICE, FLUSH = "cuda", 64 << 20  # numbers that are written between two calls, so that nothing is left in the cache
 
 
 class Row(NamedTuple):
@@ -41,14 +48,33 @@ def rows(family: str = "", card: str = "H100") -> list[Row]:
             json.loads(row["settings"]),
             *(float(row[state] or "nan") for state in ("fresh", "cold", "warm")),
         )
-        for row in _table(f"{card.lower()}_profiled.csv")
+        for row in table(card, "profiled")
     ]
-    every = profiled + [_of_a_convolution(row) for row in _table(f"{card.lower()}_convolutions.csv")]
+    every = profiled + [_of_a_convolution(row) for row in table(card, "convolutions")]
     return [row for row in every if row.family == family or not family]
 
 
-def _table(name: str) -> list[dict[str, str]]:
-    with open(TABLES / name, encoding="utf-8", newline="") as file:
+def in_a_graph(family: str, card: str) -> list[tuple[dict, float]]:
+    """Settings and microseconds of the rows of <card>_kernels.csv: captured in a CUDA graph, and replayed."""
+    found = [row for row in table(card, "kernels") if row["family"] == family]
+    return [(json.loads(row["settings"]), float(row["us"])) for row in found]
+
+
+def cards() -> list[str]:
+    """Keys into SPECS of the cards that have a file here."""
+    return [card for card in SPECS if path(card, "profiled").exists()]
+
+
+def path(card: str, kind: str) -> Path:
+    """Of that card's measured kernels. kind: profiled, convolutions or kernels."""
+    return TABLES / f"{card.lower().replace(' ', '_')}_{kind}.csv"
+
+
+def table(card: str, kind: str) -> list[dict[str, str]]:
+    """The rows of that file; none where there is none."""
+    if not path(card, kind).exists():
+        return []
+    with open(path(card, kind), encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -107,21 +133,22 @@ def _one_pass(settings: dict, function: Callable[[], torch.Tensor], image: torch
     return Call([gradient], lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
 
 
-def _in_layout(settings: dict, image: torch.Tensor) -> torch.Tensor:
+def in_layout(settings: dict, image: torch.Tensor) -> torch.Tensor:
+    """An image of 2 or 3 dimensions, its channels last where the settings say so."""
     order = torch.channels_last_3d if image.dim() == 5 else LAST
     return image.contiguous(memory_format=order) if settings.get("last") else image
 
 
 def _batch_norm(settings: dict) -> Call:
     channels = settings["shape"][1]
-    x = _in_layout(settings, _random(settings, *settings["shape"])).requires_grad_()
+    x = in_layout(settings, _random(settings, *settings["shape"])).requires_grad_()
     weight, bias = (torch.ones(channels, device="cuda", requires_grad=True) for _ in range(2))
     mean, variance = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
     return _one_pass(settings, lambda: F.batch_norm(x, mean, variance, weight, bias, True), x, [x, weight, bias])
 
 
 def _sum(settings: dict) -> Call:
-    x = _in_layout(settings, _random(settings, *settings["shape"]))
+    x = in_layout(settings, _random(settings, *settings["shape"]))
     return Call([x], lambda: x.sum(settings["dim"]))
 
 
@@ -156,17 +183,22 @@ def _interpolate(settings: dict) -> Call:
     return _one_pass(settings, lambda: F.interpolate(x, mode=settings["mode"], **how), x, [x])
 
 
-def _convolution(settings: dict) -> Call:
+def convolution(settings: dict, make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+    """The image, the weight, and what else torch.convolution is told after the bias. make: called with the settings and a shape."""
     shape, groups, dilation = (settings[name] for name in ("shape", "groups", "dilation"))
     kernel, stride = (_each(settings[name], len(shape) - 2) for name in ("kernel", "stride"))
     transposed = bool(settings.get("transposed"))
-    x = _in_layout(settings, _random(settings, *shape))
+    x = in_layout(settings, make(settings, *shape))
     channels = (shape[1], settings["made"] // groups) if transposed else (settings["made"], shape[1] // groups)
-    weight = _in_layout(settings, _random(settings, *channels, *kernel))
+    weight = in_layout(settings, make(settings, *channels, *kernel))
     padding = [size // 2 * dilation for size in kernel]
     if transposed:
         padding = [max(0, (size - step) // 2) for size, step in zip(kernel, stride, strict=True)]
-    options = stride, padding, [dilation] * len(kernel), transposed, [0] * len(kernel), groups
+    return x, weight, (stride, padding, [dilation] * len(kernel), transposed, [0] * len(kernel), groups)
+
+
+def _convolution(settings: dict) -> Call:
+    x, weight, options = convolution(settings, _random)
     wanted = {"forward": [], "image": [x], "weight": [weight]}[settings["pas"]]
     for tensor in wanted:
         tensor.requires_grad_()
@@ -316,12 +348,55 @@ def profiled(one: Call, flush: torch.Tensor) -> float:
     return sorted(taken)[1]
 
 
+def sample(families: Sequence[str]) -> list[tuple[str, dict]]:
+    """Families and settings to measure on another card, MOST of each, in an order in which any first part of them has some of all."""
+    chosen, found = random.Random(0), []
+    for family in families:
+        every = [(row.family, row.settings) for row in rows(family, "H100")]
+        found += chosen.sample(every, min(MOST, len(every)))
+    return chosen.sample(found, len(found))
+
+
+def measure(card: str, families: Sequence[str], minutes: float = 4.5) -> Path:
+    """Writes <card>_profiled.csv of what it takes on the current GPU, as many of the sample as there is time for. Returns its path: under
+    build/ where there is one of that card here already."""
+    file = path(card, "profiled")
+    file = Path("build") / file.name if file.exists() else file
+    file.parent.mkdir(exist_ok=True)
+    asked, taken, begun = sample(families), [], time.monotonic()
+    flush = torch.empty(FLUSH, device=DEVICE)
+    for number, (family, settings) in enumerate(asked):
+        passed = (time.monotonic() - begun) / (60 * minutes)
+        if passed >= 1:
+            break
+        done = int(40 * max(passed, number / len(asked)))
+        if number % 20 == 0:
+            print(f"\r[{'#' * done:<40}] {number:5} kernels of {card}", end="", file=sys.stderr, flush=True)
+        try:
+            with precision(settings):
+                us = profiled(call(family, settings), flush)
+        except RuntimeError:  # too large for this card, or of no type that it has
+            continue
+        taken.append([family, json.dumps(settings), f"{us:.2f}", "", "", versions()])
+    print(file=sys.stderr)
+    with open(file, "w", encoding="utf-8", newline="") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(["family", "settings", "fresh", "cold", "warm", "versions"])
+        writer.writerows(sorted(taken))
+    return file
+
+
+def versions() -> str:
+    """Of what runs here, and the month."""
+    return f"PyTorch {torch.__version__}; CUDA {torch.version.cuda}; cuDNN {torch.backends.cudnn.version()}; {time.strftime('%Y-%m')}"
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit(
             "no GPU here: tests/virtualgpu/timing/test_profiled_kernels.py compares the simulation with the table"
         )
-    flush = torch.empty(64 << 20, device="cuda")
+    flush = torch.empty(FLUSH, device=DEVICE)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; microseconds here, and in the table")
     for row in rows():
         with precision(row.settings):

@@ -42,7 +42,7 @@ class Call:
         return [self.query, self.key, self.value, *([] if self.bias is None else [self.bias])]
 
     def booked(self, learned: bool = False) -> tuple:
-        """What decides over its time (timing.attention_kernels). learned: does the bias get a gradient?"""
+        """What decides over its time (timing.attention). learned: does the bias get a gradient?"""
         return (*self.inputs[:3], self.is_causal, bool(self.dropout), self.bias is not None, bool(learned))
 
     def on_cpu(self, query, key, value, bias):

@@ -2,6 +2,6 @@
 
 `clock` is the work of the GPUs that a `host` launches, on `streams`, with `collectives` beside it; `host_weights` says what of it costs the host
 how much, `own_work` what the program does beside. `flops` counts and times what multiplies, with `products`, `convolutions` and `attention`;
-`memory_bound` what moves bytes, with `norms` and `reductions`; `kernels` knows one card's rates. `nccl` is PyTorch's model of a collective, `trace`
-what GPUs did. `data` holds what was measured.
+`memory_bound` what moves bytes, with `norms` and `reductions`; `kernels` knows one card's rates, `measured` what kernels took on a card (`data/`).
+`nccl` is PyTorch's model of a collective, `trace` what GPUs did.
 """

@@ -4,21 +4,23 @@ FLOPs: each number of the weight meets each place of the image once: of the resu
 channels / groups, *kernel], so that groups count by its size alone. Of the three sums of such products (the result, the gradient of
 what went in, that of the weight) none has more terms than another; `torch.utils.flop_counter` leaves groups out of the third.
 
-Seconds: cuDNN's ways of doing it, by the order of channels, type and size of the kernel. A convolution is a product of matrices
-(implicit GEMM); those of 3x3 in single precision take fewer multiplications (Winograd: `winograd`, and by a share for gradients of the
-weight). Of a 1x1 convolution the weight is multiplied with the image as it lies, whatever its order of channels. Larger ones want the channels last on
-tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels
-first ("..._nhwc2nchw", "..._nhwckrsc_nchw" in traces); Ampere's kernels for 16 bits have no such form, so that what they made is
-converted as well. On a Hopper most go by rules for each kernel (`hopper`).
+Seconds: a convolution is a product of matrices (implicit GEMM), in single precision of 3x3 with fewer multiplications (Winograd). Of a 1x1
+convolution the weight is multiplied with the image as it lies. Larger ones want the channels last on tensor cores, and convert images that
+have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels first ("..._nhwc2nchw" in traces);
+Ampere's for 16 bits have no such form, so that what they made is converted as well. Depthwise ones do little but move an image in and out.
 
-`python -m tests.accuracy.convolutions` sets them beside others' (DeepBench, KernelBench, NeuSight, dlperf, kineto, spio).
+What kernels took on a card over that is a median of their kind: `data/convolutions.csv`, written by `python -m tests.gpu.tables`.
+`python -m tests.accuracy.convolutions` sets both beside others' (DeepBench, KernelBench, NeuSight, dlperf, kineto, spio).
 """
 
+from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
+
+import torch
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import depthwise, hopper, reductions, winograd
-from virtualgpu.timing.hopper.convolution import Convolution
+from virtualgpu.timing import measured, reductions
 from virtualgpu.timing.kernels import Kernels
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
@@ -26,13 +28,24 @@ from virtualgpu.timing.kernels import Kernels
 CHANNELS = 8
 # Their time over that of a plain product of the same sizes and type, by cuDNN's way of doing it, forward and for the gradients of the image and
 # of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. Directly; 1x1 on tensor cores loses as much as without; 3x3 of stride 1 in
-# single precision by Winograd, where `winograd` has no rule. Larger ones on tensor cores are plain products
+# single precision by Winograd. Larger ones on tensor cores are plain products
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
-WINOGRAD = 0.62
-# Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's
-# grouped convolution, 3x3 over 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on
-# an RTX 3090, 144 on a 4090)
+WINOGRAD = {"before Ampere": 0.62, "since": 0.87}  # NeuSight's (A100): 0.62 of it was 1.4 times too fast
+# Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's, 3x3 over
+# 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
 MERGED = 64
+# Depthwise by cuDNN (channels last, or float16): the share of the bandwidth and of the float32 FLOP/s (9.19 on an H100; RepLKNet, 2022: 0.36, 0.08)
+BANDWIDTH, FLOPS = 0.55, 0.19
+# Depthwise by PyTorch's own kernels: cycles of a multiprocessor for each number that they make, and for each of its products. RepLKNet (arXiv
+# 2203.06717, kernels 3 and 7), KernelBench (A10G; 3x1, 3x3, 3x7): within 30 %. float16 takes as long (FlagGems #1697, H20)
+CYCLES = {"before Hopper": (2.6, 0.125), "Hopper": (1.05, 0.16)}
+# What its gradients take over that, by cuDNN and by PyTorch, on an H100: 1 to 2.2, and 1.1 to 2.7 times
+GRADIENT = {"forward": (1.0, 1.0), "image": (1.7, 1.6), "weight": (1.15, 2.0)}
+# cuDNN's in single precision, channels last, of 7x7 and larger: cycles of a multiprocessor for each product (cuDNN 9.19 on an H100: 96 x 56 x 56 and
+# 384 x 14 x 14, 64 images). A ConvNeXt comes to them unasked: its norms leave channels last
+LARGE, SINGLE = 49, {"forward": 0.095, "image": 0.10, "weight": 1.35}
+# What the table tells apart, its word for all sizes together, and the FLOPs of a pass between its classes of size
+KIND, ANY, SIZES = ("pass", "kind", "dtype", "layout", "size"), "any", (2e9, 2e10)
 
 
 def forward_flops(x, weight, bias, stride, padding, dilation, transposed, *args, out_val=None, **kwargs) -> int:
@@ -57,143 +70,163 @@ def _flops(image, weight) -> int:
     return 2 * image.shape[0] * prod(image.shape[2:]) * weight.numel()
 
 
+class Pass(NamedTuple):
+    """One of a plain convolution's: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its
+    weight. A transposed one is an "image", and the gradient of what it read a "forward". image, made: [batch, channels, *size]; weight: [made
+    channels, channels read / groups, *kernel]. key: into Spec.rates."""
+
+    which: str
+    image: torch.Tensor
+    made: torch.Tensor
+    weight: torch.Tensor
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    key: str
+
+    @property
+    def taps(self) -> int:
+        """Places of the weight."""
+        return prod(self.weight.shape[2:])
+
+    @property
+    def moved(self) -> int:
+        """Bytes in and out."""
+        return sum(tensor.numel() for tensor in (self.image, self.made, self.weight)) * self.image.itemsize
+
+    @property
+    def depthwise(self) -> bool:
+        """Does each channel see one of the image alone?"""
+        return self.groups > 1 and self.weight.shape[1] == 1
+
+    @property
+    def by_pytorch(self) -> bool:
+        """By PyTorch's own kernels for depthwise ones, which add the bias as well: channels first (use_cudnn_depthwise in
+        ATen/native/Convolution.cpp)."""
+        return self.depthwise and self.image.stride(1) != 1 and not self._left_to_cudnn()
+
+    def _left_to_cudnn(self) -> bool:
+        """As check_cudnn_depthwise_workload_with_filter decides (PyTorch 2.11), channels first."""
+        batch, channels, *size = self.image.shape
+        stride, kernel, width = self.stride[0], self.weight.shape[-1], size[-1]
+        plain = {*self.dilation} == {1} and len({*self.stride}) == 1
+        if self.image.dtype != torch.float16 or channels < 32 or not plain:
+            return False
+        if len(size) != 2 or size[0] == 1:
+            return len(size) < 3 and stride == 1
+        if len({*self.weight.shape[2:]}) > 1 or kernel not in (1, 3, 5) or width < 7 or stride > 2:
+            return False
+        if stride == 1 or batch == 1:
+            return stride == 1 or kernel > 1 or width <= 28
+        if kernel == 1:
+            return batch <= 16 and channels >= 128 and width <= 7
+        return channels >= 512 or (channels >= 256 and width >= 28)
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """By the columns KIND of the table."""
+        size = sum(_flops(self.made, self.weight) >= limit for limit in SIZES)
+        kind = "few channels" if self.image.shape[1] < CHANNELS else {1: "1x1", 9: "3x3"}.get(self.taps, "larger")
+        if self.groups > 1:
+            own = "depthwise by PyTorch" if self.by_pytorch else "depthwise by cuDNN"
+            kind = own if self.depthwise else "grouped"
+        last = self.image.stride(1) == 1 or self.made.stride(1) == 1
+        return self.which, kind, self.key, "last" if last else "first", str(size)
+
+    def seconds(self, kernels: Kernels) -> float:
+        """With its launches."""
+        found, kind = measured.rows("convolutions", kernels.spec, *KIND), self.kind
+        row = found.get(kind) or found.get((*kind[:-1], ANY))
+        return by_the_rule(kernels, self) * (float(row["factor"]) if row else 1.0)
+
+
 def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     """convolution, plain or transposed."""
-    image, weight = args[:2]
+    image, weight, bias, stride, _, dilation, transposed = args[:7]
     result = tensors[-1]
-    transposed, groups = args[6], args[8] if len(args) > 8 else 1
-    made, read = (image, result) if transposed else (result, image)
-    length = weight.shape[1] * prod(weight.shape[2:])
-    adds_bias = False
-    if depthwise.is_depthwise(weight, groups):
-        asked = depthwise.Convolution(image, weight, args[3], args[5])
-        adds_bias = asked.by_pytorch
-        seconds = depthwise.seconds(kernels, "forward", asked, made, read, moved)
-    else:
-        own = _by_a_rule(kernels, "forward", image, result, weight, args[3], args[5], transposed, groups, key)
-        seconds = own or _of_an_image(kernels, "forward", made, read, weight, length, args[3], groups, key, moved)
-    # a bias is added to cuDNN's result by a kernel of its own
-    if args[2] is not None and not adds_bias:
-        seconds += kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
-    return seconds
+    groups = args[8] if len(args) > 8 else 1
+    one = plain_pass(kernels, "forward", image, result, weight, stride, dilation, transposed, groups, key)
+    adding = (
+        kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
+    )  # to cuDNN's result, a kernel of its own
+    return one.seconds(kernels) + (adding if bias is not None and not one.by_pytorch else 0.0)
 
 
 def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     """convolution_backward: of the image, the weight and the bias, as its mask says."""
     gradient, image, weight, _, stride, _, dilation, transposed, _, groups, mask = args[:11]
-    moved = gradient.itemsize * (gradient.numel() + image.numel() + weight.numel())  # by each of the two products
-    total = 0.0
-    if depthwise.is_depthwise(weight, groups):
-        asked = depthwise.Convolution(image, weight, stride, dilation)
-        if mask[0]:
-            total += depthwise.seconds(kernels, "image", asked, image, gradient, moved)
-        if mask[1]:
-            total += depthwise.seconds(kernels, "weight", asked, gradient, image, moved)
-    else:
-        settings = weight, stride, dilation, transposed, groups, key
-        if mask[0]:
-            steps = stride if len(stride) > 1 else (*stride, *stride)[: weight.dim() - 2]
-            reach = prod(weight.shape[2:]) / (1 if transposed else prod(steps))
-            channels = weight.shape[1 if transposed else 0] // (1 if transposed else groups)
-            length = max(1, int(channels * reach))
-            total += _by_a_rule(kernels, "image", image, gradient, *settings) or _of_an_image(
-                kernels, "image", image, gradient, weight, length, stride, groups, key, moved
-            )
-        if mask[1]:
-            total += _by_a_rule(kernels, "weight", image, gradient, *settings) or _of_the_weight(
-                kernels, gradient, image, weight, stride, groups, key, moved
-            )
-    if len(mask) > 2 and mask[2]:
-        total += _of_the_bias(kernels, gradient)
+    settings = image, gradient, weight, stride, dilation, transposed, groups, key
+    wanted = [which for which, asked in zip(("image", "weight"), mask, strict=False) if asked]
+    total = sum(plain_pass(kernels, which, *settings).seconds(kernels) for which in wanted)
+    if len(mask) > 2 and mask[2]:  # a sum of PyTorch's over all but the channels
+        dims = (0, *range(2, gradient.dim()))
+        total += reductions.plan(gradient, dims, kernels.spec).seconds(kernels, gradient.nbytes)
     return total
 
 
-def _of_the_bias(kernels: Kernels, gradient) -> float:
-    """Its gradient: a sum of PyTorch's over all but the channels."""
-    if kernels.peak or gradient.dim() < 3:
-        return kernels.spec.kernel + gradient.nbytes / kernels.bandwidth["memory"]
-    dims = (0, *range(2, gradient.dim()))
-    return reductions.plan(gradient, dims, kernels.spec).seconds(kernels, gradient.nbytes)
-
-
-def _positions(image) -> int:
-    return image.shape[0] * prod(image.shape[2:])
-
-
-def _by_a_rule(kernels, which, image, made, weight, stride, dilation, transposed, groups, key) -> float | None:
-    """On a Hopper, and of 3x3 in single precision before: None where there is none. which: forward, or the gradient of the "image" or of
-    the "weight"."""
-    settings = stride, dilation, groups, _key(kernels, key)
-    if not (transposed or kernels.hopper) and winograd.applies(kernels, which, image, weight, *settings):
-        return winograd.seconds(kernels, *((image, made) if which == "image" else (made, image)))
+def plain_pass(kernels: Kernels, which, image, made, weight, stride, dilation, transposed, groups, key) -> Pass:
+    """As a plain one's. A card before Ampere has no TF32."""
+    key = FLOAT32 if key == TF32 and key not in kernels.spec.rates else key
     if transposed:
         image, made, which = made, image, {"forward": "image", "image": "forward"}.get(which, which)
-    return hopper.seconds(kernels, Convolution(which, image, made, weight, stride, dilation, groups, key))
+    return Pass(which, image, made, weight, stride, dilation, groups, key)
 
 
-def _of_an_image(kernels, which, made, read, weight, length, stride, groups, key, moved) -> float:
-    """The image `made` [batch, channels, *size] from `read`: each of its numbers is a sum of `length` products."""
-    if _on_tensor_cores(kernels.spec, key):
-        length = -(-length // CHANNELS) * CHANNELS
-    sizes = _positions(made), made.shape[1] // groups, length
-    return _one(kernels, which, sizes, (made, read), weight, stride, groups, key, moved)
+def by_the_rule(kernels: Kernels, one: Pass) -> float:
+    """Before the table."""
+    return _depthwise(kernels, one) if one.depthwise else _product(kernels, one)
 
 
-def _of_the_weight(kernels, gradient, image, weight, stride, groups, key, moved) -> float:
-    """Its gradient: each of its numbers is a sum over all places of the images."""
-    sizes = weight.shape[1] * prod(weight.shape[2:]), weight.shape[0] // groups, _positions(gradient)
-    return _one(kernels, "weight", sizes, (image, gradient), weight, stride, groups, key, moved)
-
-
-def _one(kernels, which, sizes, images, weight, stride, groups, key, moved) -> float:
-    """As a product of these sizes (rows, columns, length), one for each group. images: made and read, or both read."""
-    key = _key(kernels, key)
-    spec, tensor_cores = kernels.spec, _on_tensor_cores(kernels.spec, key)
-    if tensor_cores and groups == 1 and min(images[1].shape[1], weight.shape[1]) < CHANNELS:
+def _product(kernels: Kernels, one: Pass) -> float:
+    """As a product of rows, columns and length, one for each group; the gradient of the image as if forward, which has as many."""
+    spec, which, groups, key = kernels.spec, one.which, one.groups, one.key
+    read, made = one.weight.shape[1], one.weight.shape[0] // groups
+    tensor_cores = key in spec.rates and key in (TF32, FLOAT16, BFLOAT16) and spec.capability[0] >= 7
+    positions, length = one.made.shape[0] * prod(one.made.shape[2:]), read * one.taps
+    sizes = positions, made, -(-length // CHANNELS) * CHANNELS if tensor_cores else length
+    if which == "weight":
+        sizes = length, made, positions
+    few = min(one.image.shape[1] if which == "forward" else one.made.shape[1], read) < CHANNELS
+    if tensor_cores and groups == 1 and few:
         key, tensor_cores = FLOAT32, False
-    share = 1 / _method(which, weight, stride, key, tensor_cores)
-    together = _together(sizes[1], weight, groups) if tensor_cores else 1
-    if together > 1:
-        seconds = kernels.plain(2 * groups * prod(sizes) * together / share, moved, key)
-    else:
-        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, moved, share=share)
-    return seconds + (_converting(kernels, which, images[0], images[1], weight, stride, key) if tensor_cores else 0.0)
-
-
-def _together(columns: int, weight, groups: int) -> int:
-    """So many groups are done side by side."""
+    longer = DIRECT[which] if one.taps == 1 and tensor_cores else 1.0
+    if key == FLOAT32:
+        square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride} == {1}
+        longer = WINOGRAD["since" if spec.capability[0] >= 8 else "before Ampere"] if square else DIRECT[which]
     together = 1
-    while groups % (2 * together) == 0 and 2 * together * min(columns, weight.shape[1]) <= MERGED:
+    while tensor_cores and groups % (2 * together) == 0 and 2 * together * min(sizes[1], read) <= MERGED:
         together *= 2
-    return together
+    if together > 1:
+        seconds = kernels.plain(2 * groups * prod(sizes) * together * longer, one.moved, key)
+    else:
+        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, one.moved, share=1 / longer)
+    return seconds + (_converting(kernels, one, key) if tensor_cores else 0.0)
 
 
-def _method(which: str, weight, stride, key, tensor_cores: bool) -> float:
-    """What cuDNN's way takes over a plain product of that type."""
-    pointwise, square = prod(weight.shape[2:]) == 1, tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}
-    if tensor_cores:
-        return DIRECT[which] if pointwise else 1.0
-    if key != FLOAT32:
-        return 1.0
-    return WINOGRAD if square else DIRECT[which]
-
-
-def _key(kernels: Kernels, key):
-    """What a card before Ampere makes of TF32."""
-    return FLOAT32 if key == TF32 and key not in kernels.spec.rates else key
-
-
-def _on_tensor_cores(spec, key) -> bool:
-    return key in spec.rates and (key == TF32 or key in (FLOAT16, BFLOAT16)) and spec.capability[0] >= 7
-
-
-def _converting(kernels: Kernels, which: str, made, read, weight, stride, key) -> float:
+def _converting(kernels: Kernels, one: Pass, key) -> float:
     """Channels first to last, and back: each image is read and written once more, and the weight."""
-    if prod(weight.shape[2:]) == 1 and (set(stride) == {1} or kernels.spec.capability[0] < 8):
+    ampere = kernels.spec.capability[0] >= 8
+    if one.taps == 1 and ({*one.stride} == {1} or not ampere):
         return 0.0
-    written_back = which != "weight" and key != TF32 and kernels.spec.capability[0] >= 8
-    images = (made, read, weight) if written_back else (read, weight)
-    if which == "weight" and kernels.spec.capability[0] >= 8:
-        images = (made, read)
-    first = [image for image in images if image.dim() > 2 and image.stride(1) != 1 and image.shape[1] > 1]
-    return sum(kernels.reordering(image) for image in first)
+    made, read = one.made, one.image
+    if one.which == "image" and made.numel() > read.numel():
+        made, read = read, made
+    images = [read, made if one.which == "weight" and ampere else one.weight]
+    if one.which != "weight" and key != TF32 and ampere:
+        images.append(made)
+    return sum(kernels.reordering(image) for image in images if image.stride(1) != 1 and image.shape[1] > 1)
+
+
+def _depthwise(kernels: Kernels, one: Pass) -> float:
+    """By PyTorch's kernels or by cuDNN's."""
+    spec, taps = kernels.spec, one.taps
+    made, read = (one.image, one.made) if one.which == "image" else (one.made, one.image)
+    if one.by_pytorch:
+        number, tap = CYCLES[kernels.generation]
+        busy = max(one.moved / kernels.bandwidth["memory"], made.numel() * (number + tap * taps) / kernels.cycles)
+        return spec.kernel + GRADIENT[one.which][1] * busy
+    moving = one.moved / (spec.bandwidth * BANDWIDTH)
+    if made.dtype == torch.float32 and taps >= LARGE:
+        numbers = min(made.numel(), read.numel())  # the smaller one's meet each weight once
+        return spec.kernel + max(moving, SINGLE[one.which] * numbers * taps / kernels.cycles)
+    return spec.kernel + GRADIENT[one.which][0] * max(moving, 2 * made.numel() * taps / (spec.rates[FLOAT32] * FLOPS))

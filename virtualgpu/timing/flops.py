@@ -8,8 +8,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.hardware.datasheet import DTYPES, FLOAT32, TF32
-from virtualgpu.timing import attention_kernels, convolutions, products
-from virtualgpu.timing.attention import attention, attention_backward, encoder_layer, multi_head
+from virtualgpu.timing import attention, convolutions, products
 from virtualgpu.timing.kernels import Kernels, together
 from virtualgpu.timing.products import Product
 
@@ -129,10 +128,10 @@ MORE: dict[str, Callable] = {
     "_convolution": convolutions.forward_flops,
     "_slow_conv2d_forward": convolutions.slow_forward_flops,
     "convolution_backward": convolutions.backward_flops,
-    "_native_multi_head_attention": multi_head,
-    "_transformer_encoder_layer_fwd": encoder_layer,
-    "_scaled_dot_product_flash_attention_for_cpu": attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
+    "_native_multi_head_attention": attention.multi_head,
+    "_transformer_encoder_layer_fwd": attention.encoder_layer,
+    "_scaled_dot_product_flash_attention_for_cpu": attention.attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attention.attention_backward,
     "mkldnn_rnn_layer": _rnn_layer,
     "mkldnn_rnn_layer_backward": _twice(_rnn_layer),
     "_cudnn_rnn": recurrent,
@@ -146,10 +145,10 @@ RULES: dict[str, Callable] = {
     "convolution": convolutions.forward_seconds,
     "_convolution": convolutions.forward_seconds,
     "convolution_backward": convolutions.backward_seconds,
-    **{f"_scaled_dot_product_{by}_attention": attention_kernels.rule("forward", by) for by in ATTENTION},
-    **{f"_scaled_dot_product_{by}_attention_backward": attention_kernels.rule("backward", by) for by in ATTENTION},
-    "flex_attention": attention_kernels.rule("forward"),
-    "flex_attention_backward": attention_kernels.rule("backward"),
+    **{f"_scaled_dot_product_{by}_attention": attention.rule("forward", by) for by in ATTENTION},
+    **{f"_scaled_dot_product_{by}_attention_backward": attention.rule("backward", by) for by in ATTENTION},
+    "flex_attention": attention.rule("forward"),
+    "flex_attention_backward": attention.rule("backward"),
     "_cudnn_rnn": partial(_recurrent, 1, 9),
     "_cudnn_rnn_backward": partial(_recurrent, 2, 13),
 }

@@ -79,6 +79,27 @@ def test_a_transposed_convolution_that_makes_few_channels_is_short():
     assert 2.5 < seconds[0] / seconds[1] < 5
 
 
+@pytest.mark.parametrize("card", ("A100", "H100"))
+@pytest.mark.parametrize("stride", (1, 2))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_a_transposed_convolution_takes_what_the_gradient_of_an_image_does(card, stride, dtype):
+    def seconds(function):
+        before = virtualgpu.machine().clock.computing[0]
+        result = function()
+        return result, virtualgpu.machine().clock.computing[0] - before
+
+    with virtualgpu.dry_run(1, like=card):
+        read, weight = (
+            torch.ones(*shape, device="cuda", dtype=dtype) for shape in ((16, 256, 28, 28), (256, 128, 4, 4))
+        )
+        made, forward = seconds(lambda: F.conv_transpose2d(read, weight, None, stride, 1))
+        image = made.detach().requires_grad_()
+        result = F.conv2d(image, weight, None, stride, 1)
+        gradient = torch.ones_like(result)
+        _, backward = seconds(lambda: torch.autograd.grad(result, image, gradient))
+    assert forward == pytest.approx(backward)
+
+
 def test_the_gradient_of_a_bias_is_a_sum_over_all_but_the_channels():
     def seconds(function):
         before = virtualgpu.machine().clock.computing[0]

@@ -141,7 +141,9 @@ def test_a_depthwise_convolution_of_stride_2_is_pytorchs_own():
     """Of 96 channels; cuDNN's from 256 on. 393 us there in float16, and 398 in bfloat16."""
     size = 128, 96, 112, 112
     assert depthwise(torch.float16, size, stride=2) == pytest.approx(393e-6, rel=0.1)
-    assert depthwise(torch.float16, size, stride=2) == pytest.approx(depthwise(torch.bfloat16, size, stride=2))
+    assert depthwise(torch.float16, size, stride=2) == pytest.approx(
+        depthwise(torch.bfloat16, size, stride=2), rel=0.02
+    )
     assert depthwise(torch.float16, size) < depthwise(torch.bfloat16, size)
 
 

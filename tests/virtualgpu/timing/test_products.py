@@ -1,11 +1,10 @@
-"""Products by the kernel that cuBLAS has for them, and attention by whole tiles."""
+"""Products by the kernel that cuBLAS has for them."""
 
 import pytest
 
 from tests.accuracy import batch_sweeps
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing import products
-from virtualgpu.timing.cudnn_attention import BACKWARD, FORWARD, causal_tiles
 from virtualgpu.timing.kernels import Kernels
 from virtualgpu.timing.products import Product
 
@@ -43,11 +42,6 @@ def test_tiles_of_hopper_are_of_many_sizes():
     """640 x 1920 over 2048 in bfloat16: 120 tiles of 160 x 64 for 132 processors, 9.4 us; cuDNN's convolutions have fewer."""
     sizes = 640, 1920, 2048, "bfloat16"
     assert microseconds(*sizes) < 0.85 * microseconds(*sizes, cublas=False)
-
-
-def test_a_causal_mask_leaves_whole_tiles():
-    assert causal_tiles(FORWARD, 4, 4) == causal_tiles(BACKWARD, 4, 4) == 2.5
-    assert causal_tiles(FORWARD, 1, 1) == 1 and causal_tiles(FORWARD, 2, 8) == 1.5
 
 
 @pytest.mark.parametrize(

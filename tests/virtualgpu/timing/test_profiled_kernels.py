@@ -25,10 +25,10 @@ REACHED: dict[str, tuple[float, float]] = {
     "pool": (1.3, 0.5),
     "group_norm": (1.1, 0.9),
     "row_norm": (1.1, 0.85),
-    "attention": (1.06, 0.95),
-    "masked_attention": (1.05, 0.95),
+    "attention": (1.06, 0.85),
+    "masked_attention": (1.06, 0.75),
     "product": (1.08, 0.78),
-    "convolution": (1.08, 0.74),
+    "convolution": (1.08, 0.58),
 }
 
 

@@ -1,0 +1,222 @@
+"""What kernels took on the cards that were measured, as the clock reads it: virtualgpu/timing/data/convolutions.csv and attention.csv.
+
+    python -m tests.gpu.tables               writes both, from tests/gpu/<card>_profiled.csv, <card>_convolutions.csv, <card>_kernels.csv, and of
+                                             tests/accuracy/convolutions.csv what was measured here
+    python -m tests.gpu.tables --measure     the GPU of this machine before (`make gpu`): five minutes
+
+Each row names the card, the versions, and the file. Nothing of the cards in JUDGED is an input: they are asked how well the others' tables do.
+
+A convolution's factor is the median of measured over the clock's rule, of at least LEAST kernels. Attention has two numbers: seconds before the
+first tile, and a factor over the peak, those of a grid with the least sum of |log(measured / roofline)|, each no more than OFF; and what dropout and a mask
+take over that, medians.
+"""
+
+import csv
+import io
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from tests.accuracy import convolutions as published
+from tests.gpu import kernels_of_a_card
+from virtualgpu.hardware.datasheet import TF32, Spec
+from virtualgpu.hardware.specs import SPECS
+from virtualgpu.timing import attention, convolutions, measured
+from virtualgpu.timing.convolutions import ANY, KIND, Pass
+from virtualgpu.timing.kernels import Kernels
+
+JUDGED = ("H200",)
+VERSIONS = "PyTorch 2.11; CUDA 13; cuDNN 9.19; 2026-11"  # of files that say none
+LEAST, OFF = 8, 0.7
+SECONDS = torch.logspace(-6, -4.2, 30).double()
+FACTORS = torch.logspace(-0.1, 1.2, 140).double()
+WHOSE = ["card", "generation"]
+SOURCE = ["kernels", "versions", "source"]
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Raises SystemExit for a GPU that hardware/data/cards.toml does not have."""
+    if "--measure" in arguments and not measure():
+        return
+    measured.DATA.mkdir(exist_ok=True)
+    for name, text in texts().items():
+        (measured.DATA / f"{name}.csv").write_text(text, encoding="utf-8")
+        print(measured.DATA / f"{name}.csv", text.count("\n") - 1, "rows")
+
+
+def measure() -> bool:
+    """Measures the kernels of this machine's GPU. Returns whether there is one."""
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing is measured")
+        return False
+    name = torch.cuda.get_device_name()
+    card = next((key for key, spec in SPECS.items() if spec.name == name), None)
+    if card is None:
+        raise SystemExit(f"{name} is not in virtualgpu/hardware/data/cards.toml: add it, then measure its kernels")
+    print(kernels_of_a_card.measure(card, ("convolution", "attention", "masked_attention")))
+    return True
+
+
+def texts(cards: Iterable[str] | None = None) -> dict[str, str]:
+    """Of the two tables, by name. cards: keys into SPECS; all that were measured and are not JUDGED."""
+    found = [card for card in cards or kernels_of_a_card.cards() if card not in JUDGED]
+    return {
+        "convolutions": _text([*KIND, "factor"], (row for card in found for row in convolution_rows(card))),
+        "attention": _text(
+            ["by", "pass", "bits", "seconds", "factor", "dropped", "biased"],
+            (row for card in found for row in attention_rows(card)),
+        ),
+    }
+
+
+def _text(columns: list[str], rows: Iterable[list]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*WHOSE, *columns, *SOURCE])
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def convolution_rows(card: str, dtype: str = "") -> Iterator[list]:
+    """For each kind of each class of size, and for all classes together. dtype: of that type alone."""
+    kernels, logs = Kernels(SPECS[card]), defaultdict(list)
+    for one, seconds in [*_profiled(card, kernels, dtype), *_published(card, kernels, dtype)]:
+        log = math.log(seconds / convolutions.by_the_rule(kernels, one))
+        logs[one.kind].append(log)
+        logs[(*one.kind[:-1], ANY)].append(log)
+    for kind, found in sorted(logs.items()):
+        if len(found) >= LEAST:
+            factor = f"{math.exp(median(found)):.3f}"
+            yield [*_whose(card), *kind, factor, len(found), _versions(card), _source(card, "convolutions")]
+
+
+def _profiled(card: str, kernels: Kernels, dtype: str) -> Iterator[tuple[Pass, float]]:
+    for row in kernels_of_a_card.rows("convolution", card):
+        if dtype in ("", row.settings["dtype"]):
+            yield convolution_pass(row.settings, kernels), row.fresh * 1e-6
+
+
+def _published(card: str, kernels: Kernels, dtype: str) -> Iterator[tuple[Pass, float]]:
+    """Depthwise ones, and others of an earlier visit (PyTorch 2.11, cuDNN 9.19 as well)."""
+    with open(published.TABLE, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["card"] == card and row["source"] == "measured here" and dtype in ("", row["dtype"]):
+                image, weight, result, (stride, _, dilation, transposed, _, groups) = published._tensors(row)
+                settings = image, result, weight, stride, dilation, transposed, groups, row["dtype"]
+                yield convolutions.plain_pass(kernels, row["direction"], *settings), float(row["us"]) * 1e-6
+
+
+def convolution_pass(settings: dict, kernels: Kernels) -> Pass:
+    """By the settings of a row, of tensors without memory."""
+    image, weight, options = kernels_of_a_card.convolution(settings, _empty)
+    stride, _, dilation, transposed, _, groups = options
+    result = torch.ops.aten.convolution(image, weight, None, *options)
+    tensors = image, kernels_of_a_card.in_layout(settings, result), weight
+    return convolutions.plain_pass(
+        kernels, settings["pas"], *tensors, stride, dilation, transposed, groups, settings["dtype"]
+    )
+
+
+def _empty(settings: dict, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=_dtype(settings))
+
+
+def _dtype(settings: dict) -> torch.dtype:
+    return torch.float32 if settings["dtype"] == TF32 else getattr(torch, settings["dtype"])
+
+
+def attention_rows(card: str) -> Iterator[list]:
+    """For each of the kernels, its passes and sizes of numbers."""
+    kernels, calls = Kernels(SPECS[card]), defaultdict(list)
+    for settings, seconds in _attentions(card):
+        by = settings["way"]
+        if by in ("flash", "efficient", "cudnn"):
+            calls[(by, settings["pas"], 8 * _dtype(settings).itemsize)].append((settings, seconds))
+    for (by, which, bits), found in sorted(calls.items()):
+        plain = [(settings, took) for settings, took in found if not _more(settings)]
+        if len(plain) < LEAST:
+            continue
+        seconds, factor = _fitted(kernels, by, which, plain)
+        more = [
+            _over(kernels, by, which, seconds, factor, [call for call in found if _more(call[0]) == what])
+            for what in ("dropped", "biased")
+        ]
+        figures = f"{seconds:.2e}", f"{factor:.3g}", *more
+        yield [*_whose(card), by, which, bits, *figures, len(found), _versions(card), _source(card, "kernels")]
+
+
+def _attentions(card: str) -> Iterator[tuple[dict, float]]:
+    """Settings, whose "way" is the kernel that was taken, and seconds."""
+    spec = SPECS[card]
+    for row in kernels_of_a_card.rows("attention", card) + kernels_of_a_card.rows("masked_attention", card):
+        yield {**row.settings, "way": _way(row.settings, spec)}, row.fresh * 1e-6
+    for settings, us in kernels_of_a_card.in_a_graph("attention", card):
+        way = settings["way"]
+        yield {**settings, "way": _way(settings, spec) if way == "default" else way}, us * 1e-6
+
+
+def _way(settings: dict, spec: Spec) -> str:
+    """What PyTorch takes, unless it is told (engine.sdpa_backends)."""
+    if settings["dtype"] in ("float32", TF32) or settings.get("mask") == "gradient":
+        return "efficient"
+    if spec.capability[0] in (9, 10):
+        return "cudnn"
+    return "efficient" if "mask" in settings else "flash"
+
+
+def _more(settings: dict) -> str:
+    return "biased" if "mask" in settings else "dropped" if settings.get("dropout") else ""
+
+
+def _asked(settings: dict, which: str) -> tuple[torch.Tensor, float, int, str]:
+    """Query, FLOPs, bytes and type, as `attention.roofline` asks for them."""
+    query = _empty(settings, *settings["shape"])
+    batch, heads, queries, head = query.shape
+    key = _empty(settings, batch, heads, settings.get("keys", queries), head)
+    flops = attention.fused if which == "forward" else attention.fused_backward
+    moved = query.nbytes + key.nbytes  # each of two, read or written: query, key, value and result, and their gradients
+    moved *= 2 if which == "forward" else 4
+    counted = flops(query, key, key, settings.get("causal", False)) * attention.in_whole_tiles(queries, key.shape[2])
+    return query, counted, moved, settings["dtype"]
+
+
+def _fitted(kernels: Kernels, by: str, which: str, calls) -> tuple[float, float]:
+    took = torch.tensor([seconds for _, seconds in calls]).double()
+    asked = [_asked(settings, which) for settings, _ in calls]
+    best = (math.inf, 0.0, 0.0)
+    for factor in FACTORS.tolist():
+        roofs = torch.tensor([attention.roofline(kernels, which, by, *one, factor) for one in asked]).double()
+        off = (took.log() - (SECONDS[:, None] + roofs).log()).abs().clamp(max=OFF).sum(1)
+        best = min(best, (off.min().item(), SECONDS[off.argmin()].item(), factor))
+    return best[1:]
+
+
+def _over(kernels: Kernels, by: str, which: str, seconds: float, factor: float, calls) -> str:
+    """What these take over it; nothing where there are few."""
+    times = [
+        took / (seconds + attention.roofline(kernels, which, by, *_asked(settings, which), factor))
+        for settings, took in calls
+    ]
+    return f"{median(times):.3g}" if len(times) >= LEAST // 2 else ""
+
+
+def _whose(card: str) -> list:
+    return [SPECS[card].name, SPECS[card].capability[0]]
+
+
+def _versions(card: str) -> str:
+    return next((row["versions"] for row in kernels_of_a_card.table(card, "profiled") if "versions" in row), VERSIONS)
+
+
+def _source(card: str, more: str) -> str:
+    names = [kernels_of_a_card.path(card, kind) for kind in ("profiled", more)]
+    return "; ".join(str(Path("tests/gpu") / name.name) for name in names if name.exists())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

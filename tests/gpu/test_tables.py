@@ -1,0 +1,89 @@
+"""The clock's tables: what the script writes of the files of measurements, and another card's."""
+
+import csv
+import math
+import re
+
+import pytest
+import torch
+
+from tests.gpu import kernels_of_a_card, tables
+from virtualgpu.hardware.specs import SPECS
+from virtualgpu.timing import measured
+from virtualgpu.timing.convolutions import KIND
+
+H100, H200, A100, V100 = (SPECS[card] for card in ("H100", "H200", "A100", "V100"))
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    measured._cards.cache_clear()
+
+
+def test_the_tables_are_what_the_script_writes():
+    """Of convolutions a tenth, those in single precision."""
+    for name, written, columns in (
+        ("convolutions", tables.convolution_rows("H100", "float32"), ("dtype", "float32")),
+        ("attention", tables.attention_rows("H100"), ("card", H100.name)),
+    ):
+        with open(measured.DATA / f"{name}.csv", encoding="utf-8", newline="") as file:
+            stored = [list(row.values()) for row in csv.DictReader(file) if row[columns[0]] == columns[1]]
+        assert stored == [[str(value) for value in row] for row in written]
+
+
+def test_a_card_has_its_own_rows_or_those_of_its_generation():
+    found = measured.rows("convolutions", H100, *KIND)
+    assert len(found) > 200 and all(row["source"] and "cuDNN" in row["versions"] for row in found.values())
+    assert measured.rows("convolutions", H200, *KIND) == measured.rows("convolutions", SPECS["B200"], *KIND) == found
+    assert not measured.rows("convolutions", A100, *KIND) and not measured.rows("attention", V100, "by")
+
+
+def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
+    """As `make gpu` does it, with twice what the clock's own rule says in place of a GPU: every third row is too large for it."""
+    kernels, calls = tables.Kernels(A100), []
+
+    def call(family, settings):
+        calls.append(settings)
+        if len(calls) % 3 == 0:
+            raise torch.OutOfMemoryError
+        return family, settings
+
+    def profiled(one, flush):
+        family, settings = one
+        if family != "convolution":
+            return 100.0
+        return 2e6 * tables.convolutions.by_the_rule(kernels, tables.convolution_pass(settings, kernels))
+
+    some = kernels_of_a_card.sample(("convolution", "attention", "masked_attention"))[:600]
+    monkeypatch.setattr(kernels_of_a_card, "sample", lambda families: some)
+    monkeypatch.setattr(kernels_of_a_card, "TABLES", tmp_path)
+    monkeypatch.setattr(kernels_of_a_card, "DEVICE", "meta")
+    monkeypatch.setattr(kernels_of_a_card, "call", call)
+    monkeypatch.setattr(kernels_of_a_card, "profiled", profiled)
+    monkeypatch.setattr(kernels_of_a_card, "versions", lambda: "PyTorch 9.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: A100.name)
+    monkeypatch.setattr(measured, "DATA", tmp_path / "data")
+    tables.main(["--measure"])
+    with open(tmp_path / "a100_profiled.csv", encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 400
+    measured._cards.cache_clear()
+    found = measured.rows("convolutions", A100, *KIND)
+    factors = [float(row["factor"]) for row in found.values()]
+    assert len(factors) > 10 and all(math.isclose(factor, 2, abs_tol=0.01) for factor in factors)
+    assert next(iter(found.values()))["versions"] == "PyTorch 9.9"
+    assert ("flash", "backward", "16") in measured.rows("attention", A100, "by", "pass", "bits")
+
+
+def test_a_card_that_is_unknown_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GeForce 256")
+    with pytest.raises(SystemExit, match=re.escape("GeForce 256 is not in")):
+        tables.main(["--measure"])
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tables.main(["--measure"])
+    assert "no GPU here" in capsys.readouterr().out
