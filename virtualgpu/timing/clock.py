@@ -5,7 +5,7 @@ wait. A stream runs its work in order. The kernels of all streams of one GPU tak
 direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A copy between two GPUs is ordered after the current
 streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
 
-Each thread of Python has its own time as a host (streams.py). Work on CPU tensors takes no time here unless it is measured (own_work.py).
+Each thread of Python has its own time as a host (streams.py). Work on CPU tensors takes no time here unless it is measured (torch_api/own_work.py).
 All times are in seconds since the GPUs were made.
 """
 

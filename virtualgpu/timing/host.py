@@ -5,12 +5,12 @@ Each thread of Python has its own, in a backward pass one for each GPU (streams.
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.hardware.hosts import HOSTS, Host
 from virtualgpu.timing.host_weights import BEGUN, FURTHER, LOCKED, SIMPLE, STEP, UNRECORDED, Weight
-from virtualgpu.timing.own_work import OwnWork
 from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task, node_in_cpp
 
 NOT_MEASURED = contextlib.nullcontext()
@@ -44,7 +44,7 @@ class HostTime(Streams):
     """costs: what an operation costs the host. stream_of_leaf: see `Streams`."""
 
     lock: Lock | None = None  # Python's, once a second thread launches
-    own: OwnWork | None = None  # what the program works beside, once it has read a stopwatch
+    own: Any = None  # what the program works beside (torch_api/own_work.py), once it has read a stopwatch
 
     def __init__(self, costs: Host, stream_of_leaf: Callable[[Tensor], Queue | None] | None = None):
         super().__init__(stream_of_leaf)
@@ -71,9 +71,9 @@ class HostTime(Streams):
         """This thread goes on no earlier than another one's `now`."""
         self.local.now = max(self.local.now, now)
 
-    def measure_own_work(self) -> None:
-        """From now on what the program works passes: see `own`."""
-        self.own = OwnWork(self.spend, lambda: (self.host, graph_task() != -1 or self.local.kind == "optimizer"))
+    def measure_own_work(self, measure: Callable) -> None:
+        """From now on what the program works passes: see `own`. measure: makes it, of `spend` and of what tells a moment."""
+        self.own = measure(self.spend, lambda: (self.host, graph_task() != -1 or self.local.kind == "optimizer"))
 
     def ours(self) -> contextlib.AbstractContextManager:
         """What is done in here is no work of the program's; what it did before has passed."""

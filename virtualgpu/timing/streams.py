@@ -12,7 +12,7 @@ streams and copies that waited for them.
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ graph_task = _compat.graph_task  # -1 outside a backward pass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something a GPU did: `kind` is forward, backward, optimizer, copy, waiting (for others, in a collective) or communication; `name` the operation; `annotation` the
-    innermost torch.profiler.record_function around its launch; `issued` when the host had launched it."""
+    """Something a GPU did: `kind` is forward, backward, optimizer, copy, waiting (for others, in a collective) or communication; `name` the
+    operation; `annotation` the innermost torch.profiler.record_function around its launch; `issued` when the host had launched it."""
 
     gpu: int
     start: float
@@ -42,13 +42,14 @@ class Span:
     issued: float = field(default=0.0, compare=False, repr=False)
 
 
+@dataclass(slots=True, eq=False)
 class Queue:
     """One stream of one GPU: work put into it is done at `ready`."""
 
-    __slots__ = ("gpu", "id", "priority", "ready")
-
-    def __init__(self, gpu: int, id: int, priority: int = 0):
-        self.gpu, self.id, self.priority, self.ready = gpu, id, priority, 0.0
+    gpu: int
+    id: int
+    priority: int = 0
+    ready: float = 0.0
 
     def wait_until(self, moment: float) -> None:
         """Work that is put into it from now on starts no earlier."""
@@ -92,9 +93,8 @@ class Engine:
 
     def extend(self, start: float, end: float) -> None:
         """It was busy then, after all that it is known to have done."""
-        if self.ends and start < self.ends[-1]:
-            return
-        self._insert(len(self.ends), start, end)
+        if not self.ends or start >= self.ends[-1]:
+            self._insert(len(self.ends), start, end)
 
     def cover(self, start: float, end: float) -> list[tuple[float, float]]:
         """It was busy then, in part perhaps as is known already: the parts that are new."""
@@ -174,18 +174,14 @@ class Priorities:
             one.queue.ready = max(one.queue.ready, one.end)
         if len(self.kernels) > self.MOVABLE:
             del self.kernels[: self.MOVABLE // 2]
-        place = None if spans is None else (spans, len(spans))
-        self.kernels.append(_Kernel(queue, start, seconds, place))
+        self.kernels.append(_Kernel(queue, start, seconds, None if spans is None else (spans, len(spans))))
         return start
 
     def _move(self, one: _Kernel, start: float) -> None:
         before, one.start = one.start, start
-        if start == before:
-            return
-        if one.place is not None:
-            spans, index = one.place
-            if index < len(spans) and spans[index].start == before:
-                spans[index] = replace(spans[index], start=start, end=one.end)
+        spans, index = one.place or ([], 0)
+        if index < len(spans) and spans[index].start == before:
+            spans[index] = replace(spans[index], start=start, end=one.end)
 
 
 def node_in_cpp() -> int | None:
@@ -251,9 +247,7 @@ class Streams:
         made = self._made[gpu].get(priority, 0)
         self._made[gpu][priority] = made + 1
         id = made % POOL << 5 | (1 - priority) << 1 | 1
-        queue = self.queues[gpu].get(id)
-        if queue is None:
-            queue = self.queues[gpu][id] = Queue(gpu, id, priority)
+        queue = self.queues[gpu].setdefault(id, Queue(gpu, id, priority))
         if priority and gpu not in self.ranked:
             self.ranked[gpu] = Priorities(self.compute[gpu])
             if not self.multi:
@@ -291,8 +285,6 @@ class Streams:
             self.compute[gpu].floor = queue.ready
         self.multi = True
 
-    # -- a backward pass
-
     def begins(self) -> float:
         """Seconds until autograd's threads are awake."""
         return 0.0
@@ -319,23 +311,19 @@ class Streams:
         local.node = key
         if node is None:  # the first of these callbacks
             local.streams = local.outside
-            return
-        if leaf is not None:
+        elif leaf is not None:
             queue = self.stream_of_leaf(leaf)
             local.streams = {} if queue is None else {queue.gpu: queue}
-            return
-        pairs = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
-        local.streams = {gpu: queue for gpu, queue in pairs if queue is not None}
+        else:
+            pairs = ((gpu, self._streams_of_nodes.get((gpu, key))) for gpu in range(len(self.queues)))
+            local.streams = {gpu: queue for gpu, queue in pairs if queue is not None}
 
     def _leave_backward(self, local: HostThread) -> None:
         """backward() returns when every thread has launched its last kernel; the caller's streams wait for those it used."""
         local.now, local.backward = max([local.now, *(local.backward or ())]), None
         if self.multi:
             local.streams, local.node = local.outside, None
+            used = {id(queue) for queue in (*self._streams_of_nodes.values(), *self.default)}
             for gpu, queues in enumerate(self.queues):
                 queue = local.streams.get(gpu) or self.default[gpu]
-                queue.ready = max(queue.ready, *self._used_in_backward(queues.values()))
-
-    def _used_in_backward(self, queues: Iterable[Queue]) -> list[float]:
-        noted = {id(queue) for queue in self._streams_of_nodes.values()}
-        return [0.0] + [queue.ready for queue in queues if id(queue) in noted or queue.id == DEFAULT]
+                queue.wait_until(max(one.ready for one in queues.values() if id(one) in used))

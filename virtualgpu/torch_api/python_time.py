@@ -2,7 +2,7 @@
 
 A program that reads the time around work on GPUs means theirs: under the runner it is told the simulated time of its rank, from the moment at which its
 process uses a GPU; `timers` chooses. Who reads is seen by the line that calls: a library's limits, logs and loaders keep this machine's time, those that
-time other people's work (`STOPWATCHES`) do not. What the program works beside its GPUs passes as well: timing/own_work.py.
+time other people's work (`STOPWATCHES`) do not. What the program works beside its GPUs passes as well: own_work.py.
 
 A sleep passes on the simulated clock, for a host that sleeps launches nothing, but only where the main thread sleeps by a line of the program. A
 library's sleep waits for something that happens on this machine (a process, a file, an answer), and a thread that watches the program would
@@ -19,6 +19,7 @@ import timeit
 
 from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.machine import Machine
+from virtualgpu.torch_api.own_work import OwnWork
 from virtualgpu.torch_api.registry import Patches
 
 # .here: the sleep of this thread is part of what is measured on this machine, and passes by that
@@ -93,7 +94,7 @@ class Timers:
         """What that function says; None: this machine's time."""
         clock = self.clock
         if clock.own is None:
-            clock.measure_own_work()
+            clock.measure_own_work(OwnWork)
         if self.began is None or self.machine.forked or self.machine.closed:
             return None
         clock.own.read()

@@ -1,6 +1,6 @@
 """What a program does on the CPU, outside of PyTorch's work on GPUs: on the simulated clock it takes as long as a processor works on it.
 
-It is measured on this machine, once the program has read a stopwatch (torch_api/python_time.py); before that the clock depends on nothing
+It is measured on this machine, once the program has read a stopwatch (python_time.py); before that the clock depends on nothing
 that this machine does. What a processor works on, not what passes: ranks that share two cores here have one each where they would run, and who
 waits for another rank, a worker or a disk does not work.
 """
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-SHORT = 2e-3  # seconds between two operations that are PyTorch's own (a module, the end of a backward pass), which the host's time (host.py) has already
+SHORT = 2e-3  # seconds between two operations that are PyTorch's own (a module, the end of a backward pass), which the host's time (timing/host.py) has already
 
 
 class OwnWork(threading.local):
