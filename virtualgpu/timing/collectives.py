@@ -28,9 +28,7 @@ class _Stretch:
 
     def shared(self, kernels: Engine, until: float = float("inf")) -> float:
         """For how long kernels run beside it, slowed as they are."""
-        end = min(self.end, until)
-        if end <= self.start:
-            return 0.0
+        end = max(self.start, min(self.end, until))
         return min(end - self.start, kernels.overlap(self.start, end) / (1 - self.share))
 
     def delay(self, kernels: Engine, until: float = float("inf")) -> float:

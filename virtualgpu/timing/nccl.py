@@ -20,6 +20,7 @@ Bandwidths in GB/s and latencies in us, as in hardware/data/nccl.toml; `seconds`
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,7 @@ from virtualgpu.hardware.networks import Network
 
 TREE, RING = "tree", "ring"
 LL, LL128, SIMPLE = "LL", "LL128", "simple"
-ALGORITHMS, PROTOCOLS = (TREE, RING), (LL, LL128, SIMPLE)
-
+PROTOCOLS = LL, LL128, SIMPLE
 VOLTA, BLACKWELL = 7, 10  # generations of GPU
 TABLE = tables.rows("nccl")
 # Messages (init.cc, computeBuffSizes; NCCL_STEPS): a channel's buffer takes so many steps, of so many bytes over NVLink and elsewhere.
@@ -71,12 +71,10 @@ class Fabric:
     def of(cls, spec: Spec, network: Network | None = None, level: str = "PXB") -> "Fabric":
         """Of machines full of these cards. network: between them; unless given, PyTorch's figure for that generation of GPU.
 
-        level: how far apart cards may be that reach each other's memory (environment.peer_to_peer). What is further apart, and cards without peer
-        access in any case, has the way through the host's memory (NCCL counts the bandwidth of PCI Express; what it reaches is in hardware.links).
-
-        No machine tells of a switch here: each card has a root port of its own, as in most cloud machines and workstations, and NCCL passes the
-        host's bridge only where NCCL_P2P_LEVEL says so (src/graph/paths.cc: PATH_PXB). Two cards beside a processor of AMD would be let
-        (PATH_SYS): whose it is, is not known, and the slower way is taken.
+        level: how far apart cards may be that reach each other's memory (environment.peer_to_peer); what is further apart, and cards without peer
+        access, goes through the host's memory. No machine tells of a switch here: each card has a root port of its own, as in most cloud machines
+        and workstations, and NCCL passes the host's bridge only where NCCL_P2P_LEVEL says so (src/graph/paths.cc: PATH_PXB). It would let two cards
+        beside a processor of AMD (PATH_SYS): whose it is, is not known, and the slower way is taken.
         """
         generation = min(BLACKWELL, max(VOLTA, spec.capability[0]))
         network_card = TABLE["network"][str(generation)]
@@ -98,25 +96,20 @@ class Fabric:
         return replace(fabric, between=min(network.bandwidth, spec.host.bandwidth) / 1e9, shared=network.shared)
 
     def shared_by(self, members: int, gpus: int) -> "Fabric":
-        """For a group with `members` of a node's `gpus`. Where they share a card, the node's other GPUs are taken to be in such groups
-        too, and to send at the same time, as ranks that run one program do: each group has its part of the card.
-
-        Of NVLinks that are shared out, those count that lead to other members: a ring uses two to the neighbour in a pair of V100s,
-        four of each GPU in half of such a node (the quads of DGX-1's cube), and all six in the whole.
+        """For a group with `members` of a node's `gpus`. Where they share a card, the node's other GPUs are taken to be in such groups too, and to
+        send at the same time: each group has its part of it. Of NVLinks that are shared out, those count that lead to other members: a ring uses
+        two in a pair of V100s, four of each GPU in half of such a node (the quads of DGX-1's cube), and all six in the whole.
         """
         inside = min(self.inside, self.neighbour * max(1, members // 2))
-        fabric = replace(self, inside=inside, staged=self.staged and members > 1)
-        if not self.shared:
-            return fabric
-        return replace(fabric, between=self.between * min(1.0, members / gpus))
+        between = self.between * (min(1.0, members / gpus) if self.shared else 1.0)
+        return replace(self, inside=inside, between=between, staged=self.staged and members > 1)
 
 
 def slowest(fabrics: list[Fabric]) -> Fabric:
     """A ring is as fast as its slowest link, within the nodes and between them."""
     inside = min(fabrics, key=lambda fabric: (fabric.inside, fabric.between, fabric.generation))
     between = min(fabrics, key=lambda fabric: fabric.between)
-    one_way = min(fabric.one_way for fabric in fabrics)
-    return replace(inside, between=between.between, shared=between.shared, one_way=one_way)
+    return replace(inside, between=between.between, shared=between.shared, one_way=min(one.one_way for one in fabrics))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -131,16 +124,15 @@ def seconds(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int = 1) 
         return 0.0
     if kind == "barrier":
         kind, nbytes = "all_reduce", 1
-    algorithms = ALGORITHMS if kind == "all_reduce" else (RING,)
-    ways = [(algorithm, protocol) for algorithm in algorithms for protocol in PROTOCOLS]
-    times = [_microseconds(kind, nbytes, ranks, fabric, nodes, *way) for way in ways]
-    return min(time for time in times if time is not None) * 1e-6
+    # LL128's figures are NVLink's: none between nodes
+    ways = itertools.product(
+        (TREE, RING) if kind == "all_reduce" else (RING,), PROTOCOLS if nodes == 1 else (LL, SIMPLE)
+    )
+    return min(_microseconds(kind, nbytes, ranks, fabric, nodes, *way) for way in ways) * 1e-6
 
 
-def _microseconds(kind, nbytes, ranks, fabric, nodes, algorithm, protocol) -> float | None:
-    """By one algorithm and protocol; None where NCCL would not use them."""
-    if protocol == LL128 and nodes > 1:
-        return None  # its figures are NVLink's
+def _microseconds(kind, nbytes, ranks, fabric, nodes, algorithm, protocol) -> float:
+    """By one algorithm and protocol."""
     if kind in ("broadcast", "reduce") and ranks == 2:
         fabric = replace(fabric, inside=max(fabric.inside, fabric.one_way))
     bandwidth, steps = _bus_bandwidth(kind, nbytes, fabric, nodes, algorithm, protocol), _steps(kind, ranks)
