@@ -217,7 +217,7 @@ class Machine:
         """CUDA begins, if it has not: what it reads once is read."""
         if not self.initialized:
             self.initialized = True
-            self.clock.block(launch_blocking())
+            self.clock.set(blocking=launch_blocking())
             for function in self._on_first_use:
                 function()
 

@@ -34,8 +34,6 @@ class Clock(HostTime):
     kept, to see what of the communication they hide? synchronized: how often the host has waited for all of a GPU.
     """
 
-    before_wait: Callable[[], None] | None = None
-
     def __init__(
         self,
         gpus: int,
@@ -44,7 +42,7 @@ class Clock(HostTime):
         stream_of_leaf: Callable[[Tensor], Queue | None] | None = None,
     ):
         super().__init__(costs, stream_of_leaf)
-        self.on_wait = on_wait
+        self.on_wait, self.before_wait = on_wait, None
         self.blocking = self.watched = False
         self.spans: list[Span] | None = None
         self.collectives = Collectives(self)
@@ -60,22 +58,14 @@ class Clock(HostTime):
         self.computing = [0.0] * gpus
         self.collectives.reset(gpus)
 
-    def block(self, on: bool) -> None:
-        """Does the host wait for each kernel from now on?"""
-        self.blocking = on
+    def set(self, **settings) -> None:
+        """blocking, before_wait, costs or watched, as above, and what a clock of another kind has."""
+        vars(self).update(settings)
 
     def become(self, kind: "type[Clock]", **settings) -> None:
         """A clock of another kind, with its settings, on which the same has happened: what `--explain` changes."""
         self.__class__ = kind
-        vars(self).update(settings)
-
-    def call_before_wait(self, function: Callable[[], None] | None) -> None:
-        """See `before_wait`."""
-        self.before_wait = function
-
-    def watch(self) -> None:
-        """From now on kernels' times are kept."""
-        self.watched = True
+        self.set(**settings)
 
     def record(self, spans: list[Span] | None) -> list[Span] | None:
         """From now on, what the GPUs do goes to this list. Returns where it went before."""

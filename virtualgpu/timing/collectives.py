@@ -97,7 +97,7 @@ class Collectives:
 
     def come_to(self, gpu: int) -> tuple[float, Queue]:
         """The host launches a collective: the moment at which its stream has come to it, and that stream."""
-        self.clock.watch()
+        self.clock.set(watched=True)
         self.charge(gpu)
         now, queue = self.clock.launched(gpu), self.clock.current(gpu)
         return max(now, queue.ready), queue
@@ -122,7 +122,7 @@ class Collectives:
     def together(self, gpus: Sequence[int], seconds: float, name: str, share: float) -> None:
         """One of a single process, which launches a kernel on the current stream of each of these GPUs: these begin when all have come."""
         clock, local, came = self.clock, self.clock.local, []
-        clock.watch()
+        clock.set(watched=True)
         now = max(clock.launched(gpu) for gpu in gpus)
         for gpu in gpus:
             self.charge(gpu)

@@ -55,10 +55,6 @@ class HostTime(Streams):
         super().reset(gpus)
         self.lock = None
 
-    def set_costs(self, costs: Host) -> None:
-        """What an operation costs the host from now on."""
-        self.costs = costs
-
     @property
     def host(self) -> float:
         """Now, as this thread of the program sees it."""

@@ -166,7 +166,7 @@ class Driver:
         """1: a warning, 2: an error where the host waits for a stream to go on. Waiting that is asked for by its name
         (torch.cuda.synchronize, Event.synchronize) stays without a word."""
         self.sync_debug_mode = mode
-        self.clock.call_before_wait(self._say_waiting if mode else None)
+        self.clock.set(before_wait=self._say_waiting if mode else None)
 
     def _say_waiting(self) -> None:
         if self.sync_debug_mode == 2:

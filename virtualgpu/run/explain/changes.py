@@ -45,7 +45,7 @@ def apply(change: Mapping, machine, patches: Patches, rank: Callable[[], int]) -
     """Before the program begins. What it returns is called before each step, numbered from 0."""
     clock, before = machine.clock, []
     if "launches" in change:
-        clock.set_costs(FREE)
+        clock.set(costs=FREE)
     if "buckets" in change:
         patches.stand_in(DistributedDataParallel, "__init__", _bucketed, change["buckets"])
     if "compress" in change:
@@ -65,7 +65,7 @@ def apply(change: Mapping, machine, patches: Patches, rank: Callable[[], int]) -
             factors = of_rank(change["factors"], rank()) or [1.0]
             factor = factors[min(step, len(factors) - 1)]
             clock.become(ChangedClock, factor=factor)
-            clock.set_costs(Host(*[value * factor if isinstance(value, float) else value for value in costs]))
+            clock.set(costs=Host(*[value * factor if isinstance(value, float) else value for value in costs]))
 
         before.append(scale)
 
