@@ -97,11 +97,6 @@ def _recurrent(passes: int, layers_at: int, kernels: Kernels, args, tensors, flo
     return kernels.plain(flops, moved, key) + passes * layers * steps * STEP
 
 
-def _rnn_layer(x, w_ih, w_hh, *args, out_val=None, **kwargs) -> int:
-    """x [time, batch, features]: one product with each weight matrix a time step."""
-    return 2 * x.shape[0] * x.shape[1] * (w_ih.numel() + w_hh.numel())
-
-
 def recurrent(x, weights, *args, out_val=None, **kwargs) -> int:
     """x [time, batch, features] or, of a packed sequence, [rows, features]: one product with each weight matrix a row."""
     return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() == 2)
@@ -118,8 +113,8 @@ MORE: dict[str, Callable] = {
     "_transformer_encoder_layer_fwd": attention.encoder_layer,
     "_scaled_dot_product_flash_attention_for_cpu": attention.attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention.attention_backward,
-    "mkldnn_rnn_layer": _rnn_layer,
-    "mkldnn_rnn_layer_backward": lambda *args, **kwargs: 2 * _rnn_layer(*args, **kwargs),
+    "mkldnn_rnn_layer": lambda x, *args, **kwargs: recurrent(x, args[:2]),
+    "mkldnn_rnn_layer_backward": lambda x, *args, **kwargs: 2 * recurrent(x, args[:2]),
     "_cudnn_rnn": recurrent,
     "_cudnn_rnn_backward": lambda *args, **kwargs: 2 * recurrent(*args, **kwargs),
 }

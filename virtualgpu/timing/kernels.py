@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     multiprocessor, or 0. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it
     has (`hardware.achieved`). launches: its kernels. training: which argument says whether this is training. copied: which are copied first
     where they do not lie close. elementwise: each number comes of those at its own place. model: seconds by the card's kernels, the arguments
-    and the tensors, of kernels whose threads are counted.
+    and the tensors, of kernels whose threads are counted. step: cycles of a thread for each image and channel that it goes through.
     """
 
     traffic: float = 1.0
@@ -47,6 +47,7 @@ class Kind(NamedTuple):
     copied: tuple[int, ...] = ()
     elementwise: bool = False
     model: Callable | None = None
+    step: float = 0.0
 
     def evaluates(self, args) -> bool:
         """Is this call no training, of a kind that tells the two apart?"""
@@ -58,9 +59,8 @@ class Kernels:
 
     def __init__(self, spec: Spec, peak: bool = False):
         self.spec, self.peak = spec, peak
-        self.achieved = reached = achieved.of(spec)
-        share = {"memory": reached.memory, "softmax": reached.softmax, "layer_norm": reached.layer_norm}
-        self.bandwidth = {name: spec.bandwidth * (1.0 if peak else part) for name, part in share.items()}
+        self.achieved, limits = achieved.of(spec), ("memory", "softmax", "layer_norm")
+        self.bandwidth = {name: spec.bandwidth * (1.0 if peak else getattr(self.achieved, name)) for name in limits}
         self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
         self.hopper = spec.capability[0] in (9, 10)  # or B200: products by groups of warps (wgmma, tcgen05)
         self.generation = "Hopper" if self.hopper else "before Hopper"  # as the tables of convolutions call it

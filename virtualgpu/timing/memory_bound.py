@@ -9,7 +9,7 @@ it converts number by number (aten/src/ATen/native/cuda/CUDALoops.cuh: gpu_kerne
 import csv
 import functools
 import itertools
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ def seconds(kernels: Kernels, kind: Kind, args, tensors, nbytes: float) -> float
     cycles = one_by_one(tensors) if kind.elementwise and nbytes > SHORT else 0.0
     if kind.cycles:
         cycles = max(cycles, kind.cycles * max(tensor.numel() for tensor in tensors))
+    if kind.step:
+        cycles = max(cycles, through_planes(kernels, kind.step, tensors[0], tensors[-1]))
     if kind.elementwise or kernels.peak:
         return kernels.moving(nbytes, kind, cycles)
     copied = sum(copying(kernels, tensor) for tensor in copied_first(kind, args)) if kind.copied else 0.0
@@ -153,6 +155,20 @@ def _added(kernels: Kernels, tensors, launches: int, numbers: int) -> float:
     return launches * kernels.spec.kernel + moving + EMBEDDING * numbers / kernels.cycles
 
 
+NEAR = 0.64  # of a step, where a line of the cache holds many images; what comes from memory takes a step more
+
+
+def through_planes(kernels: Kernels, step: float, read: Tensor, made: Tensor) -> float:
+    """Cycles of all multiprocessors where a thread for each place of an image goes through all images and channels (UpSampleBilinear2d.cu)."""
+    small, large = (read, made) if read.nbytes < made.nbytes else (made, read)
+    if large.stride(1) == 1 and not large.is_contiguous():
+        return 0.0  # channels last: a thread for each number
+    spec, apart = kernels.spec, min(1.0, prod(small.shape[2:]) * small.itemsize / LINE)
+    rounds = ceil(prod(large.shape[2:]) / (spec.processors * spec.limits.threads))
+    step *= NEAR + (1 - NEAR + kernels.lost(read.nbytes + made.nbytes)) * apart
+    return spec.processors * rounds * prod(large.shape[:2]) * step
+
+
 # Numbers that threads add to memory by atomic operations: the second-level cache adds, and to one line of LINE bytes one after the other.
 # Cycles from one addition to a line to its next, in which a multiprocessor does one for a warp, for each line that they meet, and of a
 # multiprocessor for each addition, where all of them are at work: red.add.f32; two numbers of 16 bits at once (fastAtomicAdd in KernelUtils.cuh)
@@ -178,10 +194,10 @@ def bilinear_backward(kernels: Kernels, args, tensors) -> float:
 
 
 def _kind(row: dict[str, str]) -> Kind:
-    traffic, wide, cycles = (float(row[column] or 0) for column in ("traffic", "wide", "cycles"))
+    traffic, wide, cycles, step = (float(row[column] or 0) for column in ("traffic", "wide", "cycles", "step"))
     training, copied = int(row["training"]) if row["training"] else None, tuple(map(int, row["copied"].split()))
     model, elementwise = MODELS[row["model"]] if row["model"] else None, row["elementwise"] == "yes"
-    return Kind(traffic, wide, cycles, row["limit"], int(row["launches"]), training, copied, elementwise, model)
+    return Kind(traffic, wide, cycles, row["limit"], int(row["launches"]), training, copied, elementwise, model, step)
 
 
 MODELS = vars(norms) | vars(reductions) | globals()

@@ -15,8 +15,7 @@ import torch
 
 from virtualgpu.timing.kernels import Kernels
 
-THREADS = 512
-EVALUATING = 0.62  # a number of any batch norm that evaluates
+THREADS, EVALUATING = 512, 0.62  # of a block; a number of any batch norm that evaluates
 # Threads beside each other by an image's places, of 512: getNumThreads, and as the names of cuDNN's kernels say
 WIDTHS, CUDNN_WIDTHS = {places: places for places in (32, 64, 128, 256)}, {1023: 32, 4095: 128}
 

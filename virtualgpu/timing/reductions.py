@@ -82,7 +82,7 @@ def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> P
         vector = gcd(4, offset, kept[0][0], *(stride for _, stride in (*reduced, *kept[1:])))
         width //= vector
     most = BLOCK // vector
-    width, height = _power(width, most), _power(height, most)
+    width, height = (min(most, 1 << max(size, 1).bit_length() - 1) for size in (width, height))  # powers of two
     down = min(height, most // min(width, WARP))
     across = min(width, most // down)
     step_in, step_out = (across, 1) if along else (1, across)
@@ -124,8 +124,3 @@ def _coalesced(shape, strides, dims) -> tuple[list, list]:
         else:
             group.append((size, stride))
     return groups
-
-
-def _power(number: int, most: int) -> int:
-    """The largest power of two that is no larger than either."""
-    return most if number >= most else 1 << max(number, 1).bit_length() - 1
