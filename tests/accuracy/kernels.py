@@ -15,6 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from virtualgpu.hardware.specs import SPECS
+from virtualgpu.timing import products as timing
 from virtualgpu.timing.kernels import Kernels, together
 
 TABLE = Path(__file__).parent / "kernels.csv"
@@ -37,6 +38,12 @@ class Product(NamedTuple):
         return math.log(self.measured / self.simulated)
 
 
+def multiplied(kernels, count, rows, columns, length, key, size, together=0) -> float:
+    """Seconds of `count` products of [rows, length] and [length, columns], of `size` bytes a number. together: the function's."""
+    moved = count * size * (rows * length + length * columns + rows * columns)
+    return timing.seconds(kernels, timing.Product(count, rows, columns, length, key, moved, together))
+
+
 def products() -> list[Product]:
     """All of the table."""
     cards = {}
@@ -48,7 +55,8 @@ def products() -> list[Product]:
             size = BYTES[row["dtype"]]
             # numbers of a row of the result: cuBLAS and DeepBench have columns one after the other, PyTorch has rows
             wide = rows if row["source"] == COLUMN_MAJOR else columns
-            seconds = kernels.product(count, rows, columns, length, row["dtype"], size, together(size, wide, length))
+            loaded = together(size, wide, length)
+            seconds = multiplied(kernels, count, rows, columns, length, row["dtype"], size, loaded)
             found.append(Product(row["card"], row["dtype"], row["source"], float(row["us"]), 1e6 * seconds))
     return found
 

@@ -5,7 +5,7 @@
 Over the kernels of h100_profiled.csv and h100_kernels.csv that are one operation and last longer than their launches: the time beyond the
 launches over that of the operation's bytes is its traffic; of those where that is more than SLOW, if they are many, the multiprocessors' cycles for
 each number of the largest tensor. Each is the lower quartile by bytes, of kernels that fill the card: small ones wait for other things. What nobody
-timed, or not with its tensors alike, has what its code says.
+timed, or not with its tensors alike, has what its code says. A step is what a thread took for one of many images where it is all that is waited for.
 """
 
 import csv
@@ -24,6 +24,7 @@ COLUMNS = (
     "traffic",
     "wide",
     "cycles",
+    "step",
     "limit",
     "launches",
     "training",
@@ -76,14 +77,14 @@ GIVEN: dict[str, dict] = {
     "avg_pool3d_backward": {"launches": 2, "source": "AveragePool3d.cu"},
     "_adaptive_avg_pool2d": {"source": "AdaptiveAveragePooling.cu"},
     "_adaptive_avg_pool2d_backward": {"launches": 2, "source": "AdaptiveAveragePooling.cu"},
-    "upsample_linear1d": {"launches": 2, "source": "UpSampleLinear1d.cu"},
-    "upsample_linear1d_backward": {"launches": 2, "source": "UpSampleLinear1d.cu"},
-    "upsample_bilinear2d": {"source": "UpSampleBilinear2d.cu"},
+    "upsample_linear1d": {"step": 360, "cycles": 0.62, "launches": 2, "source": "UpSampleLinear1d.cu"},
+    "upsample_linear1d_backward": {"step": 360, "cycles": 0.62, "launches": 2, "source": "UpSampleLinear1d.cu"},
+    "upsample_bilinear2d": {"step": 400, "source": "UpSampleBilinear2d.cu"},
     "upsample_bilinear2d_backward": {"model": "bilinear_backward", "launches": 2, "source": "UpSampleBilinear2d.cu"},
-    "upsample_bicubic2d": {"launches": 2, "source": "UpSampleBicubic2d.cu"},
+    "upsample_bicubic2d": {"step": 950, "launches": 2, "source": "UpSampleBicubic2d.cu"},
     "upsample_bicubic2d_backward": {"launches": 2, "source": "UpSampleBicubic2d.cu"},
-    "upsample_trilinear3d": {"source": "UpSampleTrilinear3d.cu"},
-    "upsample_trilinear3d_backward": {"launches": 2, "source": "UpSampleTrilinear3d.cu"},
+    "upsample_trilinear3d": {"step": 560, "source": "UpSampleTrilinear3d.cu"},
+    "upsample_trilinear3d_backward": {"step": 890, "launches": 2, "source": "UpSampleTrilinear3d.cu"},
     **{
         f"{name}{dims}{way}": {"source": f"UpSampleNearest{dims}.cu", "like": f"upsample_nearest{dims}{way}"}
         for name in ("upsample_nearest", "_upsample_nearest_exact")

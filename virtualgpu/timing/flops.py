@@ -28,38 +28,35 @@ def formula(func) -> Callable | None:
 def moved(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that these tensors take to read or write once; an expanded one is no larger than its storage."""
     try:
-        total = 0
-        for tensor in tensors:
-            nbytes, held = tensor.nbytes, tensor.untyped_storage().nbytes()
-            total += nbytes if nbytes < held else held
-        return total
+        sizes = [(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors]
+        return sum([nbytes if nbytes < held else held for nbytes, held in sizes])
     except (NotImplementedError, RuntimeError):  # a sparse tensor: its parts, each
         return moved([part for tensor in tensors for part in parts(tensor) or [tensor]])
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The dense tensors that a sparse one is made of, values last; none for any other tensor."""
-    layout = tensor.layout
-    if layout is torch.strided or layout not in SPARSE:
+    if tensor.layout is torch.strided:
         return []
     with _compat.without_dispatch():
-        if layout is torch.sparse_coo:
+        if tensor.layout is torch.sparse_coo:
             return _compat.coo_parts(tensor)
-        if layout in (torch.sparse_csr, torch.sparse_bsr):
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
             return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
-SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 KEYS = {getattr(torch, name): name for name in DTYPES if name != TF32}
 PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def rate(func, tensors: Iterable[torch.Tensor]) -> str:
     """The key into Spec.rates: the tensors' floating-point type, or TF32 where PyTorch's settings allow it."""
-    dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), None)
-    if dtype is None:  # no card has a rate of its own for complex numbers: that of their parts
-        dtype = next((PARTS[tensor.dtype] for tensor in tensors if tensor.dtype in PARTS), torch.float32)
+    dtypes = [tensor.dtype for tensor in tensors]
+    of_parts = (PARTS[dtype] for dtype in dtypes if dtype in PARTS)  # no card has a rate of its own for complex numbers
+    dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), None) or next(of_parts, torch.float32)
     if dtype != torch.float32:
         return KEYS.get(dtype, FLOAT32)
     allowed = _compat.in_tf32("conv" if func in CONVOLUTIONS else "rnn" if func in RECURRENT else "matmul")
@@ -67,11 +64,8 @@ def rate(func, tensors: Iterable[torch.Tensor]) -> str:
 
 
 def seconds(kernels: Kernels, name: str, args, tensors, flops: float, moved: float, key, share: float = 1.0) -> float:
-    """One kernel, or the few that the operation called `name` is made of.
-
-    tensors: all that it reads and writes. flops, moved: by their counts. key: into Spec.rates. share: of the FLOPs, where values leave
-    some out.
-    """
+    """One kernel, or the few that the operation called `name` is made of. tensors: all that it reads and writes. flops, moved: by their
+    counts. key: into Spec.rates. share: of the FLOPs, where values leave some out."""
     rule = None if kernels.peak else RULES.get(name)
     if rule is None:
         return kernels.plain(flops * share, moved, key)
@@ -82,7 +76,11 @@ def _matrices(first: int, kernels: Kernels, args, tensors, flops, moved, key) ->
     """[count, rows, length] times [count, length, columns], from argument `first` on."""
     left, right = args[first], args[first + 1]
     if left.layout is not torch.strided or right.layout is not torch.strided:
-        return _sparse(kernels, left, right, flops, moved, key)
+        # as cuSPARSE: each number of the sparse matrix with a row of the other, which is fetched for it; `flops` are of dense ones
+        sparse, other = (left, right) if left.layout is not torch.strided else (right, left)
+        held = parts(sparse)[-1].numel()
+        fetched = held * other.shape[-1 if sparse is left else -2] * other.itemsize
+        return kernels.plain(flops * held / max(sparse.numel(), 1), moved + fetched, key)
     count = (left.shape[0] if left.dim() == 3 else 1) * (4 if left.is_complex() else 1)
     rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
@@ -92,14 +90,6 @@ def _matrices(first: int, kernels: Kernels, args, tensors, flops, moved, key) ->
     return products.seconds(kernels, Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias))
 
 
-def _sparse(kernels: Kernels, left, right, flops, moved, key) -> float:
-    """As cuSPARSE multiplies: each number of the sparse matrix with a row of the other, which is fetched for it. flops: of dense ones."""
-    sparse, other = (left, right) if left.layout is not torch.strided else (right, left)
-    held = parts(sparse)[-1].numel()
-    fetched = held * (other.shape[-1] if sparse is left else other.shape[-2]) * other.itemsize
-    return kernels.plain(flops * held / max(sparse.numel(), 1), moved + fetched, key)
-
-
 def _recurrent(passes: int, layers_at: int, kernels: Kernels, args, tensors, flops, moved, key) -> float:
     """layers_at: where the number of layers stands among the arguments; batch_first comes next."""
     layers, batch_first = args[layers_at : layers_at + 2]
@@ -107,22 +97,13 @@ def _recurrent(passes: int, layers_at: int, kernels: Kernels, args, tensors, flo
     return kernels.plain(flops, moved, key) + passes * layers * steps * STEP
 
 
-def _rnn_layer(x, w_ih, w_hh, *args, out_val=None, **kwargs) -> int:
-    """x [time, batch, features]: one product with each weight matrix a time step."""
-    return 2 * x.shape[0] * x.shape[1] * (w_ih.numel() + w_hh.numel())
-
-
 def recurrent(x, weights, *args, out_val=None, **kwargs) -> int:
     """x [time, batch, features] or, of a packed sequence, [rows, features]: one product with each weight matrix a row."""
     return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
-def _twice(forward: Callable) -> Callable:
-    """Two products of that size instead of one: the gradients of what went in, and of the weights."""
-    return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
-
-
-# operations that torch.utils.flop_counter does not know, or counts wrongly; a version of PyTorch may lack one
+# Operations that torch.utils.flop_counter does not know, or counts wrongly; a version of PyTorch may lack one. Of a recurrent layer, the gradients
+# of what went in and of the weights are a product each of its size.
 MORE: dict[str, Callable] = {
     "convolution": convolutions.forward_flops,
     "_convolution": convolutions.forward_flops,
@@ -132,10 +113,10 @@ MORE: dict[str, Callable] = {
     "_transformer_encoder_layer_fwd": attention.encoder_layer,
     "_scaled_dot_product_flash_attention_for_cpu": attention.attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention.attention_backward,
-    "mkldnn_rnn_layer": _rnn_layer,
-    "mkldnn_rnn_layer_backward": _twice(_rnn_layer),
+    "mkldnn_rnn_layer": lambda x, *args, **kwargs: recurrent(x, args[:2]),
+    "mkldnn_rnn_layer_backward": lambda x, *args, **kwargs: 2 * recurrent(x, args[:2]),
     "_cudnn_rnn": recurrent,
-    "_cudnn_rnn_backward": _twice(recurrent),
+    "_cudnn_rnn_backward": lambda *args, **kwargs: 2 * recurrent(*args, **kwargs),
 }
 FORMULAS = {getattr(aten, name): counts for name, counts in MORE.items() if hasattr(aten, name)}
 ATTENTION = ("flash", "efficient", "cudnn")

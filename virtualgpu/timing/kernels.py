@@ -1,7 +1,6 @@
 """How long one kernel lasts on a card: what its data sheet promises, times what kernels reach of it, for the size it has.
 
-Products are cut into tiles (`products`), convolutions are products of the same kind (`convolutions`). Everything else is bound by memory, by the
-bytes that the kernel really moves (`memory_bound`); what fits into the second-level cache is read from it. All times in seconds.
+What multiplies (`flops`) or is bound by memory (`memory_bound`) asks it; what fits into the second-level cache is read from it. Times in seconds.
 """
 
 import math
@@ -16,9 +15,8 @@ from virtualgpu.timing.products import Product
 ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
 # Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
 REORDERED = 0.5
-# What was just written is read from the second-level cache, and results stay there: such a kernel takes so much of the time that memory
-# would need. It has two halves, and numbers begin to leave it before it is full: shares of its size (tests/gpu/h100_profiled.csv,
-# additions and activations)
+# What was just written is read from the second-level cache, and results stay there: such a kernel takes so much of the time that memory would
+# need. It has two halves, and numbers begin to leave it before it is full: shares of its size (additions and activations in h100_profiled.csv)
 CACHED, FULL, GONE = 0.53, 0.55, 1.2
 STARTING = 0.5  # of a launch: the part that passes beside the first numbers of an elementwise kernel (the same)
 FILLING = 0.5  # of a kernel's time at least, what one that fills takes: 0.9 to 1.1 us on an H100 (tests/gpu/h100_profiled.csv)
@@ -34,15 +32,14 @@ class Kind(NamedTuple):
     """Of an operation that is bound by memory: a row of data/memory_bound.csv.
 
     traffic: bytes really moved over those of all tensors that go in or come out, once; wide: the same where a row does not fit beside a
-    multiprocessor. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it has
-    (`hardware.achieved`). launches: kernels that the operation is made of.
-    training: at which argument it is told whether this is training. copied: which arguments are copied first where they do not lie close.
-    elementwise: each number comes of those at its own place. model: seconds by the card's kernels, the arguments and the tensors, of
-    kernels whose threads are counted.
+    multiprocessor, or 0. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it
+    has (`hardware.achieved`). launches: its kernels. training: which argument says whether this is training. copied: which are copied first
+    where they do not lie close. elementwise: each number comes of those at its own place. model: seconds by the card's kernels, the arguments
+    and the tensors, of kernels whose threads are counted. step: cycles of a thread for each image and channel that it goes through.
     """
 
     traffic: float = 1.0
-    wide: float | None = None
+    wide: float = 0.0
     cycles: float = 0.0
     limit: str = "memory"
     launches: int = 1
@@ -50,6 +47,7 @@ class Kind(NamedTuple):
     copied: tuple[int, ...] = ()
     elementwise: bool = False
     model: Callable | None = None
+    step: float = 0.0
 
     def evaluates(self, args) -> bool:
         """Is this call no training, of a kind that tells the two apart?"""
@@ -57,16 +55,12 @@ class Kind(NamedTuple):
 
 
 class Kernels:
-    """Of one card. peak: at the data sheet's rates, for any size: a lower bound.
-
-    What was asked before is remembered, in `known`.
-    """
+    """Of one card. peak: at the data sheet's rates, for any size: a lower bound. known: what was asked before."""
 
     def __init__(self, spec: Spec, peak: bool = False):
         self.spec, self.peak = spec, peak
-        self.achieved = reached = achieved.of(spec)
-        share = {"memory": reached.memory, "softmax": reached.softmax, "layer_norm": reached.layer_norm}
-        self.bandwidth = {name: spec.bandwidth * (1.0 if peak else part) for name, part in share.items()}
+        self.achieved, limits = achieved.of(spec), ("memory", "softmax", "layer_norm")
+        self.bandwidth = {name: spec.bandwidth * (1.0 if peak else getattr(self.achieved, name)) for name in limits}
         self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
         self.hopper = spec.capability[0] in (9, 10)  # or B200: products by groups of warps (wgmma, tcgen05)
         self.generation = "Hopper" if self.hopper else "before Hopper"  # as the tables of convolutions call it
@@ -74,15 +68,11 @@ class Kernels:
         self.known: dict = {}
 
     def moving(self, nbytes: float, kind: Kind, cycles: float = 0.0) -> float:
-        """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. cycles: of a multiprocessor, that it
-        takes at least, in all."""
-        spec = self.spec
+        """A kernel that is bound by memory. nbytes: of all tensors that it reads and writes, once. cycles: of a multiprocessor, in all, at least."""
         if self.peak:
-            return spec.kernel + nbytes / spec.bandwidth
-        seconds = nbytes * kind.traffic * self.from_memory(nbytes) / self.bandwidth[kind.limit]
-        if cycles:
-            seconds = max(seconds, cycles / self.cycles)
-        launches = kind.launches * spec.kernel
+            return self.spec.kernel + nbytes / self.spec.bandwidth
+        moving = nbytes * kind.traffic * self.from_memory(nbytes) / self.bandwidth[kind.limit]
+        seconds, launches = max(moving, cycles / self.cycles), kind.launches * self.spec.kernel
         return seconds + (launches - min(seconds, STARTING * launches) if kind.elementwise else launches)
 
     def working(self, nbytes: float, cycles: float, limit: str = "memory") -> float:
@@ -95,11 +85,10 @@ class Kernels:
 
     def from_memory(self, nbytes: float) -> float:
         """What a kernel of so many bytes takes of the time that it would need without a second-level cache."""
-        full = FULL * self.cache
-        if nbytes <= full:
-            return CACHED
-        gone = GONE * self.cache
-        return 1.0 if nbytes >= gone else CACHED + (1 - CACHED) * (nbytes - full) / (gone - full)
+        full, gone = FULL * self.cache, GONE * self.cache
+        if full < nbytes < gone:
+            return CACHED + (1 - CACHED) * (nbytes - full) / (gone - full)
+        return CACHED if nbytes <= full else 1.0
 
     def lost(self, nbytes: float) -> float:
         """The share of what was written that the cache no longer has when so many bytes have passed it: none up to half of its size."""
@@ -116,25 +105,15 @@ class Kernels:
 
     def reordering(self, image) -> float:
         """A kernel that reads an image and writes it with its channels elsewhere."""
-        moved = 2 * image.nbytes / self.bandwidth["memory"]
-        return self.spec.kernel + max(moved, REORDERED * image.numel() / self.cycles)
+        moving = 2 * image.nbytes / self.bandwidth["memory"]
+        return self.spec.kernel + max(moving, REORDERED * image.numel() / self.cycles)
 
     def plain(self, flops: float, moved: float, key) -> float:
         """A kernel of which no more is known than these: at the share of large products, or of memory."""
-        spec = self.spec
-        peak = spec.rates.get(key, spec.rates[FLOAT32])
-        if not self.peak:
-            peak *= self.achieved.product(key)
-        return spec.kernel + max(flops / peak, moved / self.bandwidth["memory"])
+        rate = self.spec.rates.get(key, self.spec.rates[FLOAT32]) * (1.0 if self.peak else self.achieved.product(key))
+        return self.spec.kernel + max(flops / rate, moved / self.bandwidth["memory"])
 
-    def product(self, count: int, rows: int, columns: int, length: int, key, size: int, together: int = 0) -> float:
-        """`count` products of [rows, length] and [length, columns], of `size` bytes a number. key: into Spec.rates. together: the function's."""
-        moved = count * size * (rows * length + length * columns + rows * columns)
-        return products.seconds(self, Product(count, rows, columns, length, key, moved, together))
-
-    def multiplying(
-        self, count: int, rows: int, columns: int, length: int, key, moved: float, share: float = 1.0
-    ) -> float:
-        """The same by one of cuDNN's kernels, for a convolution that moves so many bytes; without its launch. share: of what products
-        reach of the peak."""
+    def multiplying(self, count: int, rows: int, columns: int, length: int, key, moved: float, share: float) -> float:
+        """`count` products by one of cuDNN's kernels, for a convolution that moves so many bytes; without its launch. key: into Spec.rates.
+        share: of what products reach of the peak."""
         return products.busy(self, Product(count, rows, columns, length, key, moved, share=share, cublas=False))

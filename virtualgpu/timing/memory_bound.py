@@ -1,24 +1,22 @@
 """Operations that are bound by memory: how often they move their tensors, as a table (`data/memory_bound.csv`), and the few that need more.
 
-Its traffic factors and cycles are what single kernels took on an H100 (tests/gpu/memory_table.py).
+Its traffic factors and cycles are what single kernels took on an H100 (tests/gpu/memory_table.py), and so are the cycles of a multiprocessor here.
 An **elementwise** kernel where all tensors are alike reads 16 bytes at once and memory holds it up. Where a tensor is broadcast or lies
 otherwise, a thread works out the place of each number in each tensor by divisions, for 4 numbers of 16 bits or 2 of 32; where types differ,
 it converts number by number (aten/src/ATen/native/cuda/CUDALoops.cuh: gpu_kernel_impl_nocast, gpu_kernel_impl).
-
-Figures are cycles of a multiprocessor, of an H100, PyTorch 2.11 (tests/gpu/h100_profiled.csv, h100_kernels.csv).
 """
 
 import csv
 import functools
 import itertools
-from math import prod
-from pathlib import Path
+from math import ceil, prod
 
 import torch
 from torch import Tensor
 
 from virtualgpu.timing import norms, reductions
 from virtualgpu.timing.kernels import Kernels, Kind
+from virtualgpu.timing.measured import DATA
 
 ORDINARY = Kind()  # each tensor moved once, and nothing beside
 ELEMENTWISE = Kind(elementwise=True)
@@ -31,25 +29,24 @@ ROW = 112 << 10
 
 def seconds(kernels: Kernels, kind: Kind, args, tensors, nbytes: float) -> float:
     """What an operation of that kind takes. tensors: all that go in or come out, what comes out last; nbytes: theirs, once."""
-    if kernels.peak:
-        return kernels.moving(nbytes, kind)
     cycles = one_by_one(tensors) if kind.elementwise and nbytes > SHORT else 0.0
     if kind.cycles:
         cycles = max(cycles, kind.cycles * max(tensor.numel() for tensor in tensors))
-    if kind.elementwise:
+    if kind.step:
+        cycles = max(cycles, through_planes(kernels, kind.step, tensors[0], tensors[-1]))
+    if kind.elementwise or kernels.peak:
         return kernels.moving(nbytes, kind, cycles)
     copied = sum(copying(kernels, tensor) for tensor in copied_first(kind, args)) if kind.copied else 0.0
     if kind.model is not None and tensors[0].numel():
         return kind.model(kernels, args, tensors) + copied
-    if kind.wide is not None and tensors[0].dim():
-        row = tensors[0].shape[-1] * tensors[0].itemsize
-        if row * (len(tensors) - 1) > ROW:  # the backward pass reads two tensors
-            kind = kind._replace(traffic=kind.wide)
+    rows = tensors[:-1] if kind.wide and tensors[0].dim() else []  # the backward pass reads two tensors
+    if sum(tensor.shape[-1] * tensor.itemsize for tensor in rows) > ROW:
+        kind = kind._replace(traffic=kind.wide)
     return kernels.moving(nbytes, kind, cycles) + copied
 
 
 def copied_first(kind: Kind, args) -> list[Tensor]:
-    """Arguments that are made to lie close before (contiguous in SoftMax.cu, expect_contiguous in layer_norm_kernel.cu)."""
+    """Arguments that are made to lie close (contiguous in SoftMax.cu, expect_contiguous in layer_norm_kernel.cu)."""
     return [args[at] for at in kind.copied if not args[at].is_contiguous()]
 
 
@@ -67,29 +64,20 @@ WRITTEN, BESIDE, DIMENSION = {2: 0.475, 4: 0.64}, {2: 0.175, 4: 0.25}, {2: 0.105
 # On top where neighbours of the result lie apart in what is read: a warp's load asks for 32 pieces of SECTOR bytes, of which a block uses what
 # its rows have beside each other (copies to channels last of 64 to 256 channels: 1.2 to 2 in all; a transposed matrix 2.1 in 32 bits, 1.9 in 16)
 APART, PIECE, SECTOR, BLOCK = 0.46, 0.9, 32, 128
-
-CONVERTED = (
-    0.145  # a byte, where 16 bits are read for 32 (Liger-Kernel's RMS norm on an A100-80GB: 6.9 bytes in a cycle)
-)
+CONVERTED = 0.145  # a byte, where 16 bits are read for 32 (Liger-Kernel's RMS norm on an A100: 6.9 bytes in a cycle)
 
 
 def one_by_one(tensors) -> float:
     """Cycles in all of a kernel that works out places; 0 for any other. tensors: what it reads, and last what it writes."""
     made = tensors[-1]
-    if made.layout is not torch.strided:
+    if any(tensor.layout is not torch.strided for tensor in tensors):
         return 0.0
-    shape, strides, size = made.shape, made.stride(), made.itemsize
-    read, alike, widened = [], True, False
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            return 0.0
-        if tensor is not made and tensor.dim():
-            read.append(layout := (tensor.shape, tensor.stride()))
-            alike = alike and layout[0] == shape and layout[1] == strides
-            widened = widened or tensor.itemsize == 2
-    if shape and not alike:
-        return _places((shape, strides), tuple(read), size)
-    return CONVERTED * sum(tensor.nbytes for tensor in tensors) if widened and size == 4 else 0.0
+    read, result = [tensor for tensor in tensors if tensor is not made and tensor.dim()], (made.shape, made.stride())
+    layouts = tuple((tensor.shape, tensor.stride()) for tensor in read)
+    if made.dim() and any(layout != result for layout in layouts):
+        return _places(result, layouts, made.itemsize)
+    widened = made.itemsize == 4 and any(tensor.itemsize == 2 for tensor in read)
+    return CONVERTED * sum(tensor.nbytes for tensor in tensors) if widened else 0.0
 
 
 def close(shape) -> tuple[int, ...]:
@@ -103,11 +91,8 @@ def _places(made, read, size: int) -> float:
     shape, strides = made
     if size not in WRITTEN:
         return 0.0
-    # of an operand, for the dimensions of the result: 0 along those that it has not
-    expanded = [
-        (0,) * (len(shape) - len(own)) + tuple(0 if one == 1 else step for one, step in zip(own, steps, strict=True))
-        for own, steps in read
-    ]
+    steps = [tuple(0 if one == 1 else step for one, step in zip(*layout, strict=True)) for layout in read]
+    expanded = [(0,) * (len(shape) - len(own)) + own for own in steps]  # for the dimensions of the result
     each = WRITTEN[size] + BESIDE[size] * (len(read) - 1)
     each += DIMENSION[size] * max(0, _stretches(shape, [strides, *expanded]) - 2)
     along, whole = _innermost(shape, strides), [one for one in read if prod(one[0]) == prod(shape) and 0 not in one[1]]
@@ -129,14 +114,11 @@ def _innermost(shape, strides) -> int | None:
     return next((dim for dim in reversed(range(len(shape))) if strides[dim] == 1 and shape[dim] > 1), None)
 
 
-# A row that is looked up (1.6 thousand million rows of 64 numbers a second), and a number of a gradient that is
-# added to its row, beside zeros and sorting
+# A row that is looked up (1.6e9 rows of 64 numbers a second), and a number of a gradient that is added to its row, beside zeros and sorting
 LOOKED_UP, EMBEDDING = 163, 4.7
 FEW_INDICES = 3072  # up to so many, embedding_backward_feature_kernel; more are sorted (Embedding.cu)
-SORTING, SORTING_BAGS = (
-    12,
-    29,
-)  # kernels: thrust::sort_by_key and four more (EmbeddingBackwardKernel.cu); in a profile (EmbeddingBag.cu)
+# Kernels: thrust::sort_by_key and four more (EmbeddingBackwardKernel.cu); in a profile (EmbeddingBag.cu)
+SORTING, SORTING_BAGS = 12, 29
 
 
 def looked_up(kernels: Kernels, args, tensors) -> float:
@@ -154,24 +136,37 @@ def written(kernels: Kernels, args, tensors) -> float:
 
 
 def few_indices(args) -> bool:
-    """embedding_dense_backward(gradient, indices, rows, padding, by_frequency): one kernel does it, and another makes zeros."""
+    """Of embedding_dense_backward(gradient, indices, rows, padding, by_frequency): one kernel, and another makes zeros."""
     return args[1].numel() <= FEW_INDICES and not args[4]
 
 
 def embedding_backward(kernels: Kernels, args, tensors) -> float:
     """Sorted indices, then sums of equal ones."""
-    launches, numbers = (2, 0) if few_indices(args) else (SORTING, args[0].numel())
-    return _added(kernels, launches, numbers, tensors)
+    return _added(kernels, tensors, *((2, 0) if few_indices(args) else (SORTING, args[0].numel())))
 
 
 def embedding_bag_backward(kernels: Kernels, args, tensors) -> float:
     """Sorted, counted and put in order first; a bag's gradient is added for each of its indices, a sparse one is not added up."""
-    return _added(kernels, SORTING_BAGS, 0 if args[9] else args[1].numel() * args[0].shape[-1], tensors)
+    return _added(kernels, tensors, SORTING_BAGS, 0 if args[9] else args[1].numel() * args[0].shape[-1])
 
 
-def _added(kernels: Kernels, launches: int, numbers: int, tensors) -> float:
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    return launches * kernels.spec.kernel + kernels.streaming(nbytes) + EMBEDDING * numbers / kernels.cycles
+def _added(kernels: Kernels, tensors, launches: int, numbers: int) -> float:
+    moving = kernels.streaming(sum(tensor.nbytes for tensor in tensors))
+    return launches * kernels.spec.kernel + moving + EMBEDDING * numbers / kernels.cycles
+
+
+NEAR = 0.64  # of a step, where a line of the cache holds many images; what comes from memory takes a step more
+
+
+def through_planes(kernels: Kernels, step: float, read: Tensor, made: Tensor) -> float:
+    """Cycles of all multiprocessors where a thread for each place of an image goes through all images and channels (UpSampleBilinear2d.cu)."""
+    small, large = (read, made) if read.nbytes < made.nbytes else (made, read)
+    if large.stride(1) == 1 and not large.is_contiguous():
+        return 0.0  # channels last: a thread for each number
+    spec, apart = kernels.spec, min(1.0, prod(small.shape[2:]) * small.itemsize / LINE)
+    rounds = ceil(prod(large.shape[2:]) / (spec.processors * spec.limits.threads))
+    step *= NEAR + (1 - NEAR + kernels.lost(read.nbytes + made.nbytes)) * apart
+    return spec.processors * rounds * prod(large.shape[:2]) * step
 
 
 # Numbers that threads add to memory by atomic operations: the second-level cache adds, and to one line of LINE bytes one after the other.
@@ -187,41 +182,25 @@ def bilinear_backward(kernels: Kernels, args, tensors) -> float:
     gradient, made = tensors[0], tensors[-1]
     spec, additions = kernels.spec, 4 * gradient.numel()
     line, warp, each = ADDING_PAIRS if made.itemsize == 2 else ADDING
-    lines = made.nbytes / LINE
+    lines, at_once = made.nbytes / LINE, spec.processors * spec.limits.threads / prod(gradient.shape[2:])
     if made.stride(1) != 1 or made.is_contiguous():  # the images whose gradients the threads that run together have
-        at_once = spec.processors * spec.limits.threads / prod(gradient.shape[2:])
         lines = min(lines, at_once * prod(made.shape[2:]) * made.itemsize / LINE)
     apart = made.shape[-1] / gradient.shape[-1]  # numbers, from a thread's to its neighbour's
     met = max(1.0, WARP * apart * made.itemsize / LINE)
     blocks = min(max(1.0, gradient.numel() / ADDING_BLOCK), spec.processors)
-    cycles = max(
-        additions * line * (1.0 if apart <= MEETING else FEW_MEET) / max(1.0, lines),
-        additions * warp * met / WARP / blocks,
-        additions * each / spec.processors,
-    )
-    busy = max(kernels.took(cycles), kernels.streaming(gradient.nbytes))
-    return kernels.filling(made.nbytes) + spec.kernel + busy
+    line *= (1.0 if apart <= MEETING else FEW_MEET) / max(1.0, lines)
+    cycles = additions * max(line, warp * met / WARP / blocks, each / spec.processors)
+    return kernels.filling(made.nbytes) + spec.kernel + max(kernels.took(cycles), kernels.streaming(gradient.nbytes))
 
 
-def _kinds() -> dict[str, Kind]:
-    """The rows of the table."""
-    models = vars(norms) | vars(reductions) | globals()
-    with open(Path(__file__).parent / "data" / "memory_bound.csv", encoding="utf-8", newline="") as file:
-        return {
-            row["operation"]: Kind(
-                float(row["traffic"]),
-                float(row["wide"]) if row["wide"] else None,
-                float(row["cycles"] or 0),
-                row["limit"],
-                int(row["launches"]),
-                int(row["training"]) if row["training"] else None,
-                tuple(map(int, row["copied"].split())),
-                row["elementwise"] == "yes",
-                models[row["model"]] if row["model"] else None,
-            )
-            for row in csv.DictReader(file)
-        }
+def _kind(row: dict[str, str]) -> Kind:
+    traffic, wide, cycles, step = (float(row[column] or 0) for column in ("traffic", "wide", "cycles", "step"))
+    training, copied = int(row["training"]) if row["training"] else None, tuple(map(int, row["copied"].split()))
+    model, elementwise = MODELS[row["model"]] if row["model"] else None, row["elementwise"] == "yes"
+    return Kind(traffic, wide, cycles, row["limit"], int(row["launches"]), training, copied, elementwise, model, step)
 
 
-KINDS = _kinds()
+MODELS = vars(norms) | vars(reductions) | globals()
+with open(DATA / "memory_bound.csv", encoding="utf-8", newline="") as _file:
+    KINDS = {row["operation"]: _kind(row) for row in csv.DictReader(_file)}
 COPIED = {name: kind for name, kind in KINDS.items() if kind.copied}

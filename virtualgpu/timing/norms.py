@@ -3,12 +3,11 @@
 **Batch norm.** Channels first, one block of 512 threads has a whole channel: few channels leave most of a large GPU idle, and very many of few
 numbers take a block's fixed time each (aten/src/ATen/native/cuda/Normalization.cuh; cuDNN's bn_fw_tr_1C11_* and bn_bw_1C11_* have the same
 blocks). Channels last, an image is cut into tiles of 32 channels (the same file, flexible_launch_configs; cuDNN's batchnorm_*_nhwc_semiPersist).
-PyTorch takes its own kernels for weights in 16 bits and for bfloat16 (Normalization.cpp), cuDNN's for all else.
-**Layer norm** has a block for each row (layer_norm_kernel.cu).
-
-All constants are cycles of a multiprocessor, of an H100 (tests/gpu/h100_profiled.csv; PyTorch 2.11, cuDNN 9.19) unless said.
+PyTorch takes its own kernels for weights in 16 bits and for bfloat16 (Normalization.cpp), cuDNN's for all else. **Layer norm** has a block for
+each row (layer_norm_kernel.cu). Constants are cycles of a multiprocessor, of an H100 (tests/gpu/h100_profiled.csv; PyTorch 2.11, cuDNN 9.19).
 """
 
+from functools import partial
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -16,8 +15,9 @@ import torch
 
 from virtualgpu.timing.kernels import Kernels
 
-THREADS, WARP = 512, 32
-EVALUATING = 0.62  # a number of any batch norm that evaluates
+THREADS, EVALUATING = 512, 0.62  # of a block; a number of any batch norm that evaluates
+# Threads beside each other by an image's places, of 512: getNumThreads, and as the names of cuDNN's kernels say
+WIDTHS, CUDNN_WIDTHS = {places: places for places in (32, 64, 128, 256)}, {1023: 32, 4095: 128}
 
 
 class Loop(NamedTuple):
@@ -32,11 +32,9 @@ class Loop(NamedTuple):
 
     def seconds(self, kernels: Kernels, blocks: int, steps: float, nbytes: float, moved: float) -> float:
         """Wave after wave of as many blocks as fit, or as long as memory moves so much. nbytes: that pass the cache meanwhile."""
-        spec = kernels.spec
-        fit = max(1, spec.limits.threads // THREADS)
-        concurrent = min(fit, -(-blocks // spec.processors))
-        step = max(self.latency, self.through * concurrent) + self.lost * kernels.lost(nbytes)
-        cycles = -(-blocks // (spec.processors * fit)) * (self.fixed + steps * step)
+        processors, fit = kernels.spec.processors, max(1, kernels.spec.limits.threads // THREADS)
+        step = max(self.latency, self.through * min(fit, ceil(blocks / processors))) + self.lost * kernels.lost(nbytes)
+        cycles = ceil(blocks / (processors * fit)) * (self.fixed + steps * step)
         return max(kernels.took(cycles), kernels.streaming(moved))
 
 
@@ -46,19 +44,17 @@ STATISTICS, BACKWARD = Loop(4600, 500, 208, 350), Loop(1800, 1330, 560, 430)
 # cuDNN's, in steps of four (UNROLLED). Others: forward 0.27 us on an H100, 0.35 on its PCIe card, 0.36 on a B200 and 0.65 on an A100
 # (KernelBench, BatchNorm), backward 0.69 us on an H20 (FlagGems #4250)
 CUDNN, CUDNN_BACKWARD, UNROLLED = Loop(1000, 450, 475, 180), Loop(1000, 870, 900, 650), 4
-# and where a block keeps a channel's numbers and reads them once, by the bytes of one (*_singleread)
-KEPT, KEPT_BACKWARD = (
-    {4: Loop(6000, 0, 266, 164), 2: Loop(4000, 0, 200, 120)},
-    {4: Loop(6000, 0, 712, 0), 2: Loop(4000, 0, 320, 0)},
-)
+# and where a block keeps a channel's numbers and reads them once, by the bytes of one (*_singleread), and how much longer a step takes where
+# an image has an odd number of places, so that two numbers never lie in one load. Fitted to 58 single kernels of an H100
+KEPT = {4: Loop(8800, 0, 230, 830), 2: Loop(6100, 0, 140, 655)}
+KEPT_BACKWARD, ODD = {4: Loop(7800, 0, 570, 710), 2: Loop(5400, 0, 260, 110)}, {4: 1.2, 2: 2.4}
 KEPT_BYTES = {4: 112 << 10, 2: 160 << 10}  # of a channel: f32 kept 98 KiB and not 128, f16 128 KiB and not 196
-# Channels last, PyTorch's own: statistics and the result, then both passes of the backward one. Sums of tiles are added up by the last
-# block of each, which is in `fixed`
+# Channels last, PyTorch's own: statistics and the result, then both of the backward pass. The last block adds up the tiles' sums, in `fixed`
 LAST_STATISTICS, LAST_RESULT = Loop(12000, 500, 208, 350), Loop(0, 300, 130, 220)
 LAST_SUMS, LAST_GRADIENT = Loop(12000, 400, 140, 100), Loop(0, 480, 200, 130)
-# Channels of a tile, how many there are one below the other at most, and numbers of a thread if fewer do
+# Channels of a tile, how many tiles there are one below the other at most, and numbers of a thread if fewer do
 TILE, TILES, EACH = 32, 128, 16
-# by cuDNN: cycles for each number, for each byte of it, and how much more that is from memory
+# By cuDNN: cycles for each number, for each byte of it, and how much more that is from memory
 CUDNN_LAST, CUDNN_LAST_BACKWARD = (0.35, 0.15, 0.5), (0.4, 0.2, 0.6)
 
 
@@ -68,70 +64,61 @@ def batch_norm(kernels: Kernels, args, tensors) -> float:
     launch, nbytes, shape = kernels.spec.kernel, image.nbytes, image.shape
     if len(args) > 5 and args[5] is False:
         return launch + kernels.working(2 * nbytes, EVALUATING * image.numel())
-    own = image.dtype == torch.bfloat16 or _is_half(weight)
-    if _is_last(image):
-        if not own:
+    if image.stride(1) == 1 and shape[1] > 1:
+        if not _own(image, weight):
             return 2 * launch + _semi_persistent(kernels, CUDNN_LAST, image, nbytes, 2 * nbytes)
         tiles = _tiles(shape)
         statistics = LAST_STATISTICS.seconds(kernels, *tiles, nbytes, nbytes)
         return 3 * launch + statistics + LAST_RESULT.seconds(kernels, *tiles, 2 * nbytes, 2 * nbytes)
-    if own:
+    if _own(image, weight):
         # between the two a small kernel: inverse deviation, running averages
-        statistics = STATISTICS.seconds(kernels, shape[1], _steps(shape), nbytes, nbytes)
+        statistics = STATISTICS.seconds(kernels, shape[1], _steps(shape, WIDTHS), nbytes, nbytes)
         return 2.5 * launch + statistics + kernels.streaming(2 * nbytes)
-    each = image.numel() / shape[1]
     if nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
-        return launch + KEPT[image.itemsize].seconds(kernels, shape[1], each / THREADS, nbytes, 2 * nbytes)
-    return launch + CUDNN.seconds(kernels, shape[1], _cudnn_steps(shape, UNROLLED), nbytes, 3 * nbytes)
+        return launch + KEPT[image.itemsize].seconds(kernels, shape[1], _kept_steps(image), nbytes, 2 * nbytes)
+    return launch + CUDNN.seconds(kernels, shape[1], _steps(shape, CUDNN_WIDTHS, UNROLLED), nbytes, 3 * nbytes)
 
 
 def batch_norm_backward(kernels: Kernels, args, tensors) -> float:
     """native_batch_norm_backward(gradient, input, weight, ..., train, eps, mask)."""
-    image, weight = args[1], args[2]
+    image = args[1]
     launch, nbytes, shape = kernels.spec.kernel, image.nbytes, image.shape
-    own = not args[7] or image.dtype == torch.bfloat16 or _is_half(weight)
-    if _is_last(image):
+    own = not args[7] or _own(image, args[2])
+    if image.stride(1) == 1 and shape[1] > 1:
         if not own:
             return 2 * launch + _semi_persistent(kernels, CUDNN_LAST_BACKWARD, image, 2 * nbytes, 3 * nbytes)
         tiles = _tiles(shape)
         sums = LAST_SUMS.seconds(kernels, *tiles, 3 * nbytes, 2 * nbytes)
         return 2 * launch + sums + LAST_GRADIENT.seconds(kernels, *tiles, 3 * nbytes, 3 * nbytes)
     if not own and 2 * nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
-        steps = image.numel() / shape[1] / THREADS
-        return launch + KEPT_BACKWARD[image.itemsize].seconds(kernels, shape[1], steps, nbytes, 3 * nbytes)
-    loop, steps = (BACKWARD, _steps(shape)) if own else (CUDNN_BACKWARD, _cudnn_steps(shape, 1))
-    return launch + loop.seconds(kernels, shape[1], steps, 3 * nbytes, 5 * nbytes)
+        kept, steps = KEPT_BACKWARD[image.itemsize], _kept_steps(image)
+        return launch + kept.seconds(kernels, shape[1], steps, 2 * nbytes, 3 * nbytes)
+    loop, widths = (BACKWARD, WIDTHS) if own else (CUDNN_BACKWARD, CUDNN_WIDTHS)
+    return launch + loop.seconds(kernels, shape[1], _steps(shape, widths), 3 * nbytes, 5 * nbytes)
 
 
-def _is_last(image) -> bool:
-    return image.stride(1) == 1 and image.shape[1] > 1
+def _own(image, weight) -> bool:
+    """Is it PyTorch's kernel? Also where a weight goes to the CPU's kernel in single precision (engine/mixed_batch_norm.py)."""
+    half = weight is not None and (weight.itemsize == 2 or hasattr(weight, "stands_for_half"))
+    return half or image.dtype == torch.bfloat16
 
 
-def _is_half(weight) -> bool:
-    """Also where it goes to the CPU's kernel in single precision (engine/mixed_batch_norm.py)."""
-    return weight is not None and (weight.itemsize == 2 or hasattr(weight, "stands_for_half"))
-
-
-def _steps(shape) -> int:
-    """Numbers that one thread works on: as many threads beside each other as an image has places (getNumThreads)."""
+def _steps(shape, widths: dict[int, int], unrolled: int = 1) -> int:
+    """Numbers that one thread works on."""
     places = prod(shape[2:])
-    wide = next((width for width in (32, 64, 128, 256) if places <= width), THREADS)
-    return -(-places // wide) * -(-shape[0] // (THREADS // wide))
+    wide = next((width for most, width in widths.items() if places <= most), THREADS)
+    return unrolled * ceil(places / (wide * unrolled)) * ceil(shape[0] / (THREADS // wide))
 
 
-def _cudnn_steps(shape, unrolled: int) -> int:
-    """The same of cuDNN's, whose names say how many threads are beside each other: 32, 128 or 512."""
-    places = prod(shape[2:])
-    wide = 32 if places < 1024 else 128 if places < 4096 else THREADS
-    return unrolled * -(-places // (wide * unrolled)) * -(-shape[0] // (THREADS // wide))
+def _kept_steps(image) -> float:
+    return image.numel() / image.shape[1] / THREADS * (ODD[image.itemsize] if prod(image.shape[2:]) % 2 else 1.0)
 
 
 def _tiles(shape) -> tuple[int, int]:
     """Blocks, and the steps of each, of an image with its channels last."""
-    channels, rows = shape[1], prod(shape) // shape[1]
-    tall = THREADS // TILE
-    below = min(-(-rows // (tall * EACH)), TILES)
-    return -(-channels // TILE) * below, -(-rows // (below * tall))
+    rows, tall = prod(shape) // shape[1], THREADS // TILE
+    below = min(ceil(rows / (tall * EACH)), TILES)
+    return ceil(shape[1] / TILE) * below, ceil(rows / (below * tall))
 
 
 def _semi_persistent(kernels: Kernels, costs: tuple[float, float, float], image, read: int, moved: int) -> float:
@@ -148,14 +135,15 @@ RMS, GRADIENT, LAYER = (140, 0.085), (150, 0.18), (355, 0.12)
 STEPS, STEP, FROM_MEMORY = ((256, 256), (128, 128), (64, 64), (0, 8)), 1400, 800
 
 
-def layer_norm(kernels: Kernels, args, tensors) -> float:
-    """native_layer_norm(input, shape, weight, bias, eps)."""
-    return _rows(kernels, LAYER, args[0], args[1], 2, "layer_norm")
+def _rows(costs, limit: str, kernels: Kernels, args, tensors, at: int = 0, moved: int = 2) -> float:
+    """A block for each row. at: which argument is cut into rows, and after it their shape; moved: tensors of its size, read and written."""
+    x, shape = args[at : at + 2]
+    cycles = costs[0] * (x.numel() // max(1, prod(shape))) + costs[1] * x.nbytes
+    return kernels.spec.kernel + kernels.working(moved * x.nbytes, cycles, limit)
 
 
-def rms_norm(kernels: Kernels, args, tensors) -> float:
-    """_fused_rms_norm(input, shape, weight, eps)."""
-    return _rows(kernels, RMS, args[0], args[1], 2, "memory")
+layer_norm = partial(_rows, LAYER, "layer_norm")  # native_layer_norm(input, shape, weight, bias, eps)
+rms_norm = partial(_rows, RMS, "memory")  # _fused_rms_norm(input, shape, weight, eps)
 
 
 def row_norm_backward(kernels: Kernels, args, tensors) -> float:
@@ -163,15 +151,9 @@ def row_norm_backward(kernels: Kernels, args, tensors) -> float:
     shape, 1 / root mean square, weight, mask): then the gradients of weight and bias."""
     x, rows = args[1], args[1].numel() // max(1, prod(args[2]))
     limit, mask = ("layer_norm", args[7]) if len(args) > 7 else ("memory", args[5])
-    seconds = _rows(kernels, GRADIENT, x, args[2], 3, limit)
+    seconds = _rows(GRADIENT, limit, kernels, args, tensors, 1, 3)
     if not any(mask[1:]):
         return seconds
     steps, nbytes = ceil(rows / next(step for least, step in STEPS if rows >= least)), 2 * x.nbytes
     cycles = steps * (STEP + FROM_MEMORY * min(1.0, nbytes / kernels.cache if kernels.cache else 1.0))
     return seconds + kernels.spec.kernel + max(kernels.took(cycles), kernels.streaming(nbytes))
-
-
-def _rows(kernels: Kernels, costs: tuple[float, float], x, shape, moved: int, limit: str) -> float:
-    """A block for each row. moved: how many tensors of this size are read and written."""
-    cycles = costs[0] * (x.numel() // max(1, prod(shape))) + costs[1] * x.nbytes
-    return kernels.spec.kernel + kernels.working(moved * x.nbytes, cycles, limit)

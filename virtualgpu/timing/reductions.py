@@ -5,7 +5,7 @@ for each tells who is the last and adds up the parts. aten/src/ATen/native/cuda/
 """
 
 import functools
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -25,9 +25,8 @@ COUNTERS = 0.4  # of a kernel's time, what setting the counters to zero takes (0
 
 
 class Plan(NamedTuple):
-    """across, down: threads of a block. vector: neighbouring outputs that a thread has at once. along: do neighbouring threads have inputs
-    of one output? grid: blocks for all outputs, blocks: for each. each: inputs of a thread. divided: inputs whose places are reckoned by
-    division."""
+    """across, down: threads of a block. vector: neighbouring outputs that a thread has at once. along: do neighbouring threads have inputs of
+    one output? grid: blocks for all outputs, blocks: for each. each: inputs of a thread. divided: inputs whose places are reckoned by division."""
 
     outputs: int
     across: int
@@ -55,9 +54,8 @@ class Plan(NamedTuple):
 def reduction(kernels, args, tensors, dims_at: int = 1) -> float:
     """Seconds of a reduction; dims_at: from which argument on its dimensions are named."""
     source, nbytes = args[0], sum(tensor.nbytes for tensor in tensors)
-    if source.layout is not torch.strided or (
-        len(args) > 1 and isinstance(args[1], torch.Tensor)
-    ):  # max of two tensors
+    two = len(args) > 1 and isinstance(args[1], torch.Tensor)  # max of two tensors
+    if source.layout is not torch.strided or two:
         return kernels.spec.kernel + kernels.streaming(nbytes)
     nbytes -= max(0, source.nbytes - source.untyped_storage().nbytes())  # of an expanded tensor
     return plan(source, dims_of(args[dims_at:], source.dim()), kernels.spec).seconds(kernels, nbytes)
@@ -66,15 +64,10 @@ def reduction(kernels, args, tensors, dims_at: int = 1) -> float:
 norm = functools.partial(reduction, dims_at=2)  # whose second argument is its exponent
 
 
-def plan_of_rows(rows: int, columns: int, spec) -> Plan:
-    """Of a sum over each row of a matrix."""
-    return _plan((rows, columns), (columns, 1), 0, (1,), spec.processors, spec.limits.threads)
-
-
 def plan(source: torch.Tensor, dims, spec) -> Plan:
     """Of a reduction of `source` over `dims`."""
-    offset = source.storage_offset() % 4
-    return _plan(source.shape, source.stride(), offset, tuple(dims), spec.processors, spec.limits.threads)
+    layout = source.shape, source.stride(), source.storage_offset() % 4
+    return _plan(*layout, tuple(dims), spec.processors, spec.limits.threads)
 
 
 @functools.lru_cache(4096)
@@ -83,20 +76,14 @@ def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> P
     inputs, outputs = (prod(size for size, _ in group) for group in (reduced, kept))
     along = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
     width, height, vector = inputs if along else outputs, outputs if along else inputs, 1
-    if along:
-        if not kept and len(reduced) == 1 and reduced[0][1] == 1 and width >= 128:
-            width //= 4
-    elif kept[0][1] == 1:
-        vector = 4
-        others = [stride for _, stride in (*reduced, *kept[1:])]
-        for number in (offset, kept[0][0], *others):
-            while number % vector:
-                vector //= 2
+    if along and not kept and len(reduced) == 1 and reduced[0][1] == 1 and width >= 128:
+        width //= 4
+    elif not along and kept[0][1] == 1:
+        vector = gcd(4, offset, kept[0][0], *(stride for _, stride in (*reduced, *kept[1:])))
         width //= vector
     most = BLOCK // vector
-    width, height = _power(width, most), _power(height, most)
-    across = min(width, WARP)
-    down = min(height, most // across)
+    width, height = (min(most, 1 << max(size, 1).bit_length() - 1) for size in (width, height))  # powers of two
+    down = min(height, most // min(width, WARP))
     across = min(width, most // down)
     step_in, step_out = (across, 1) if along else (1, across)
     each = ceil(inputs / step_in)
@@ -119,12 +106,9 @@ def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> P
 def dims_of(args, count: int):
     """The dimensions that are reduced: the first argument that names some; all without one."""
     for value in args:
-        if isinstance(value, bool):
-            continue
-        if isinstance(value, int):
-            return [value % count] if count else []
-        if isinstance(value, (list, tuple)) and value:
-            return [dim % count for dim in value] if count else []
+        named = [value] if isinstance(value, int) and not isinstance(value, bool) else value
+        if isinstance(named, (list, tuple)) and named:
+            return [dim % count for dim in named] if count else []
     return range(count)
 
 
@@ -140,8 +124,3 @@ def _coalesced(shape, strides, dims) -> tuple[list, list]:
         else:
             group.append((size, stride))
     return groups
-
-
-def _power(number: int, most: int) -> int:
-    """The largest power of two that is no larger than either."""
-    return most if number >= most else 1 << max(number, 1).bit_length() - 1

@@ -11,6 +11,7 @@ from torch import nn
 import virtualgpu
 from tests.accuracy import convolutions as convolved
 from tests.accuracy import kernels as measured
+from tests.accuracy.kernels import multiplied
 from virtualgpu.hardware import achieved, tables
 from virtualgpu.hardware.specs import SPECS, TF32
 from virtualgpu.timing.kernels import Kernels, together
@@ -58,8 +59,8 @@ def test_convolutions_take_what_others_measured():
 def test_a_tile_more_than_the_processors_is_a_wave_more():
     """Published: 96 boards on 48 multiprocessors 1.04 ms, 97 1.48 (tests/accuracy/batch_sweeps.csv); half of a wave's time as a rule."""
     a100 = Kernels(SPECS["A100"])
-    full = a100.product(1, 128 * 108 // 2, 512, 4096, "float16", 2)  # 108 tiles of 128 x 256 for 108 processors
-    more = a100.product(1, 128 * 109 // 2 + 128, 512, 4096, "float16", 2)
+    full = multiplied(a100, 1, 128 * 108 // 2, 512, 4096, "float16", 2)  # 108 tiles of 128 x 256 for 108 processors
+    more = multiplied(a100, 1, 128 * 109 // 2 + 128, 512, 4096, "float16", 2)
     assert 1.2 < more / full < 1.7
 
 
@@ -67,7 +68,8 @@ def test_a_tile_more_than_the_processors_is_a_wave_more():
 def test_the_data_sheet_is_a_lower_bound_but_for_clocks_that_are_held(card):
     kernels, peak = Kernels(SPECS[card]), Kernels(SPECS[card], peak=True)
     for key, size in (("float32", 4), ("float16", 2)):
-        assert kernels.product(1, 8192, 8192, 8192, key, size) > 0.85 * peak.product(1, 8192, 8192, 8192, key, size)
+        cube = 1, 8192, 8192, 8192, key, size
+        assert multiplied(kernels, *cube) > 0.85 * multiplied(peak, *cube)
     assert kernels.moving(1 << 30, ORDINARY) > peak.moving(1 << 30, ORDINARY)
 
 
@@ -108,8 +110,8 @@ def test_rows_that_are_no_multiple_of_16_bytes():
 
     def against_a_multiple_of_64(columns, like):
         kernels = Kernels(SPECS[like])
-        narrow = kernels.product(1, 4096, columns, 768, "float16", 2, together(2, columns, 768))
-        return narrow / kernels.product(1, 4096, 50304, 768, "float16", 2)
+        narrow = multiplied(kernels, 1, 4096, columns, 768, "float16", 2, together(2, columns, 768))
+        return narrow / multiplied(kernels, 1, 4096, 50304, 768, "float16", 2)
 
     assert 2 < against_a_multiple_of_64(50257, "A100") < 3
     assert 1.3 < against_a_multiple_of_64(50258, "A100") < 2
@@ -126,7 +128,7 @@ def test_an_operation_finds_how_its_rows_lie():
     a100 = Kernels(SPECS["A100"])
     for width, loaded in ((50257, 1), (50258, 2), (50260, 4), (50304, 0)):
         assert seconds(lambda: logits(width)) == pytest.approx(  # noqa: B023
-            a100.product(1, 4096, width, 768, "float16", 2, loaded), rel=1e-6
+            multiplied(a100, 1, 4096, width, 768, "float16", 2, loaded), rel=1e-6
         )
 
 
