@@ -27,10 +27,12 @@ from virtualgpu.timing.kernels import Kernels
 # (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
 CHANNELS = 8
 # Their time over that of a plain product of the same sizes and type, by cuDNN's way of doing it, forward and for the gradients of the image and
-# of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. Directly; 1x1 on tensor cores loses as much as without; 3x3 of stride 1 in
-# single precision by Winograd. Larger ones on tensor cores are plain products
+# of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. 1x1 on tensor cores loses as much as without; larger ones there are plain products
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
-WINOGRAD = {"before Ampere": 0.62, "since": 0.87}  # NeuSight's (A100): 0.62 of it was 1.4 times too fast
+# Winograd's ways (3x3 of stride 1 in single precision): places of a square each way, which take (that + 2)^2 products of matrices; images, rows and
+# columns that are filled up to a multiple; time over that of the products. In one kernel (winograd_128x128_.._tile148t: blocks of 8 x 16 places),
+# and by sgemm, with image, weight and result turned in memory before and after (winograd_nonfused). Fitted to half of NeuSight's shapes
+WINOGRAD = (2, (1, 8, 16), 0.9), (4, (16, 4, 4), 1.2)
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's, 3x3 over
 # 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
 MERGED = 64
@@ -191,8 +193,7 @@ def _product(kernels: Kernels, one: Pass) -> float:
         key, tensor_cores = FLOAT32, False
     longer = DIRECT[which] if one.taps == 1 and tensor_cores else 1.0
     if key == FLOAT32:
-        square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride} == {1}
-        longer = WINOGRAD["since" if spec.capability[0] >= 8 else "before Ampere"] if square else DIRECT[which]
+        longer = DIRECT[which]
     together = 1
     while tensor_cores and groups % (2 * together) == 0 and 2 * together * min(sizes[1], read) <= MERGED:
         together *= 2
@@ -200,7 +201,19 @@ def _product(kernels: Kernels, one: Pass) -> float:
         seconds = kernels.plain(2 * groups * prod(sizes) * together * longer, one.moved, key)
     else:
         seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, one.moved, share=1 / longer)
+    if key == FLOAT32 and tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride, *one.dilation} == {1} and groups == 1:
+        seconds = min(seconds, *(2 * spec.kernel + _by_winograd(kernels, one, *way) for way in WINOGRAD))
     return seconds + (_converting(kernels, one, key) if tensor_cores else 0.0)
+
+
+def _by_winograd(kernels: Kernels, one: Pass, square: int, filled: tuple[int, ...], longer: float) -> float:
+    """By one of WINOGRAD's ways, without launches."""
+    made, read = one.weight.shape[:2]
+    places = prod(-(-size // unit) * unit for size, unit in zip((len(one.made), *one.made.shape[2:]), filled, strict=True))
+    rows, length = (read, places // square**2) if one.which == "weight" else (places // square**2, read)
+    count = (square + 2) ** 2
+    took = kernels.multiplying(count, rows, made, length, FLOAT32, one.moved, share=1 / longer)
+    return took + (1 + count / square**2) * one.moved / kernels.bandwidth["memory"] * (square > 2)
 
 
 def _converting(kernels: Kernels, one: Pass, key) -> float:
