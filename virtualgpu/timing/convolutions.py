@@ -201,7 +201,8 @@ def _product(kernels: Kernels, one: Pass) -> float:
         seconds = kernels.plain(2 * groups * prod(sizes) * together * longer, one.moved, key)
     else:
         seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, one.moved, share=1 / longer)
-    if key == FLOAT32 and tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride, *one.dilation} == {1} and groups == 1:
+    square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride, *one.dilation} == {1}
+    if key == FLOAT32 and square and groups == 1 and not kernels.hopper:
         seconds = min(seconds, *(2 * spec.kernel + _by_winograd(kernels, one, *way) for way in WINOGRAD))
     return seconds + (_converting(kernels, one, key) if tensor_cores else 0.0)
 
