@@ -111,7 +111,13 @@ def table() -> str:
     for found in convolutions():
         cores = "float32" if found.dtype == "float32" else "on tensor cores"
         half = "shapes of the table" if found.fitted else "other shapes"
-        names = (found.source, f"{found.source}, {found.card}, {found.dtype}, {half}", f"{found.direction}, {cores}", f"{found.kind}, {cores}", f"{found.card}, {found.dtype}")
+        names = (
+            found.source,
+            f"{found.source}, {found.card}, {found.dtype}, {half}",
+            f"{found.direction}, {cores}",
+            f"{found.kind}, {cores}",
+            f"{found.card}, {found.dtype}",
+        )
         for name in ("all", *names):
             groups.setdefault(name, []).append(found.log)
     lines = [f"{'convolutions':<70}{'number':>7}{'measured / simulated':>22}{'within 15 %':>13}{'30 %':>7}"]

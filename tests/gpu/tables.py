@@ -159,7 +159,9 @@ def _accuracy() -> list[dict[str, str]]:
 
 def _licences(sources: Collection[str]) -> list[str]:
     """The sources with licence and year."""
-    found = {f"{row['source']} ({row['licence']}, {row['date']})": None for row in _accuracy() if row["source"] in sources}
+    found = {
+        f"{row['source']} ({row['licence']}, {row['date']})": None for row in _accuracy() if row["source"] in sources
+    }
     return sorted(found)
 
 

@@ -51,7 +51,7 @@ def fused(query, key, value, is_causal, drops=False, biased=False, learned=False
 
 
 def fused_backward(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
-    """Of its backward pass."""
+    """As attention_backward."""
     return fused(query, key, value, is_causal) * 5 // 2
 
 
@@ -60,11 +60,8 @@ def causal_share(queries: int, keys: int) -> float:
     rows, columns = TILE
     if not queries or not keys:
         return 1.0
-    computed = 0
-    for begin in range(0, queries, rows):
-        end = min(begin + rows, queries)
-        computed += (end - begin) * min(keys, -(-end // columns) * columns)
-    return computed / (queries * keys)
+    ends = [(begin, min(begin + rows, queries)) for begin in range(0, queries, rows)]
+    return sum((end - begin) * min(keys, -(-end // columns) * columns) for begin, end in ends) / (queries * keys)
 
 
 def multi_head(
@@ -72,15 +69,14 @@ def multi_head(
 ) -> int:
     """Of `_native_multi_head_attention`. query, key, value [batch, L or S, E]; qkv_weight [3 E, E], proj_weight [E, E]."""
     batch, queries, _ = query.shape
-    projections = 2 * batch * (queries + key.shape[1]) * (qkv_weight.numel() + proj_weight.numel()) // 2
+    projections = batch * (queries + key.shape[1]) * (qkv_weight.numel() + proj_weight.numel())
     return projections + 4 * batch * queries * key.shape[1] * embed_dim
 
 
 def encoder_layer(src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, *args, out_val=None, **kwargs) -> int:
     """Of `_transformer_encoder_layer_fwd`: attention of src [batch, L, E], and the two products of the feed-forward part."""
     attended = multi_head(src, src, src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight)
-    weights = [args[index] for index in FEED_FORWARD]
-    return attended + 2 * src.shape[:2].numel() * sum(weight.numel() for weight in weights)
+    return attended + 2 * src.shape[:2].numel() * sum(args[index].numel() for index in FEED_FORWARD)
 
 
 def rule(which: str, by: str = "flash") -> Callable:
