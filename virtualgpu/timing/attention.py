@@ -21,8 +21,7 @@ TILE = (128, 64)
 FEED_FORWARD = (8, 10)  # where the two weights of an encoder layer stand in the schema, after proj_weight
 # Kernels compute whole tiles of at least so many queries and keys (fmha_cutlassF_f32_aligned_64x64): 197 keys take as long as 256
 WHOLE = 64
-# Numbers of a head, of which fewer take as long, as each score has its exponential beside: about as long as products of 107 numbers forward, of 89
-# backward (cuDNN 9.19 on an H100, tests/gpu/h100_profiled.csv)
+# Numbers of a head, of which fewer take as long, as each score has its exponential beside (cuDNN 9.19 on an H100: 107 forward, 89 backward)
 SCORE = 96
 # Where no card was measured. Keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384);
 # numbers of a head: cuDNN's kernels reach less for smaller ones, as its root (465 and 675 TFLOPS for 64 and 128, 406 and 490 back)
@@ -44,8 +43,7 @@ def attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -
 
 
 def fused(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
-    """Of a fused kernel, which leaves out what a causal mask hides. drops: does it drop scores? biased: does it add a mask to them? learned:
-    and make a gradient of it? The same FLOPs."""
+    """Of a fused kernel, which leaves out what a causal mask hides; dropout and other masks (biased, learned) change nothing."""
     flops = attention(query, key, value)
     return int(flops * causal_share(query.shape[2], key.shape[2])) if is_causal else flops
 
@@ -98,8 +96,7 @@ def rule(which: str, by: str = "flash") -> Callable:
 
 
 def roofline(kernels: Kernels, which: str, by: str, query, flops: float, moved: float, key, factor: float) -> float:
-    """Of `flops` in whole tiles. factor: over the peak. Backward, FlashAttention and cuDNN have kernels of their own before and after the
-    main one, which move what it does (compute_dot_do_o, convert_dq)."""
+    """Of `flops` in whole tiles. factor: over the peak. FlashAttention's and cuDNN's backward moves all before and after the main kernel."""
     peak = kernels.spec.rates.get(TF32 if key == FLOAT32 else key, kernels.spec.rates[FLOAT32])
     busy = factor * flops * max(1.0, SCORE / max(query.shape[-1], 1)) / peak
     moving = moved / kernels.bandwidth["memory"]

@@ -5,9 +5,8 @@ channels / groups, *kernel], so that groups count by its size alone. Of the thre
 what went in, that of the weight) none has more terms than another; `torch.utils.flop_counter` leaves groups out of the third.
 
 Seconds: a convolution is a product of matrices (implicit GEMM), in single precision of 3x3 before Hopper with fewer multiplications (Winograd).
-Of a 1x1 convolution the weight is multiplied with the image as it lies. Larger ones want the channels last on tensor cores, and convert images that
-have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels first ("..._nhwc2nchw" in traces);
-Ampere's for 16 bits have no such form, so that what they made is converted as well. Depthwise ones do little but move an image in and out.
+Larger ones than 1x1 want the channels last on tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only
+what is read, as they write channels first ("..._nhwc2nchw" in traces). Depthwise ones do little but move an image in and out.
 
 What kernels took on a card over that is a median of their kind: `data/convolutions.csv`, written by `python -m tests.gpu.tables`.
 `python -m tests.accuracy.convolutions` sets both beside others' (DeepBench, KernelBench, NeuSight, dlperf, kineto, spio).
@@ -23,11 +22,9 @@ from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
 from virtualgpu.timing import measured, reductions
 from virtualgpu.timing.kernels import Kernels
 
-# Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
-# (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
+# Tensor cores take so many channels at once, and more are filled up to a multiple; fewer are left to the other cores (implicit_convolve_sgemm)
 CHANNELS = 8
-# Their time over that of a plain product of the same sizes and type, by cuDNN's way of doing it, forward and for the gradients of the image and
-# of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. 1x1 on tensor cores loses as much as without; larger ones there are plain products
+# Time over that of a plain product of the same sizes and type: DeepBench's medians. 1x1 on tensor cores loses as much; larger ones there do not
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
 # Winograd's ways (3x3 of stride 1 in single precision): places of a square each way, which take (that + 2)^2 products of matrices; images, rows and
 # columns that are filled up to a multiple; time over that of the products. In one kernel (winograd_128x128_.._tile148t: blocks of 8 x 16 places),
@@ -74,9 +71,8 @@ def _flops(image, weight) -> int:
 
 
 class Pass(NamedTuple):
-    """One of a plain convolution's: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its
-    weight. A transposed one is an "image", and the gradient of what it read a "forward". image, made: [batch, channels, *size]; weight: [made
-    channels, channels read / groups, *kernel]. key: into Spec.rates."""
+    """One of a plain convolution's: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its weight. A
+    transposed one is an "image". image, made: [batch, channels, *size]; weight: [made, read / groups, *kernel]. key: into Spec.rates."""
 
     which: str
     image: torch.Tensor
@@ -87,15 +83,24 @@ class Pass(NamedTuple):
     groups: int
     key: str
 
-    # places of the weight; bytes in and out; does each channel see one of the image alone?
-    taps = property(lambda self: prod(self.weight.shape[2:]))
-    moved = property(lambda self: sum(one.numel() for one in self[1:4]) * self.image.itemsize)
-    depthwise = property(lambda self: self.groups > 1 and self.weight.shape[1] == 1)
+    @property
+    def taps(self) -> int:
+        """Places of the weight."""
+        return prod(self.weight.shape[2:])
+
+    @property
+    def moved(self) -> int:
+        """Bytes in and out."""
+        return sum(one.numel() for one in (self.image, self.made, self.weight)) * self.image.itemsize
+
+    @property
+    def depthwise(self) -> bool:
+        """Does each channel see one of the image alone?"""
+        return self.groups > 1 and self.weight.shape[1] == 1
 
     @property
     def by_pytorch(self) -> bool:
-        """By PyTorch's own kernels for depthwise ones, which add the bias as well: channels first (use_cudnn_depthwise in
-        ATen/native/Convolution.cpp)."""
+        """By PyTorch's own kernels for depthwise ones, which add the bias as well (use_cudnn_depthwise in ATen/native/Convolution.cpp)."""
         return self.depthwise and self.image.stride(1) != 1 and not self._left_to_cudnn()
 
     def _left_to_cudnn(self) -> bool:
