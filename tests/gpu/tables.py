@@ -1,29 +1,34 @@
-"""What kernels took on the cards that were measured, as the clock reads it: virtualgpu/timing/data/convolutions.csv and attention.csv.
+"""The clock's tables, virtualgpu/timing/data/*.csv, of what kernels took on cards.
 
-    python -m tests.gpu.tables               writes both, from tests/gpu/<card>_profiled.csv, <card>_convolutions.csv, <card>_kernels.csv, and of
-                                             tests/accuracy/convolutions.csv what was measured here
-    python -m tests.gpu.tables --measure     the GPU of this machine before (`make gpu`): five minutes
+    python -m tests.gpu.tables               writes all of them: convolutions.csv and attention.csv, from tests/gpu/<card>_profiled.csv,
+                                             <card>_convolutions.csv, <card>_kernels.csv and tests/accuracy/convolutions.csv; host_table's, memory_table's
+    python -m tests.gpu.tables --measure     the GPU of this machine before (`make gpu`), five minutes of convolutions and attention: a new card's into
+                                             tests/gpu/<card>_profiled.csv, so that the tables have it; of a card that has that file into build/, and
+                                             how long they take here over what stands in the file is printed: copy it over to have the newer ones
 
 Each row names the card, the versions, and the file. Nothing of the cards in JUDGED is an input: they are asked how well the others' tables do.
 
-A convolution's factor is the median of measured over the clock's rule, of at least LEAST kernels. Attention has two numbers: seconds before the
-first tile, and a factor over the peak, those of a grid with the least sum of |log(measured / roofline)|, each no more than OFF; and what dropout and a mask
-take over that, medians.
+A convolution's factor is the median of measured over the clock's rule, of at least LEAST kernels: of a card that was not measured here, of half of
+the shapes that others published (PUBLISHED; `python -m tests.accuracy.convolutions` judges by the other half). Attention has two numbers: seconds
+before the first tile, and a factor over the peak, those of a grid with the least sum of |log(measured / roofline)|, each no more than OFF; and what
+dropout and a mask take over that, medians.
 """
 
 import csv
+import functools
 import io
+import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from tests.accuracy import convolutions as published
-from tests.gpu import kernels_of_a_card
+from tests.gpu import host_table, kernels_of_a_card, memory_table
 from virtualgpu.hardware.datasheet import TF32, Spec
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing import attention, convolutions, measured
@@ -35,7 +40,16 @@ VERSIONS = "PyTorch 2.11; CUDA 13; cuDNN 9.19; 2026-11"  # of files that say non
 LEAST, OFF = 8, 0.7
 SECONDS = torch.logspace(-6, -4.2, 30).double()
 FACTORS = torch.logspace(-0.1, 1.2, 140).double()
-WHOSE = ["card", "generation"]
+# Of cards of which no kernel was measured here. The first of a compute capability stands for the others. Of dlperf's three the TITAN RTX alone: its T4
+# gets hot, and its V100's 1x1 in float16 are chosen among algorithms that PyTorch does not have
+PUBLISHED = {
+    "P100": ("baidu-research/DeepBench", "sitar-lab/NeuSight"),
+    "V100": ("baidu-research/DeepBench", "sitar-lab/NeuSight", "pytorch/kineto"),
+    "TITAN RTX": ("rai-project/dlperf",),
+    "T4": ("baidu-research/DeepBench", "sitar-lab/NeuSight", "ScalingIntelligence/KernelBench"),
+    "A100": ("sitar-lab/NeuSight", "ScalingIntelligence/KernelBench", "facebookresearch/HolisticTraceAnalysis"),
+}
+WHOSE = ["card", "capability"]
 SOURCE = ["kernels", "versions", "source"]
 
 
@@ -47,6 +61,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     for name, text in texts().items():
         (measured.DATA / f"{name}.csv").write_text(text, encoding="utf-8")
         print(measured.DATA / f"{name}.csv", text.count("\n") - 1, "rows")
+    if "--measure" not in arguments:
+        host_table.main()
+        memory_table.main()
 
 
 def measure() -> bool:
@@ -58,15 +75,32 @@ def measure() -> bool:
     card = next((key for key, spec in SPECS.items() if spec.name == name), None)
     if card is None:
         raise SystemExit(f"{name} is not in virtualgpu/hardware/data/cards.toml: add it, then measure its kernels")
-    print(kernels_of_a_card.measure(card, ("convolution", "attention", "masked_attention")))
+    before = kernels_of_a_card.rows(card=card)
+    file = kernels_of_a_card.measure(card, ("convolution", "attention", "masked_attention"))
+    print(file)
+    if before:
+        print(compared(file, before))
     return True
 
 
+def compared(file: Path, before: Sequence[kernels_of_a_card.Row]) -> str:
+    """A line for each family: its kernels in both, and what they take in `file` over what they took."""
+    took = {(row.family, json.dumps(row.settings, sort_keys=True)): row.fresh for row in before}
+    ratios = defaultdict(list)
+    with open(file, encoding="utf-8", newline="") as opened:
+        for row in csv.DictReader(opened):
+            key = row["family"], json.dumps(json.loads(row["settings"]), sort_keys=True)
+            if key in took:
+                ratios[key[0]].append(float(row["fresh"]) / took[key])
+    return "\n".join(f"{family}: {len(found)} kernels, {median(found):.3f} times" for family, found in ratios.items())
+
+
 def texts(cards: Iterable[str] | None = None) -> dict[str, str]:
-    """Of the two tables, by name. cards: keys into SPECS; all that were measured and are not JUDGED."""
+    """Of convolutions and attention, by name. cards: keys into SPECS; all that were measured and are not JUDGED."""
     found = [card for card in cards or kernels_of_a_card.cards() if card not in JUDGED]
+    others = [card for card in PUBLISHED if card not in found]
     return {
-        "convolutions": _text([*KIND, "factor"], (row for card in found for row in convolution_rows(card))),
+        "convolutions": _text([*KIND, "factor"], (row for card in [*others, *found] for row in convolution_rows(card))),
         "attention": _text(
             ["by", "pass", "bits", "seconds", "factor", "dropped", "biased"],
             (row for card in found for row in attention_rows(card)),
@@ -85,14 +119,18 @@ def _text(columns: list[str], rows: Iterable[list]) -> str:
 def convolution_rows(card: str, dtype: str = "") -> Iterator[list]:
     """For each kind of each class of size, and for all classes together. dtype: of that type alone."""
     kernels, logs = Kernels(SPECS[card]), defaultdict(list)
-    for one, seconds in [*_profiled(card, kernels, dtype), *_published(card, kernels, dtype)]:
+    here = bool(kernels_of_a_card.table(card, "profiled"))
+    sources = {"measured here"} if here else PUBLISHED[card]
+    for one, seconds in [*_profiled(card, kernels, dtype), *_published(card, kernels, sources, dtype)]:
         log = math.log(seconds / convolutions.by_the_rule(kernels, one))
         logs[one.kind].append(log)
         logs[(*one.kind[:-1], ANY)].append(log)
     for kind, found in sorted(logs.items()):
         if len(found) >= LEAST:
             factor = f"{math.exp(median(found)):.3f}"
-            yield [*_whose(card), *kind, factor, len(found), _versions(card), _source(card, "convolutions")]
+            versions = _versions(card) if here else "of each source"
+            source = _source(card, "convolutions") if here else "; ".join(_licences(sources))
+            yield [*_whose(card), *kind, factor, len(found), versions, source]
 
 
 def _profiled(card: str, kernels: Kernels, dtype: str) -> Iterator[tuple[Pass, float]]:
@@ -101,14 +139,30 @@ def _profiled(card: str, kernels: Kernels, dtype: str) -> Iterator[tuple[Pass, f
             yield convolution_pass(row.settings, kernels), row.fresh * 1e-6
 
 
-def _published(card: str, kernels: Kernels, dtype: str) -> Iterator[tuple[Pass, float]]:
-    """Depthwise ones, and others of an earlier visit (PyTorch 2.11, cuDNN 9.19 as well)."""
+def _published(card: str, kernels: Kernels, sources: Collection[str], dtype: str) -> Iterator[tuple[Pass, float]]:
+    """Of tests/accuracy/convolutions.csv. Measured here: depthwise ones, and others of an earlier visit (PyTorch 2.11, cuDNN 9.19 as well). Of
+    others, those of all variants of a card, half of the shapes."""
+    for row in _accuracy():
+        here = row["source"] == "measured here"
+        whose = row["card"] == card if here else row["card"].split("-")[0] == card and published.fitted(row)
+        if whose and row["source"] in sources and dtype in ("", row["dtype"]):
+            image, weight, result, (stride, _, dilation, transposed, _, groups) = published._tensors(row)
+            settings = image, result, weight, stride, dilation, transposed, groups, row["dtype"]
+            yield convolutions.plain_pass(kernels, row["direction"], *settings), float(row["us"]) * 1e-6
+
+
+@functools.cache
+def _accuracy() -> list[dict[str, str]]:
     with open(published.TABLE, encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["card"] == card and row["source"] == "measured here" and dtype in ("", row["dtype"]):
-                image, weight, result, (stride, _, dilation, transposed, _, groups) = published._tensors(row)
-                settings = image, result, weight, stride, dilation, transposed, groups, row["dtype"]
-                yield convolutions.plain_pass(kernels, row["direction"], *settings), float(row["us"]) * 1e-6
+        return list(csv.DictReader(file))
+
+
+def _licences(sources: Collection[str]) -> list[str]:
+    """The sources with licence and year."""
+    found = {
+        f"{row['source']} ({row['licence']}, {row['date']})": None for row in _accuracy() if row["source"] in sources
+    }
+    return sorted(found)
 
 
 def convolution_pass(settings: dict, kernels: Kernels) -> Pass:
@@ -206,7 +260,7 @@ def _over(kernels: Kernels, by: str, which: str, seconds: float, factor: float, 
 
 
 def _whose(card: str) -> list:
-    return [SPECS[card].name, SPECS[card].capability[0]]
+    return [SPECS[card].name, ".".join(map(str, SPECS[card].capability))]
 
 
 def _versions(card: str) -> str:

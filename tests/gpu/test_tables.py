@@ -1,12 +1,16 @@
 """The clock's tables: what the script writes of the files of measurements, and another card's."""
 
 import csv
+import json
 import math
 import re
+from statistics import median
 
 import pytest
 import torch
 
+from tests.accuracy import convolutions as published
+from tests.accuracy.kernels import within
 from tests.gpu import kernels_of_a_card, tables
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing import measured
@@ -22,21 +26,50 @@ def forget():
 
 
 def test_the_tables_are_what_the_script_writes():
-    """Of convolutions a tenth, those in single precision."""
-    for name, written, columns in (
-        ("convolutions", tables.convolution_rows("H100", "float32"), ("dtype", "float32")),
-        ("attention", tables.attention_rows("H100"), ("card", H100.name)),
+    """Of the H100's convolutions a tenth, those in single precision; other cards' as a whole."""
+    others = [row for card in tables.PUBLISHED for row in tables.convolution_rows(card)]
+    for name, written, wanted in (
+        ("convolutions", others, lambda row: row["card"] != H100.name),
+        (
+            "convolutions",
+            tables.convolution_rows("H100", "float32"),
+            lambda row: row["card"] == H100.name and row["dtype"] == "float32",
+        ),
+        ("attention", tables.attention_rows("H100"), lambda row: row["card"] == H100.name),
     ):
         with open(measured.DATA / f"{name}.csv", encoding="utf-8", newline="") as file:
-            stored = [list(row.values()) for row in csv.DictReader(file) if row[columns[0]] == columns[1]]
+            stored = [list(row.values()) for row in csv.DictReader(file) if wanted(row)]
         assert stored == [[str(value) for value in row] for row in written]
 
 
-def test_a_card_has_its_own_rows_or_those_of_its_generation():
+def test_a_card_has_its_own_rows_or_those_of_its_capability():
     found = measured.rows("convolutions", H100, *KIND)
     assert len(found) > 200 and all(row["source"] and "cuDNN" in row["versions"] for row in found.values())
     assert measured.rows("convolutions", H200, *KIND) == measured.rows("convolutions", SPECS["B200"], *KIND) == found
-    assert not measured.rows("convolutions", A100, *KIND) and not measured.rows("attention", V100, "by")
+    for card, source in (
+        ("A100-80GB", "NeuSight (MIT, 2024)"),
+        ("V100-32GB", "DeepBench (Apache-2.0, 2019)"),
+        ("RTX 2080 Ti", "dlperf"),
+    ):
+        assert any(source in row["source"] for row in measured.rows("convolutions", SPECS[card], *KIND).values())
+    assert not measured.rows("convolutions", SPECS["RTX 3090"], *KIND) and not measured.rows("attention", V100, "by")
+
+
+def test_of_what_others_published_half_of_the_shapes_are_the_judge():
+    """Of the kind that most cards have, 3x3 in single precision, the other half's median is what the table says of it."""
+    logs = [
+        found.log for found in published.convolutions() if found.source == "sitar-lab/NeuSight" and not found.fitted
+    ]
+    assert len(logs) > 100 and abs(median(logs)) < math.log(1.1) and within(logs, 30) > 0.7
+
+
+def test_of_a_card_that_was_measured_both_times_are_compared(tmp_path):
+    before = kernels_of_a_card.rows("convolution", "H200")[:40]
+    with open(tmp_path / "h200_profiled.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["family", "settings", "fresh"])
+        writer.writerows([row.family, json.dumps(row.settings), 2 * row.fresh] for row in before)
+    assert tables.compared(tmp_path / "h200_profiled.csv", before) == "convolution: 40 kernels, 2.000 times"
 
 
 def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):

@@ -21,8 +21,7 @@ TILE = (128, 64)
 FEED_FORWARD = (8, 10)  # where the two weights of an encoder layer stand in the schema, after proj_weight
 # Kernels compute whole tiles of at least so many queries and keys (fmha_cutlassF_f32_aligned_64x64): 197 keys take as long as 256
 WHOLE = 64
-# Numbers of a head, of which fewer take as long, as each score has its exponential beside: about as long as products of 107 numbers forward, of 89
-# backward (cuDNN 9.19 on an H100, tests/gpu/h100_profiled.csv)
+# Numbers of a head, of which fewer take as long, as each score has its exponential beside (cuDNN 9.19 on an H100: 107 forward, 89 backward)
 SCORE = 96
 # Where no card was measured. Keys: attention over so many reaches half of its share (FlashAttention 3, figure 5: 309 at 512 keys, 370 at 16384);
 # numbers of a head: cuDNN's kernels reach less for smaller ones, as its root (465 and 675 TFLOPS for 64 and 128, 406 and 490 back)
@@ -44,14 +43,13 @@ def attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -
 
 
 def fused(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
-    """Of a fused kernel, which leaves out what a causal mask hides. drops: does it drop scores? biased: does it add a mask to them? learned:
-    and make a gradient of it? The same FLOPs."""
+    """Of a fused kernel, which leaves out what a causal mask hides; dropout and other masks (biased, learned) change nothing."""
     flops = attention(query, key, value)
     return int(flops * causal_share(query.shape[2], key.shape[2])) if is_causal else flops
 
 
 def fused_backward(query, key, value, is_causal, drops=False, biased=False, learned=False, *, out_val=None) -> int:
-    """Of its backward pass."""
+    """As attention_backward."""
     return fused(query, key, value, is_causal) * 5 // 2
 
 
@@ -60,11 +58,8 @@ def causal_share(queries: int, keys: int) -> float:
     rows, columns = TILE
     if not queries or not keys:
         return 1.0
-    computed = 0
-    for begin in range(0, queries, rows):
-        end = min(begin + rows, queries)
-        computed += (end - begin) * min(keys, -(-end // columns) * columns)
-    return computed / (queries * keys)
+    ends = [(begin, min(begin + rows, queries)) for begin in range(0, queries, rows)]
+    return sum((end - begin) * min(keys, -(-end // columns) * columns) for begin, end in ends) / (queries * keys)
 
 
 def multi_head(
@@ -72,15 +67,14 @@ def multi_head(
 ) -> int:
     """Of `_native_multi_head_attention`. query, key, value [batch, L or S, E]; qkv_weight [3 E, E], proj_weight [E, E]."""
     batch, queries, _ = query.shape
-    projections = 2 * batch * (queries + key.shape[1]) * (qkv_weight.numel() + proj_weight.numel()) // 2
+    projections = batch * (queries + key.shape[1]) * (qkv_weight.numel() + proj_weight.numel())
     return projections + 4 * batch * queries * key.shape[1] * embed_dim
 
 
 def encoder_layer(src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, *args, out_val=None, **kwargs) -> int:
     """Of `_transformer_encoder_layer_fwd`: attention of src [batch, L, E], and the two products of the feed-forward part."""
     attended = multi_head(src, src, src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight)
-    weights = [args[index] for index in FEED_FORWARD]
-    return attended + 2 * src.shape[:2].numel() * sum(weight.numel() for weight in weights)
+    return attended + 2 * src.shape[:2].numel() * sum(args[index].numel() for index in FEED_FORWARD)
 
 
 def rule(which: str, by: str = "flash") -> Callable:
@@ -102,8 +96,7 @@ def rule(which: str, by: str = "flash") -> Callable:
 
 
 def roofline(kernels: Kernels, which: str, by: str, query, flops: float, moved: float, key, factor: float) -> float:
-    """Of `flops` in whole tiles. factor: over the peak. Backward, FlashAttention and cuDNN have kernels of their own before and after the
-    main one, which move what it does (compute_dot_do_o, convert_dq)."""
+    """Of `flops` in whole tiles. factor: over the peak. FlashAttention's and cuDNN's backward moves all before and after the main kernel."""
     peak = kernels.spec.rates.get(TF32 if key == FLOAT32 else key, kernels.spec.rates[FLOAT32])
     busy = factor * flops * max(1.0, SCORE / max(query.shape[-1], 1)) / peak
     moving = moved / kernels.bandwidth["memory"]

@@ -4,10 +4,9 @@ FLOPs: each number of the weight meets each place of the image once: of the resu
 channels / groups, *kernel], so that groups count by its size alone. Of the three sums of such products (the result, the gradient of
 what went in, that of the weight) none has more terms than another; `torch.utils.flop_counter` leaves groups out of the third.
 
-Seconds: a convolution is a product of matrices (implicit GEMM), in single precision of 3x3 with fewer multiplications (Winograd). Of a 1x1
-convolution the weight is multiplied with the image as it lies. Larger ones want the channels last on tensor cores, and convert images that
-have them first: of Volta's, Turing's and TF32's kernels only what is read, as they write channels first ("..._nhwc2nchw" in traces);
-Ampere's for 16 bits have no such form, so that what they made is converted as well. Depthwise ones do little but move an image in and out.
+Seconds: a convolution is a product of matrices (implicit GEMM), in single precision of 3x3 before Hopper with fewer multiplications (Winograd).
+Larger ones than 1x1 want the channels last on tensor cores, and convert images that have them first: of Volta's, Turing's and TF32's kernels only
+what is read, as they write channels first ("..._nhwc2nchw" in traces). Depthwise ones do little but move an image in and out.
 
 What kernels took on a card over that is a median of their kind: `data/convolutions.csv`, written by `python -m tests.gpu.tables`.
 `python -m tests.accuracy.convolutions` sets both beside others' (DeepBench, KernelBench, NeuSight, dlperf, kineto, spio).
@@ -23,14 +22,15 @@ from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
 from virtualgpu.timing import measured, reductions
 from virtualgpu.timing.kernels import Kernels
 
-# Tensor cores take so many channels at once, and more are filled up to a multiple. Fewer are left to the other cores
-# (implicit_convolve_sgemm in traces): DeepBench's and KernelBench's first layers, of 1 and 3 channels, in float16 and TF32
+# Tensor cores take so many channels at once, and more are filled up to a multiple; fewer are left to the other cores (implicit_convolve_sgemm)
 CHANNELS = 8
-# Their time over that of a plain product of the same sizes and type, by cuDNN's way of doing it, forward and for the gradients of the image and
-# of the weight: DeepBench's, V100, T4, P100 and 1080 Ti, medians. Directly; 1x1 on tensor cores loses as much as without; 3x3 of stride 1 in
-# single precision by Winograd. Larger ones on tensor cores are plain products
+# Time over that of a plain product of the same sizes and type: DeepBench's medians. 1x1 on tensor cores loses as much; larger ones there do not
 DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
-WINOGRAD = {"before Ampere": 0.62, "since": 0.87}  # NeuSight's (A100): 0.62 of it was 1.4 times too fast
+# Winograd's ways (3x3 of stride 1 in single precision): places of a square each way, which take (that + 2)^2 products of matrices; images, rows and
+# columns that are filled up to a multiple; time over that of the products. In one kernel (winograd_128x128_.._tile148t: blocks of 8 x 16 places),
+# and by sgemm, with image, weight and result turned in memory before and after (winograd_nonfused), the one way for the gradient of the weight
+# (cudnnConvolutionBwdFilterAlgo_t). Fitted to half of NeuSight's shapes, over the cards' medians; Hopper's traces have neither
+WINOGRAD = (2, (1, 8, 16), 0.9), (4, (16, 4, 4), 1.2)
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's, 3x3 over
 # 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
 MERGED = 64
@@ -61,19 +61,18 @@ def backward_flops(
 
 
 def slow_forward_flops(x, weight, *args, out_val=None, **kwargs) -> int:
-    """Of _slow_conv2d_forward: a plain convolution."""
+    """Of _slow_conv2d_forward."""
     return _flops(out_val, weight)
 
 
 def _flops(image, weight) -> int:
-    """Of one such sum, with image [batch, channels, *size]: a product and an addition are two."""
+    """Of one such sum; image: [batch, channels, *size]."""
     return 2 * image.shape[0] * prod(image.shape[2:]) * weight.numel()
 
 
 class Pass(NamedTuple):
-    """One of a plain convolution's: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its
-    weight. A transposed one is an "image", and the gradient of what it read a "forward". image, made: [batch, channels, *size]; weight: [made
-    channels, channels read / groups, *kernel]. key: into Spec.rates."""
+    """One of a plain convolution's: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its weight. A
+    transposed one is an "image". image, made: [batch, channels, *size]; weight: [made, read / groups, *kernel]. key: into Spec.rates."""
 
     which: str
     image: torch.Tensor
@@ -92,7 +91,7 @@ class Pass(NamedTuple):
     @property
     def moved(self) -> int:
         """Bytes in and out."""
-        return sum(tensor.numel() for tensor in (self.image, self.made, self.weight)) * self.image.itemsize
+        return sum(one.numel() for one in (self.image, self.made, self.weight)) * self.image.itemsize
 
     @property
     def depthwise(self) -> bool:
@@ -101,8 +100,7 @@ class Pass(NamedTuple):
 
     @property
     def by_pytorch(self) -> bool:
-        """By PyTorch's own kernels for depthwise ones, which add the bias as well: channels first (use_cudnn_depthwise in
-        ATen/native/Convolution.cpp)."""
+        """By PyTorch's own kernels for depthwise ones, which add the bias as well (use_cudnn_depthwise in ATen/native/Convolution.cpp)."""
         return self.depthwise and self.image.stride(1) != 1 and not self._left_to_cudnn()
 
     def _left_to_cudnn(self) -> bool:
@@ -128,8 +126,7 @@ class Pass(NamedTuple):
         size = sum(_flops(self.made, self.weight) >= limit for limit in SIZES)
         kind = "few channels" if self.image.shape[1] < CHANNELS else {1: "1x1", 9: "3x3"}.get(self.taps, "larger")
         if self.groups > 1:
-            own = "depthwise by PyTorch" if self.by_pytorch else "depthwise by cuDNN"
-            kind = own if self.depthwise else "grouped"
+            kind = "grouped" if not self.depthwise else f"depthwise by {'PyTorch' if self.by_pytorch else 'cuDNN'}"
         last = self.image.stride(1) == 1 or self.made.stride(1) == 1
         return self.which, kind, self.key, "last" if last else "first", str(size)
 
@@ -146,18 +143,18 @@ def forward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float
     result = tensors[-1]
     groups = args[8] if len(args) > 8 else 1
     one = plain_pass(kernels, "forward", image, result, weight, stride, dilation, transposed, groups, key)
-    adding = (
-        kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]
-    )  # to cuDNN's result, a kernel of its own
-    return one.seconds(kernels) + (adding if bias is not None and not one.by_pytorch else 0.0)
+    if bias is None or one.by_pytorch:
+        return one.seconds(kernels)
+    adding = kernels.spec.kernel + 2 * result.nbytes / kernels.bandwidth["memory"]  # a kernel of its own
+    return one.seconds(kernels) + adding
 
 
 def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> float:
     """convolution_backward: of the image, the weight and the bias, as its mask says."""
     gradient, image, weight, _, stride, _, dilation, transposed, _, groups, mask = args[:11]
     settings = image, gradient, weight, stride, dilation, transposed, groups, key
-    wanted = [which for which, asked in zip(("image", "weight"), mask, strict=False) if asked]
-    total = sum(plain_pass(kernels, which, *settings).seconds(kernels) for which in wanted)
+    wanted = zip(("image", "weight"), mask, strict=False)
+    total = sum(plain_pass(kernels, which, *settings).seconds(kernels) for which, asked in wanted if asked)
     if len(mask) > 2 and mask[2]:  # a sum of PyTorch's over all but the channels
         dims = (0, *range(2, gradient.dim()))
         total += reductions.plan(gradient, dims, kernels.spec).seconds(kernels, gradient.nbytes)
@@ -173,12 +170,9 @@ def plain_pass(kernels: Kernels, which, image, made, weight, stride, dilation, t
 
 
 def by_the_rule(kernels: Kernels, one: Pass) -> float:
-    """Before the table."""
-    return _depthwise(kernels, one) if one.depthwise else _product(kernels, one)
-
-
-def _product(kernels: Kernels, one: Pass) -> float:
-    """As a product of rows, columns and length, one for each group; the gradient of the image as if forward, which has as many."""
+    """Before the table: a product of rows, columns and length for each group; the gradient of the image as if forward, which has as many."""
+    if one.depthwise:
+        return _depthwise(kernels, one)
     spec, which, groups, key = kernels.spec, one.which, one.groups, one.key
     read, made = one.weight.shape[1], one.weight.shape[0] // groups
     tensor_cores = key in spec.rates and key in (TF32, FLOAT16, BFLOAT16) and spec.capability[0] >= 7
@@ -189,10 +183,7 @@ def _product(kernels: Kernels, one: Pass) -> float:
     few = min(one.image.shape[1] if which == "forward" else one.made.shape[1], read) < CHANNELS
     if tensor_cores and groups == 1 and few:
         key, tensor_cores = FLOAT32, False
-    longer = DIRECT[which] if one.taps == 1 and tensor_cores else 1.0
-    if key == FLOAT32:
-        square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride} == {1}
-        longer = WINOGRAD["since" if spec.capability[0] >= 8 else "before Ampere"] if square else DIRECT[which]
+    longer = DIRECT[which] if key == FLOAT32 or (one.taps == 1 and tensor_cores) else 1.0
     together = 1
     while tensor_cores and groups % (2 * together) == 0 and 2 * together * min(sizes[1], read) <= MERGED:
         together *= 2
@@ -200,7 +191,22 @@ def _product(kernels: Kernels, one: Pass) -> float:
         seconds = kernels.plain(2 * groups * prod(sizes) * together * longer, one.moved, key)
     else:
         seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, one.moved, share=1 / longer)
+    square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride, *one.dilation, groups} == {1}
+    if key == FLOAT32 and square and not kernels.hopper and not kernels.peak:
+        ways = WINOGRAD[1:] if which == "weight" else WINOGRAD
+        seconds = min(seconds, *(2 * spec.kernel + _by_winograd(kernels, one, *way) for way in ways))
     return seconds + (_converting(kernels, one, key) if tensor_cores else 0.0)
+
+
+def _by_winograd(kernels: Kernels, one: Pass, square: int, filled: tuple[int, ...], longer: float) -> float:
+    """By one of WINOGRAD's ways, without launches."""
+    made, read = one.weight.shape[:2]
+    sizes = len(one.made), *one.made.shape[2:]
+    places = prod(-(-size // unit) * unit for size, unit in zip(sizes, filled, strict=True))
+    rows, length = (read, places // square**2) if one.which == "weight" else (places // square**2, read)
+    count = (square + 2) ** 2
+    took = kernels.multiplying(count, rows, made, length, FLOAT32, one.moved, share=1 / longer)
+    return took + (1 + count / square**2) * one.moved / kernels.bandwidth["memory"] * (square > 2)
 
 
 def _converting(kernels: Kernels, one: Pass, key) -> float:
@@ -208,7 +214,7 @@ def _converting(kernels: Kernels, one: Pass, key) -> float:
     ampere = kernels.spec.capability[0] >= 8
     if one.taps == 1 and ({*one.stride} == {1} or not ampere):
         return 0.0
-    made, read = one.made, one.image
+    read, made = one.image, one.made
     if one.which == "image" and made.numel() > read.numel():
         made, read = read, made
     images = [read, made if one.which == "weight" and ampere else one.weight]

@@ -13,12 +13,9 @@ from virtualgpu.hardware.datasheet import FLOAT32, TF32
 
 
 class Product(NamedTuple):
-    """`batch` products of [rows, length] and [length, columns]. key: into Spec.rates. moved: bytes, of all.
-
-    together: what kernels.together says of the matrices. share: of what products reach of the peak. along: of the two matrices, how many
-    have their numbers one after the other along the sum: both in a layer, one in the gradient of what went into it, none in that of its
-    weight. bias: one is added. cublas: by its kernels, not by cuDNN's.
-    """
+    """`batch` products of [rows, length] and [length, columns]. key: into Spec.rates. moved: bytes, of all. together: what kernels.together says of
+    the matrices. share: of what products reach of the peak. along: how many of the two matrices lie along the sum: both in a layer, one in
+    the gradient of what went into it, none in that of its weight. bias: one is added. cublas: by its kernels, not by cuDNN's."""
 
     batch: int
     rows: int
@@ -110,7 +107,6 @@ def _tiled(kernels, product: Product, peak: float) -> float:
 
 
 def _waves(filled: float) -> float:
-    """How many are waited for; filled: by the tiles that there are. Half of what the last one leaves empty is lost: its tiles have a
-    multiprocessor to themselves, and cuBLAS has more tiles than these. Between nothing and all of it, a half is nearest to the kernels
-    and to published times over the batch (`python -m tests.accuracy.batch_sweeps`)."""
+    """How many are waited for; filled: by the tiles that there are. Of what the last one leaves empty a half is lost, nearest to the kernels and to
+    published times over the batch (`python -m tests.accuracy.batch_sweeps`): its tiles have a multiprocessor to themselves."""
     return max(1.0, (math.ceil(filled) + filled) / 2)
