@@ -39,7 +39,7 @@ def seconds(kernels: Kernels, kind: Kind, args, tensors, nbytes: float) -> float
     if kind.elementwise:
         return kernels.moving(nbytes, kind, cycles)
     copied = sum(copying(kernels, tensor) for tensor in copied_first(kind, args)) if kind.copied else 0.0
-    if kind.model is not None and tensors[0].numel():
+    if kind.model is not None and tensors[0].numel() and all(tensor.layout is torch.strided for tensor in tensors):
         return kind.model(kernels, args, tensors) + copied
     if kind.wide is not None and tensors[0].dim():
         row = tensors[0].shape[-1] * tensors[0].itemsize
