@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,8 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
+from virtualgpu.run.explain.real_trace import gpu_spans
 from virtualgpu.session.blocks import recording
-from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import Span
 
 NOT_COMPUTING = ("copy", "waiting", "communication")  # kinds of spans
 
@@ -179,23 +180,3 @@ def passes(spans: Sequence[Span]) -> list[Pass]:
             times[key] = min(start, span.start), max(end, span.end)
     stages = sorted({stage for stage, *_ in times})
     return sorted(Pass(*when, stages.index(stage), number, way) for (stage, way, number), when in times.items())
-
-
-def gpu_spans(events: Iterable[dict]) -> list[Span]:
-    """What real GPUs did, of a Chrome trace by torch.profiler ("traceEvents"), in seconds: kernels, those of NCCL (communication) and copies.
-    They were issued at the end of the driver's call with the same correlation."""
-    events = [event for event in events if event.get("ph") == "X" and "ts" in event]
-    issued = {
-        event.get("args", {}).get("correlation", -1): (event["ts"] + event.get("dur", 0)) * 1e-6
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver")
-    }
-    spans = []
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            args, name, start = event.get("args", {}), event["name"], event["ts"] * 1e-6
-            kind = "copy" if event["cat"] == "gpu_memcpy" else "communication" if "nccl" in name.lower() else "kernel"
-            call = min(issued.get(args.get("correlation", -1), start), start)
-            end, gpu, stream = (event["ts"] + event.get("dur", 0)) * 1e-6, args.get("device", 0), args.get("stream", 0)
-            spans.append(Span(int(gpu), start, end, kind, name, int(stream), "", call))
-    return spans

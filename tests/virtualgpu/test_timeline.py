@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from virtualgpu import Timeline
 from virtualgpu.timeline import passes
-from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import Span
 
 
 def span(start, end, kind):

@@ -26,6 +26,10 @@ from virtualgpu.timing.clock import Clock
 
 __all__ = ["ALLOCATION", "CONTEXT", "GPU", "Allocation", "Machine", "gpu_of", "storage_of"]
 
+# From the end of a kernel to the beginning of the next in its stream: kernels of 2.9 us come every 3.8 us on a V100 that has enough of them to do
+# (NVIDIA, "Getting Started with CUDA Graphs", 2019; 3.4 us in a graph)
+GAP = 0.9e-6
+
 
 class Machine:
     """All the virtual GPUs, the clock they share, and which one is current. Threads have their own current device.
@@ -50,6 +54,7 @@ class Machine:
         self.visible = list(range(len(specs))) if visible is None else visible
         costs = HOSTS[settings.host]
         self.clock = Clock(len(self.visible), costs=costs, on_wait=self._note_time, stream_of_leaf=stream_of_leaf)
+        self.clock.set(gap=GAP)
         self.gpus = self._make_gpus()
         self.ledger: Ledger | None = None
         self.cached_by_dry_run = False

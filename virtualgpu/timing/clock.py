@@ -31,8 +31,11 @@ class Clock(HostTime):
 
     blocking: the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1). costs: what an operation costs the host. on_wait: called when the
     host has waited for a GPU, before_wait when it is about to wait for a stream. spans: recorded while it is a list. watched: are kernels' times
-    kept, to see what of the communication they hide? synchronized: how often the host has waited for all of a GPU.
+    kept, to see what of the communication they hide? synchronized: how often the host has waited for all of a GPU. gap: seconds from the end of a
+    kernel to the next that waits for it.
     """
+
+    gap = 0.0
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class Clock(HostTime):
             now = threads[gpu] = threads[gpu] + more + self._cost_in_backward(local, weight)
         if self.multi:
             queue = self.current(gpu)
-            ready = max(now, queue.ready, after)
+            ready = max(now, after, queue.ready + self.gap * (now <= queue.ready))
             ranked = self.ranked.get(gpu)
             if ranked is None:
                 start = self.compute[gpu].reserve(ready, seconds)
@@ -134,7 +137,7 @@ class Clock(HostTime):
                 start = ranked.reserve(queue, ready, seconds, self.spans)
         else:
             queue = self.default[gpu]
-            start = now if now > queue.ready else queue.ready
+            start = now if now > queue.ready else queue.ready + self.gap
             if self.watched:
                 self.compute[gpu].extend(start, start + seconds)
         queue.ready = end = start + seconds

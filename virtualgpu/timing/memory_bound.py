@@ -37,7 +37,7 @@ def seconds(kernels: Kernels, kind: Kind, args, tensors, nbytes: float) -> float
     if kind.elementwise or kernels.peak:
         return kernels.moving(nbytes, kind, cycles)
     copied = sum(copying(kernels, tensor) for tensor in copied_first(kind, args)) if kind.copied else 0.0
-    if kind.model is not None and tensors[0].numel():
+    if kind.model is not None and tensors[0].numel() and all(tensor.layout is torch.strided for tensor in tensors):
         return kind.model(kernels, args, tensors) + copied
     rows = tensors[:-1] if kind.wide and tensors[0].dim() else []  # the backward pass reads two tensors
     if sum(tensor.shape[-1] * tensor.itemsize for tensor in rows) > ROW:

@@ -13,33 +13,19 @@ streams and copies that waited for them.
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from virtualgpu import _compat
+from virtualgpu.timing.trace import Span
 
 DEFAULT = 0  # the id of a GPU's default stream
 POOL = 32  # streams of one priority: torch.cuda.Stream() gives them in turn (c10/cuda/CUDAStream.h)
 NODES = 100_000  # forward operations whose stream is remembered for the backward pass
 
 graph_task = _compat.graph_task  # -1 outside a backward pass
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something a GPU did: `kind` is forward, backward, optimizer, copy, waiting (for others, in a collective) or communication; `name` the
-    operation; `annotation` the innermost torch.profiler.record_function around its launch; `issued` when the host had launched it."""
-
-    gpu: int
-    start: float
-    end: float
-    kind: str
-    name: str
-    stream: int = DEFAULT
-    annotation: str = ""
-    issued: float = field(default=0.0, compare=False, repr=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,11 +1,24 @@
-"""What the GPUs did, as a Chrome trace (chrome://tracing and https://ui.perfetto.dev open it)."""
+"""What the GPUs did, and that as a Chrome trace (chrome://tracing and https://ui.perfetto.dev open it). It takes no PyTorch."""
 
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from virtualgpu.timing.streams import Span
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something a GPU did: `kind` is forward, backward, optimizer, copy, waiting (for others, in a collective) or communication; `name` the
+    operation; `annotation` the innermost torch.profiler.record_function around its launch; `issued` when the host had launched it."""
+
+    gpu: int
+    start: float
+    end: float
+    kind: str
+    name: str
+    stream: int = 0
+    annotation: str = ""
+    issued: float = field(default=0.0, compare=False, repr=False)
 
 
 class Recording(list):

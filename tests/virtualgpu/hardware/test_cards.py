@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 
-from virtualgpu.hardware import links, specs
+import virtualgpu
+from tests.accuracy.kernels import multiplied
+from virtualgpu.hardware import achieved, links, specs, tables
 from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
 from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.memory_bound import ORDINARY
 
 GEFORCE = {"RTX 2080 Ti", "RTX 3090", "RTX 4090", "RTX 5090"}
 SOLD_AS = (11, 16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB on the box
@@ -171,3 +174,28 @@ def test_the_table_names_every_card():
     assert lines[0].split()[:4] == ["like", "GiB", "capability", "SMs"]
     a100 = next(line for line in lines if line.startswith("A100 ")).split()
     assert a100[1:11] == ["39.4", "8.0", "108", "19.5", "156", "312", "-", "1555", "300", "32"]
+
+
+def test_every_card_stands_on_one_that_was_measured():
+    assert {achieved.basis(spec) for spec in SPECS.values()} <= {key for key in SPECS}
+    assert achieved.basis(SPECS["T4"]) == "T4" and achieved.basis(SPECS["A100-PCIE-40GB"]) == "A100"
+    own = virtualgpu.Spec("mine", 1 << 34, (8, 9), 50, {torch.float32: 2e13}, 5e11, SPECS["L4"].peer, SPECS["L4"].host)
+    assert achieved.basis(own) == "A100"
+
+
+def test_every_row_says_its_source():
+    cards = tables.rows("achieved")
+    rows = [(kind, row) for card in cards.values() for kind, row in card.items() if kind != "generation"]
+    figures = [one for kind, row in rows for one in (row.values() if kind == "product" else [row])]
+    assert cards.keys() <= SPECS.keys() and len(figures) > 60
+    assert all(row["source"] and row["licence"] and row["date"] and 0.1 < row["share"] < 1.3 for row in figures)
+
+
+@every_card
+def test_the_data_sheet_is_a_lower_bound_but_for_clocks_that_are_held(key):
+    kernels, peak = Kernels(SPECS[key]), Kernels(SPECS[key], peak=True)
+    for dtype, size in (("float32", 4), ("float16", 2)):
+        assert multiplied(kernels, 1, 8192, 8192, 8192, dtype, size) > 0.85 * multiplied(
+            peak, 1, 8192, 8192, 8192, dtype, size
+        )
+    assert kernels.moving(1 << 30, ORDINARY) > peak.moving(1 << 30, ORDINARY)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from virtualgpu.run.explain.parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, OTHER, WAITING, kind_of, mean, parts
-from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import Span
 
 
 def span(start, end, kind="forward", name="mm", issued=0.0):

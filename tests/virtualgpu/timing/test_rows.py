@@ -1,7 +1,7 @@
 """A GPU's row of a timeline: neighbours that become one bar, and the passes of a pipeline."""
 
 from virtualgpu.timeline import Pass, passes, row
-from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import Span
 
 
 def span(start, end, kind):

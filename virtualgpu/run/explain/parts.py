@@ -8,7 +8,7 @@ launched the next kernel yet. Communication beside which kernels compute is hidd
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import Span
 
 PARTS = ("communication", "copies", "waiting", "loader", "launches", "other")
 COMMUNICATION, COPIES, WAITING, LOADER, LAUNCHES, OTHER = PARTS

@@ -7,12 +7,11 @@ one collective the rank that comes last has the shortest kernel, and what the ot
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from virtualgpu.timeline import gpu_spans
-from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import Span
 
 MARK = "virtualgpu: a step has ended"
 OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
@@ -56,6 +55,26 @@ def read(events: Sequence[dict]) -> Trace:
     hosts = sorted(marks or (end for _, end in optimizer))
     ends = [max([host, *(span.end for span in spans if span.issued <= host)]) for host in hosts]
     return Trace(spans, sorted(loading), ends)
+
+
+def gpu_spans(events: Iterable[dict]) -> list[Span]:
+    """What real GPUs did, of a Chrome trace by torch.profiler ("traceEvents"), in seconds: kernels, those of NCCL (communication) and copies.
+    They were issued at the end of the driver's call with the same correlation."""
+    events = [event for event in events if event.get("ph") == "X" and "ts" in event]
+    issued = {
+        event.get("args", {}).get("correlation", -1): (event["ts"] + event.get("dur", 0)) * 1e-6
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    spans = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            args, name, start = event.get("args", {}), event["name"], event["ts"] * 1e-6
+            kind = "copy" if event["cat"] == "gpu_memcpy" else "communication" if "nccl" in name.lower() else "kernel"
+            call = min(issued.get(args.get("correlation", -1), start), start)
+            end, gpu, stream = (event["ts"] + event.get("dur", 0)) * 1e-6, args.get("device", 0), args.get("stream", 0)
+            spans.append(Span(int(gpu), start, end, kind, name, int(stream), "", call))
+    return spans
 
 
 def _classified(span: Span, optimizer: list[tuple[float, float]]) -> Span:

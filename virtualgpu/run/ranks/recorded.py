@@ -11,7 +11,7 @@ from virtualgpu import session
 from virtualgpu.run.ranks import launch
 from virtualgpu.session import blocks
 from virtualgpu.timeline import Timeline
-from virtualgpu.timing.streams import Span
+from virtualgpu.timing.trace import Span
 
 
 class Recorded(NamedTuple):
