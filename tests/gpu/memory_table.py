@@ -113,8 +113,8 @@ GIVEN: dict[str, dict] = {
     "scatter_add": {"cycles": 2.8, "launches": 2, "source": "ScatterGatherKernel.cu"},
     "cumsum": {"source": "ScanKernels.cpp"},
     "roll": {"source": "TensorTransformations.cu"},
-    "cat": {"traffic": 1.0, "source": "Shape.cu"},
-    "stack": {"source": "Shape.cu"},
+    "cat": {"model": "joined", "source": "Shape.cu"},
+    "stack": {"model": "joined", "source": "Shape.cu"},
     "constant_pad_nd": {"traffic": 1.6, "launches": 2, "source": "filled, then copied into"},
     "embedding_dense_backward": {
         "model": "embedding_backward",

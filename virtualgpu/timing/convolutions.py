@@ -30,7 +30,7 @@ DIRECT = {"forward": 1.1, "image": 1.4, "weight": 1.6}
 # columns that are filled up to a multiple; time over that of the products. In one kernel (winograd_128x128_.._tile148t: blocks of 8 x 16 places),
 # and by sgemm, with image, weight and result turned in memory before and after (winograd_nonfused), the one way for the gradient of the weight
 # (cudnnConvolutionBwdFilterAlgo_t). Fitted to half of NeuSight's shapes, over the cards' medians; Hopper's traces have neither
-WINOGRAD = (2, (1, 8, 16), 0.9), (4, (16, 4, 4), 1.2)
+WINOGRAD = (2, (1, 8, 16), 0.9), (4, (1, 4, 4), 1.3)
 # Narrower groups are done side by side as one of so many channels, zeros between them (cuDNN's kernels "tilesize64x64x64_..._g8"): spio's, 3x3 over
 # 64 channels in groups of 8, takes what a dense one does at the rate of large products (73 TFLOPS counted so on an RTX 3090, 144 on a 4090)
 MERGED = 64

@@ -116,6 +116,7 @@ def _innermost(shape, strides) -> int | None:
 
 # A row that is looked up (1.6e9 rows of 64 numbers a second), and a number of a gradient that is added to its row, beside zeros and sorting
 LOOKED_UP, EMBEDDING = 163, 4.7
+JOINED = {2: 1.0, 4: 1.13}  # a number that cat moves so
 FEW_INDICES = 3072  # up to so many, embedding_backward_feature_kernel; more are sorted (Embedding.cu)
 # Kernels: thrust::sort_by_key and four more (EmbeddingBackwardKernel.cu); in a profile (EmbeddingBag.cu)
 SORTING, SORTING_BAGS = 12, 29
@@ -133,6 +134,13 @@ def looked_up(kernels: Kernels, args, tensors) -> float:
 def written(kernels: Kernels, args, tensors) -> float:
     """A loss of labels reads one number of each row, or writes it after zeros: its result alone counts."""
     return kernels.spec.kernel + kernels.filling(tensors[-1].nbytes)
+
+
+def joined(kernels: Kernels, args, tensors) -> float:
+    """cat(parts, dim): where a part does not lie close, each place is worked out (CatArrayBatchedCopy)."""
+    numbers, size = tensors[-1].numel(), tensors[-1].itemsize
+    apart = not all(part.is_contiguous() or (part.dim() == 4 and part.stride(1) == 1) for part in args[0])
+    return kernels.spec.kernel + kernels.working(2 * tensors[-1].nbytes, JOINED.get(size, JOINED[4]) * numbers * apart)
 
 
 def few_indices(args) -> bool:

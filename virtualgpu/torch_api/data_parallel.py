@@ -15,8 +15,9 @@ from virtualgpu import _compat, environment
 from virtualgpu.engine.allocation import allocation_of
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.values import invalidate
+from virtualgpu.hardware.fabric import Fabric, slowest
 from virtualgpu.timing.host_weights import BROADCAST, REPLICATED
-from virtualgpu.timing.nccl import Fabric, seconds, slowest
+from virtualgpu.timing.nccl import seconds
 from virtualgpu.torch_api.registry import Patches, standing_in
 
 
