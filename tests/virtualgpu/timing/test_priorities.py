@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import virtualgpu
+from virtualgpu.engine.machine import GAP
 from virtualgpu.timing.streams import Engine, Priorities, Queue
 
 
@@ -44,7 +45,7 @@ def test_others_wait_for_their_turn(gpus, priorities):
 
 def test_what_is_over_stays(gpus):
     low, high, lasts, _ = ends((0, -1), host_waits=True)
-    assert high[0] >= low[-1] + lasts * 0.999 and low == pytest.approx([low[0] + lasts * n for n in range(10)])
+    assert high[0] >= low[-1] + lasts * 0.999 and low == pytest.approx([low[0] + (lasts + GAP) * n for n in range(10)])
 
 
 def test_gaps_take_what_is_moved():
