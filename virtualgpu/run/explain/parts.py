@@ -27,6 +27,7 @@ PRODUCTS = "matrix products"
 MULTIPLY = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul", "addr", "ger"}
 MULTIPLY |= {"_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_addmm_activation", "_int_mm", "outer"}
 NAMES = (PRODUCTS, *(name for name, _ in KINDS), ELEMENTWISE, OPTIMIZER)
+PAUSE = 1e-6  # seconds: one kernel after the other (engine.machine.GAP) counts with the other
 BETWEEN = "copy cuda:"  # how the clock calls a copy from one GPU to another
 Interval = tuple[float, float]
 
@@ -68,12 +69,13 @@ def parts(spans: Iterable[Span], loading: Iterable[Interval], begin: float, end:
     computing: dict[str, float] = {}
     gaps, cursor = [], begin  # a gap: from, to, and until when the host had not launched what follows
     for span in kernels:
-        if span.start > cursor:
-            gaps.append((cursor, min(span.start, end), min(span.issued or end, end)))
-        if span.start >= end:
+        start = cursor if 0 < span.start - cursor <= PAUSE else span.start
+        if start > cursor:
+            gaps.append((cursor, min(start, end), min(span.issued or end, end)))
+        if start >= end:
             cursor = end
             break
-        seconds = min(span.end, end) - max(span.start, cursor)
+        seconds = min(span.end, end) - max(start, cursor)
         if seconds > 0:
             kind = kind_of(span)
             computing[kind] = computing.get(kind, 0.0) + seconds
