@@ -38,7 +38,7 @@ def lines(explanation: Explanation, where: str) -> list[str]:
     words = {**WORDS, OTHER: ELSEWHERE} if several else WORDS
     rows = []
     for name in WORDS:
-        if any(amount(parts, name) >= 5e-8 for _, parts in columns):
+        if any(amount(parts, name) >= 2e-4 * parts.step for _, parts in columns):
             rows.append(_line(words[name], columns, functools.partial(_amount, name)))
         for kind in NAMES if name == COMPUTING else ():
             if any(parts.computing.get(kind, 0.0) >= 0.005 * parts.step for _, parts in columns):
