@@ -61,7 +61,14 @@ def draw(rows: list[Row], path: Path) -> None:
     title = "Measured figures (published, and 78 programs of ours on an H100 or H200) over simulated ones; bands: 15 and 30 %"
     axis.set_title(title, fontsize=11, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=6.8, columnspacing=1, frameon=False)
+    figure.legend(
+        *axis.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=6.8,
+        columnspacing=1,
+        frameon=False,
+    )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
