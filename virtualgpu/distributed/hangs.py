@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from virtualgpu.distributed.message_log import SEND, Hang, MessageLog
 from virtualgpu.distributed.nodes import Layout
-from virtualgpu.hardware import fabric as fabrics
+from virtualgpu.hardware.fabric import STEPS
 from virtualgpu.timing.streams import DEFAULT
 
 
@@ -68,9 +68,9 @@ def _call(one: Stuck, ranks: Sequence[int]) -> str:
 
 
 def _reason(one: Stuck, layout: Layout) -> str:
-    room = fabrics.STEPS * layout.step(one.rank, one.peer)
+    room = STEPS * layout.step(one.rank, one.peer)
     if one.nbytes > room:
         return f"a message of more than {room >> 20} MiB leaves its sender when the receiver has come to it"
     if one.index == 0:
         return "the first message of a direction connects its sender with its receiver, and returns when both have come to it"
-    return f"NCCL's buffer has room for {fabrics.STEPS} small messages that nobody has received"
+    return f"NCCL's buffer has room for {STEPS} small messages that nobody has received"

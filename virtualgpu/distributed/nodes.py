@@ -12,7 +12,7 @@ from typing import NamedTuple
 from virtualgpu import environment
 from virtualgpu.distributed.checks import refused_by_nccl
 from virtualgpu.environment import bus_id
-from virtualgpu.hardware import fabric as fabrics
+from virtualgpu.hardware.fabric import Fabric, slowest
 from virtualgpu.timing import nccl
 
 
@@ -23,13 +23,13 @@ class Where(NamedTuple):
     node: int
     gpus: int
     card: str
-    fabric: fabrics.Fabric
+    fabric: Fabric
 
     @classmethod
     def of(cls, machine, gpu, environ: Mapping[str, str] = os.environ) -> "Where":
         """Where this process's GPU is. Reads torchrun's variables and NCCL's, at a group's first collective as NCCL does."""
         settings = machine.settings
-        fabric = fabrics.Fabric.of(gpu.spec, settings.network, environment.peer_to_peer(environ))
+        fabric = Fabric.of(gpu.spec, settings.network, environment.peer_to_peer(environ))
         local = environment.local_world_size(environ) or len(machine.specs)
         card = f"{machine.ledger.folder} {gpu.physical}" if machine.ledger is not None else ""
         if settings.gpus_per_node is None or environment.has_several_nodes(environ):
@@ -44,7 +44,7 @@ class Where(NamedTuple):
     def of_json(cls, values: list) -> "Where":
         """The reverse of `as_json`."""
         node, gpus, card, *fabric = values
-        return cls(node, gpus, card, fabrics.Fabric(*fabric))
+        return cls(node, gpus, card, Fabric(*fabric))
 
 
 def one_gpu_each(ranks: list[Where]) -> None:
@@ -75,7 +75,7 @@ class Layout:
         self.nodes = [rank.node for rank in ranks]
         members = Counter(self.nodes)
         self.count, self.size = len(members), len(ranks)
-        self.fabric = fabrics.slowest([rank.fabric.shared_by(members[rank.node], rank.gpus) for rank in ranks])
+        self.fabric = slowest([rank.fabric.shared_by(members[rank.node], rank.gpus) for rank in ranks])
 
     def seconds(self, kind: str, nbytes: int) -> float:
         """Of one collective; `nbytes` as nccl.seconds counts."""
@@ -86,7 +86,7 @@ class Layout:
         return self._seconds("p2p", nbytes, 2, 1 if self.nodes[rank] == self.nodes[peer] else 2)
 
     def step(self, rank: int, peer: int) -> int:
-        """Bytes of one of the steps (fabrics.STEPS) in which NCCL's buffer between these two is filled."""
+        """Bytes of one of the steps (hardware.fabric.STEPS) in which NCCL's buffer between these two is filled."""
         return self.fabric.step(self.nodes[rank] == self.nodes[peer])
 
     def _seconds(self, kind: str, nbytes: int, size: int, nodes: int) -> float:

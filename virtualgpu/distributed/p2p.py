@@ -2,7 +2,7 @@
 
 A message to or from one peer runs on a stream for that pair, as ProcessGroupNCCL has it; a batch (batch_isend_irecv) is one kernel
 on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
-for which NCCL's buffer has room leaves its sender as soon as it has come to it (`fabrics.Fabric.step`).
+for which NCCL's buffer has room leaves its sender as soon as it has come to it (`hardware.fabric.Fabric.step`).
 
 The first message of a direction is different: NCCL connects its sender with its receiver, and the host waits in the call until both have
 come to it (src/enqueue.cc, p2pTaskAppend; src/transport.cc, ncclTransportP2pSetup). Two ranks that both send first would give each other
@@ -31,7 +31,7 @@ from virtualgpu.distributed.transport import flat
 from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
-from virtualgpu.hardware import fabric as fabrics
+from virtualgpu.hardware.fabric import STEPS
 from virtualgpu.timing.streams import Queue
 
 NEIGHBOURS = (
@@ -135,7 +135,7 @@ class Messages:
         step, steps = self.communicator.layout.step(sender, receiver), 0
         for earlier in range(index, -1, -1):
             steps += max(1, math.ceil(self.log.nbytes(sender, SEND, receiver, earlier) / step))
-            if steps > fabrics.STEPS:
+            if steps > STEPS:
                 return earlier
         return None
 

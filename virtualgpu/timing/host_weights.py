@@ -4,9 +4,9 @@ data/host_weights.csv, which tests/gpu/host_table.py writes. What autograd does 
 makes it; views that C++ calls by the thousand (`view`, `t`, `expand`, `slice`, `detach`: linear, matmul, autograd, DDP) in that of their caller.
 """
 
-import csv
-from pathlib import Path
 from typing import NamedTuple
+
+from virtualgpu.timing import measured
 
 
 class Weight(NamedTuple):
@@ -16,8 +16,9 @@ class Weight(NamedTuple):
     backward: float
 
 
-with open(Path(__file__).parent / "data" / "host_weights.csv", encoding="utf-8", newline="") as _file:
-    WEIGHTS = {row["operation"]: Weight(float(row["forward"]), float(row["backward"])) for row in csv.DictReader(_file)}
+WEIGHTS = {
+    row["operation"]: Weight(float(row["forward"]), float(row["backward"])) for row in measured.read("host_weights")
+}
 AVERAGE, ELEMENTWISE, OF_LIST = (WEIGHTS[name] for name in ("average", "elementwise", "list"))
 EVALUATED, BIASED = WEIGHTS["evaluated batch norm"], WEIGHTS["convolution with bias"]
 BEGUN = WEIGHTS["backward pass"].backward  # another thread wakes, and this one at the end

@@ -28,7 +28,12 @@ def rows(table: str, spec: Spec, *columns: str) -> Mapping[tuple[str, ...], Row]
 def _cards(table: str, columns: tuple[str, ...]) -> dict[tuple[str, str], dict[tuple[str, ...], Row]]:
     """By card and capability, in the order of the file."""
     cards: dict[tuple[str, str], dict[tuple[str, ...], Row]] = {}
-    with open(DATA / f"{table}.csv", encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            cards.setdefault((row["card"], row["capability"]), {})[tuple(row[name] for name in columns)] = row
+    for row in read(table):
+        cards.setdefault((row["card"], row["capability"]), {})[tuple(row[name] for name in columns)] = row
     return cards
+
+
+def read(table: str) -> list[dict[str, str]]:
+    """data/TABLE.csv, row by row."""
+    with open(DATA / f"{table}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

@@ -6,7 +6,6 @@ otherwise, a thread works out the place of each number in each tensor by divisio
 it converts number by number (aten/src/ATen/native/cuda/CUDALoops.cuh: gpu_kernel_impl_nocast, gpu_kernel_impl).
 """
 
-import csv
 import functools
 import itertools
 from math import ceil, prod
@@ -14,9 +13,8 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from virtualgpu.timing import norms, reductions
+from virtualgpu.timing import measured, norms, reductions
 from virtualgpu.timing.kernels import Kernels, Kind
-from virtualgpu.timing.measured import DATA
 
 ORDINARY = Kind()  # each tensor moved once, and nothing beside
 ELEMENTWISE = Kind(elementwise=True)
@@ -209,6 +207,5 @@ def _kind(row: dict[str, str]) -> Kind:
 
 
 MODELS = vars(norms) | vars(reductions) | globals()
-with open(DATA / "memory_bound.csv", encoding="utf-8", newline="") as _file:
-    KINDS = {row["operation"]: _kind(row) for row in csv.DictReader(_file)}
+KINDS = {row["operation"]: _kind(row) for row in measured.read("memory_bound")}
 COPIED = {name: kind for name, kind in KINDS.items() if kind.copied}

@@ -56,7 +56,6 @@ ODD_LOAD, NARROW_LOAD = 0.28, 0.16
 # Such rows cannot go to wgmma or tcgen05, nor TF32 where neither matrix lies along the sum (PTX ISA, wgmma.mma_async). What mma.sync reaches of
 # a Hopper's peak: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024
 MMA_SYNC = 0.63
-WAVE = 4  # attention's: up to so many waves the last one is waited for; beyond that, half of one on average
 # Cycles for each number of the sum, in which a block waits in single precision (sm80_xmma_gemm_.._tilesize32x32x8: tests/gpu/h100_profiled.csv)
 WAIT = 66
 

@@ -5,8 +5,8 @@ import torch
 
 import virtualgpu
 from virtualgpu.distributed.nodes import Layout, Where
-from virtualgpu.hardware import fabric as fabrics
 from virtualgpu.hardware import networks, settings
+from virtualgpu.hardware.fabric import Fabric
 from virtualgpu.hardware.specs import SPECS, find
 from virtualgpu.run.ranks import launch
 from virtualgpu.timing import nccl
@@ -70,7 +70,7 @@ def test_a_card_of_a_node_is_shared_by_its_groups():
 def test_messages_cross_the_network_only_between_nodes():
     found = layout([{}] * 4, range(4), 4, 2, "Ethernet 10")
     inside, across = found.message(LARGE, 0, 1), found.message(LARGE, 1, 2)
-    assert inside == nccl.seconds("p2p", LARGE, 2, fabrics.Fabric.of(SPECS["T4"]))
+    assert inside == nccl.seconds("p2p", LARGE, 2, Fabric.of(SPECS["T4"]))
     assert inside == found.message(LARGE, 3, 2) and across == pytest.approx(LARGE / 1.25e9, rel=0.02)
     faster = layout([{}] * 4, range(4), 4, 2, "RoCE 100").message(
         LARGE, 1, 2
@@ -97,7 +97,7 @@ def test_nodes_of_one_machine(capfd, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")  # cards of a node reach each other
     virtualgpu.gpus(4, like="A100-PCIE-40GB", gpus_per_node=2, network="RoCE 100")
     found = launch(timed, nprocs=4)
-    fabric = fabrics.Fabric.of(SPECS["A100-PCIE-40GB"], networks.find("RoCE 100"), "SYS")
+    fabric = Fabric.of(SPECS["A100-PCIE-40GB"], networks.find("RoCE 100"), "SYS")
     for (kind, seconds), *_ in found:
         assert kind == "all_reduce" and seconds == pytest.approx(nccl.seconds("all_reduce", LARGE, 4, fabric, 2))
     (_, inside), (_, across) = found[1][1:]
@@ -110,7 +110,7 @@ def test_nvlink_and_without_peer_to_peer(on_gpus, monkeypatch):
     bridged = find("TITAN RTX NVLink")
 
     def expected(*how):
-        fabric = fabrics.Fabric.of(bridged, *how)
+        fabric = Fabric.of(bridged, *how)
         return [pytest.approx(nccl.seconds(kind, LARGE, 2, fabric)) for kind in ("all_reduce", "p2p")]
 
     zero, one = on_gpus(timed, like="TITAN RTX NVLink")
@@ -137,7 +137,7 @@ def test_one_rank_of_many(network, nodes, slower):
 
     with virtualgpu.dry_run(world_size=512, network=network):
         found = gather()
-    fabric = fabrics.Fabric.of(SPECS["H100"], network and networks.find(network))
+    fabric = Fabric.of(SPECS["H100"], network and networks.find(network))
     assert found == pytest.approx(nccl.seconds("all_gather", 4 * 512 * LARGE, 512, fabric, nodes))
     with virtualgpu.dry_run(world_size=512):
         assert found >= 0.99 * slower * gather()

@@ -9,7 +9,7 @@ import torch
 
 import virtualgpu
 from virtualgpu.engine.machine import GAP
-from virtualgpu.hardware import fabric as fabrics
+from virtualgpu.hardware.fabric import Fabric
 from virtualgpu.monitor import VirtualSource
 from virtualgpu.run.ranks import launch
 from virtualgpu.timing import nccl
@@ -116,7 +116,7 @@ def test_a_collective_begins_when_the_last_rank_has_come(on_gpus):
     fills = [span for span in one if span[1] == "zero_" and span[3] <= begin]
     assert begin == fills[-1][3]  # rank 1 has twice the work
     assert end - begin == pytest.approx(
-        nccl.seconds("all_reduce", 4_000_000, 2, fabrics.Fabric.of(virtualgpu.SPECS["T4"])), rel=1e-9
+        nccl.seconds("all_reduce", 4_000_000, 2, Fabric.of(virtualgpu.SPECS["T4"])), rel=1e-9
     )
     beside, after = products[-2:]
     assert second_begin >= end and beside[2] < second_end  # an asynchronous one runs beside the kernels

@@ -4,11 +4,8 @@ Each was captured in a CUDA graph, replayed; a row is a family, its settings as 
 the same visit stand in tests/accuracy. Kernels of less than 10 us are left out: a graph starts them sooner than a program does.
 """
 
-import csv
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -16,17 +13,12 @@ import torch
 from torch.nn import functional as F
 
 from tests.accuracy.kernels import within
+from tests.gpu import kernels_of_a_card
 from tests.virtualgpu.timing.test_kernels import seconds
-
-GPU = Path(__file__).parents[2] / "gpu"
 
 
 def rows(family: str, card: str) -> list[tuple[dict, float]]:
-    with open(GPU / f"{card}_kernels.csv", encoding="utf-8", newline="") as file:
-        measured = [
-            (json.loads(row["settings"]), float(row["us"])) for row in csv.DictReader(file) if row["family"] == family
-        ]
-    return [(settings, us) for settings, us in measured if us > 10]
+    return [(settings, us) for settings, us in kernels_of_a_card.in_a_graph(family, card) if us > 10]
 
 
 def tensor(settings: dict, *shape: int) -> torch.Tensor:

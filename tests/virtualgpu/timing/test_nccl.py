@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import virtualgpu
-from virtualgpu.hardware import fabric as fabrics
 from virtualgpu.hardware import networks, tables
+from virtualgpu.hardware.fabric import Fabric, slowest
 from virtualgpu.hardware.specs import Link, find
 from virtualgpu.timing import nccl
 
@@ -38,7 +38,7 @@ def test_costs_are_those_of_pytorchs_model(card, network, monkeypatch):
         monkeypatch.setattr(theirs, "get_inter_node_bw", lambda: joined.bandwidth / 1e9)
     kinds = theirs.NCCL_COLL
     try:
-        fabric = fabrics.Fabric.of(spec, joined, "SYS")
+        fabric = Fabric.of(spec, joined, "SYS")
         for kind, their in (
             ("all_reduce", kinds.ALL_REDUCE),
             ("all_gather", kinds.ALL_GATHER),
@@ -59,7 +59,7 @@ REACHING = replace(find("T4"), peer=find("T4").host, peer_access=True)  # as on 
 
 
 def test_other_collectives_and_cards():
-    h100, t4, titan = (fabrics.Fabric.of(card, None, "SYS") for card in (find("H100"), REACHING, find("TITAN RTX")))
+    h100, t4, titan = (Fabric.of(card, None, "SYS") for card in (find("H100"), REACHING, find("TITAN RTX")))
     assert (h100.nvlink, t4.nvlink) == (True, False) and t4.inside == pytest.approx(12)  # NCCL's PCI Express 3.0
     large = 10**9
     for kind in ("broadcast", "reduce", "gather", "scatter", "p2p", "all_reduce"):
@@ -68,14 +68,14 @@ def test_other_collectives_and_cards():
     assert nccl.seconds("barrier", 0, 4, h100) == nccl.seconds("all_reduce", 1, 4, h100)
     assert nccl.seconds("p2p", large, 2, t4) == pytest.approx(large / 12e9, rel=0.01)
     assert nccl.seconds("all_gather", large, 4, t4) == pytest.approx(0.75 * large / 12e9, rel=0.01)
-    assert fabrics.slowest([h100, t4]) == t4 and titan.inside < 0.5 * t4.inside  # which has no peer access
+    assert slowest([h100, t4]) == t4 and titan.inside < 0.5 * t4.inside  # which has no peer access
 
 
 def test_within_a_node():
     """NCCL counts less for a bridge than its data sheet (graph/topo.h), and nothing of NVLink where NCCL_P2P_DISABLE=1 forbids it.
     Through the host's memory it is what was measured (hardware.links), of that capability where there is more than one figure.
     """
-    of = fabrics.Fabric.of
+    of = Fabric.of
     bridged, titan, geforce = find("TITAN RTX NVLink"), find("TITAN RTX"), find("RTX 3090 NVLink")
     assert (of(bridged).inside, of(titan).inside, of(geforce).inside) == (40, pytest.approx(3.23), 48)
     assert of(bridged, None, "LOC") == of(titan) == of(titan, None, "SYS")
@@ -106,7 +106,7 @@ def test_through_the_hosts_memory():
 def test_a_pair_through_the_host_as_measured(kind, sent, measured):
     """GB/s on the bus of two RTX 2080 Ti behind one switch, 1 GiB (links.toml), whose host is faster than the median. With a third card a broadcast
     has the ring's rate, for the one between sends and receives."""
-    fabric = fabrics.Fabric.of(find("RTX 2080 Ti"))
+    fabric = Fabric.of(find("RTX 2080 Ti"))
     assert sent * 10 / nccl.seconds(kind, 10**10, 2, fabric) == pytest.approx(measured, rel=0.31)
     assert nccl.seconds("broadcast", 10**10, 3, fabric) == pytest.approx(10 / fabric.inside, rel=0.01)
 
@@ -114,7 +114,7 @@ def test_a_pair_through_the_host_as_measured(kind, sent, measured):
 def test_a_small_message_through_the_host_as_measured():
     """us of an all_reduce of 1 KiB: 2 and 8 RTX 2080 Ti, 2, 4 and 8 RTX 4090 (links.toml)."""
     for like, measured in (("RTX 2080 Ti", {2: 12.1, 8: 37.5}), ("RTX 4090", {2: 12.2, 4: 21.0, 8: 44.0})):
-        fabric = fabrics.Fabric.of(find(like))
+        fabric = Fabric.of(find(like))
         told = [1e6 * nccl.seconds("all_reduce", 1024, ranks, fabric) for ranks in measured]
         assert told == pytest.approx([*measured.values()], rel=0.15)
 
@@ -123,19 +123,19 @@ def test_a_pair_of_v100s_has_two_links_of_six():
     """And half of the cube of a DGX-1 four; measured were 130 to 135 GB/s over all eight, and 122 where a switch joins them."""
 
     def bus(like: str, members: int) -> float:
-        fabric = fabrics.Fabric.of(find(like)).shared_by(members, 8)
+        fabric = Fabric.of(find(like)).shared_by(members, 8)
         return 2 * (members - 1) / members * 10 / nccl.seconds("all_reduce", 10**10, members, fabric)
 
     assert [round(bus("V100", members)) for members in (2, 4, 8)] == [40, 80, 120]
     assert [round(bus("A100", members)) for members in (2, 4, 8)] == [240, 240, 240]
-    pair = fabrics.Fabric.of(find("V100")).shared_by(8, 8)
+    pair = Fabric.of(find("V100")).shared_by(8, 8)
     assert nccl.seconds("p2p", 10**10, 2, pair) == pytest.approx(10 / 40, rel=0.01)
 
 
 def test_between_nodes():
     def gather(network: str | None, nodes: int, like: str = "A100", members: int = 8) -> float:
         card = like if like is REACHING else find(like)
-        fabric = fabrics.Fabric.of(card, network and networks.find(network), "SYS").shared_by(members, 8)
+        fabric = Fabric.of(card, network and networks.find(network), "SYS").shared_by(members, 8)
         return nccl.seconds("all_gather", 10**9, nodes * members, fabric, nodes)
 
     assert gather("HDR", 4) == gather(None, 4) == gather("200 Gb/s", 4) == gather("25 GB/s", 4)  # of that generation
@@ -148,16 +148,16 @@ def test_between_nodes():
         0.75 * 10**9 * 8 / 1.25e9, rel=0.01
     )  # eight groups at once
     assert gather("Ethernet 100", 4, REACHING) == pytest.approx(once / 12e9, rel=0.01)  # within the node it is slower
-    mixed = fabrics.slowest(
+    mixed = slowest(
         [
-            fabrics.Fabric.of(find("H100"), networks.find("RoCE 100")),
-            fabrics.Fabric.of(find("A100-PCIE-40GB"), None, "SYS"),
+            Fabric.of(find("H100"), networks.find("RoCE 100")),
+            Fabric.of(find("A100-PCIE-40GB"), None, "SYS"),
         ]
     )
     assert (mixed.inside, mixed.between) == (pytest.approx(24), 12.5)
 
 
 def test_two_nodes_of_cards_without_peer_access_are_no_faster_than_one():
-    t4 = fabrics.Fabric.of(find("T4"))
+    t4 = Fabric.of(find("T4"))
     one, two = (nccl.seconds("all_reduce", 10**9, 8 * nodes, t4.shared_by(8, 8), nodes) for nodes in (1, 2))
     assert two > one

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 
 import virtualgpu
-from virtualgpu.hardware import fabric as fabrics
+from virtualgpu.hardware.fabric import Fabric
 from virtualgpu.timing import nccl
 from virtualgpu.timing.host_weights import BROADCAST, LOCKED, REPLICATED
 
@@ -288,7 +288,7 @@ def spans_of(clock, work) -> list[tuple]:
 
 def test_a_broadcast_is_one_kernel_of_nccl(gpus):
     """On all GPUs at once, as torch/csrc/cuda/comm.cpp has it where NCCL takes the tensors."""
-    x, fabric = torch.ones(1 << 22, device=ZERO), fabrics.Fabric.of(gpus.gpus[0].spec)
+    x, fabric = torch.ones(1 << 22, device=ZERO), Fabric.of(gpus.gpus[0].spec)
     lasts = pytest.approx(nccl.seconds("broadcast", x.nbytes, 2, fabric))
     assert spans_of(gpus.clock, lambda: comm.broadcast(x, (0, 1))) == [("communication", gpu, lasts) for gpu in (0, 1)]
     out = [torch.empty_like(x, device=ONE)]
