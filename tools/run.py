@@ -21,6 +21,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import lesson_text
 import nbformat
 import series
 import website
@@ -156,7 +157,7 @@ async def execute_all(paths: list[Path], jobs: int) -> list[dict]:
 async def execute(path: Path) -> dict:
     """Run one notebook in a kernel of its own, in the notebook's folder; the copy is kept even where a cell failed."""
     try:
-        notebook = series.read(path)
+        notebook = lesson_text.paired(path)
     except ValueError as failure:
         print(f"[FAIL] {path.stem}", flush=True)
         return {"path": path, "seconds": None, "error": str(failure)}

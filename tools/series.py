@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
 LONGEST = ("05", "07", "09", "08", "01", "04", "10", "03", "06", "02")  # by the time that their processes take together
-TAGS = {"bootstrap", "cover", "exercise", "solution", "prediction", "nbval-ignore-output", "raises-exception"}
+TAGS = {
+    "bootstrap", "cover", "exercise", "solution", "folded", "prediction", "answer", "nbval-ignore-output", "raises-exception",
+}  # fmt: skip
 
 
 def notebooks() -> list[Path]:
@@ -72,19 +74,19 @@ class Summary:
 
     title: str
     teaches: list[str]
+    level: str  # beginner, intermediate or advanced
+    needs: str  # what the reader has read before, with links
     runs: str  # how long the machine takes
-    plan: str  # how long the reader does
+    note: str
     picture: str | None  # PNG, base64
     picture_says: str
 
 
 def summary(notebook) -> Summary:
-    """The title and the "You will" list of the opening; the picture of the cell tagged `cover`, or the first one."""
+    """The facts of the lesson's text, and the picture of the cell tagged `cover`, or the first one. Without facts, the title alone."""
+    facts = notebook.metadata.get("lesson", {})
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     title = re.search(r"^# (.+)$", prose, re.M)
-    you_will = re.search(r"You will.*?\n((?:\s*[-*] .+\n?(?:  .+\n?)*)+)", prose)
-    time = re.search(r"\*\*Time:\*\* runs in (.+?) on 2 CPU cores[;,] plan (.+?)[.;]", " ".join(prose.split()))
-    bullets = re.findall(r"^[-*] (.+(?:\n  .+)*)", you_will[1].strip(), re.M) if you_will else []
     pictures = [
         ("cover" not in tags(cell), output)
         for cell in code_cells(notebook)
@@ -94,9 +96,8 @@ def summary(notebook) -> Summary:
     picture = min(pictures, key=lambda pair: pair[0], default=(None, None))[1]
     return Summary(
         title=title[1] if title else "Untitled",
-        teaches=[" ".join(bullet.split()) for bullet in bullets],
-        runs=time[1] if time else "",
-        plan=time[2] if time else "",
+        teaches=list(facts.get("goals", {}).values()),
+        **{name: facts.get(name, "") for name in ("level", "needs", "runs", "note")},
         picture=picture.data["image/png"] if picture else None,
         picture_says=picture.metadata.get("image/png", {}).get("alt", "") if picture else "",
     )

@@ -1,5 +1,6 @@
-"""What is generated: badges and set-up cell of each notebook, from pyproject's repository name and branch; in the README the
-table of lessons, and two pictures, which are notebooks' covers.
+"""What is generated: the opening of each lesson, from the facts at the top of its text; its set-up cell, from pyproject's repository
+name and branch; in the README the table of lessons, and two pictures, which are notebooks' covers. And the older file of each lesson
+is brought up to the newer one, its text or its notebook.
 
     stamp.py --fix      write them
     stamp.py --check    exit status 1 where one is missing or differs (a guard in the tests)
@@ -11,8 +12,11 @@ import argparse
 import ast
 import base64
 import sys
+import textwrap
 import tomllib
+from pathlib import Path
 
+import lesson_text
 import nbformat
 import series
 
@@ -93,36 +97,79 @@ def bootstrap(notebook) -> str:
     return BOOTSTRAP.format(needs={**HELPERS_NEED, **lesson}, project=repository.split("/")[-1], **settings())
 
 
+def opening(notebook, name: str) -> str:
+    """The first cell: the title, the badges, and what the facts of the text say. The minutes are counted."""
+    facts, first = series.summary(notebook), notebook.cells[0].source
+    if "lesson" not in notebook.metadata:  # none are written yet
+        lines = [line for line in first.splitlines() if not line.startswith("[![Open in ")]
+        while len(lines) > 1 and not lines[1].strip():
+            del lines[1]
+        return "\n".join([lines[0], "", badges(name), "", *lines[1:]]).rstrip()
+    goals = "\n".join(f"- {goal}" for goal in facts.teaches)
+    words = (
+        f"**Time:** runs in {facts.runs} on 2 CPU cores; plan {minutes(notebook)} minutes. **Level:** {facts.level}. "
+        f"**Before this:** {facts.needs}. {facts.note}"
+    )
+    title = f"# {name[:2]} · {notebook.metadata.lesson.title}"
+    return "\n\n".join([title, badges(name), "**You will**", goals, textwrap.fill(words, 140, **UNBROKEN)])
+
+
+UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def minutes(notebook) -> int:
+    """As the opening tells them: of five."""
+    return 5 * round(lesson_text.count(notebook).minutes / 5)
+
+
 def stamp(notebook, name: str) -> list[str]:
-    """Write the badges into the first cell and the set-up into the one tagged `bootstrap`; return what had to change."""
+    """Write the opening into the first cell, the set-up into the one tagged `bootstrap`, and close what tags say; return what had to
+    change."""
     changed = []
-    lines = [line for line in notebook.cells[0].source.splitlines() if not line.startswith("[![Open in ")]
-    while len(lines) > 1 and not lines[1].strip():
-        del lines[1]
-    opening = "\n".join([lines[0], "", badges(name), "", *lines[1:]]).rstrip()
-    if notebook.cells[0].source != opening:
-        notebook.cells[0].source = opening
-        changed.append("badges")
     cell = next((cell for cell in notebook.cells if "bootstrap" in series.tags(cell)), None)
     if cell is None:
-        cell = nbformat.v4.new_code_cell()
+        cell = nbformat.v4.new_code_cell(metadata={"tags": ["bootstrap"]})
         notebook.cells.insert(1, cell)
-    wanted, folded = (
-        bootstrap(notebook),
-        {"tags": ["bootstrap"], "cellView": "form", "jupyter": {"source_hidden": True}},
-    )
-    if (cell.source, cell.metadata) != (wanted, folded):
-        cell.source, cell.metadata = wanted, nbformat.from_dict(folded)
+    if cell.source != (wanted := bootstrap(notebook)):
+        cell.source = wanted
         changed.append("set-up cell")
+    for other in notebook.cells:
+        before = dict(other.metadata)
+        lesson_text.fold(other)
+        if other.metadata != before and "folding" not in changed:
+            changed.append("folding")
+    if notebook.cells[0].source != (wanted := opening(notebook, name)):
+        notebook.cells[0].source = wanted
+        changed.append("opening")
+    return changed
+
+
+def stamp_lesson(path: Path, fix: bool) -> list[str]:
+    """Bring text and notebook of a lesson together, and stamp both; return what had to change."""
+    text = lesson_text.text_of(path)
+    notebook = lesson_text.paired(path)
+    changed = stamp(notebook, path.name)
+    old = text.read_text(encoding="utf-8") if text.exists() else ""
+    if old != (new := lesson_text.written(notebook)):
+        changed.append("text")
+    if not path.exists() or not lesson_text.same(notebook, series.read(path)):
+        changed.append("notebook")
+    if changed and fix:
+        text.parent.mkdir(exist_ok=True)
+        text.write_text(new, encoding="utf-8")
+        nbformat.write(notebook, path)
     return changed
 
 
 def lessons() -> str:
     """The table of the README: a row a lesson, from its opening."""
-    rows = ["| lesson | runs in; plan | |", "| --- | --- | --- |"]
+    rows = ["| lesson | level | plan | |", "| --- | --- | --- | --- |"]
     for path in series.notebooks():
-        found = series.summary(series.read(path))
-        rows.append(f"| [{found.title}](notebooks/{path.name}) | {found.runs}; {found.plan} | {badges(path.name)} |")
+        notebook = series.read(path)
+        found = series.summary(notebook)
+        rows.append(
+            f"| [{found.title}](notebooks/{path.name}) | {found.level} | {minutes(notebook)} minutes | {badges(path.name)} |"
+        )
     return "\n".join(rows)
 
 
@@ -164,12 +211,8 @@ def main(arguments: list[str] | None = None) -> int:
     mode.add_argument("--fix", action="store_true")
     options = parser.parse_args(arguments)
     wrong = {}
-    for path in series.notebooks():
-        notebook = series.read(path)
-        changed = stamp(notebook, path.name)
-        if changed and options.fix:
-            nbformat.write(notebook, path)
-        wrong[path.name] = changed
+    for path in lesson_text.lessons():
+        wrong[path.name] = stamp_lesson(path, options.fix)
     wrong["README.md"] = stamp_readme(options.fix) + stamp_pictures(options.fix)
     for name, changed in wrong.items():
         if changed:

@@ -160,17 +160,10 @@ def contents(lessons: list, seconds: dict[str, float]) -> str:
             f"## [{summary.title}]({path.name})\n\n"
             f":::::{{grid}} 1 1 2 2\n::::{{grid-item}}\n{bullets}\n::::\n::::{{grid-item}}\n"
             + (f'<img src="{picture}" alt="{html.escape(summary.picture_says)}">\n' if picture else "")
-            + f"::::\n:::::\n\n{{.lesson-facts}}\nRuns in {summary.runs or 'a minute'} on two cores{here}; plan {summary.plan or 'an hour'}. {needs(notebook)}\n"
+            + f"::::\n:::::\n\n{{.lesson-facts}}\n{summary.level.capitalize()}; runs in {summary.runs or 'a minute'} on two cores{here}; plan {stamp.minutes(notebook)} minutes. Before it: {summary.needs or 'nothing'}.\n"
         )
     text = "# The lessons\n\nIn the order of reading, which is that of their numbers.\n\n" + "\n".join(cards)
     return onward(text, series.NOTEBOOKS.name)
-
-
-def needs(notebook) -> str:
-    """What the opening says of the lessons before this one: "**Before this:** ...", "You need ...", or nothing."""
-    opening = " ".join(notebook.cells[0].source.split())
-    said = re.search(r"(\*\*Before this:\*\*|You need|Needs|It needs no) .+?\.(?= |$)(?!ipynb)", opening)
-    return said[0] if said else ""
 
 
 def plays(lessons: list) -> str:
