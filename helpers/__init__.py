@@ -1,33 +1,14 @@
-"""Utilities for the notebooks: the names that they use, imported when first used, so that some work without matplotlib."""
+"""What would distract in a lesson: data, plots, progress, predictions. (The virtual GPUs are `virtualgpu`, a package of its own.)"""
 
 import importlib
 
-_FROM = {
-    "Monitor": "virtualgpu",
-    "Timeline": "virtualgpu",
-    "WorkerError": "virtualgpu.run.ranks",
-    "dry_run": "virtualgpu",
-    "forget_error": "helpers.cells",
-    "gpus": "virtualgpu",
-    "kinds": "virtualgpu.memory.phases",
-    "launch": "virtualgpu.run.ranks",
-    "other_process": "virtualgpu.session.blocks",
-    "progress": "helpers.cells",
-    "record": "virtualgpu.run.ranks.recorded",
-    "reveal": "helpers.cells",
-}
-_MODULES = ("checkpoint", "data", "plots", "tuning")
+from helpers.cells import forget_error, progress
+from helpers.predictions import reveal  # at once: it listens to the cells that follow
 
-__all__ = [*_FROM, *_MODULES]
+__all__ = ["data", "forget_error", "plots", "progress", "reveal"]
 
 
 def __getattr__(name: str):
-    if name in _MODULES:
+    if name in ("data", "plots"):  # when first used: matplotlib takes half a second
         return importlib.import_module(f"helpers.{name}")
-    if name in _FROM:
-        return getattr(importlib.import_module(_FROM[name]), name)
     raise AttributeError(f"module 'helpers' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

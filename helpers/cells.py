@@ -1,4 +1,4 @@
-"""What a cell needs beside PyTorch: a bar, the reader's prediction beside what came out, an error's frames forgotten."""
+"""What a cell needs beside PyTorch: a bar, and an error's frames forgotten."""
 
 import gc
 import os
@@ -12,30 +12,6 @@ def progress(iterable: Iterable, description: str) -> Iterable:
     from tqdm.auto import tqdm
 
     return tqdm(iterable, desc=description, disable=bool(os.environ.get("TQDM_DISABLE")))
-
-
-def reveal(guess: float | str | None, answer: float | str, unit: str = "", origin: str = "simulated") -> None:
-    """Print both, one below the other; for two numbers, how far apart they are. *Run all* passes where nothing was predicted.
-
-    guess: None where the reader wrote none. unit: behind both ("ms", "GiB", "%"). origin: "simulated" or "measured".
-    """
-    print(f"{origin}: {_in_words(answer, unit)}")
-    if guess is None:
-        print("You predicted nothing: write your answer into the cell above, and run both again.")
-    else:
-        print(f"you said: {_in_words(guess, unit)}{_apart(guess, answer)}")
-
-
-def _in_words(value: float | str, unit: str) -> str:
-    if isinstance(value, float):
-        value = f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value} {unit}".strip()
-
-
-def _apart(guess: float | str, answer: float | str) -> str:
-    if isinstance(guess, str) or isinstance(answer, str) or min(guess, answer) <= 0 or guess == answer:
-        return ""
-    return f" ({max(guess, answer) / min(guess, answer):.2g} times too {'high' if guess > answer else 'low'})"
 
 
 def forget_error() -> None:

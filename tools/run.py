@@ -1,7 +1,9 @@
 """Execute the notebooks top to bottom, then build the site of them: what `make run`, `make store` and `make site` call.
 
     run.py                    all notebooks; executed copies under build/, the site under build/site/
-    run.py --store            the same, and keep the outputs in notebooks/ (what nbval compares against)
+    run.py --store            the same, and keep the outputs in notebooks/ (what nbval compares against); an output that says what it
+                              said stays as it was, a measured one, too
+    run.py --store --anew     and take each output as it came
     run.py --stored           no execution: the site of the outputs that are kept
     run.py --check            executed, and nothing kept: does each reach its end?
     run.py 01 05              only these
@@ -16,6 +18,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -24,9 +27,11 @@ from pathlib import Path
 import lesson_text
 import nbformat
 import series
+import stamp
 import website
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbval.plugin import get_sanitize_patterns
 from tqdm import tqdm
 
 from virtualgpu import scratch
@@ -62,13 +67,14 @@ def _main(arguments: list[str] | None) -> int:
     parser.add_argument("only", nargs="*", help="the beginning of a notebook's name: 01")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--store", action="store_true", help="keep the outputs in notebooks/")
+    parser.add_argument("--anew", action="store_true", help="with --store: measured outputs, too")
     mode.add_argument("--check", action="store_true", help="neither a site nor times")
     mode.add_argument("--stored", action="store_true", help="do not execute: the site of the kept outputs")
     # one more than cores: notebooks of Ray and of torchrun wait half of their time for processes to begin
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1) + 1, help="how many run at a time")
     options = parser.parse_args(arguments)
 
-    chosen = [path for path in series.notebooks() if not options.only or path.name.startswith(tuple(options.only))]
+    chosen = [path for path in lesson_text.lessons() if not options.only or path.name.startswith(tuple(options.only))]
     if not chosen:
         names = ", ".join(path.stem for path in series.notebooks())
         print(
@@ -87,6 +93,8 @@ def work(chosen: list[Path], options: argparse.Namespace) -> int:
     """Execute these as the options say, keep what they say, and build the site: the exit status."""
     os.environ.update(ENVIRONMENT)
     if options.store:
+        for path in chosen:
+            stamp.stamp_lesson(path, fix=True)
         os.environ["HELPERS_GPUS"] = "virtual"  # outputs that every machine can repeat
     # what is kept is measured on a machine that does nothing else
     jobs = 1 if options.store else max(1, options.jobs)
@@ -98,7 +106,10 @@ def work(chosen: list[Path], options: argparse.Namespace) -> int:
         results = asyncio.run(execute_all(chosen, jobs))
     for path, result in zip(chosen, results, strict=True):
         if options.store and not result["error"]:
-            write(path, result["path"].read_text("utf-8"))
+            executed = series.read(result["path"])
+            if path.exists() and not options.anew:
+                keep(series.read(path), executed)
+            write(path, text_of(executed))
     seconds = time.perf_counter() - start
     if not options.check:
         note_times(results)
@@ -197,7 +208,7 @@ async def execute(path: Path) -> dict:
     seconds = time.perf_counter() - start
     tidy(notebook)
     try:
-        write(copy, nbformat.writes(notebook).rstrip("\n") + "\n")
+        write(copy, text_of(notebook))
     except OSError as failure:
         error = error or f"its copy was not written: {failure}. {cure(failure).capitalize()}, then run it again"
     print(f"{'[FAIL]' if error else '[ OK ]'} {path.stem:<36} {len(cells):>3} cells {seconds:7.1f} s", flush=True)
@@ -234,12 +245,58 @@ def tidy(notebook) -> None:
             for output in cell.outputs:
                 if output.output_type == "stream":
                     output.name, output.text = "stdout", output.text.replace(str(Path.home()), "~")
+    lesson = {"lesson": notebook.metadata["lesson"]} if "lesson" in notebook.metadata else {}
     notebook.metadata = nbformat.from_dict(
         {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
             "language_info": {"name": "python"},
+            **lesson,
         }
     )
+
+
+def keep(stored, executed) -> None:
+    """Give each executed cell its stored outputs, where they say the same: as nbval compares them, and a picture by its words if it was
+    measured. Of a cell that nbval does not compare they stay in any case. Below the first cell with another source all is new."""
+    before = {cell.id: cell for cell in stored.cells}
+    for cell in series.code_cells(executed):
+        old = before.get(cell.id)
+        if old is None or old.source != cell.source:
+            return
+        if [said(output) for output in old.get("outputs", [])] == [said(output) for output in cell.outputs] or (
+            "nbval-ignore-output" in series.tags(cell) and old.outputs
+        ):
+            cell.outputs = old.outputs
+
+
+def said(output) -> list:
+    """What of an output has to be the same."""
+    if output.output_type == "stream":
+        return [output.name, sanitized(output.text)]
+    if output.output_type == "error":
+        return [output.ename, output.evalue]
+    data = dict(output.data)
+    if "(measured)" in data.get("text/plain", ""):
+        data.pop("image/png", None)
+    return [(kind, sanitized(value) if isinstance(value, str) else str(value)) for kind, value in sorted(data.items())]
+
+
+def sanitized(text: str) -> str:
+    """Without what truly varies, as in nbval; pictures within a page stay."""
+    for pattern, words in SANITIZE:
+        text = re.sub(pattern, words, text)
+    return text
+
+
+SANITIZE = [
+    (pattern, words)
+    for pattern, words in get_sanitize_patterns((series.ROOT / "tests" / "sanitize.cfg").read_text("utf-8"))
+    if words != "PICTURE"
+]
+
+
+def text_of(notebook) -> str:
+    return nbformat.writes(notebook).rstrip("\n") + "\n"
 
 
 def write(path: Path, text: str) -> None:

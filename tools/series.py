@@ -1,6 +1,7 @@
 """Where the series' files are, and what a notebook says of itself: read here once for the runner, the pages and the guards."""
 
 import contextlib
+import html
 import os
 import re
 from collections.abc import Iterator
@@ -87,17 +88,27 @@ def summary(notebook) -> Summary:
     facts = notebook.metadata.get("lesson", {})
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     title = re.search(r"^# (.+)$", prose, re.M)
-    pictures = [
-        ("cover" not in tags(cell), output)
-        for cell in code_cells(notebook)
-        for output in cell.outputs
-        if "image/png" in output.get("data", {})
-    ]
-    picture = min(pictures, key=lambda pair: pair[0], default=(None, None))[1]
+    found = [("cover" not in tags(cell), *one) for cell in code_cells(notebook) for one in pictures(cell)]
+    _, picture, says = min(found, key=lambda one: one[0], default=(None, None, ""))
     return Summary(
         title=title[1] if title else "Untitled",
         teaches=list(facts.get("goals", {}).values()),
         **{name: facts.get(name, "") for name in ("level", "needs", "runs", "note")},
-        picture=picture.data["image/png"] if picture else None,
-        picture_says=picture.metadata.get("image/png", {}).get("alt", "") if picture else "",
+        picture=picture,
+        picture_says=says,
     )
+
+
+def pictures(cell) -> list[tuple[str, str]]:
+    """(PNG in base64, its words) of each picture that a cell shows; of a slider the one that is seen first; a folded one, too."""
+    found = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        if "image/png" in data:
+            found.append((data["image/png"], output.metadata.get("image/png", {}).get("alt", "")))
+        else:
+            found += [(png, html.unescape(alt)) for alt, png in IMAGE.findall(data.get("text/html", ""))]
+    return found
+
+
+IMAGE = re.compile(r'<img alt="([^"]*)"[^>]* src="data:image/png;base64,([A-Za-z0-9+/=]+)"')

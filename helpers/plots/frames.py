@@ -1,20 +1,35 @@
 """A picture to play with: drawn for each value beforehand, so that it needs no kernel, on a page as in Colab or JupyterLab."""
 
-import base64
 import html
-import io
+import json
+import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from PIL import Image  # matplotlib needs it, too
-
 from helpers.plots.figures import FRAMES, WIDTH, put
+from helpers.predictions import picture
 
-PAGE = """<figure style="margin: 0; max-width: {width}px">
-<label style="font: 14px sans-serif">{label} <input type="range" min="0" max="{last}" value="{start}" style="width: 50%; vertical-align: middle"
-oninput="const f = this.closest('figure'); f.querySelector('output').value = f.querySelectorAll('img')[this.value].dataset.value;
-f.querySelectorAll('img').forEach((img, i) => img.hidden = i != this.value)"> <output>{value}</output></label>
+# Without scripts (a notebook that is not trusted, GitHub): a line a picture, which opens it. With them: a slider, and two buttons,
+# for JupyterLab keeps the arrow keys for itself
+PAGE = """<figure class="frames" id="{name}" style="margin: 0; max-width: {width}px">
 {pictures}
+<script>(() => {{
+  const figure = document.getElementById('{name}'), frames = [...figure.querySelectorAll('details')];
+  const make = (kind, facts) => Object.assign(document.createElement(kind), facts);
+  const bar = make('div', {{style: 'font: 14px sans-serif'}}), said = make('output', {{}});
+  const slider = make('input', {{type: 'range', min: 0, max: frames.length - 1, value: {start}, ariaLabel: {label}}});
+  slider.style = 'width: 45%; vertical-align: middle';
+  slider.oninput = () => frames.forEach((frame, i) => {{
+    frame.open = true, frame.style.display = i == slider.value ? '' : 'none';
+    if (i == slider.value) said.value = frame.dataset.value;
+  }});
+  const step = (sign, by, words) => make('button', {{type: 'button', textContent: sign, ariaLabel: words,
+    onclick: () => {{ slider.value = +slider.value + by; slider.oninput(); }}}});
+  bar.append({label} + ' ', step('\u25c0', -1, 'previous'), slider, step('\u25b6', 1, 'next'), ' ', said);
+  frames.forEach(frame => frame.querySelector('summary').style.display = 'none');
+  figure.prepend(bar), slider.oninput();
+}})()</script>
 </figure>"""
 
 
@@ -30,26 +45,20 @@ def slider(draw: Callable[[Any], None], values: Sequence[Any] | Mapping[str, Any
     try:
         for value in named.values():
             draw(value)
-        frames = [(words, few_colors(encoded)) for words, encoded in FRAMES.get()]
+        frames = FRAMES.get()
     finally:
         FRAMES.reset(token)
     if len(frames) != len(named):
         raise ValueError(
             f"a slider over {len(named)} values needs as many pictures, one a value; {len(frames)} were drawn"
         )
-    width, names = int(WIDTH * 100), list(map(html.escape, named))
+    width, label = int(WIDTH * 100), html.escape(label)
     pictures = "\n".join(
-        f'<img data-value="{name}" alt="{html.escape(words)}" width="{width}" style="max-width: 100%; height: auto"'
-        f' src="data:image/png;base64,{encoded}"{"" if place == start else " hidden"}>'
-        for place, (name, (words, encoded)) in enumerate(zip(names, frames, strict=True))
+        f'<details data-value="{value}"{" open" if place == start else ""}><summary>{label}: {value}</summary>\n'
+        f"{picture(encoded, {'image/png': {'alt': words, 'width': width}})}</details>"
+        for place, (value, (words, encoded)) in enumerate(zip(map(html.escape, named), frames, strict=True))
     )
-    last, label, value = len(named) - 1, html.escape(label), names[start]
-    page = PAGE.format(width=width, label=label, last=last, start=start, value=value, pictures=pictures)
+    told = re.sub(r"\d", "", repr((label, *named, *(words for words, _ in frames))))  # measured figures differ
+    name = f"frames-{zlib.crc32(told.encode()):08x}"
+    page = PAGE.format(name=name, width=width, start=start, label=json.dumps(label), pictures=pictures)
     put(*frames[start], **{"text/html": page})
-
-
-def few_colors(png: str) -> str:
-    """A picture in 64 colors, which looks the same: a third of the bytes, and a notebook holds a dozen."""
-    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(64)
-    image.save(few := io.BytesIO(), "PNG", optimize=True)
-    return base64.b64encode(few.getvalue()).decode()

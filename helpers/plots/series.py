@@ -1,12 +1,10 @@
-"""Lines, bars, dots and pictures."""
+"""Lines, bars and dots."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from helpers.plots import figures
-from helpers.plots.figures import COLORS, WIDTH, Origin
+from helpers.plots.figures import COLORS, Origin
 
 
 def curves(
@@ -74,26 +72,3 @@ def bars(values: Mapping[str, float], title: str, xlabel: str, origin: Origin, k
     with figures.drawn(title, origin, 0.8 + 0.3 * len(ordered), xlabel=xlabel) as axes:
         axes.bar_label(axes.barh(list(ordered), list(ordered.values()), color=colors), fmt="%.0f", padding=3)
         axes.grid(axis="y", visible=False)
-
-
-def left(rows: Mapping[str, Sequence[float]], names: Sequence[str], title: str, xlabel: str, origin: Origin) -> None:
-    """Under each other, a group of thin bars a name of `rows`, in their order; `names` are what the bars of a group are."""
-    thick = 0.8 / len(names)
-    with figures.drawn(title, origin, 1.0 + 0.34 * len(rows), xlabel=xlabel) as axes:
-        for i, name in enumerate(names):
-            places = [row + (i - (len(names) - 1) / 2) * thick for row in range(len(rows))]
-            drawn = axes.barh(places, [values[i] for values in rows.values()], thick, color=COLORS[i], label=name)
-            axes.bar_label(drawn, fmt="%.0f", padding=3, fontsize=8)
-        figures.rows(axes, rows, grid=False)
-        figures.legend_above(axes, len(names))
-
-
-def images(batch: torch.Tensor, labels: Sequence, title: str, rows: int = 1) -> None:
-    """Pictures [n, 1 or 3, height, width] from 0 to 1, each under its label; gray ones dark on light."""
-    columns = -(-len(batch) // rows)
-    figure, grid = figures.new(rows * WIDTH / columns * 1.25 + 0.5, nrows=rows, ncols=columns, squeeze=False)
-    for axes, picture, label in zip(grid.flat, batch, labels, strict=False):
-        axes.imshow(picture.cpu().permute(1, 2, 0).squeeze(2).numpy(), cmap="gray_r", vmin=0, vmax=1)
-        axes.set_title(str(label), fontsize=9)
-        axes.axis("off")
-    figures.show(figure, title, "data")

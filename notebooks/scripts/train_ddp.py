@@ -20,8 +20,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where helpers/ is
-from helpers import checkpoint
 from helpers.data import digits
+
+
+def save(state: dict, path: Path) -> None:
+    """Whole or not at all: a file has its name only when all of it is written (lesson 01)."""
+    part = path.with_name(f"{path.name}.part")
+    torch.save(state, part)
+    os.replace(part, path)
+
+
+def load(path: Path, device: torch.device) -> dict:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        why = str(error).strip().splitlines()[0]
+        sys.exit(
+            f"{path.name} is truncated, or no checkpoint ({why}). Load an earlier checkpoint, or delete it to begin anew."
+        )
 
 
 def main():
@@ -47,7 +63,7 @@ def main():
 
     first = 0
     if options.checkpoint.exists():  # every rank loads what rank 0 saved
-        state = checkpoint.load(options.checkpoint, map_location=device)
+        state = load(options.checkpoint, device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["epoch"] + 1
@@ -66,7 +82,7 @@ def main():
         dist.all_reduce(total)  # sums of all ranks
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-            checkpoint.save(state, options.checkpoint)  # whole or not at all
+            save(state, options.checkpoint)
             loss, correct = (total / len(sampler) / world_size).tolist()
             print(f"epoch {epoch}: loss {loss:.2f}, {correct:.0%} right", flush=True)
         dist.barrier()  # nobody goes on before the checkpoint is there
