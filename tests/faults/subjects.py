@@ -112,7 +112,7 @@ def _epochs_lost(work: Path) -> list[str]:
     import torch
 
     try:
-        state = torch.load(work / "model.pt")
+        state = torch.load(work / "model.pt", map_location="cpu")
     except FileNotFoundError:
         return []
     except Exception as error:
