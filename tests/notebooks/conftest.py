@@ -27,16 +27,21 @@ def answers_travel_as_a_notebooks_do(request):
         cloudpickle.unregister_pickle_by_value(module)
 
 
+def hurried(*args, timeout, nprocs, **more):
+    """A launch that waits a second, and one more for each rank that computes beside the first."""
+    return ranks.launch(*args, timeout=HURRY * nprocs, nprocs=nprocs, **more)
+
+
 @pytest.fixture
 def says(capfd, monkeypatch):
-    """says(said, grader, answer, ...): the grader's only line has these words (around "...", which is for any), nothing is on stderr, and it returns whether it passed. Where
-    it is to say "after so many seconds", it waits one of them."""
+    """says(said, grader, answer, ...): the grader's only line has these words ("..." between any), nothing is on stderr, and it returns
+    whether it passed. Where it is to say "after so many seconds", it waits for a few."""
+
+    monkeypatch.delenv("CHECKS", raising=False)
 
     def says(said: str, grader, *args, **kwargs) -> str:
         if said.startswith("after "):
-            monkeypatch.setattr(
-                "checks.grader.launch", lambda *args, timeout, **more: ranks.launch(*args, timeout=HURRY, **more)
-            )
+            monkeypatch.setattr("checks.grader.launch", hurried)
         capfd.readouterr()
         passed = grader(*args, **kwargs)
         out, err = capfd.readouterr()
