@@ -1,7 +1,17 @@
-"""Graders of the exercises. Each runs the reader's code and says what it found: numbers where there are numbers, and where to
-look next. A grader never raises, so that *Run all* reaches the end with the exercises still open.
+"""Graders of the exercises. Each runs the reader's code and says in a line what it found: numbers where there are numbers, and where to
+look next. An answer that is right in another way than the solution passes.
+
+| it prints | it returns | under CHECKS=strict |
+|---|---|---|
+| `[passed] well done` | True | the same |
+| `[not yet] ...` | False | raises `NotYet`, an AssertionError whose message is the complaint |
+| `[skipped] ...`: it cannot run on this machine (Windows has no fork) | None: neither | raises `Skipped`, a `NotYet` that pytest and unittest count as skipped |
+
+Without CHECKS=strict in the environment, which is for who grades a class, a grader raises nothing but KeyboardInterrupt: *Run all* reaches
+the end with the exercises still open. (`riddle` and `stranger` are no graders: they make what two exercises of notebook 06 are about.)
 """
 
+from checks.grader import NotYet, Skipped
 from checks.notebook_01 import frozen, resumes, survives
 from checks.notebook_02 import skip_repaired, split_in_two
 from checks.notebook_03 import fastest_plan, slots
@@ -14,6 +24,8 @@ from checks.notebook_09 import fits_two_t4s, shards_below, tensor_plan
 from checks.notebook_10 import exchanged, one_f_one_b
 
 __all__ = [
+    "NotYet",
+    "Skipped",
     "averages",
     "causes",
     "culprits",

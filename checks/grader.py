@@ -1,9 +1,10 @@
-"""What makes a check a grader, and how a grader runs the reader's code in other processes."""
+"""What makes a check a grader (its answers are in the package's docstring), and how it runs the reader's code in other processes."""
 
 import contextlib
 import functools
 import os
 import re
+import unittest
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,25 +23,41 @@ class NoRoom(RuntimeError):
     """The grader's own tensors find no room on the GPU: nothing that the reader's answer could cure."""
 
 
+class NotYet(AssertionError):
+    """What a grader raises under CHECKS=strict where the answer is not right; the message is the complaint."""
+
+
+class Skipped(NotYet, unittest.SkipTest):
+    """What it raises there where it cannot run on this machine: for pytest and unittest a test that was skipped."""
+
+
 def grader(check: Callable) -> Callable:
-    """Turn a check that returns a complaint (or None) into one that prints; the reader's own error becomes a complaint too."""
+    """Turn a check that returns a complaint (or None) into one that prints it and returns whether there was none; the reader's own error
+    becomes a complaint too."""
 
     @functools.wraps(check)
-    def graded(*args, **kwargs) -> None:
+    def graded(*args, **kwargs) -> bool | None:
         state = torch.get_rng_state()
+        verdict: type[NotYet] = NotYet
         try:
             complaint = check(*args, **kwargs)
         except KeyboardInterrupt:
             raise
         except NoRoom as error:
             complaint = str(error)
+        except Skipped as error:
+            complaint, verdict = str(error), Skipped
         except BaseException as error:  # SystemExit, too
             complaint = f"your code raised {type(error).__name__}: {error}"
         finally:
             torch.set_rng_state(state)  # grading changes nothing in the cells that follow
         if complaint and len(complaint) > LONGEST:
             complaint = f"{complaint[:LONGEST]} ... ({len(complaint) - LONGEST:,} characters more)"
-        print(f"[not yet] {complaint}" if complaint else "[passed] well done")
+        if complaint and os.environ.get("CHECKS") == "strict":
+            raise verdict(complaint)
+        skipped = verdict is Skipped
+        print(f"[{'skipped' if skipped else 'not yet'}] {complaint}" if complaint else "[passed] well done")
+        return None if skipped else not complaint
 
     return graded
 

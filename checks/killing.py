@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 
+from checks.grader import Skipped
+
 CHANGES = {
     "os.rename": "before a rename",
     "os.remove": "before a file is removed",
     "shutil.copyfile": "before a file is copied",
 }
+
+
+def needs_fork() -> None:
+    """Raises Skipped where a process cannot be forked (Windows)."""
+    if not hasattr(os, "fork"):
+        raise Skipped("this grader kills copies of a process, which needs Linux or macOS: on Windows, use WSL or Colab")
 
 
 def killed_at(moment: int, save: Callable, state: Any, path: Path) -> tuple[str | None, str | None]:
@@ -41,21 +49,26 @@ def _die_at(moment: int, save: Callable, state: Any, path: Path, writing: int) -
         os.write(writing, said.encode())
         os._exit(status)  # nothing is tidied up: no except, no finally, no buffer is written
 
+    def real(name: str | bytes | os.PathLike) -> Path:
+        return Path(os.fsdecode(os.path.realpath(name)))
+
     def reached() -> bool:
         return next(moments) == moment
 
     def hook(event: str, args: tuple) -> None:
-        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)) and isinstance(args[2], int):
-            name = Path(os.fsdecode(args[0]))
-            writes = args[2] & (os.O_WRONLY | os.O_RDWR)
-            if writes and name.parent == path.parent and not ending and reached():
+        if ending or event not in ("open", *CHANGES):
+            return
+        names = [real(name) for name in args[:2] if isinstance(name, (str, bytes, os.PathLike))]
+        if not any(folder in name.parents for name in names):
+            return
+        if event == "open":
+            name, writes = names[0], isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            if writes and reached():
                 ending.append(name)
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # as it is a moment after
                 end(1, f"right after {name.name} was opened for writing")
-        elif event in CHANGES and path.parent in (
-            Path(os.fsdecode(name)).parent for name in args[:2] if isinstance(name, (str, bytes, os.PathLike))
-        ):
-            if event == "os.rename" and Path(os.fsdecode(args[0])).parent != Path(os.fsdecode(args[1])).parent:
+        else:
+            if event == "os.rename" and folder not in names[0].parents:  # what is below it is on its disk
                 end(2, "your second file lies in another folder: where that is on another disk, it cannot be renamed")
             if reached():
                 end(1, CHANGES[event])
@@ -73,6 +86,7 @@ def _die_at(moment: int, save: Callable, state: Any, path: Path, writing: int) -
         if target is not file:
             target.close()
 
+    folder = real(path.parent)
     ending: list[Path] = []
     sys.addaudithook(hook)
     torch.save = in_two_halves

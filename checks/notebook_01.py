@@ -2,6 +2,7 @@
 endless loop ends with them."""
 
 import copy
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from checks.grader import alone, grader
-from checks.killing import killed_at
+from checks.killing import killed_at, needs_fork
 
 
 @grader
@@ -74,16 +75,16 @@ def _five_steps(model, optimizer, averaged) -> None:
 def survives(save: Callable, timeout: float = 60) -> str | None:
     """save(state, path) over an earlier file: killed at any moment, it leaves a whole checkpoint under the name, the earlier or the new
     one; undisturbed, the new one and nothing beside it."""
+    needs_fork()
     with tempfile.TemporaryDirectory(prefix="graded-") as folder:
         return alone(_survives, save, Path(folder) / "run" / "a.pt", timeout=timeout)
 
 
 def _survives(save: Callable, path: Path) -> str | None:
-    path.parent.mkdir()
     moment, doing = 1, "begins"
     while doing:
-        for left in path.parent.iterdir():
-            left.unlink()
+        shutil.rmtree(path.parent, ignore_errors=True)  # with what the one before left there, be it folders
+        path.parent.mkdir()
         torch.save({"epoch": 1, "weight": torch.zeros(1000)}, path)
         doing, complaint = killed_at(moment, save, {"epoch": 2, "weight": torch.ones(1000)}, path)
         if complaint:
@@ -140,7 +141,10 @@ def _frozen(make: Callable, whole: Callable, part: str) -> str | None:
     stuck = [key for key in before if not key.startswith(still) and key not in moved]
     if stuck:
         return f"too much is frozen: {stuck[0]} should have moved and did not"
-    model.eval()
+    for name in ("train", "eval"):  # in that order: the mode after the last one is looked at
+        if (got := getattr(model, name)()) is not model:
+            what = "None" if got is None else f"a {type(got).__name__}"
+            return f"model.{name}() returns {what}, and not the model, which model.{name}()(x) needs: end `train` with `return self`"
     awake = [name or "the model" for name, module in model.named_modules() if module.training]
     if awake:
         return f"after model.eval(), which is model.train(False), {awake[0]} is still in training mode: hand `mode` on"

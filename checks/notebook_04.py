@@ -20,7 +20,10 @@ def averages(average_gradients: Callable[[nn.Module], None]) -> str | None:
     found = launched_on_gpus(_gradients_both_ways, average_gradients, draw(), nprocs=RANKS)
     if isinstance(found, str):
         return found
-    return _differ(found)
+    *both, untouched = zip(*found, strict=True)
+    if all(untouched):
+        return "the gradients are as backward left them: was a copy averaged, and not `parameter.grad` itself?"
+    return _differ(zip(*both, strict=True))
 
 
 @grader
@@ -31,9 +34,12 @@ def talks_early(talk_early: Callable[[nn.Module], Callable[[], None]]) -> str | 
     if isinstance(found, str):
         return found
     gradients, hidden = zip(*found, strict=True)
+    if None in gradients:
+        return "talk_early should return a function, which is called after backward: what is there to wait for then?"
     for step, both in enumerate(zip(*gradients, strict=True)):
         if complaint := _differ(both):
-            return f"in step {step}, {complaint}"
+            sums = f"{RANKS:.2f} times" in complaint
+            return f"in step {step}, {complaint}" + sums * ": is a sum left undivided, or a work not waited for?"
     if min(hidden) < 0.5:
         return f"right, but only {min(hidden):.0%} of the talking is beside backward's computing (simulated); most of it could be"
     return None
@@ -77,21 +83,27 @@ def _gradients(model: nn.Module) -> list:
     return [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
 
 
-def _gradients_both_ways(average_gradients: Callable, seed: int) -> tuple[list, list]:
+def _gradients_both_ways(average_gradients: Callable, seed: int) -> tuple[list, list, bool]:
+    """Gradients by the reader and by DDP, and whether the reader's are what they were before."""
     on_own_gpu()
     ((x, y),) = own_batches(1, seed)
     model, wrapped = small_model(seed), DistributedDataParallel(small_model(seed))
     for network in (model, wrapped):
         nn.functional.cross_entropy(network(x), y).backward()
+    before = _gradients(model)
     average_gradients(model)
-    return _gradients(model), _gradients(wrapped)
+    own = _gradients(model)
+    untouched = all(a is not None and torch.equal(a, b) for a, b in zip(own, before, strict=True))
+    return own, _gradients(wrapped), untouched
 
 
-def _steps_that_talk(talk_early: Callable, seed: int) -> tuple[list, float]:
-    """Gradients of two steps by the reader and by DDP, and the share of a wide model's talking that hides."""
+def _steps_that_talk(talk_early: Callable, seed: int) -> tuple[list | None, float]:
+    """Gradients of two steps by the reader and by DDP (None: there is nothing to call), and the share of a wide model's talking that hides."""
     on_own_gpu()
     model, wrapped = small_model(seed), DistributedDataParallel(small_model(seed))
     finish, steps = talk_early(model), []
+    if not callable(finish):
+        return None, 0.0
     for x, y in own_batches(2, seed):
         for network in (model, wrapped):
             network.zero_grad()

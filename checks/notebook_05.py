@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,12 +18,21 @@ from checks.grader import alone, grader
 @grader
 def frugal(scheduler) -> str | None:
     """A scheduler of Ray's, replayed on 100 searches: at most 60 % of the rounds, the best stopped in at most 8."""
-    if not hasattr(scheduler, "on_trial_result"):
-        return f"{type(scheduler).__name__} is not a scheduler of Ray's, such as ASHAScheduler(...)"
+    if isinstance(scheduler, type) or not hasattr(scheduler, "on_trial_result"):
+        kind = scheduler if isinstance(scheduler, type) else type(scheduler)
+        return f"{kind.__name__} is not a scheduler of Ray's, such as ASHAScheduler(...)"
+    if complaint := _misread(scheduler):
+        return complaint
     spent, lost = 0, 0
     for number in range(SEARCHES):
         losses = _crossing(random.Random(number))
-        rounds = _replay(copy.deepcopy(scheduler), losses)
+        try:
+            rounds = _replay(copy.deepcopy(scheduler), losses)
+        except _NotPlayed as error:
+            return (
+                f"{type(scheduler).__name__} asks for {error}, which recorded losses have not: take a scheduler that stops trials by "
+                "their losses alone, such as ASHAScheduler, HyperBandScheduler or MedianStoppingRule"
+            )
         best = min(range(len(losses)), key=lambda trial: losses[trial][-1])
         spent, lost = spent + sum(rounds), lost + (rounds[best] < ROUNDS)
     share = 100 * spent / (SEARCHES * TRIALS * ROUNDS)
@@ -81,14 +91,89 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
 
 
 ROUNDS, TRIALS, SEARCHES = 16, 20, 100
+TIMES = ("training_iteration", "time_total_s")  # what a scheduler may count by
 BUDGET, STEPS, WANTED = 200, 8, 80  # rounds for all networks together, steps in a round, % of the test images
 
 
+def _misread(scheduler) -> str | None:
+    """Does it look at something else than the trials' loss, or want it high?"""
+    metric, mode, time = (getattr(scheduler, name, None) for name in ("_metric", "_mode", "_time_attr"))
+    if metric not in (None, "loss"):
+        return f"it looks at {metric!r}, and the trials report 'loss'"
+    if mode not in (None, "min"):
+        return f"its mode is {mode!r}, which stops the trials of low loss, the good ones: 'min' is the mode of a loss"
+    if time not in (None, *TIMES):
+        return f"it counts by {time!r}, and the trials report {' and '.join(TIMES)}"
+    return None
+
+
+class _NotPlayed(AttributeError):
+    """A scheduler asks for what the stand-ins below do not have."""
+
+
 class _Stand:
+    """In the place of something of Ray's."""
+
+    def __getattr__(self, name: str):
+        raise _NotPlayed(f"the {type(self).__name__.removeprefix('_').lower()}'s `{name}`")
+
+
+class _Trial(_Stand):
     """What a scheduler sees of a trial."""
 
-    def __init__(self, number: int):
-        self.trial_id = str(number)
+    is_saving = False
+
+    def __init__(self, number: int, losses: list[float]):
+        self.trial_id, self.status, self.losses = str(number), "PENDING", losses
+        self.rounds, self.last_result = 0, {}
+
+    def work(self) -> None:
+        """One round; it takes a second."""
+        self.rounds += 1
+        self.last_result = {"loss": self.losses[self.rounds - 1], **dict.fromkeys(TIMES, self.rounds)}
+
+
+class _Controller(_Stand):
+    """What it sees of Ray's controller, which runs four trials at a time. No process is started."""
+
+    def __init__(self, scheduler, losses: list[list[float]]):
+        self._scheduler, self._trials = scheduler, [_Trial(*numbered) for numbered in enumerate(losses)]
+        for trial in self._trials:
+            scheduler.on_trial_add(self, trial)
+
+    def get_trials(self) -> list[_Trial]:
+        return self._trials
+
+    def get_live_trials(self) -> set[_Trial]:
+        return {trial for trial in self._trials if trial.status != "TERMINATED"}
+
+    def stop_trial(self, trial: _Trial) -> None:
+        if trial.status == "RUNNING":
+            self._scheduler.on_trial_complete(self, trial, trial.last_result)
+        elif trial.status != "TERMINATED":
+            self._scheduler.on_trial_remove(self, trial)
+        trial.status = "TERMINATED"
+
+    def run(self) -> list[int]:
+        """The rounds of each trial, once none runs any more."""
+        while running := self._running():
+            for trial in running:
+                if trial.status == "RUNNING":  # and was not stopped on account of another one
+                    trial.work()
+                    last = trial.rounds == ROUNDS
+                    said = "STOP" if last else self._scheduler.on_trial_result(self, trial, trial.last_result)
+                    if said == "STOP":
+                        self.stop_trial(trial)
+                    elif said == "PAUSE":
+                        trial.status = "PAUSED"
+        return [trial.rounds for trial in self._trials]
+
+    def _running(self, workers: int = 4) -> list[_Trial]:
+        running = [trial for trial in self._trials if trial.status == "RUNNING"]
+        while len(running) < workers and (trial := self._scheduler.choose_trial_to_run(self)) is not None:
+            trial.status = "RUNNING"
+            running.append(trial)
+        return running
 
 
 def _crossing(draw: random.Random) -> list[list[float]]:
@@ -101,23 +186,16 @@ def _crossing(draw: random.Random) -> list[list[float]]:
     return losses
 
 
-def _replay(scheduler, losses: list[list[float]], workers: int = 4) -> list[int]:
-    """How many rounds of each trial a scheduler lets run, four at a time. No process is started."""
-    scheduler.set_search_properties("loss", "min")
-    waiting, running, rounds = list(range(len(losses))), {}, [0] * len(losses)
-    while waiting or running:
-        while waiting and len(running) < workers:
-            running[waiting[0]] = _Stand(waiting[0])
-            scheduler.on_trial_add(None, running[waiting.pop(0)])
-        for trial, stand in list(running.items()):
-            rounds[trial] += 1
-            result = {"training_iteration": rounds[trial], "loss": losses[trial][rounds[trial] - 1]}
-            result["time_total_s"] = float(rounds[trial])
-            if rounds[trial] == ROUNDS:
-                scheduler.on_trial_complete(None, running.pop(trial), result)
-            elif scheduler.on_trial_result(None, stand, result) != "CONTINUE":
-                del running[trial]
-    return rounds
+def _replay(scheduler, losses: list[list[float]]) -> list[int]:
+    """How many rounds of each trial a scheduler lets run. What it draws (ASHA's brackets) is the same each time."""
+    has = {name: getattr(scheduler, f"_{name}", None) for name in ("metric", "mode")}
+    scheduler.set_search_properties(None if has["metric"] else "loss", None if has["mode"] else "min")
+    state = np.random.get_state()
+    np.random.seed(0)
+    try:
+        return _Controller(scheduler, losses).run()
+    finally:
+        np.random.set_state(state)
 
 
 class _Training:

@@ -13,6 +13,12 @@ import psutil
 HURRY = 1  # seconds, a time limit for what does not end; that of ranks begins when all of them have begun
 
 
+def no_end(*args):
+    """What does not end."""
+    while True:
+        time.sleep(0.01)
+
+
 def ranks(below: psutil.Process | None = None) -> list[psutil.Process]:
     """What a forkserver below this process (or another one) has started, and what those started in turn."""
     found = []

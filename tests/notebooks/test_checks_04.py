@@ -1,13 +1,12 @@
 """The graders of notebook 04: averaging by hand, and talking beside backward. Numbers are drawn anew each time."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import checks
 import virtualgpu
+from tests.processes import no_end
 
 pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
@@ -50,32 +49,27 @@ def gathered(parameter):
     parameter.grad.copy_(torch.stack(grads).mean(0))
 
 
-@pytest.mark.parametrize(
-    "average_gradients, complaint",
-    [
-        (in_one_message, "[passed]"),
-        (each_gradient(gathered), "[passed]"),
-        (each_gradient(halve), "1.50 times as long as DDP's"),
-        (each_gradient(lambda parameter: dist.all_reduce(parameter.grad)), "3.00 times as long as DDP's"),
-        (alike_but_not_averaged, "times as long as DDP's"),
-        (lambda model: model.zero_grad(), "0.00 times as long as DDP's"),
-        (lambda model: undefined, "raised NameError"),  # noqa: F821
-    ],
-)
-def test_averages(capsys, average_gradients, complaint):
-    checks.averages(average_gradients)
-    assert complaint in capsys.readouterr().out
+def by_one_rank(parameter):
+    dist.reduce(parameter.grad, dst=0)
+    parameter.grad /= dist.get_world_size() if dist.get_rank() == 0 else 1
+    dist.broadcast(parameter.grad, src=0)
 
 
-def loop_for_ever(model):
-    while True:
-        time.sleep(0.01)
-
-
-def test_an_endless_loop_is_told(capsys, hurried):
-    checks.averages(loop_for_ever)
-    out = capsys.readouterr().out
-    assert out.startswith("[not yet] after ") and "loop_for_ever" in out, out
+@pytest.mark.parametrize("average_gradients, said", [
+    (each_gradient(halve), "1.50 times as long as DDP's"),
+    (each_gradient(lambda parameter: dist.all_reduce(parameter.grad)), "3.00 times as long as DDP's"),
+    (each_gradient(lambda parameter: dist.all_reduce(parameter.grad / 3)), "are as backward left them: was a copy averaged"),
+    (alike_but_not_averaged, "times as long as DDP's"),
+    (lambda model: model.zero_grad(), "0.00 times as long as DDP's"),
+    (lambda model: undefined, "raised NameError"),  # noqa: F821
+    (no_end, "after 20 seconds rank 0 stands in ... in no_end ... ?"),
+    (each_gradient(average), "[passed]"),
+    (in_one_message, "[passed]"),
+    (each_gradient(gathered), "[passed]"),
+    (each_gradient(by_one_rank), "[passed]"),
+])  # fmt: skip
+def test_averages(says, average_gradients, said):
+    says(said, checks.averages, average_gradients)
 
 
 def late(model):
@@ -117,26 +111,54 @@ def waits_in_the_hook(model):
     return lambda: None
 
 
-@pytest.mark.parametrize(
-    "talk_early, complaint",
-    [
-        (late, "only 0% of the talking is beside backward's computing"),
-        (waits_in_the_hook, "of the talking is beside backward's computing"),
-        (lambda model: early(model, dist.ReduceOp.SUM), "in step 0, on rank 0 a gradient is 3.00 times as long"),
-        (lambda model: early(model, forgotten=("the first",)), "in step 0, on rank 0 a gradient is"),
-        (lambda model: early(model, halved=True), "in step 0, on rank 0 a gradient is 1.50 times as long"),
-        (lambda model: None, "raised TypeError"),
-    ],
-)
-def test_talks_early(capsys, talk_early, complaint):
-    checks.talks_early(talk_early)
-    out = capsys.readouterr().out
-    assert complaint in out, out
+def never_waits(model):
+    early(model)
+    return lambda: None
 
 
-def test_the_notebooks_gpus_stay_as_they_are(capsys):
+def divides_at_the_end(model):
+    finish = early(model, dist.ReduceOp.SUM)
+
+    def divided():
+        finish()
+        for parameter in model.parameters():
+            parameter.grad /= dist.get_world_size()
+
+    return divided
+
+
+def on_a_stream_of_its_own(model):
+    """And without async_op."""
+    stream = torch.cuda.Stream()
+
+    def send(parameter):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    return lambda: torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("talk_early, said", [
+    (late, "only 0% of the talking is beside backward's computing"),
+    (waits_in_the_hook, "of the talking is beside backward's computing"),
+    (lambda model: early(model, dist.ReduceOp.SUM), "in step 0, on rank 0 a gradient is 3.00 times as long as DDP's: is a sum left undivided"),
+    (never_waits, "or a work not waited for?"),
+    (lambda model: early(model, forgotten=("the first",)), "in step 0, on rank 0 a gradient is"),
+    (lambda model: early(model, halved=True), "in step 0, on rank 0 a gradient is 1.50 times as long"),
+    (lambda model: None, "talk_early should return a function, which is called after backward"),
+    (early, "[passed]"),
+    (divides_at_the_end, "[passed]"),
+    (on_a_stream_of_its_own, "[passed]"),
+])  # fmt: skip
+def test_talks_early(says, talk_early, said):
+    says(said, checks.talks_early, talk_early)
+
+
+def test_the_notebooks_gpus_stay_as_they_are(says):
     virtualgpu.gpus(4)
     x = torch.ones(3, device="cuda:3")
-    checks.averages(each_gradient(average))
-    assert "[passed]" in capsys.readouterr().out
+    says("[passed]", checks.averages, each_gradient(average))
     assert torch.cuda.device_count() == 4 and x.sum().item() == 3
