@@ -1,7 +1,7 @@
 """For a class: what students are handed, and who has solved what.
 
-    classroom.py release OUT              a notebook a lesson without solutions, and what lessons run (scripts/)
-    classroom.py collect FOLDER [03 ...]  CSV: a row a student, a column an exercise ("03.1": 1 or 0), and notes
+    python -m tools.classroom release OUT              a notebook a lesson without solutions, and the files beside it
+    python -m tools.classroom collect FOLDER [03 ...]  CSV: a row a student, a column an exercise ("03.1": 1 or 0), and notes
 
 Of nbgrader's conventions: exercise cells carry its metadata (grade_id "exercise-03-1", a point each; of the kind that nbgrader leaves to
 manual grading, because answer and grader share a cell), and collect reads its folders, submitted/<student>/<assignment>/, beside plain
@@ -30,6 +30,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import lesson_text
 import nbformat
 import series
 import stamp
@@ -43,7 +44,7 @@ GUARD = Path(__file__).resolve().parent / "guarded"
 LIMIT = 180  # seconds an exercise: graders have limits of their own below it, and say more
 ENVIRONMENT = {"HELPERS_GPUS": "virtual", "MPLBACKEND": "agg", "TQDM_DISABLE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 ENVIRONMENT["OMP_NUM_THREADS"] = "1"  # threads of a pool would be missing in a fork
-KEPT = {"tags", "cellView", "jupyter", "nbgrader"}  # of a cell's metadata
+KEPT = {"tags", "cellView", "jupyter", "nbgrader", *lesson_text.HIDDEN}  # of a cell's metadata
 
 
 def release(out: Path) -> None:
@@ -71,7 +72,8 @@ def release(out: Path) -> None:
         )
         nbformat.validate(lesson)
         nbformat.write(lesson, out / path.name)
-    shutil.copytree(series.NOTEBOOKS / "scripts", out / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("figures", "scripts"):
+        shutil.copytree(series.NOTEBOOKS / folder, out / folder, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def handed_in(folder: Path) -> dict[str, dict[str, Path]]:
