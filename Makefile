@@ -14,8 +14,8 @@ run: setup         ## execute all notebooks, then build/site/index.html
 site: setup        ## the site of the stored outputs, nothing executed: build/site/
 	@$(PY) tools/run.py --stored
 
-lab: setup         ## open them in JupyterLab; in a container, OPTIONS=--allow-root
-	@$(PY) -m jupyter lab --notebook-dir=notebooks $(OPTIONS)
+lab: setup         ## open them in JupyterLab, which saves a lesson's text, too; in a container, OPTIONS=--allow-root
+	@$(PY) -m jupyter trust notebooks/*.ipynb >/dev/null && $(PY) -m jupyter lab --config=tools/lab.py $(OPTIONS)
 
 test: setup        ## lint, types, unit tests, guards, strict nbval; a process a core, three at most, a file or a notebook at a time each
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --quiet --check . && $(PY) -m mypy --no-error-summary

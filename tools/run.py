@@ -245,14 +245,7 @@ def tidy(notebook) -> None:
             for output in cell.outputs:
                 if output.output_type == "stream":
                     output.name, output.text = "stdout", output.text.replace(str(Path.home()), "~")
-    lesson = {"lesson": notebook.metadata["lesson"]} if "lesson" in notebook.metadata else {}
-    notebook.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-            **lesson,
-        }
-    )
+    lesson_text.settle(notebook)
 
 
 def keep(stored, executed) -> None:
