@@ -79,15 +79,15 @@ def test_the_slider_moves_by_keyboard(browser, pages):
     page.close()
 
 
-# Text whose contrast with its background is under 3 to 1. A traceback's colours are IPython's.
-DIM = """() => {
+# Text whose contrast with its background is under 3 to 1, on the page or in an element of it. A traceback's colours are IPython's.
+DIM = """(within) => {
     const rgba = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
     const light = color => rgba(color).slice(0, 3).map(v => v / 255).map(v => v <= 0.04 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
         .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
     const behind = e => { for (; e; e = e.parentElement) { const c = rgba(getComputedStyle(e).backgroundColor);
         if (c.length < 4 || c[3] > 0.5) return getComputedStyle(e).backgroundColor; }
         return matchMedia('(prefers-color-scheme: dark)').matches ? 'rgb(18, 18, 18)' : 'rgb(255, 255, 255)'; };
-    const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    const words = document.createTreeWalker(within || document.body, NodeFilter.SHOW_TEXT), found = [];
     for (let n; (n = words.nextNode());) {
         const e = n.parentElement;
         if (!n.data.trim() || e.closest('style, script, .headerlink, [class*=ansi-]') || !e.getClientRects().length) continue;
