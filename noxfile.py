@@ -1,9 +1,9 @@
-"""The versions and processors that the series promises to run with: what `make matrix` calls, and the GitHub workflow.
+"""The versions and processors that the series promises to run with: what the weekly workflow calls.
 
 nox                             all of them (each makes an environment of about 6 GB under .nox/, shared files once)
 nox -s "test-3.13(newest)"      one
 nox -s colab -- 05              one notebook as in Colab
-nox -s "test-3.11(oldest)" -- -m judge tests    the random programs and sweeps of `make judges` with other versions
+nox -s "test-3.11(oldest)" -- -m judge tests    the random programs and sweeps of the judges with other versions
 """
 
 import os

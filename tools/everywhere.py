@@ -1,4 +1,4 @@
-"""Each notebook, Run all, as on machines without a GPU and with 1, 2 and 4: what `make everywhere` calls.
+"""Each notebook, Run all, as on machines without a GPU and with 1, 2 and 4: what `python -m tools.everywhere` calls.
 
     everywhere.py             all notebooks on all of them
     everywhere.py 2           on two GPUs

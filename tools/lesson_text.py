@@ -1,10 +1,10 @@
 """A lesson's source is a text, lessons/NN_name.md (MyST, by jupytext); its notebook holds the same cells, with their outputs.
 
-JupyterLab (`make lab`) writes both when you save, as `saved` says. Where another editor wrote one of them, `make store` and `make stamp` bring the
-older one up to the newer; outputs stay where a cell's source did. The settings of the pair are in pyproject.toml, [tool.jupytext].
+JupyterLab (`make lab`) writes both when you save (`saved`). Where another editor wrote one of them, `make store` and `python -m tools.stamp --fix` bring
+the older one up to the newer; outputs stay where a cell's source did. The settings of the pair are in pyproject.toml, [tool.jupytext].
 
-    python tools/lesson_text.py            what each lesson asks of its reader: a row a lesson
-    python tools/lesson_text.py --strict   and exit status 1 where one is beyond the budget
+    python -m tools.lesson_text            what each lesson asks of its reader: a row a lesson
+    python -m tools.lesson_text --strict   and exit status 1 where one is beyond the budget
 """
 
 import copy

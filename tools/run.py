@@ -1,4 +1,4 @@
-"""Execute the notebooks top to bottom, then build the site of them: what `make run`, `make store` and `make site` call.
+"""Execute the notebooks top to bottom, then build the site of them: what `make run` and `make store` call.
 
     run.py                    all notebooks; executed copies under build/, the site under build/site/
     run.py --store            the same, and keep the outputs in notebooks/ (what nbval compares against); an output that says what it
@@ -304,7 +304,7 @@ def write(path: Path, text: str) -> None:
 
 
 def note_times(results: list[dict]) -> None:
-    """For `make bench`, which shows them: seconds of each notebook that ran to its end, the latest."""
+    """For `python -m tests.bench`, which shows them: seconds of each notebook that ran to its end, the latest."""
     path = series.BUILD / "times.json"
     try:
         times = json.loads(path.read_text("utf-8"))

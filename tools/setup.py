@@ -17,7 +17,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "finished"
 MARK = VENV / "made-by-make"  # the first thing in it, and the last to go
 INPUTS = ("requirements.txt", "constraints.txt", "pyproject.toml")
-NEEDED_GB = 10  # torch's CUDA build unpacked, pip's download beside it: 9.7 at most
+# Free on the disk, and what stays: Linux gets torch's CUDA build (9.7 with pip's download beside it), other systems one without
+NEEDED_GB, KEPT_GB = (10, 6) if sys.platform == "linux" else (3, 2)
 
 
 def wanted() -> str:
@@ -86,12 +87,12 @@ def install(fresh: bool) -> int:
         free = shutil.disk_usage(ROOT).free / 1e9
         if free < NEEDED_GB:
             print(
-                f"{free:.1f} GB free on this disk, about {NEEDED_GB} GB are needed (PyTorch is large). Free some, then try again."
+                f"{free:.1f} GB free on this disk, about {NEEDED_GB} GB are needed on this system (PyTorch is large). Free some, then try again."
             )
             return 1
         VENV.mkdir(exist_ok=True)
         MARK.touch()
-        print("Setting up .venv: a few minutes and about 6 GB, the first time only.", flush=True)
+        print(f"Setting up .venv: a few minutes and about {KEPT_GB} GB, the first time only.", flush=True)
         made = subprocess.run([sys.executable, "-m", "venv", VENV.resolve()])  # venv takes no link
         if made.returncode:
             print("Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv")

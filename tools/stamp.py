@@ -5,7 +5,7 @@ is brought up to the newer one, its text or its notebook.
     stamp.py --fix      write them
     stamp.py --check    exit status 1 where one is missing or differs (a guard in the tests)
 
-After a fork, change `repository` under [tool.series] in pyproject.toml and run `make stamp`.
+After a fork, change `repository` under [tool.series] in pyproject.toml and run `python -m tools.stamp --fix`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BADGES = (
     "[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/{branch}/notebooks/{name})",
 )
 
-BEGIN, END = "<!-- lessons: written by make stamp -->", "<!-- lessons end -->"
+BEGIN, END = "<!-- lessons: written by tools/stamp.py -->", "<!-- lessons end -->"
 PICTURES = {
     "02_model_parallel.ipynb": "model_parallel.png",
     "03_pipeline_parallel.ipynb": "pipeline.png",
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, changed in wrong.items():
         if changed:
             print(
-                f"{name}: {' and '.join(changed)} {'written' if options.fix else 'not as generated; cure: make stamp'}"
+                f"{name}: {' and '.join(changed)} {'written' if options.fix else 'not as generated; cure: make store, or python -m tools.stamp --fix'}"
             )
     return int(any(wrong.values()) and options.check)
 

@@ -1,4 +1,4 @@
-"""`make wheel`: virtualgpu alone as a package to install anywhere, under build/. It needs PyTorch, and nothing of the lessons.
+"""`python -m tools.wheel`: virtualgpu alone as a package to install anywhere, under build/. It needs PyTorch, and nothing of the lessons.
 
 The version is the engine's own, `virtualgpu.__version__`; licence and Python are the series'. The wheel is built in a folder of its own, so that
 there is one pyproject here.

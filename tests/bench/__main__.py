@@ -1,4 +1,4 @@
-"""`make bench`: the figures of the series, each measured side by side in one run, as a table and as build/bench.json.
+"""`python -m tests.bench`: the figures of the series, each measured side by side in one run, as a table and as build/bench.json.
 
 A module bench_*.py beside this one has rows() -> list[Row]. Nothing here is a test: a slow or busy machine may miss a target.
 """

@@ -1,5 +1,5 @@
 """Open each notebook as Colab would: a folder with the notebook alone, Colab's own packages, *Run all*. Standard library and
-what Colab has; started by `make matrix` (noxfile.py, session colab) in an environment made from preinstalled.txt.
+what Colab has; started by noxfile.py (session colab) in an environment made from preinstalled.txt.
 
     run.py [01 02 ...]
 

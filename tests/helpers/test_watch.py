@@ -9,7 +9,7 @@ import pytest
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 
-from helpers import tuning
+from notebooks.scripts import tuning
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import series
+import torch
 
-from helpers import checkpoint
 from tests.processes import family
 
 NOTEBOOK = series.NOTEBOOKS / "08_ddp_in_the_wild.ipynb"
@@ -30,4 +30,28 @@ def test_a_rank_that_is_killed_leaves_a_checkpoint_to_go_on_from(tmp_path, monke
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.returncode != 0 and "SIGKILL" in run.stderr and run.stdout.splitlines() == lines[:2]
     assert not family("MARK", str(tmp_path))
-    assert checkpoint.load(tmp_path / "a.pt")["epoch"] == 1
+    assert torch.load(tmp_path / "a.pt", map_location="cpu")["epoch"] == 1 and not list(tmp_path.glob("*.part"))
+
+
+def test_a_truncated_checkpoint_is_refused_in_a_sentence(tmp_path):
+    torch.save({"model": torch.zeros(1000)}, tmp_path / "a.pt")
+    os.truncate(tmp_path / "a.pt", 600)
+    command = [
+        sys.executable,
+        "-m",
+        "virtualgpu",
+        "--gpus",
+        "1",
+        "--quiet",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+    ]
+    run = subprocess.run(
+        [*command, str(SCRIPT), "--checkpoint", str(tmp_path / "a.pt")], capture_output=True, text=True
+    )
+    assert (
+        run.returncode
+        and "a.pt is truncated, or no checkpoint" in run.stderr
+        and "Load an earlier checkpoint" in run.stderr
+    )

@@ -1,4 +1,4 @@
-"""`make faults`, where it begins."""
+"""`python -m tests.faults`, where it begins."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`make matrix`: a session whose Python or browser is not there fails; skipped, it would have tested nothing and still be green."""
+"""noxfile.py: a session whose Python or browser is not there fails; skipped, it would have tested nothing and still be green."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""`make wheel`: virtualgpu alone, where nothing is installed but PyTorch and what PyTorch needs. And what `pip install .` installs."""
+"""`python -m tools.wheel`: virtualgpu alone, where nothing is installed but PyTorch and what PyTorch needs. And what `pip install .` installs."""
 
 import importlib.metadata as metadata
 import os

@@ -11,9 +11,9 @@ import series  # noqa: E402
 import website  # noqa: E402
 
 CELLS = [
-    "import helpers, torch\ngpus = helpers.gpus(2)",
+    "import torch, virtualgpu\ngpus = virtualgpu.gpus(2)",
     "import torch.distributed as dist\n\ndef work():\n    x = torch.ones(4, device='cuda')\n    dist.all_reduce(x)\n    return float(x.sum())",
-    "helpers.launch(work, nprocs=2, timeout=25)",
+    "virtualgpu.launch(work, nprocs=2, timeout=25)",
     "import time\nfor _ in range(20):\n    time.sleep(0.1)\ntorch.ones(3, device=gpus[1]).sum().item()",
 ]
 

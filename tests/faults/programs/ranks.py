@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-import helpers
+import virtualgpu
 
 
 def work(steps):
@@ -20,9 +20,9 @@ def work(steps):
 
 if __name__ == "__main__":
     nprocs = int((sys.argv[1:] or ["2"])[0])
-    helpers.gpus(max(1, nprocs), memory="1 GB")
+    virtualgpu.gpus(max(1, nprocs), memory="1 GB")
     for count in (40, 80):
-        found = helpers.launch(work, count, nprocs=nprocs, timeout=25)
+        found = virtualgpu.launch(work, count, nprocs=nprocs, timeout=25)
         assert len(found) == nprocs
         print(found[:2], flush=True)
     print("done")

@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers import tuning
+from notebooks.scripts import tuning
 
 
 def trial(config):
