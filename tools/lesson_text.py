@@ -1,7 +1,7 @@
 """A lesson's source is a text, lessons/NN_name.md (MyST, by jupytext); its notebook holds the same cells, with their outputs.
 
 JupyterLab (`make lab`) writes both when you save (`saved`). Where another editor wrote one of them, `make store` and `python -m tools.stamp --fix` bring
-the older one up to the newer; outputs stay where a cell's source did. The settings of the pair are in pyproject.toml, [tool.jupytext].
+the older one up to the newer; outputs stay until a cell is run again. The settings of the pair are in pyproject.toml, [tool.jupytext].
 
     python -m tools.lesson_text            what each lesson asks of its reader: a row a lesson
     python -m tools.lesson_text --strict   and exit status 1 where one is beyond the budget

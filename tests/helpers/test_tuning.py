@@ -250,3 +250,10 @@ def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(mon
     assert "VIRTUALGPU" in given and given.items() <= seen.items()
     assert seen["RAY_AUTH_MODE"] == "token" and len(seen["RAY_AUTH_TOKEN"]) == 32
     assert dict(os.environ) == before and "VIRTUALGPU" not in before
+
+
+@pytest.mark.parametrize("name", [name for name in vars(tuning._Private) if name.isupper()])
+def test_what_is_private_in_ray_is_there(name):
+    """With each of Ray's versions, or notebook 05 would wait, be open to strangers, or read an old token."""
+    where, what = getattr(tuning._Private, name)
+    assert hasattr(where, what)

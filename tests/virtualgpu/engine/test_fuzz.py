@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 
-helpers = pytest.importorskip("helpers")
+import virtualgpu
 
 CAPACITY = 48 << 20  # bytes; a large tensor of the program is up to 12 MiB
 PLACES = st.sampled_from(["cpu", "cuda:0", "cuda:1"])
