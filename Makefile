@@ -9,9 +9,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-lab: setup         ## open the lessons in JupyterLab; in a container, OPTIONS=--allow-root
+lab: setup         ## open the lessons in JupyterLab, which saves their texts, too; in a container, OPTIONS=--allow-root
 	@$(PY) -m jupyter trust notebooks/*.ipynb > /dev/null
-	@$(PY) -m jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks $(OPTIONS)
+	@$(PY) -m jupyter lab --config=tools/lab.py $(OPTIONS)
 
 run: setup         ## execute all notebooks, then build/site/index.html
 	@$(PY) -m tools.run

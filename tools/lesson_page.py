@@ -3,13 +3,14 @@
 import base64
 import copy
 import html
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
 import series
-from nbformat.v4 import new_markdown_cell, new_output
+from nbformat.v4 import new_output
 
 PICTURES = "pictures"
 
@@ -19,31 +20,30 @@ def cover(stem: str) -> str:
     return f"_static/{PICTURES}/{stem}.png"
 
 
-def made_of(notebook, stem: str, static: Path, colab: str, onward: Callable[[str, str], str]) -> nbformat.NotebookNode:
+def made_of(notebook, stem: str, static: Path, onward: Callable[[str, str], str]) -> nbformat.NotebookNode:
     """The page of an executed notebook; its pictures become files below `static`. onward: a text with its links as the site has them."""
     folder = static / PICTURES
     folder.mkdir(parents=True, exist_ok=True)
     if picture := series.summary(notebook).picture:
         (folder / f"{stem}.png").write_bytes(base64.b64decode(picture))
     page = copy.deepcopy(notebook)
-    cells, count = [], 0
+    names = (f"{stem}-{number}.png" for number in itertools.count(1))
     for cell in page.cells:
-        cells.append(cell)
         if cell.cell_type == "markdown":
             cell.source = onward(
                 re.sub(r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", cell.source), series.NOTEBOOKS.name
             )  # a badge's words do
             continue
+        if "exercise" in series.tags(cell) and "[not yet]" in str(cell.outputs):
+            cell.outputs = []  # the grader's word to who has not begun
         if cell.metadata.get("jupyter", {}).get("source_hidden"):
             fold(cell)
         for index, output in enumerate(cell.outputs):
-            if "image/png" in output.get("data", {}) and "text/html" not in output.data:  # a slider has both
-                count += 1
-                cell.outputs[index] = picture_file(output, folder, f"{stem}-{count}.png")
-        if "prediction" in series.tags(cell):
-            words = f"[Open in Colab]({colab}) to write your answer down before you see the result."
-            cells.append(new_markdown_cell("{.predict}\n" + words))
-    page.cells = cells
+            if "text/html" in output.get("data", {}):
+                output.data.pop("image/png", None)
+                output.data["text/html"] = with_files(output.data["text/html"], folder, names)
+            elif "image/png" in output.get("data", {}):
+                cell.outputs[index] = picture_file(output, folder, next(names))
     page.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
         "language_info": {"name": "python"},
@@ -52,9 +52,10 @@ def made_of(notebook, stem: str, static: Path, colab: str, onward: Callable[[str
 
 
 def fold(cell) -> None:
-    """What is folded in JupyterLab is folded on the page, under its title: solutions, drawings, the set-up."""
+    """What is folded in JupyterLab is folded on the page, under its title: drawings, the set-up; solutions with what they show."""
     title = re.match(r"# @title (.+?) \{.*\}\n", cell.source)
-    cell.metadata = {"tags": [*series.tags(cell), "hide-input"]}
+    whole = "solution" in series.tags(cell) and cell.outputs
+    cell.metadata = {"tags": [*series.tags(cell), "hide-cell" if whole else "hide-input"]}
     if title:
         cell.metadata["mystnb"] = {"code_prompt_show": title[1], "code_prompt_hide": title[1]}
         cell.source = cell.source[title.end() :]
@@ -68,3 +69,17 @@ def picture_file(output, folder: Path, name: str):
     size = f' width="{width}"' if width else ""
     image = f'<img src="../_static/{folder.name}/{name}" alt="{words}"{size} loading="lazy">'
     return new_output("display_data", {"text/html": image, "text/plain": facts.get("alt", "")})
+
+
+def with_files(text: str, folder: Path, names: Iterator[str], up: str = "../") -> str:
+    """The same HTML with its pictures as files: of sliders, of folded answers. up: from its page to the site's first."""
+
+    def file(match: re.Match) -> str:
+        name = next(names)
+        (folder / name).write_bytes(base64.b64decode(match[1]))
+        return f'loading="lazy" src="{up}_static/{folder.name}/{name}"'
+
+    return EMBEDDED.sub(file, text)
+
+
+EMBEDDED = re.compile(r'src="data:image/png;base64,([A-Za-z0-9+/=]+)"')

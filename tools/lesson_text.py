@@ -1,7 +1,7 @@
 """A lesson's source is a text, lessons/NN_name.md (MyST, by jupytext); its notebook holds the same cells, with their outputs.
 
-JupyterLab (`make lab`) writes both when you save. Where another editor wrote one of them, `make store` and `python -m tools.stamp --fix` bring
-the older one up to the newer; outputs stay where a cell's source did. The settings of the pair are in pyproject.toml, [tool.jupytext].
+JupyterLab (`make lab`) writes both when you save (`saved`). Where another editor wrote one of them, `make store` and `python -m tools.stamp --fix` bring
+the older one up to the newer; outputs stay until a cell is run again. The settings of the pair are in pyproject.toml, [tool.jupytext].
 
     python -m tools.lesson_text            what each lesson asks of its reader: a row a lesson
     python -m tools.lesson_text --strict   and exit status 1 where one is beyond the budget
@@ -91,6 +91,30 @@ def fold(cell) -> None:
     if "solution" in tags:  # what it prints and draws is the answer, too
         metadata["jupyter"]["outputs_hidden"] = metadata[HIDDEN[1]] = True
     cell.metadata = nbformat.from_dict(metadata)
+
+
+def settle(notebook: nbformat.NotebookNode) -> None:
+    """Leave of the notebook's own metadata what every lesson has, whatever its kernel is called: so that a diff is its change."""
+    lesson = {"lesson": notebook.metadata["lesson"]} if "lesson" in notebook.metadata else {}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}, **lesson})
+
+
+def saved(model: dict, path: str, **_) -> None:
+    """For JupyterLab, before it saves a file: of a lesson it writes what the tools here would write. Cells that a reader opened are
+    closed again in the file, and the kernel's version does not come into it."""
+    if not re.fullmatch(rf"/?(notebooks/\d\d_\w+\.ipynb|{TEXTS}/\d\d_\w+\.md)", path):
+        return
+    if model["type"] == "notebook":
+        notebook = nbformat.from_dict(model["content"])
+        settle(notebook)
+        for cell in notebook.cells:
+            fold(cell)
+        model["content"] = notebook
+    elif model["type"] == "file":
+        notebook = jupytext.reads(model["content"], MYST)
+        settle(notebook)
+        model["content"] = written(notebook)
 
 
 @dataclass

@@ -245,14 +245,7 @@ def tidy(notebook) -> None:
             for output in cell.outputs:
                 if output.output_type == "stream":
                     output.name, output.text = "stdout", output.text.replace(str(Path.home()), "~")
-    lesson = {"lesson": notebook.metadata["lesson"]} if "lesson" in notebook.metadata else {}
-    notebook.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-            **lesson,
-        }
-    )
+    lesson_text.settle(notebook)
 
 
 def keep(stored, executed) -> None:
@@ -278,6 +271,8 @@ def said(output) -> list:
     data = dict(output.data)
     if "(measured)" in data.get("text/plain", ""):
         data.pop("image/png", None)
+    if "text/html" in data:
+        data["text/html"] = MEASURED.sub(r"\1", data["text/html"])
     return [(kind, sanitized(value) if isinstance(value, str) else str(value)) for kind, value in sorted(data.items())]
 
 
@@ -288,6 +283,9 @@ def sanitized(text: str) -> str:
     return text
 
 
+MEASURED = re.compile(
+    r'(<img alt="Figure \(measured\)[^"]*"[^>]*?) src="data:[^"]+"'
+)  # one within a page: by its words, too
 SANITIZE = [
     (pattern, words)
     for pattern, words in get_sanitize_patterns((series.ROOT / "tests" / "sanitize.cfg").read_text("utf-8"))

@@ -5,6 +5,7 @@ engine's README, and what Sphinx cannot know: the table of lessons and the front
 """
 
 import html
+import itertools
 import posixpath
 import re
 import shutil
@@ -39,14 +40,14 @@ def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
     begin(source)
     lessons = [(path, series.read(path)) for path in paths]
     for path, notebook in lessons:
-        page = lesson_page.made_of(notebook, path.stem, source / "_static", colab(path), onward)
+        page = lesson_page.made_of(notebook, path.stem, source / "_static", onward)
         nbformat.write(page, source / "notebooks" / path.name)
     for name, text in engine_pages():
         (source / "engine" / f"{name}.md").write_text(text, encoding="utf-8")
     (source / "engine" / "options.md").write_text(options(), encoding="utf-8")
     (source / "engine" / "cards.md").write_text(card_table(), encoding="utf-8")
     (source / "lessons.md").write_text(contents(lessons, seconds or {}), encoding="utf-8")
-    (source / "plays.html").write_text(plays(lessons), encoding="utf-8")
+    (source / "plays.html").write_text(plays(lessons, source / "_static"), encoding="utf-8")
     sphinx("html", source, series.BUILD / "site", "-W", "--keep-going", "-j", "2")
     return series.BUILD / "site" / "index.html"
 
@@ -166,21 +167,31 @@ def contents(lessons: list, seconds: dict[str, float]) -> str:
     return onward(text, series.NOTEBOOKS.name)
 
 
-def plays(lessons: list) -> str:
-    """The front page's picture that moves: lesson 03's slider, from one micro-batch to many, until somebody takes it in hand."""
+def plays(lessons: list, static: Path) -> str:
+    """The front page's picture that moves: lesson 03's slider, once from one micro-batch to many, or until somebody takes it in hand.
+
+    Its pictures become files below `static`, as those of the lessons.
+    """
     for path, notebook in lessons:
         if path.name.startswith("03"):
             for output in (output for cell in series.code_cells(notebook) for output in cell.outputs):
                 slider = output.get("data", {}).get("text/html", "")
-                if 'type="range"' in slider:
+                if '<figure class="frames"' in slider:
+                    names = (f"plays-{number}.png" for number in itertools.count(1))
+                    slider = lesson_page.with_files(slider, static / lesson_page.PICTURES, names, up="")
                     return f'<div class="plays">{slider}</div>\n<script>{PLAY}</script>\n'
     return ""
 
 
+# The slider itself is made by a script of its own, which stands before this one
 PLAY = """
 if (!matchMedia('(prefers-reduced-motion: reduce)').matches) {
-  const slider = document.querySelector('.plays input'), from = +slider.value;
-  const timer = setInterval(() => { slider.value = (+slider.value + 1) % (+slider.max + 1); slider.oninput(); }, 1500);
-  for (const event of ['pointerdown', 'keydown', 'focus']) slider.addEventListener(event, () => clearInterval(timer));
+  const slider = document.querySelector('.plays input'), count = +slider.max + 1;
+  let moves = 0;
+  const timer = setInterval(() => {
+    slider.value = (+slider.value + 1) % count, slider.oninput();
+    if (++moves == count) clearInterval(timer);
+  }, 1500);
+  for (const event of ['pointerdown', 'keydown', 'focusin']) document.querySelector('.plays').addEventListener(event, () => clearInterval(timer));
 }
 """

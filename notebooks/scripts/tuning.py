@@ -71,9 +71,22 @@ def _environment(variables: dict[str, str]):
 
 with _environment(QUIET):
     import ray
+    import ray._private.ray_constants
+    import ray._private.worker
+    import ray._raylet
     from ray import tune
-    from ray._private import ray_constants
     from ray.tune.experiment import Trial
+
+
+class _Private:
+    """Of Ray's private names those that have no public counterpart, each (where it is, its name): test_tuning.py asks for each."""
+
+    CLUSTER = ray._private.ray_constants, "ENABLE_RAY_CLUSTER"  # read once, at import: do other machines join?
+    DEATHS = ray._private.worker, "_worker_logs_enabled"  # what is said of a node that died, which no option turns off
+    TOKEN = ray._raylet, "AuthenticationTokenLoader"  # remembers the token of an earlier start ...
+    FORGET = ray._raylet.AuthenticationTokenLoader, "reset_cache"  # ... until it is told
+    CONFIG = ray._raylet, "Config"  # has read the RAY_... variables at import, and reads them again by initialize("")
+
 
 _started = contextlib.ExitStack()  # what stop_ray() undoes
 
@@ -81,7 +94,7 @@ _started = contextlib.ExitStack()  # what stop_ray() undoes
 def start_ray(cpus: int | None = None, gpus: int | None = None, nodes: bool = False) -> dict[str, float]:
     """Start Ray afresh; what there is to use: {"CPU": 2.0, ...}. stop_ray(), or the next start after a kill, removes its files.
 
-    gpus: so many for trials, the notebook's virtual ones (call helpers.gpus first) or this machine's. Trials share the memory
+    gpus: so many for trials, the notebook's virtual ones (call virtualgpu.gpus first) or this machine's. Trials share the memory
     of virtual GPUs with each other and with the notebook, as processes do on real ones. nodes: others may join (`ray start`); then
     Ray listens on every network of this machine, and answers who has its token.
 
@@ -90,7 +103,7 @@ def start_ray(cpus: int | None = None, gpus: int | None = None, nodes: bool = Fa
     """
     stop_ray()
     if gpus and (there := torch.cuda.device_count()) < gpus:
-        raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call helpers.gpus({gpus}) first")
+        raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call virtualgpu.gpus({gpus}) first")
     places.require_files(places.OPEN_FILES, "Ray's processes")  # where one ends for want of them, others wait for it
     places.require_file_size(OBJECT_STORE, "Ray's shared objects")
     atexit.register(stop_ray)
@@ -101,7 +114,7 @@ def start_ray(cpus: int | None = None, gpus: int | None = None, nodes: bool = Fa
     _started.enter_context(_environment(QUIET | PRIVATE | alone | {"RAY_TMPDIR": folder}))
     _started.callback(scratch.remove, folder)
     # what Ray has read from there when it was imported
-    _started.enter_context(mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", nodes))
+    _started.enter_context(mock.patch.object(*_Private.CLUSTER, nodes))
     _read_environment()
     # in a session of its own: an interrupted cell must not interrupt it
     command = [sys.executable, "-c", WATCH, str(os.getpid())]
@@ -121,7 +134,7 @@ def start_ray(cpus: int | None = None, gpus: int | None = None, nodes: bool = Fa
                 if not again or "timed out during startup" not in str(error):
                     _with_its_cause(error)
                 ray.shutdown()
-    ray._private.worker._worker_logs_enabled = False  # what Ray says of a node that died, which no option turns off
+    setattr(*_Private.DEATHS, False)
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # a trial's error is in its result
     return {name: count for name, count in sorted(ray.cluster_resources().items()) if name in ("CPU", "GPU")}
 
@@ -144,10 +157,8 @@ def stop_ray() -> None:
 
 def _read_environment() -> None:
     """Ray does so when it is imported, and remembers."""
-    from ray._raylet import AuthenticationTokenLoader, Config
-
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
+    getattr(*_Private.FORGET)(getattr(*_Private.TOKEN).instance())
+    getattr(*_Private.CONFIG).initialize("")
 
 
 class Watch(tune.Callback):
@@ -221,7 +232,7 @@ def _lacking(trial: Trial) -> str:
 def _unquoted() -> str:
     """Where Ray was started by hand, from a path that its launcher does not quote."""
     if not os.environ.get("RAY_TMPDIR") and " " in sys.executable:
-        return f"; Ray itself starts no trial from {sys.executable!r}: start it by helpers.tuning.start_ray()"
+        return f"; Ray itself starts no trial from {sys.executable!r}: start it by tuning.start_ray()"
     return ""
 
 

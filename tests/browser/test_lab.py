@@ -1,4 +1,5 @@
-"""JupyterLab in a real browser: each notebook by the menu's *Run All Cells*, what a reader would see; and the stop button."""
+"""JupyterLab in a real browser: a lesson as it is opened, trusted or not; each by the menu's *Run All Cells*, what a reader would see; the
+stop button; and a lesson that is edited and saved."""
 
 import json
 import os
@@ -14,10 +15,12 @@ import psutil
 import pytest
 import series
 
+from tests.browser.test_pages import DIM
 from tests.processes import free_port, ranks
 
 SHOTS = series.BUILD / "browser"
 LIMIT = 400  # seconds for one notebook
+SETTINGS_OF_MAKE = series.ROOT / "tools" / "lab.py"
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is drawn, so that every cell can be looked at
@@ -28,7 +31,9 @@ SETTINGS = {
 def lab(tmp_path_factory):
     """A JupyterLab on a copy of the notebooks, as a reader would run it, progress bars on: its address, folder and process."""
     folder = tmp_path_factory.mktemp("lab")
-    shutil.copytree(series.NOTEBOOKS, folder / "notebooks")
+    for name in ("lessons", "notebooks"):
+        shutil.copytree(series.ROOT / name, folder / name)
+    shutil.copy(series.ROOT / "pyproject.toml", folder)
     for name, values in SETTINGS.items():
         file = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -36,9 +41,10 @@ def lab(tmp_path_factory):
     port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"}
     environment |= {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "JUPYTER_PREFER_ENV_PATH": "1"}
+    environment["JUPYTER_DATA_DIR"] = str(folder / "data")  # whom this user trusts does not count here
     options = ["--no-browser", "--allow-root", "--expose-app-in-browser", f"--port={port}", "--IdentityProvider.token="]
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyter", "lab", *options, f"--notebook-dir={folder / 'notebooks'}"],
+        [sys.executable, "-m", "jupyter", "lab", *options, f"--config={SETTINGS_OF_MAKE}", f"--notebook-dir={folder}"],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -46,7 +52,9 @@ def lab(tmp_path_factory):
     address = f"http://127.0.0.1:{port}/lab"
     try:
         wait_for(lambda: answers(address), 60, "JupyterLab does not answer")
-        yield SimpleNamespace(address=address, folder=folder / "notebooks", server=psutil.Process(server.pid))
+        here = SimpleNamespace(address=address, folder=folder / "notebooks", environment=environment)
+        here.server = psutil.Process(server.pid)
+        yield here
     finally:
         server.terminate()
         server.wait(30)
@@ -69,7 +77,7 @@ def wait_for(condition, seconds: float, otherwise: str) -> None:
 def opened(browser, lab, name: str):
     """A notebook's page, its kernel ready."""
     page = browser.new_page(viewport={"width": 1300, "height": 1000})
-    page.goto(f"{lab.address}/tree/{name}?reset")
+    page.goto(f"{lab.address}/tree/notebooks/{name}?reset")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
     page.wait_for_function(
         "jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000
@@ -77,10 +85,92 @@ def opened(browser, lab, name: str):
     return page
 
 
+def close(page) -> None:
+    """And end its kernel."""
+    page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    page.close()
+
+
 def run_all(page) -> None:
     page.locator(".jp-Notebook .jp-Cell").first.click()
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
     page.locator(".lm-Menu-itemLabel", has_text="Run All Cells").first.click()
+
+
+# Of the pictures, those that a reader sees; of the texts within, those that are hard to read
+SEEN = "figure => [...figure.querySelectorAll('img')].filter(image => image.checkVisibility()).map(image => image.alt)"
+LESSON = "02_model_parallel"  # it has folded answers, a slider and solutions
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_as_it_is_opened_before_anything_runs(browser, lab, trusted):
+    """An answer is closed, a click opens it; a slider shows one picture, with scripts or without; of a solution nothing is seen."""
+    path = lab.folder / f"opened_{trusted}.ipynb"
+    shutil.copy(series.NOTEBOOKS / f"{LESSON}.ipynb", path)
+    if trusted:  # by its content: the untrusted one comes first
+        subprocess.run([sys.executable, "-m", "jupyter", "trust", path], env=lab.environment, check=True)
+    page = opened(browser, lab, path.name)
+    page.wait_for_timeout(1000)
+    cells = series.read(path).cells
+    answers = page.locator(".jp-OutputArea details", has_text="The answer")
+    assert answers.count() == sum("<summary>The answer" in str(cell.get("outputs")) for cell in cells) > 2
+    assert not page.locator(".jp-OutputArea details[open] > summary", has_text="The answer").count()
+    assert answers.last.locator("pre").is_hidden()
+    answers.last.locator("summary").click()
+    assert answers.last.locator("pre").is_visible()
+
+    figure = page.locator(".jp-OutputArea figure.frames").first
+    (first,) = figure.evaluate(SEEN)
+    if trusted:
+        assert not figure.locator("summary").filter(visible=True).count()
+        slider, value = figure.locator("input"), figure.locator("output")
+        said = [value.inner_text()]
+        for move in (
+            lambda: figure.get_by_label("next").click(),
+            lambda: slider.press("End"),
+            lambda: figure.get_by_label("next").click(),  # nothing lies beyond
+            lambda: figure.get_by_label("previous").click(),
+            lambda: slider.fill("3"),
+        ):
+            move()
+            said.append(value.inner_text())
+            (seen,) = figure.evaluate(SEEN)
+            assert seen.startswith(f"Figure (simulated): {said[-1]} ")
+        assert said == ["7", "9", "21", "21", "19", "7"] and seen == first
+    else:
+        assert not figure.locator("input, button").count()
+        figure.locator("summary").last.click()
+        assert len(seen := figure.evaluate(SEEN)) == 2 and seen[0] == first
+    for which, hidden in (("Input", "source_hidden"), ("Output", "outputs_hidden")):
+        closed = sum(bool(cell.metadata.get("jupyter", {}).get(hidden)) for cell in cells)
+        assert page.locator(f".jp-Notebook .jp-{which}Placeholder").count() == closed > 0
+    for theme in ("Dark", "Light"):
+        page.evaluate(f"jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {theme}'}})")
+        page.wait_for_timeout(2000)
+        for place in (answers.last, figure):
+            assert place.evaluate(DIM) == [], theme
+            place.scroll_into_view_if_needed()
+            SHOTS.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=SHOTS / f"opened-{trusted}-{theme}-{place is figure}.png")
+    close(page)
+
+
+def test_an_edited_lesson_is_saved_as_text_too(browser, lab):
+    """In both files one line is another, although a solution was opened and the kernel has told its version."""
+    page = opened(browser, lab, f"{LESSON}.ipynb")
+    files = lab.folder / f"{LESSON}.ipynb", lab.folder.parent / "lessons" / f"{LESSON}.md"
+    before = [file.read_text("utf-8") for file in files]
+    page.evaluate(
+        "(() => { const cells = jupyterapp.shell.currentWidget.content.widgets, text = cells[2].model.sharedModel;"
+        "cells.forEach(cell => { cell.inputHidden = false; if (cell.outputHidden) cell.outputHidden = false; });"
+        "text.setSource(text.getSource().replace('splits the model.', 'cuts the model.')); })()"
+    )
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    wait_for(lambda: "cuts the model." in files[1].read_text("utf-8"), 20, "the text was not saved")
+    close(page)
+    assert [file.read_text("utf-8") for file in files] == [
+        text.replace("This lesson splits the model.", "This lesson cuts the model.") for text in before
+    ]
 
 
 @pytest.mark.parametrize("path", series.notebooks(), ids=lambda path: path.stem)
@@ -110,19 +200,18 @@ def test_run_all_cells(browser, lab, path):
         f"{path.stem}: {seconds:.0f} s, {page.locator('.widget-hprogress, .jupyter-widgets progress').count()} progress bars"
     )
     page.evaluate("jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
-    page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-    page.close()
+    close(page)
     assert not found, "\n".join(found)
 
 
 LAUNCH = """
 import time
-import helpers
+import virtualgpu
 
 def slow():
     time.sleep(600)
 
-helpers.launch(slow, timeout=900)
+virtualgpu.launch(slow, timeout=900)
 """
 
 

@@ -6,7 +6,7 @@ import pytest
 import run
 import series
 
-WIDTHS = {"desktop": 1400, "phone": 390}
+WIDTHS = {"desktop": 1440, "phone": 390}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def test_a_page_is_whole(browser, pages, width, scheme):
     for path in pages:
         page.goto(path.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), path.name
+        assert width == "phone" or page.evaluate(CUT) == [], f"{path.name}: code that is cut"
         page.evaluate("document.querySelectorAll('img').forEach(image => image.loading = 'eager')")
         page.wait_for_function("[...document.images].every(image => image.complete)")
         assert page.evaluate("[...document.images].every(i => i.alt && i.naturalWidth)"), path.name
@@ -49,10 +50,15 @@ def test_the_search_works_from_the_disk(browser, pages):
 
 def test_without_javascript_all_is_there_to_read(browser, pages):
     page = browser.new_context(java_script_enabled=False).new_page()
-    page.goto(next(path for path in pages if path.stem.startswith("03_")).as_uri())
+    page.goto(next(path for path in pages if path.stem.startswith("02_")).as_uri())
     text = page.inner_text("article")
-    assert "micro-batches" in text and re.search(r"simulated: \d+ ms", text), "what a cell printed is there"
+    assert "AlexNet" in text and re.search(r"simulated: one GPU \d+ ms", text), "what a cell printed is there"
     assert page.locator("details.hide").count() > 2, "solutions stay folded"
+    answer = page.locator("article details", has_text="The answer").first
+    assert answer.locator("pre").is_hidden()
+    answer.locator("summary").click()
+    assert answer.locator("pre").is_visible()
+    assert page.locator("figure.frames img").filter(visible=True).count() == 1
     page.close()
 
 
@@ -70,24 +76,47 @@ def test_from_the_index_one_reads_on_to_the_last_lesson(browser, pages):
 
 def test_the_slider_moves_by_keyboard(browser, pages):
     page = browser.new_page()
-    page.goto(next(path for path in pages if path.stem.startswith("03_")).as_uri())
+    page.goto(next(path for path in pages if path.stem.startswith("02_")).as_uri())
     slider = page.locator("input[type=range]").first
     slider.focus()
     before = page.locator("figure output").first.inner_text()
     page.keyboard.press("ArrowRight")
     assert page.locator("figure output").first.inner_text() != before
+    assert page.locator("figure.frames img").filter(visible=True).count() == 1
     page.close()
 
 
-# Text whose contrast with its background is under 3 to 1. A traceback's colours are IPython's.
-DIM = """() => {
+def test_the_front_pages_slider_moves_once(browser, pages):
+    """All of its pictures, and back to the first; a click holds it. The clock is the test's."""
+    page = browser.new_page()
+    page.clock.install()
+    page.goto(next(path for path in pages if path.stem == "index").as_uri())
+    slider = page.locator(".plays input")
+    start, last = slider.input_value(), int(slider.get_attribute("max"))
+    page.clock.run_for(1600)
+    assert slider.input_value() != start
+    page.clock.run_for(1500 * (last + 10))
+    assert slider.input_value() == start
+    page.reload()
+    page.locator(".plays button").first.click()
+    held = slider.input_value()
+    page.clock.run_for(10_000)
+    assert slider.input_value() == held
+    page.close()
+
+
+# Lines of code that would be whole in a hundred columns, and are not
+CUT = """() => [...document.querySelectorAll('div.cell_input pre')].filter(e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1
+    && Math.max(...e.innerText.split('\\n').map(line => line.length)) <= 105).map(e => e.innerText.slice(0, 60))"""
+# Text whose contrast with its background is under 3 to 1, on the page or in an element of it. A traceback's colours are IPython's.
+DIM = """(within) => {
     const rgba = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
     const light = color => rgba(color).slice(0, 3).map(v => v / 255).map(v => v <= 0.04 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
         .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
     const behind = e => { for (; e; e = e.parentElement) { const c = rgba(getComputedStyle(e).backgroundColor);
         if (c.length < 4 || c[3] > 0.5) return getComputedStyle(e).backgroundColor; }
         return matchMedia('(prefers-color-scheme: dark)').matches ? 'rgb(18, 18, 18)' : 'rgb(255, 255, 255)'; };
-    const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    const words = document.createTreeWalker(within || document.body, NodeFilter.SHOW_TEXT), found = [];
     for (let n; (n = words.nextNode());) {
         const e = n.parentElement;
         if (!n.data.trim() || e.closest('style, script, .headerlink, [class*=ansi-]') || !e.getClientRects().length) continue;

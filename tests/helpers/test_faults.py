@@ -22,8 +22,9 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-import helpers, virtualgpu
-from helpers import checkpoint, plots, tuning
+import virtualgpu
+from helpers import plots
+from notebooks.scripts import tuning
 
 def rank_sum(size):
     loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
@@ -38,14 +39,14 @@ def trial(config):
         tune.report({"loss": config["n"] + epoch})
 
 def before_tuning(folder):
-    gpu = helpers.gpus(1)[0]
-    with helpers.Monitor() as monitor:
+    gpu = virtualgpu.gpus(1)[0]
+    with virtualgpu.Monitor() as monitor:
         model = torch.nn.Linear(8, 1).to(gpu)
         model(torch.ones(4, 8, device=gpu)).sum().backward()
         monitor.step()
-    checkpoint.save(model.state_dict(), folder / "model.pt")
+    torch.save(model.state_dict(), folder / "model.pt")
     virtualgpu.reset()
-    print([float(x.sum()) for x in helpers.launch(rank_sum, 5_000_000)])  # 20 MB each
+    print([float(x.sum()) for x in virtualgpu.launch(rank_sum, 5_000_000)])  # 20 MB each
 
 if __name__ == "__main__":
     folder, slow = Path(sys.argv[1]), float((sys.argv[2:] or [0])[0])

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import helpers
-from helpers import launch as by_name
+import virtualgpu
 from tests.processes import alive, listening, ranks, wait_until
 from virtualgpu.run.ranks import WorkerError, launch
 
@@ -132,7 +131,7 @@ def test_a_ranks_collections_leave_pytorchs_objects_alone():
 
 
 def test_results_and_lines_in_rank_order(capsys):
-    assert by_name is launch is helpers.launch
+    assert launch is virtualgpu.launch
     assert launch(add_ranks, 3, scale=10) == [0, 10]
     assert capsys.readouterr().out.splitlines() == [
         f"[rank {r}] {line}" for r in (0, 1) for line in ("sum 7.0", "threads 1")
@@ -240,7 +239,7 @@ def test_interrupted_while_a_rank_is_being_started(monkeypatch, capfd, rank):
 
 SCRIPT = """
     import os, time, torch.distributed as dist
-    from helpers import launch
+    from virtualgpu import launch
 
     def worker(seconds):
         with open(f"{PATH}{dist.get_rank()}", "w") as file:

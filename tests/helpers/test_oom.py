@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 FAILS = """
-import helpers, torch
-helpers.gpus(1, memory="64 MB")
+import helpers, torch, virtualgpu
+virtualgpu.gpus(1, memory="64 MB")
 
 def grow(x):
     layers = [x]

@@ -4,6 +4,7 @@ import pytest
 
 from helpers import plots
 from helpers.plots import figures as drawing
+from notebooks.figures import lesson_06, lesson_07
 
 MIB = 1 << 20
 
@@ -52,7 +53,7 @@ def test_segments_of_a_row_follow_each_other_block_by_block(figures):
         {"total_size": 20 * MIB, "blocks": [used, free]},
         {"total_size": 64 * MIB, "blocks": [used | {"size": 64 * MIB}]},
     )
-    plots.blocks({"one": [small], "two": [small, large]}, "Gaps", "simulated")
+    lesson_06.blocks({"one": [small], "two": [small, large]}, "Gaps", "simulated")
     (axes,) = figures[0].axes
     assert axes.get_xlim() == (0, 84)
     assert words(axes) == ["18", "18", "64"], "a narrow block has no number"
@@ -62,7 +63,7 @@ def test_segments_of_a_row_follow_each_other_block_by_block(figures):
 
 
 def test_bars_of_a_group_lie_side_by_side_in_the_order_given(figures):
-    plots.left({"dear": (50.0, 100.0), "cheap": (20.0, 90.0)}, ["one", "two"], "A trade", "%", "simulated")
+    lesson_07.left({"dear": (50.0, 100.0), "cheap": (20.0, 90.0)}, ["one", "two"], "A trade", "%", "simulated")
     (axes,) = figures[0].axes
     one, two = axes.containers
     assert [bar.get_width() for bar in one] == [50, 20] and [bar.get_width() for bar in two] == [100, 90]

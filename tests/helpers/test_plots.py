@@ -4,15 +4,18 @@ import base64
 import io
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import helpers
-from helpers import Monitor, data, plots
+import virtualgpu
+from helpers import data, plots
 from helpers.plots import devices
 from helpers.plots import figures as drawing
+from notebooks.figures import lesson_01, lesson_02, lesson_05, lesson_07
 from virtualgpu.monitor import Reading, Source
 from virtualgpu.run.fit.search import Trial
 from virtualgpu.timeline import Timeline, row
@@ -45,7 +48,7 @@ class Two(Source):
 
 
 def watched():
-    monitor = Monitor(Two())
+    monitor = virtualgpu.Monitor(Two())
     readings = [(90.0, 40.0), (math.nan, 50.0), (80.0, 45.0)]
     monitor.samples = [(3 * i, [Reading(v) for v in pair]) for i, pair in enumerate(readings)]
     monitor.step_times = [0.1 * i for i in range(9)]
@@ -57,7 +60,7 @@ def test_every_figure_says_where_its_numbers_come_from(shown):
     plots.utilization(watched(), "Both are busy")
     plots.curves({"a": [1, 2], "b": [2, 1]}, "They cross", "epoch", "loss", "simulated", mark=2)
     plots.dots({"a": [1.0, 2.0, 4.0], "b": [3.0]}, "b is more", "accuracy (%)")
-    plots.images(images[:5], labels[:5].tolist(), "Digits", rows=2)
+    lesson_01.images(images[:5], labels[:5].tolist(), "Digits", rows=2)
     said = [bundle["text/plain"] for bundle, _ in shown]
     assert said == ["Figure (measured): Both are busy", "Figure (simulated): They cross",
                     "Figure (measured): b is more", "Figure (data): Digits"]  # fmt: skip
@@ -116,14 +119,14 @@ def test_a_long_title_is_not_cut_off(figures):
 
 
 def test_the_search_plot_rings_the_best(figures):
-    plots.search({"a": [(0.1, 8, 50), (1, 16, 70)], "b": [(0.5, 8, 90)]}, "title", "x", "y", "z")
+    lesson_05.search({"a": [(0.1, 8, 50), (1, 16, 70)], "b": [(0.5, 8, 90)]}, "title", "x", "y", "z")
     panels = figures[0].axes[:2]
     assert [axes.get_title() for axes in panels] == ["a", "b"]
     assert [axes.texts[0].get_text() for axes in panels] == ["70", "90"]
 
 
 def test_a_stopped_trial_has_a_cross_and_a_named_one_its_rest_dotted(figures):
-    plots.rungs([[3, 2, 1], [3, 3, 3], [3, 3, 3]], [1, 3, 1], [1, 2], "title", "loss", {0: "late"}, ylim=(0, 4))
+    lesson_05.rungs([[3, 2, 1], [3, 3, 3], [3, 3, 3]], [1, 3, 1], [1, 2], "title", "loss", {0: "late"}, ylim=(0, 4))
     lines = figures[0].axes[0].lines
     assert [line.get_marker() for line in lines].count("x") == 2
     (rest,) = [line for line in lines if line.get_linestyle() == ":"]
@@ -138,7 +141,7 @@ def test_workers_are_rows_and_their_bars_end_with_the_picture(figures):
         "halving": [(0, 0, 0, 2, 1), (1, 1, 0, 1, 1)],
         "ASHA": [(0, 0, 0, 2, 1), (1, 1, 0, 1, 1), (1, 2, 1, 5, 2)],
     }
-    plots.workers(schedules, "title", "minutes", end=2)
+    lesson_05.workers(schedules, "title", "minutes", end=2)
     panels = figures[0].axes
     assert [axes.get_title(loc="left") for axes in panels] == [
         "halving: workers busy 75 % of the time",
@@ -199,8 +202,10 @@ def test_a_slider_holds_a_picture_for_each_value(shown):
     plots.slider(draw, {"one": 1, "two": 2}, "how many", start=1)
     ((bundle, metadata),) = shown
     page = bundle["text/html"]
-    assert page.count("<img ") == 2 == page.count("data:image/png;base64,") and page.count(" hidden>") == 1
-    assert 'max="1" value="1"' in page and ">two</output>" in page and 'alt="Figure (data): 1 &lt;of&gt; them"' in page
+    assert page.count("<img ") == 2 == page.count("data:image/png;base64,") == page.count("<details ")
+    assert 'alt="Figure (data): 1 &lt;of&gt; them"' in page
+    assert page.count(" open>") == 1 and '<details data-value="two" open><summary>how many: two</summary>' in page
+    assert "hidden" not in page and not re.search(r"<[^>]* on\w+=", page), "what an untrusted page would lack"
     assert bundle["text/plain"] == metadata["image/png"]["alt"] == "Figure (data): 2 <of> them"
     assert f'src="data:image/png;base64,{bundle["image/png"]}">' in page
     assert Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))).mode == "P", "few colours, small files"
@@ -225,7 +230,7 @@ def test_two_timelines_share_an_axis(figures):
 
 def test_a_drawing_has_its_boxes_and_arrows(figures):
     boxes = {"node": ("a node", 0, 0, 5, 2, 4), "0": ("GPU 0", 0.5, 0.5, 1, 1, 0), "1": ("GPU 1", 3, 0.5, 1, 1, 1)}
-    plots.drawing(boxes, [("0", "<1", "a link")], "two GPUs")
+    lesson_02.drawing(boxes, [("0", "<1", "a link")], "two GPUs")
     (axes,) = figures[0].axes
     words = {text.get_text(): text for text in axes.texts}
     assert {"a node", "GPU 0", "GPU 1", "a link"} <= words.keys()
@@ -237,7 +242,7 @@ def test_a_drawing_has_its_boxes_and_arrows(figures):
 def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
     some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=8, used=1)
     full = some._replace(values={"batch-size": "64"}, status="out of memory", step=None, samples=None)
-    plots.fits([some, full, some._replace(card="L4", gpus=2, samples=16)], "Eight fit")
+    lesson_07.fits([some, full, some._replace(card="L4", gpus=2, samples=16)], "Eight fit")
     memory, speed = figures[0].axes
     assert [text.get_text() for text in memory.get_yticklabels()] == [
         "T4, batch-size 8",
@@ -254,7 +259,7 @@ def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
 
 def test_the_numbers_below_what_fit_tried_find_room(figures):
     fast = Trial("T4", 1, {}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=50_000, used=1)
-    plots.fits([fast], "A hundred thousand a second")
+    lesson_07.fits([fast], "A hundred thousand a second")
     figures[0].canvas.draw()
     labels = [label.get_window_extent() for label in figures[0].axes[1].get_xticklabels() if label.get_text()]
     assert len(labels) > 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import helpers
 import virtualgpu
 from helpers import plots
 from helpers.plots import figures
@@ -14,7 +13,7 @@ from virtualgpu.run.ranks.watch import WorkerError
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    helpers.gpus(2)
+    virtualgpu.gpus(2)
     yield
     virtualgpu.reset()
 
@@ -26,7 +25,7 @@ def train(steps: int):
     rank = get_rank()
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(rank)
     model = DistributedDataParallel(model, device_ids=[rank], bucket_cap_mb=1)
-    with helpers.Monitor() as monitor:
+    with virtualgpu.Monitor() as monitor:
         for _ in range(steps):
             model(torch.randn(2048, 512, device=rank)).sum().backward()
             monitor.step()
@@ -36,8 +35,8 @@ def train(steps: int):
 def test_a_timeline_has_all_ranks(capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(figures, "display", lambda bundle, **_: drawn.append(bundle["text/plain"]))
-    with helpers.Timeline() as timeline:
-        ranks = helpers.launch(train, 2)
+    with virtualgpu.Timeline() as timeline:
+        ranks = virtualgpu.launch(train, 2)
     assert list(timeline.rows) == ["cuda:0", "cuda:1"] and timeline.origin == "simulated"
     zero, one = ([s for s in row if s.kind == "communication"] for row in timeline.rows.values())
     assert zero and [(s.start, s.end) for s in zero] == [(s.start, s.end) for s in one]
@@ -63,8 +62,8 @@ def test_shapes_alone(capsys):
         return nn.Linear(1 << 16, 1 << 16, device=get_rank()).weight.shape
 
     with pytest.raises(WorkerError, match="CUDA out of memory"):
-        helpers.launch(too_large, dry=True)
-    assert [m for _, m in helpers.launch(train, 1, dry=True)] == [m for _, m in helpers.launch(train, 1)]
+        virtualgpu.launch(too_large, dry=True)
+    assert [m for _, m in virtualgpu.launch(train, 1, dry=True)] == [m for _, m in virtualgpu.launch(train, 1)]
     virtualgpu.reset()
     with pytest.raises(ValueError, match="gpus"):
-        helpers.launch(too_large, dry=True)
+        virtualgpu.launch(too_large, dry=True)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import virtualgpu
-from helpers import tuning
+from notebooks.scripts import tuning
 from tests.processes import family, wait_until
 from virtualgpu.run import inherit
 
@@ -24,7 +24,7 @@ MARK = "TUNING"  # a variable by which a program's processes are known
 TRIALS = """
 import os, psutil, subprocess, sys, time, urllib.error, urllib.request
 from pathlib import Path
-from helpers import tuning
+from notebooks.scripts import tuning
 from tests.processes import listening
 
 def slow(config, diary):
@@ -239,7 +239,7 @@ def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(mon
         raise RuntimeError("seen")
 
     virtualgpu.reset()
-    with pytest.raises(ValueError, match=r"PyTorch sees 0 here; call helpers.gpus\(2\) first"):
+    with pytest.raises(ValueError, match=r"PyTorch sees 0 here; call virtualgpu.gpus\(2\) first"):
         tuning.start_ray(cpus=2, gpus=2)
     monkeypatch.setattr(ray, "init", init)
     with virtualgpu.gpus(2, memory="1 GB"):
@@ -250,3 +250,10 @@ def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(mon
     assert "VIRTUALGPU" in given and given.items() <= seen.items()
     assert seen["RAY_AUTH_MODE"] == "token" and len(seen["RAY_AUTH_TOKEN"]) == 32
     assert dict(os.environ) == before and "VIRTUALGPU" not in before
+
+
+@pytest.mark.parametrize("name", [name for name in vars(tuning._Private) if name.isupper()])
+def test_what_is_private_in_ray_is_there(name):
+    """With each of Ray's versions, or notebook 05 would wait, be open to strangers, or read an old token."""
+    where, what = getattr(tuning._Private, name)
+    assert hasattr(where, what)

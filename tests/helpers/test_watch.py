@@ -9,7 +9,7 @@ import pytest
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 
-from helpers import tuning
+from notebooks.scripts import tuning
 
 
 @pytest.fixture
@@ -73,9 +73,7 @@ def test_ray_that_was_started_by_hand_from_a_folder_with_a_space(watch, clock, m
     waiting = [trial(Trial.PENDING)]
     watch.on_step_begin(1, waiting)
     clock.seconds = 61
-    with pytest.raises(
-        RuntimeError, match=r"no trial from '/my course/python': start it by helpers\.tuning\.start_ray"
-    ):
+    with pytest.raises(RuntimeError, match=r"no trial from '/my course/python': start it by tuning\.start_ray"):
         watch.on_step_begin(2, waiting)
 
 

@@ -18,7 +18,7 @@ import run
 import series
 import website
 import zmq
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 GOOD = new_notebook(
     cells=[
@@ -62,6 +62,9 @@ def series_in(root, monkeypatch):
     monkeypatch.setattr(
         website, "build", lambda paths, seconds: SITES.append((paths, seconds)) or root / "build" / "index.html"
     )
+    monkeypatch.setattr(
+        run.stamp, "stamp_lesson", lambda path, fix: []
+    )  # these have neither an opening nor a set-up cell
     (root / "notebooks").mkdir()
 
     def write(**notebooks):
@@ -307,3 +310,58 @@ def test_a_signal_leaves_no_process(folder, tmp_path_factory, number, status):
     assert not psutil.wait_procs(family, timeout=30)[1]
     left = [path.name for path in temporary.iterdir()]
     assert all(name.startswith("virtualgpu-") for name in left) and bool(left) == (number == 9)
+
+
+def drawn(words: str, picture: str):
+    return new_output("display_data", {"image/png": picture, "text/plain": words})
+
+
+def folded(words: str, picture: str):
+    page = f'<details><img alt="{words}" src="data:image/png;base64,{picture}"></details>'
+    return new_output("display_data", {"text/html": page, "text/plain": "The answer is folded."})
+
+
+OUTPUTS = {  # name of a cell: what is stored, what another run shows, and whether that says something else
+    "measured": (drawn("Figure (measured): x", "old"), drawn("Figure (measured): x", "new"), False),
+    "otherwise": (drawn("Figure (measured): x", "old"), drawn("Figure (measured): y", "new"), True),
+    "simulated": (drawn("Figure (simulated): x", "old"), drawn("Figure (simulated): x", "new"), True),
+    "folded": (folded("Figure (measured): x", "old"), folded("Figure (measured): x", "new"), False),
+    "folded simulated": (folded("Figure (simulated): x", "old"), folded("Figure (simulated): x", "new"), True),
+    "ignored": (new_output("stream", text="3 s"), new_output("stream", text="4 s"), False),
+}
+
+
+def of_cells(which: int, changed: str = "") -> nbformat.NotebookNode:
+    """A notebook with these outputs. changed: the name of a cell with another source."""
+    cells = [new_markdown_cell("# 01 · Keep", id="title")]
+    for name, outputs in OUTPUTS.items():
+        tags = {"tags": ["nbval-ignore-output"]} if name == "ignored" else {}
+        source = f"{name!r}" + "  # changed" * (name == changed)
+        cells.append(new_code_cell(source, id=name.replace(" ", "-"), outputs=[outputs[which]], metadata=tags))
+    return new_notebook(cells=cells)
+
+
+@pytest.mark.parametrize(
+    "options, changed, anew",
+    [
+        ([], "", {name for name, (*_, other) in OUTPUTS.items() if other}),
+        ([], "folded", {"otherwise", "simulated", "folded", "folded simulated", "ignored"}),  # it, and all below it
+        (["--anew"], "", set(OUTPUTS)),
+    ],
+)
+def test_what_says_the_same_is_kept(folder, monkeypatch, options, changed, anew):
+    """And stored once more, the file is the same to the byte."""
+    root = folder(nb_01_keep=of_cells(0))
+
+    async def execute_all(paths, jobs):
+        run.write(root / "build" / "01_keep.ipynb", run.text_of(of_cells(1, changed)))
+        return [{"path": root / "build" / "01_keep.ipynb", "seconds": 1.0, "error": None}]
+
+    monkeypatch.setattr(run, "execute_all", execute_all)
+    assert run.main(["--store", *options]) == 0
+    file = root / "notebooks" / "01_keep.ipynb"
+    cells = series.code_cells(series.read(file))
+    assert {name for name, cell in zip(OUTPUTS, cells, strict=True) if cell.outputs == [OUTPUTS[name][1]]} == anew
+    before = file.read_bytes()
+    assert run.main(["--store"]) == 0
+    assert file.read_bytes() == before

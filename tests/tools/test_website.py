@@ -87,9 +87,9 @@ def test_the_table_of_lessons(pages):
     headings = [heading.text for heading in page.select("article h2")]
     assert len(headings) == len(series.notebooks()) and headings[0].startswith("01 · Save")
     facts = [paragraph.text for paragraph in page.select(".lesson-facts")]
-    assert facts[0].startswith("Runs in a minute on two cores; here it ran in 41 s; plan an hour and a quarter.")
-    assert facts[2].endswith("Before this: notebook 02 (a model on two GPUs, what fits).")
-    assert sum("need" in fact.lower() or "Before this" in fact for fact in facts) >= 8
+    minutes = "Beginner; runs in a minute on two cores; here it ran in 41 s; plan [0-9]+ minutes. Before it: nothing"
+    assert re.match(minutes, facts[0]), facts[0]
+    assert "Before it: 02 (" in facts[2] and sum("Before it: " in fact for fact in facts) == len(facts)
 
 
 def test_options_and_cards_are_those_of_the_runner(pages):
@@ -97,21 +97,33 @@ def test_options_and_cards_are_those_of_the_runner(pages):
     assert "NVIDIA T4 data sheet (2019)" in pages["engine/cards.html"].text, "with sources"
 
 
-def test_sliders_are_on_the_pages(pages):
-    stored = {
-        path.stem: sum(
-            'type="range"' in output.get("data", {}).get("text/html", "")
+def test_sliders_and_answers_are_on_the_pages(pages):
+    """An answer is closed, nobody is told that nothing was predicted, and no picture is within a page."""
+    for path in series.notebooks():
+        stored = "".join(
+            output.get("data", {}).get("text/html", "")
             for cell in series.code_cells(series.read(path))
             for output in cell.outputs
         )
-        for path in series.notebooks()
-    }
-    assert {stem: len(pages[f"notebooks/{stem}.html"].select("input[type=range]")) for stem in stored} == stored
-    assert sum(stored.values()) >= 5
+        page = pages[f"notebooks/{path.stem}.html"]
+        assert len(page.select("figure.frames")) == stored.count('<figure class="frames"')
+        answers = [summary.parent for summary in page.select("details > summary") if summary.text == "The answer"]
+        assert len(answers) == stored.count("<summary>The answer") and not any("open" in fold.attrs for fold in answers)
+        assert "predicted nothing" not in page.text and "[not yet]" not in page.text
+        assert not [image for image in page.find_all("img") if image["src"].startswith("data:image/png")]
+    assert pages["notebooks/02_model_parallel.html"].select("figure.frames")
 
 
-def test_the_front_page_moves(pages):
-    assert pages["index.html"].select_one(".plays input[type=range]")
+def test_the_front_page_moves(tmp_path):
+    """Lesson 03's slider, its pictures as files."""
+    html = """<figure class="frames"><img alt="a" src="data:image/png;base64,cGljdHVyZQ=="></figure>"""
+    slider = new_output("display_data", {"text/html": html})
+    notebook = new_notebook(cells=[new_code_cell("plots.slider()", outputs=[slider])])
+    (tmp_path / "pictures").mkdir()
+    page = website.plays([(series.NOTEBOOKS / "03_x.ipynb", notebook)], tmp_path)
+    assert '<img alt="a" loading="lazy" src="_static/pictures/plays-1.png">' in page and "setInterval" in page
+    assert (tmp_path / "pictures" / "plays-1.png").read_bytes() == b"picture"
+    assert website.plays([(series.NOTEBOOKS / "04_x.ipynb", notebook)], tmp_path) == ""
 
 
 def test_a_broken_link_is_said(tmp_path):
@@ -141,26 +153,35 @@ def test_links_of_the_repository_are_the_sites():
 
 
 def test_what_a_page_lacks_is_put_into_words(tmp_path):
+    def shown(**data):
+        return new_output("display_data", data, metadata={"image/png": {"alt": 'It "rises"', "width": 700}})
+
     hidden = {"jupyter": {"source_hidden": True}, "tags": ["solution"]}
-    picture = new_output(
-        "display_data", {"image/png": "cGljdHVyZQ=="}, metadata={"image/png": {"alt": 'It "rises"', "width": 700}}
-    )
+    image = '<img alt="It" width="700" src="data:image/png;base64,cGFnZQ==">'
+    said = [new_output("stream", text="[not yet] it raises\n")]
     notebook = new_notebook(
         cells=[
             new_markdown_cell("# 01\n\n[![Open in Colab](https://badge.svg)](https://colab/01)"),
-            new_code_cell('# @title Solution { display-mode: "form" }\nx = 1', metadata=hidden),
+            new_code_cell('# @title Solution { display-mode: "form" }\nx = 1', metadata=hidden, outputs=said),
+            new_code_cell('# @title Drawing { display-mode: "form" }\ny = 1', metadata={"jupyter": hidden["jupyter"]}),
             new_code_cell("guess = None", metadata={"tags": ["prediction"]}),
-            new_code_cell("plot()", outputs=[picture]),
+            new_code_cell("checks.x()", metadata={"tags": ["exercise"]}, outputs=said),
+            new_code_cell("plot()", outputs=[shown(**{"image/png": "cGljdHVyZQ=="})]),
+            new_code_cell(
+                "slide()", outputs=[shown(**{"image/png": "cGFnZQ==", "text/html": f"<p>{image}{image}</p>"})]
+            ),
         ]
     )
-    page = lesson_page.made_of(notebook, "01_x", tmp_path, "https://colab/01", lambda text, folder: text)
-    badge, solution, _, invitation, drawn = page.cells
+    page = lesson_page.made_of(notebook, "01_x", tmp_path, lambda text, folder: text)
+    badge, solution, drawing, _, exercise, drawn, slider = page.cells
     assert "[Open in Colab](https://colab/01)" in badge.source and "svg" not in badge.source
-    assert solution.source == "x = 1" and "hide-input" in solution.metadata["tags"]
+    assert solution.source == "x = 1" and "hide-cell" in solution.metadata["tags"], "with its output"
     assert solution.metadata["mystnb"]["code_prompt_show"] == "Solution"
-    assert "[Open in Colab](https://colab/01) to write your answer down" in invitation.source
+    assert drawing.metadata["tags"] == ["hide-input"] and exercise.outputs == []
     assert 'alt="It &quot;rises&quot;" width="700"' in drawn.outputs[0].data["text/html"]
-    assert (tmp_path / "pictures" / "01_x-1.png").read_bytes() == b"picture"
+    files = [f'<img alt="It" width="700" loading="lazy" src="../_static/pictures/01_x-{i}.png">' for i in (2, 3)]
+    assert slider.outputs[0].data == {"text/html": f"<p>{''.join(files)}</p>"}
+    assert [(tmp_path / "pictures" / f"01_x-{i}.png").read_bytes() for i in (1, 2, 3)] == [b"picture", b"page", b"page"]
     assert notebook.cells[1].source.startswith("# @title"), "the notebook itself stays"
 
 

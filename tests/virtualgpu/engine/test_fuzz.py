@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 
-helpers = pytest.importorskip("helpers")
+import virtualgpu
 
 CAPACITY = 48 << 20  # bytes; a large tensor of the program is up to 12 MiB
 PLACES = st.sampled_from(["cpu", "cuda:0", "cuda:1"])
@@ -205,7 +205,7 @@ NUMBERS = st.integers(1, 300)
 @settings(max_examples=settings.default.max_examples // 2)  # each has some thirty steps
 @given(st.lists(st.tuples(st.sampled_from(STEPS), NUMBERS, NUMBERS, PLACES), min_size=10, max_size=40))
 def test_a_random_program(steps):
-    with contextlib.redirect_stdout(None), helpers.gpus(2, memory=CAPACITY):
+    with contextlib.redirect_stdout(None), virtualgpu.gpus(2, memory=CAPACITY):
         torch.cuda.init()
         program = Program()
         for (what, how), first, second, place in steps:

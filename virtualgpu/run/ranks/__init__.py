@@ -27,7 +27,7 @@ __all__ = ["WorkerError", "launch"]
 
 
 def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False, **kwargs) -> list:
-    """[fn(*args, **kwargs) of rank 0, of rank 1, ...]; what they print comes as `[rank i]` lines, in rank order, at
+    """``[fn(*args, **kwargs) of rank 0, of rank 1, ...]``; what they print comes as `[rank i]` lines, in rank order, at
     the end.
 
     Each rank has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR, ...), a process group, and on the

@@ -32,7 +32,7 @@ class Recorded(NamedTuple):
 
 
 def record(build: Callable[..., Callable[[], object]], jobs: Iterable[tuple], nprocs: int) -> dict[tuple, Recorded]:
-    """build(*job), called on each rank with its own GPU current, returns a step; of its second call all is recorded.
+    """``build(*job)``, called on each rank with its own GPU current, returns a step; of its second call all is recorded.
 
     Virtual T4s, also where there are real GPUs; those that are on before are put away. Raises WorkerError where a rank fails, or all
     jobs together take more than ten minutes.
