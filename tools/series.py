@@ -111,4 +111,14 @@ def pictures(cell) -> list[tuple[str, str]]:
     return found
 
 
+def said(cell) -> str:
+    """What a cell printed and returned, and the words of its pictures, folded or not."""
+    texts = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        texts += [output.get("text", ""), data.get("text/plain", "")]
+        texts.append(html.unescape(re.sub(r"<[^>]*>", "", data.get("text/html", ""))))
+    return "\n".join(texts + [words for _, words in pictures(cell)])
+
+
 IMAGE = re.compile(r'<img alt="([^"]*)"[^>]* src="data:image/png;base64,([A-Za-z0-9+/=]+)"')

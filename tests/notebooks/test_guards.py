@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import lesson_text
 import nbformat
 import pytest
 import series
@@ -103,9 +104,10 @@ def test_each_exercise_has_a_folded_solution_and_both_are_graded(notebook):
         if "solution" in series.tags(cell):
             assert cell.metadata.get("jupyter", {}).get("source_hidden"), "a solution is folded in JupyterLab"
             assert cell.source.startswith("# @title Solution"), "and in Colab"
+            assert cell.metadata.jupyter.outputs_hidden and cell.metadata["_kg_hide-output"], "what it prints, too"
     assert len(graded["exercise"]) == len(graded["solution"]) >= 2
     assert all("[not yet]" in said for said in graded["exercise"]), "the stub is graded as open"
-    assert all("[passed]" in said for said in graded["solution"])
+    assert all(said == "[passed] well done\n" for said in graded["solution"])
 
 
 def test_the_opening_is_complete(notebook):
@@ -113,7 +115,7 @@ def test_the_opening_is_complete(notebook):
     assert re.match(r"\d\d · \w", found.title)
     assert 3 <= len(found.teaches) <= 5
     assert found.picture and found.picture_says
-    assert found.runs and found.plan, "**Time:** runs in ... on 2 CPU cores; plan ..."
+    assert found.runs and found.level in ("beginner", "intermediate", "advanced") and found.needs
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     for heading in ("**Time:**", "## What to remember", "## You will read elsewhere / today"):
         assert heading in prose
@@ -124,8 +126,7 @@ def test_the_front_page_explains_what_notebook_04_does():
         r"--explain .*?train_words\.py\n(.*?)```", (series.ROOT / "README.md").read_text("utf-8"), re.DOTALL
     )
     notebook = series.read(series.NOTEBOOKS / "04_dataparallel_vs_ddp.ipynb")
-    printed = [output.get("text", "") for cell in series.code_cells(notebook) for output in cell.outputs]
-    assert any(shown[1] in text for text in printed)
+    assert any(shown[1] in series.said(cell) for cell in series.code_cells(notebook))
 
 
 def test_badge_and_set_up_cell_are_as_generated(capsys):
@@ -156,12 +157,15 @@ def test_a_lesson_is_one_sitting(notebook):
 
 
 def test_a_prediction_is_written_before_it_is_answered(notebook):
-    """Nothing is asked in *Run all*: the cell holds None, and the next one of code shows the answer beside it."""
+    """Each prompt has a place, which holds None; all that the answer's cell shows, one of the next three, is folded."""
     cells = series.code_cells(notebook)
     for at, cell in enumerate(cells):
         if "prediction" in series.tags(cell):
             assert re.match(r"guess = None( {2}# .+)?$", cell.source) and not cell.outputs
-            assert any("helpers.reveal(guess, " in after.source for after in cells[at + 1 : at + 4]), cell.source
+            (answer,) = [after for after in cells[at + 1 : at + 4] if "helpers.reveal(guess, " in after.source][:1]
+            assert [output.data["text/html"].startswith("<details><summary>") for output in answer.outputs] == [True]
+    told = lesson_text.count(notebook)
+    assert told.prompts == told.guesses
 
 
 def test_links_between_notebooks_lead_somewhere(notebook):

@@ -24,7 +24,7 @@ def cell(beginning):
 def printed(beginning):
     """The figures before "(measured)" in what the cell that begins so printed, as stored."""
     cells = [c for c in series.code_cells(series.read(PATH)) if c.source.startswith(beginning)]
-    (found,) = ["".join(output.get("text", "") for output in c.outputs) for c in cells]
+    (found,) = map(series.said, cells)
     return [int(figure) for figure in re.findall(r"(\d+) % \(measured\)", found)]
 
 
@@ -41,10 +41,7 @@ def test_the_prose_is_true_of_the_stored_figures():
 def title(words):
     """The figures in the title of the one picture whose title holds `words`."""
     (said,) = [
-        output.data["text/plain"]
-        for cell in series.code_cells(series.read(PATH))
-        for output in cell.outputs
-        if words in output.get("data", {}).get("text/plain", "")
+        title for cell in series.code_cells(series.read(PATH)) for _, title in series.pictures(cell) if words in title
     ]
     return [int(figure) for figure in re.findall(r"(\d+) %", said)]
 

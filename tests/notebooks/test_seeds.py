@@ -26,12 +26,6 @@ def section(number: str, heading: str) -> list:
     return cells
 
 
-def said(cell) -> str:
-    """What a cell printed, returned and drew (a picture says its title)."""
-    texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
-    return "\n".join(texts + [str(output.get("metadata", "")) for output in cell.outputs])
-
-
 def test_the_table_is_read_whole():
     assert len(ROWS) == len(re.findall(r"^\|", TABLE, re.M)) - 2
     beyond = {"09", "10"}  # of which the lecture notes say nothing
@@ -43,7 +37,7 @@ def test_a_topic_has_a_cell_that_worked(topic, number, heading, words, shown):
     """A cell of code that holds the words, and whose own output holds what it should show."""
     cells = section(number, heading)
     assert cells, f"notebook {number} has no section {heading!r}"
-    holding = [said(cell) for cell in cells if cell.cell_type == "code" and words in cell.source]
+    holding = [series.said(cell) for cell in cells if cell.cell_type == "code" and words in cell.source]
     assert holding, f"no cell with code of {heading!r} holds {words!r}"
     assert not any(word in shown for word in REFUSED), "a refusal shows nothing"
     assert any(shown in text for text in holding), f"{words!r} shows {holding}, not {shown!r}"
