@@ -127,6 +127,18 @@ def divides_at_the_end(model):
     return divided
 
 
+def divides_first(model):
+    works = []
+
+    def send(parameter):
+        parameter.grad /= dist.get_world_size()
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    return lambda: [works.pop().wait() for _ in range(len(works))]
+
+
 def on_a_stream_of_its_own(model):
     """And without async_op."""
     stream = torch.cuda.Stream()
@@ -151,6 +163,7 @@ def on_a_stream_of_its_own(model):
     (lambda model: None, "talk_early should return a function, which is called after backward"),
     (early, "[passed]"),
     (divides_at_the_end, "[passed]"),
+    (divides_first, "[passed]"),
     (on_a_stream_of_its_own, "[passed]"),
 ])  # fmt: skip
 def test_talks_early(says, talk_early, said):

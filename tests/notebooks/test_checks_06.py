@@ -102,6 +102,7 @@ def test_the_riddle_shows_each_cause_once_and_the_same_each_time(gpu):
     (no_end, "after 20 seconds your code has not come to an end"),
     (right, "[passed]"),
     (by_median, "[passed]"),
+    (lambda curve, output: right(np.array(curve), np.float32(output)), "[passed]"),
     (by_the_ends, "[passed]"),
 ])  # fmt: skip
 def test_causes(gpu, once, says, cause, said):
@@ -195,6 +196,7 @@ def by_sorting(snapshot):
     (accused, "[passed]"),
     (lambda snapshot: list(accused(snapshot)), "[passed]"),
     (by_sorting, "[passed]"),
+    (lambda snapshot: collections.namedtuple("Place", "file line")(*accused(snapshot)), "[passed]"),
 ])  # fmt: skip
 def test_culprits(says, culprit, said):
     says(said, checks.culprits, culprit)

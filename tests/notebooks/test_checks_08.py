@@ -108,6 +108,12 @@ def weights_averaged_at_the_end(model, batches):
         dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
 
 
+def weights_averaged_in_each_step(model, batches):
+    """For SGD without momentum it comes to the same."""
+    for batch in batches:
+        weights_averaged_at_the_end(model, [batch])
+
+
 def one_message(model, batches):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in batches:
@@ -132,6 +138,7 @@ def one_message(model, batches):
     (train_with(lambda model, ddp: ddp), "[passed]"),
     (lambda *args: by_hand(*args, of=3), "[passed]"),
     (one_message, "[passed]"),
+    (weights_averaged_in_each_step, "[passed]"),
 ])  # fmt: skip
 def test_stays_together(says, train, said):
     says(said, checks.stays_together, train)

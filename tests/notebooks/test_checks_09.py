@@ -51,6 +51,7 @@ def plan(**styles):
     (None, "the plan is None; a dictionary is wanted"),
     ({"up": "columns", "down": "rows"}, "[passed]"),
     ({"u*": "columns", "d*": "rows"}, "[passed]"),
+    ({"[a-u]p": "columns", "d???": "rows in words"}, "[passed]"),
     ({"down": "rows in words", "up": "columns in words"}, "[passed]"),
 ])  # fmt: skip
 def test_tensor_plan(says, styles, said):

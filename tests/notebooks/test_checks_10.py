@@ -1,5 +1,6 @@
 """The graders of notebook 10: 1F1B's table, and an exchange that must not wait for ever."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ def greedy(stages, number):
         (table, "[passed]"),
         (lambda m, n: tuple(iter(order) for order in table(m, n)), "[passed]"),
         (greedy, "[passed]"),
+        (lambda m, n: np.array(table(m, n)), "[passed]"),
     ],
 )  # fmt: skip
 def test_one_f_one_b(says, write, said):
