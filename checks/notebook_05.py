@@ -282,8 +282,8 @@ def _run(trainable: Callable, space: Mapping):
     from ray import tune
 
     if not ray.is_initialized():
-        return "Ray does not run: helpers.tuning.start_ray(cpus=2) starts it"
-    from helpers.tuning import Watch
+        return "Ray does not run: start_ray(cpus=2) of notebooks/scripts/tuning.py starts it"
+    from notebooks.scripts.tuning import Watch
 
     with tempfile.TemporaryDirectory(prefix="graded-") as folder:
         run_config = tune.RunConfig(

@@ -19,7 +19,7 @@ import torch
 import checks
 import virtualgpu
 from checks import notebook_05
-from helpers import tuning
+from notebooks.scripts import tuning
 from tests.processes import no_end
 
 
@@ -292,4 +292,4 @@ def test_goes_on_by_ray(capsys, cluster, trainable, said):
 
 def test_without_ray_the_grader_says_how_to_start_it(says, tune):
     tuning.stop_ray()
-    says("helpers.tuning.start_ray(cpus=2) starts it", checks.goes_on, goes_on)
+    says("start_ray(cpus=2) of notebooks/scripts/tuning.py starts it", checks.goes_on, goes_on)
