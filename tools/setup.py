@@ -17,8 +17,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "finished"
 MARK = VENV / "made-by-make"  # the first thing in it, and the last to go
 INPUTS = ("requirements.txt", "constraints.txt", "pyproject.toml")
-# Free on the disk, and what stays: Linux gets torch's CUDA build (9.7 with pip's download beside it), other systems one without
-NEEDED_GB, KEPT_GB = (10, 6) if sys.platform == "linux" else (3, 2)
+# GB wanted on the disk, and what stays: Linux gets torch's CUDA build (9.7 with pip's download beside it), other systems one without
+SPACE = {"linux": (10, 6), "elsewhere": (3, 2)}
 
 
 def wanted() -> str:
@@ -85,14 +85,15 @@ def install(fresh: bool) -> int:
             print("The set-up in .venv was cut off, or made by another Python: starting over.")
             clear()
         free = shutil.disk_usage(ROOT).free / 1e9
-        if free < NEEDED_GB:
+        needed, kept = SPACE.get(sys.platform, SPACE["elsewhere"])
+        if free < needed:
             print(
-                f"{free:.1f} GB free on this disk, about {NEEDED_GB} GB are needed on this system (PyTorch is large). Free some, then try again."
+                f"{free:.1f} GB free on this disk, about {needed} GB are needed on this system (PyTorch is large). Free some, then try again."
             )
             return 1
         VENV.mkdir(exist_ok=True)
         MARK.touch()
-        print(f"Setting up .venv: a few minutes and about {KEPT_GB} GB, the first time only.", flush=True)
+        print(f"Setting up .venv: a few minutes and about {kept} GB, the first time only.", flush=True)
         made = subprocess.run([sys.executable, "-m", "venv", VENV.resolve()])  # venv takes no link
         if made.returncode:
             print("Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv")

@@ -16,7 +16,7 @@ from torch import nn
 
 import checks
 from checks.grader import NoRoom, alone, grader, launched
-from helpers import checkpoint
+from notebooks.scripts import train_ddp
 from tests.processes import HURRY, no_end
 
 
@@ -315,7 +315,7 @@ OPENED = "killed right after a.pt was opened for writing, the earlier checkpoint
     (beside, "[passed]"),
     (beside_by_tempfile, "[passed]"),
     (in_a_folder_beside, "[passed]"),
-    (checkpoint.save, "[passed]"),
+    (train_ddp.save, "[passed]"),
 ])  # fmt: skip
 def test_survives(says, save, said):
     """Writing in place, and each half measure, dies at one of its moments."""

@@ -192,11 +192,19 @@ def test_a_failed_install_names_the_cure(setup, capsys):
     assert not (root / ".venv" / "finished").exists()
 
 
-def test_a_full_disk_is_said_before_anything_is_downloaded(setup, monkeypatch, capsys):
+@pytest.mark.parametrize("system, free, said", [
+    ("linux", 9, "9.0 GB free on this disk, about 10 GB are needed"),
+    ("darwin", 1, "1.0 GB free on this disk, about 3 GB are needed"),
+    ("darwin", 9, "about 2 GB, the first time only"),
+    ("win32", 4, "about 2 GB, the first time only"),
+])  # fmt: skip
+def test_a_full_disk_is_said_before_anything_is_downloaded(setup, monkeypatch, capsys, system, free, said):
     module, calls, _ = setup
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e9))
-    assert module.main() == 1
-    assert "1.0 GB free" in capsys.readouterr().out and calls.made == 0
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free * 1e9))
+    monkeypatch.setattr(module.sys, "platform", system)
+    status = module.main()
+    assert said in capsys.readouterr().out
+    assert (status, calls.made > 0) == ((0, True) if "first time" in said else (1, False))
 
 
 def test_an_old_python_is_refused(setup, monkeypatch, capsys):
