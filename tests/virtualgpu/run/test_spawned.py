@@ -87,7 +87,7 @@ def looks(run, tmp_path_factory):
     script.write_text(PROGRAM)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    ended = run("--gpus", "2", script, port)
+    ended = run("--gpus", "2", script, port, anew=True)
     assert ended.returncode == 0, ended.stderr
     first, second, third = ended.stdout.split("facts ")
     forked, rest = second.split("\n", 1)
