@@ -138,9 +138,14 @@ class Popen(subprocess.Popen):
         return self._close_pipe_fds(to_child, from_parent, to_parent, from_child, error_to_parent, errors)
 
 
-def run(*arguments, input=None, timeout=180, **options) -> subprocess.CompletedProcess:
-    """What subprocess.run says of `python arguments`, as text."""
-    options = {"stdin": None if input is None else subprocess.PIPE, "text": True, **options}
+def environment() -> dict[str, str]:
+    """This process's, without what libraries have left there since the tests began (torch.profiler does)."""
+    return _common(BEFORE) | {name: value for name, value in os.environ.items() if OWN.fullmatch(name)}
+
+
+def run(*arguments, input=None, timeout=180, env=None, **options) -> subprocess.CompletedProcess:
+    """What subprocess.run says of `python arguments`, as text. env: that of `environment()` unless given."""
+    options |= {"stdin": None if input is None else subprocess.PIPE, "env": env or environment(), "text": True}
     command = [sys.executable, *map(str, arguments)]
     with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         try:

@@ -204,7 +204,7 @@ def errors(tmp_path_factory) -> dict[str, tuple[str, str]]:
     """{the name of what failed: (the error's class, its words)}"""
     file = tmp_path_factory.mktemp("face") / "file"
     file.touch()
-    environment = {**os.environ, "HELPERS_GPUS": "virtual"}
+    environment = {**forks.environment(), "HELPERS_GPUS": "virtual"}
     done = forks.run("-m", "tests.virtualgpu.test_public_face", file, env=environment)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert done.returncode == 0, f"the process ended with {done.returncode} in {lines[-1:]}: {done.stderr[-2000:]}"

@@ -1,6 +1,5 @@
 """The runner, started as a user starts it."""
 
-import os
 import subprocess
 import sys
 
@@ -14,7 +13,9 @@ from virtualgpu.run.trials.warm import WarmPython
 @pytest.fixture(scope="session")
 def clean_environ():
     """The environment without what these tests themselves may run under."""
-    return {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")}
+    return {
+        name: value for name, value in forks.environment().items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")
+    }
 
 
 @pytest.fixture(scope="session")

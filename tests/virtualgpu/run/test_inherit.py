@@ -30,7 +30,7 @@ def two_gpus():
 
 
 def program() -> str:
-    ran = forks.run("-c", PROGRAM, env=os.environ | inherit.variables())
+    ran = forks.run("-c", PROGRAM, env=forks.environment() | inherit.variables())
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 
