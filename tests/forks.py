@@ -1,9 +1,26 @@
-"""Programs that are the first of their kind in a process: each in a fork of one that has imported PyTorch and virtualgpu, and nothing more."""
+"""Python programs without the three seconds in which each imports PyTorch: each in a fork of a process that has imported PyTorch and virtualgpu,
+and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/spawned.py says how.
 
+`run` and `Popen` are for commands, also for what those start in turn (the runner its program, torchrun its ranks). Python's own end, its flags
+and sitecustomize are not in them: a test that is about these starts a Python of its own.
+"""
+
+import atexit
 import os
+import re
+import runpy
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest import mock
+
+from virtualgpu.run import program, spawned
+from virtualgpu.run.trials import forked
 
 DYNAMO = (
     "import sympy, torch.distributed.tensor"  # what torch._dynamo imports at its first use, and what takes its time
@@ -40,3 +57,183 @@ def outcomes(programs: list[str], folder: Path, libraries: str = "pass", first: 
         (status, [line for line in lines if "virtual GPUs, each" not in line])
         for status, lines in zip(ended, said, strict=True)
     ]
+
+
+ROOT = str(Path(__file__).resolve().parents[1])
+BEGIN = f"""
+import sys
+(aside,) = [finder for finder in sys.meta_path if type(finder).__name__ == "_Loaded"]
+del sys.meta_path[: sys.meta_path.index(aside) + 1]
+sys.modules.update(aside._modules)
+sys.path.insert(0, {ROOT!r})
+from tests import forks
+del sys.path[0]
+forks.become"""
+# In what an environment may differ from that of the Python that is forked: what nothing reads when PyTorch is imported
+OWN = re.compile(
+    spawned.OF_RANKS.pattern
+    + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*"
+)
+BEFORE = program.defaults({}) | os.environ  # what tests set is theirs
+_one = threading.Lock()  # at a time has this process's environment replaced
+
+
+class WarmPython(spawned.WarmPython):
+    """The Python that commands are forked from, begun with the first of them."""
+
+    def __init__(self, environ: Mapping[str, str]):
+        super().__init__()
+        self.environ = environ
+
+    def fork(self, code: str, environ: Mapping[str, str], ends: Sequence[int]) -> int | None:
+        """The number of a child of this process that runs this code; None where it needs a Python of its own."""
+        if sys.platform != "linux" or _common(environ) != _common(self.environ):
+            return None
+        with _one, mock.patch.dict(os.environ, self.environ, clear=True):
+            return self.start(lambda *_: 0, sys.executable, [sys.executable, "-c", code, spawned.WORD], ends) or None
+
+
+class _Within(WarmPython):
+    """The same in a command that was forked: forked from it in turn, before the command does anything."""
+
+    def __init__(self, environ):
+        super().__init__(environ)
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            other.close()
+            return
+        self._socket.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        exec(spawned.serve(other.detach()), {"__name__": "__main__"})
+
+    def _begin(self, args):
+        """It has begun."""
+
+
+class Popen(subprocess.Popen):
+    """subprocess.Popen for `python program.py arguments`, `python -c code` and `python -m module`; all else is started as ever."""
+
+    python: WarmPython | None = None
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        to_child, from_parent, to_parent, from_child, error_to_parent, errors = others[3:9]
+        words = [] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
+        pid = None
+        if _is_python(words) and preexec_fn is None and not pass_fds and others[-1] == -1:
+            Popen.python = Popen.python or WarmPython(BEFORE)
+            ends = (to_child, from_child, errors)
+            told = (
+                words[1:],
+                dict(os.environ if env is None else env),
+                os.fspath(cwd or os.getcwd()),
+                ends,
+                others[-2],
+            )
+            pid = Popen.python.fork(f"{BEGIN}(*{told!r})", told[1], [end for end in ends if end > 2])
+        if pid is None:
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
+        self.pid, self._child_created = pid, True
+        return self._close_pipe_fds(to_child, from_parent, to_parent, from_child, error_to_parent, errors)
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what libraries have left there since the tests began (torch.profiler does)."""
+    return _common(BEFORE) | {name: value for name, value in os.environ.items() if OWN.fullmatch(name)}
+
+
+def run(*arguments, input=None, timeout=180, env=None, **options) -> subprocess.CompletedProcess:
+    """What subprocess.run says of `python arguments`, as text. env: that of `environment()` unless given."""
+    options |= {"stdin": None if input is None else subprocess.PIPE, "env": env or environment(), "text": True}
+    command = [sys.executable, *map(str, arguments)]
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        try:
+            printed = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, *printed)
+
+
+def _common(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if not OWN.fullmatch(name)}
+
+
+def _is_python(words: Sequence[str]) -> bool:
+    if not words or words[0] != sys.executable:
+        return False
+    what = (words[2 if words[1:2] == ["-u"] else 1 :] or ["-"])[0]
+    return what in ("-c", "-m", "-mpytest") or (what[:1] != "-" and os.path.isfile(what))
+
+
+def become(words: list[str], environ: dict[str, str], folder: str, ends: Sequence[int], session: bool) -> None:
+    """In the fork: this command, to its end."""
+    for stream, end in enumerate(ends):
+        if end >= 0:
+            os.dup2(end, stream)
+    os.closerange(3, 1 << 12)
+    if session:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    if "OMP_NUM_THREADS" in environ:
+        sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    if words[0] == "-u":
+        del words[0]
+        sys.stdout.reconfigure(write_through=True)
+    Popen.python, plainly, subprocess.Popen = _Within(environ), subprocess.Popen, Popen
+    os.register_at_fork(
+        after_in_child=lambda: setattr(subprocess, "Popen", plainly)
+    )  # whose children they would not be
+    for name in ("tests.forks", "tests"):
+        sys.modules.pop(name, None)
+    forked.as_if_not_imported("torch", "virtualgpu")
+    status = 0
+    try:
+        _execute(words)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        status = 1
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            status = -signal.SIGINT
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _execute(words: list[str]) -> None:
+    if words[0] == "-mpytest":
+        words = ["-m", "pytest", *words[1:]]
+    what, *rest = words
+    sys.argv[:] = [what, *rest[1:]] if what in ("-c", "-m") else words
+    sys.orig_argv[:] = [sys.executable, *words]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in given if path not in ("", program.SITE, *sys.path)]
+    if what == "-m":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__
+    if what == "-c":
+        sys.path[0] = ""
+        code = compile(rest[0], "<string>", "exec", dont_inherit=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(what))
+        main.__file__ = what
+        code = compile(Path(what).read_bytes(), what, "exec", dont_inherit=True)
+    exec(code, vars(main))

@@ -1,7 +1,6 @@
 """An error that notebook 06 forgets, and what it kept alive."""
 
 import json
-import subprocess
 import sys
 import textwrap
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from helpers import forget_error
+from tests import forks
 
 MIB = 1 << 20
 
@@ -56,7 +56,7 @@ def printed():
         printed[name] = said.getvalue().rstrip().rpartition("\\n")[2]
     print(json.dumps(printed))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    done = forks.run("-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
+from tests import forks
 from virtualgpu import _compat
 from virtualgpu.timing import flops
 
@@ -437,7 +438,7 @@ mode.event_handler._handle_event_creation(1)
 trace.EventRecordCallbacks.fire_callbacks(1, 0)
 assert 1 in mode.event_handler.syncs.recorded_sync_states
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forks.run("-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -528,7 +529,7 @@ def test_a_private_name_that_is_gone_is_named(name, tmp_path):
 
 def test_a_newer_version_that_has_all_names_works():
     code = "import torch; torch.__version__ = '2.16.0'; import virtualgpu; virtualgpu.gpus(1); torch.ones(1, device='cuda')"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    assert forks.run("-c", code).returncode == 0
 
 
 # -- no other file of the engine spells a private name of PyTorch

@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 import warnings
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import virtualgpu
+from tests import forks
 
 MODULES = """torch.cuda torch.cuda.memory torch.cuda.random torch.cuda.streams torch.cuda.nccl torch.cuda.comm torch.cuda.graphs
     torch.cuda.graph_annotations torch.cuda.green_contexts torch.cuda.gds torch.cuda.jiterator torch.cuda.tunable
@@ -204,9 +204,8 @@ def errors(tmp_path_factory) -> dict[str, tuple[str, str]]:
     """{the name of what failed: (the error's class, its words)}"""
     file = tmp_path_factory.mktemp("face") / "file"
     file.touch()
-    environment = {**os.environ, "HELPERS_GPUS": "virtual"}
-    command = [sys.executable, "-m", "tests.virtualgpu.test_public_face", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    environment = {**forks.environment(), "HELPERS_GPUS": "virtual"}
+    done = forks.run("-m", "tests.virtualgpu.test_public_face", file, env=environment)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert done.returncode == 0, f"the process ended with {done.returncode} in {lines[-1:]}: {done.stderr[-2000:]}"
     assert len({line[0] for line in lines}) > 150

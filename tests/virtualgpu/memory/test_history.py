@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
+from tests import forks
 from tests.virtualgpu.memory.programs import KIB, MIB, Time
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.torch_api import memory as patch
@@ -307,8 +308,7 @@ def viz(*arguments) -> str:
 
 
 def test_pytorchs_viewer_reads_the_segments(dumped):
-    command = [sys.executable, "-m", "torch.cuda._memory_viz", "stats", str(dumped)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = forks.run("-m", "torch.cuda._memory_viz", "stats", dumped).stdout
     assert text == _memory_viz.segsum(pickle.loads(dumped.read_bytes())) + "\n"
     assert "segments: 2" in text and "total_reserved: 22.0MiB" in text and "total_allocated: 5.1MiB" in text
 

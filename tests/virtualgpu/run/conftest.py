@@ -1,11 +1,11 @@
 """The runner, started as a user starts it."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
+from tests import forks
 from virtualgpu.run.trials import programs
 from virtualgpu.run.trials.warm import WarmPython
 
@@ -13,23 +13,26 @@ from virtualgpu.run.trials.warm import WarmPython
 @pytest.fixture(scope="session")
 def clean_environ():
     """The environment without what these tests themselves may run under."""
-    return {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")}
+    return {
+        name: value for name, value in forks.environment().items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")
+    }
 
 
 @pytest.fixture(scope="session")
 def run(clean_environ, tmp_path_factory):
-    """run("--gpus", "2", "program.py"): python -m virtualgpu, in a folder of its own; its output and status."""
+    """run("--gpus", "2", "program.py"): python -m virtualgpu, in a folder of its own; its output and status. Runner and program are forked
+    (tests/forks.py) unless anew is true."""
 
-    def start(*arguments, environ=(), **options) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-m", "virtualgpu", *map(str, arguments)],
-            env={**clean_environ, **dict(environ)},
-            cwd=tmp_path_factory.mktemp("elsewhere"),
-            text=True,
-            capture_output=True,
-            timeout=180,
-            **options,
-        )
+    def start(*arguments, environ=(), anew=False, **options) -> subprocess.CompletedProcess:
+        options |= {
+            "env": {**clean_environ, **dict(environ)},
+            "cwd": tmp_path_factory.mktemp("elsewhere"),
+            "timeout": 180,
+        }
+        if not anew:
+            return forks.run("-m", "virtualgpu", *arguments, **options)
+        command = [sys.executable, "-m", "virtualgpu", *map(str, arguments)]
+        return subprocess.run(command, text=True, capture_output=True, **options)
 
     return start
 

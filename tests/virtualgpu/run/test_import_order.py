@@ -21,7 +21,7 @@ print(there.device, end="")
 
 @pytest.mark.parametrize("first", FIRST)
 def test_what_comes_first(run, first):
-    done = run("--gpus", "2", "--quiet", "-c", first + THEN)
+    done = run("--gpus", "2", "--quiet", "-c", first + THEN, anew=True)
     assert (done.stdout, done.stderr) == ("cuda:1", "")
 
 
@@ -32,5 +32,5 @@ def test_a_pytest_plugin_that_imports_it_before_torch(run, tmp_path):
         "import torch\n\ndef test_there():\n    assert torch.ones(2, device='cuda:1').sum() == 2\n"
     )
     arguments = ["-m", "pytest", "-q", "-p", "early", "-p", "no:cacheprovider", tmp_path / "test_early.py"]
-    done = run("--gpus", "2", "--quiet", *arguments, environ={"PYTHONPATH": str(tmp_path)})
+    done = run("--gpus", "2", "--quiet", *arguments, environ={"PYTHONPATH": str(tmp_path)}, anew=True)
     assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import virtualgpu
+from tests import forks
 from virtualgpu import environment
 from virtualgpu.engine.machine import CONTEXT
 from virtualgpu.run import inherit
@@ -29,8 +30,7 @@ def two_gpus():
 
 
 def program() -> str:
-    environ = os.environ | inherit.variables()
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True)
+    ran = forks.run("-c", PROGRAM, env=forks.environment() | inherit.variables())
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 

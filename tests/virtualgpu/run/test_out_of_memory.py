@@ -1,8 +1,5 @@
 """An uncaught OutOfMemoryError under the runner: what lay on the GPU by kind, and what would have had to go."""
 
-import subprocess
-import sys
-
 PROGRAM = """
 import sys, torch
 from torch import nn
@@ -23,10 +20,9 @@ torch.empty(2**27, device="cuda")
 """
 
 
-def test_what_lay_there_by_kind():
+def test_what_lay_there_by_kind(run):
     """Not of an error that was caught, nor of another one."""
-    command = [sys.executable, "-m", "virtualgpu", "--gpus", "1", "--memory", "1GB", "--dry", "-c", PROGRAM]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = run("--gpus", "1", "--memory", "1GB", "--dry", "-c", PROGRAM)
     assert ended.returncode == 1
     first, _, last = ended.stderr.partition("ZeroDivisionError: division by zero\n")
     assert "when it ran out of memory" not in first and last.count("when it ran out of memory") == 1

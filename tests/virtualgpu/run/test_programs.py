@@ -39,7 +39,7 @@ def test_gpus_everywhere(run, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     trace = tmp_path / "trace.json"
     options = ("--like", "T4,A100", "--memory", "1GB", "--trace", trace)
-    found = run(*options, tmp_path / "program.py", tmp_path, "--gpus")
+    found = run(*options, tmp_path / "program.py", tmp_path, "--gpus", anew=True)
     assert found.returncode == 0, found.stderr
     facts = json.loads(found.stdout)
     assert facts.pop("argv") == [str(tmp_path), "--gpus"] and facts.pop("path") == str(tmp_path)
@@ -134,13 +134,13 @@ def test_programs_without_torch_are_left_alone(run, tmp_path):
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text("import sys; sys.hidden = True")
     code = "import sys, sitecustomize as s; print(s.__file__, sys.hidden, 'torch' in sys.modules, 'virtualgpu' in sys.modules, [p for p in sys.path if 'virtualgpu' in p.rpartition('/run')[0]])"
-    found = run("-c", code, environ={"PYTHONPATH": str(tmp_path)})
+    found = run("-c", code, environ={"PYTHONPATH": str(tmp_path)}, anew=True)
     assert found.stdout == f"{hidden} True False False []\n"
     assert found.stderr == "virtualgpu: 2 x Tesla T4: no process used a GPU\n"
 
 
 def test_a_missing_script_is_pythons_to_report(run):
-    found = run("--quiet", "nowhere.py")
+    found = run("--quiet", "nowhere.py", anew=True)
     assert found.returncode == 2 and "can't open file" in found.stderr and found.stderr.count("\n") == 1
 
 
@@ -156,7 +156,7 @@ def test_collections_leave_pytorchs_objects_alone(run):
         "weight.sum().backward()\n"
         "torch.optim.SGD([weight], 0.1).step()\n"
     )
-    found = run("--quiet", "-c", code)
+    found = run("--quiet", "-c", code, anew=True)
     assert (found.stdout, found.stderr) == ("True True True\n", "")
 
 

@@ -50,13 +50,15 @@ def start(clean_environ, tmp_path):
 
 
 def test_status_and_stdin_are_the_programs(run):
-    found = run("-c", "import sys; print(sys.stdin.read()[::-1], sys.argv); sys.exit(7)", "--gpus", input="abc")
+    found = run(
+        "-c", "import sys; print(sys.stdin.read()[::-1], sys.argv); sys.exit(7)", "--gpus", input="abc", anew=True
+    )
     assert (found.returncode, found.stdout) == (7, "cba ['-c', '--gpus']\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_signal_that_ends_the_program_ends_the_runner(run, number):
-    found = run("--quiet", "-c", f"import os; os.kill(os.getpid(), {int(number)})")
+    found = run("--quiet", "-c", f"import os; os.kill(os.getpid(), {int(number)})", anew=True)
     assert found.returncode == -number
 
 

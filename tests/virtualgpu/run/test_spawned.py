@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests import forks
+
 PROGRAM = r"""
 import json, os, sys
 before = [name in sys.modules for name in ("torch", "virtualgpu.session")]
@@ -87,7 +89,7 @@ def looks(run, tmp_path_factory):
     script.write_text(PROGRAM)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    ended = run("--gpus", "2", script, port)
+    ended = run("--gpus", "2", script, port, anew=True)
     assert ended.returncode == 0, ended.stderr
     first, second, third = ended.stdout.split("facts ")
     forked, rest = second.split("\n", 1)
@@ -112,3 +114,14 @@ def test_it_writes_where_a_new_one_would(looks):
 def test_each_draws_numbers_of_its_own(looks):
     drawn = [number for found, _ in looks for numbers in found["drawn"] for number in numbers]
     assert len(set(drawn)) == len(drawn)
+
+
+def test_the_commands_of_these_tests_are_forked_too():
+    """By tests/forks.py, which starts anew what it cannot fork: the runner, its program, and what that starts."""
+    told = "import subprocess, sys; print('spawned' in open('/proc/self/cmdline').read(), 'torch' in sys.modules, flush=True); "
+    leaf = [sys.executable, "-c", told + "print(sys.stdin.read(), end='', flush=True); 1 / 0"]
+    ended = forks.run(
+        "-m", "virtualgpu", "--quiet", "-c", f"{told}sys.exit(4 + subprocess.call({leaf!r}))", input="read"
+    )
+    assert (ended.returncode, ended.stdout) == (5, "True False\nTrue False\nread")
+    assert ended.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"

@@ -1,12 +1,11 @@
 """PyTorch's own detector, torch.cuda._sanitizer, is told what CUDA would tell it: it agrees with ours on what it can see."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.virtualgpu.sanitizer import programs
 
 ROOT = Path(__file__).parents[3]
@@ -39,8 +38,7 @@ HOW = {
 def test_pytorchs_own_detector_is_right(clean_environ, tmp_path, variables, enable):
     code = PROGRAM.format(enable=enable)
     environ = {**clean_environ, **variables, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "virtualgpu", "--quiet", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True)
+    done = forks.run("-m", "virtualgpu", "--quiet", "-c", code, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found) == [program.__name__ for program in programs.STREAMS]

@@ -1,12 +1,10 @@
 """On and off: the with-block and the runner's option (those of pytest: test_plugin); while it is off, nothing is in the way."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import virtualgpu
+from tests import forks
 from tests.virtualgpu.sanitizer import programs
 from virtualgpu import environment, session
 from virtualgpu.engine.dispatch import Dispatch
@@ -87,8 +85,7 @@ def test_what_the_runners_program_starts_has_it(clean_environ, tmp_path):
     child = tmp_path / "child.py"
     child.write_text(RACE)
     starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(child)!r}]))"
-    command = [sys.executable, "-m", "virtualgpu", "--quiet", "--sanitize", "--dry", "-c", starts]
-    done = subprocess.run(command, env=clean_environ, text=True, capture_output=True)
+    done = forks.run("-m", "virtualgpu", "--quiet", "--sanitize", "--dry", "-c", starts, env=clean_environ)
     assert done.returncode == 1
     assert "virtualgpu.sanitizer.UnsynchronizedAccessError: a race: aten::add_.Tensor on stream 3" in done.stderr
 

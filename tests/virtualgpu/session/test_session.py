@@ -3,8 +3,6 @@
 import concurrent.futures
 import gc
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import virtualgpu
+from tests import forks
 from virtualgpu import session
 from virtualgpu.engine.thread_context import dry_runs
 from virtualgpu.hardware.specs import find_all
@@ -114,7 +113,7 @@ print(tried, left, (torch.ones(2, device="cuda:1") + 1).device)
 
 def test_ctrl_c_while_turning_on_or_off_leaves_nothing():
     """At forty places of either; a reset() afterwards finishes the work."""
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
+    done = forks.run("-c", INTERRUPTED, timeout=300)
     last = done.stdout.splitlines()[-1:]
     assert last and last[0].endswith("[] cuda:1"), done.stdout + done.stderr[-2000:]
     assert int(last[0].split()[0]) >= 60
@@ -401,7 +400,7 @@ if os.fork() == 0:
 os.wait()
 print((x + 1).tolist())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = forks.run("-c", code)
     lines = done.stdout.splitlines()[1:]
     said = ["CUDA error: initialization error"[:34]] * 3 + [
         "Cannot re-initialize CUDA in forked"[:34]

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 import virtualgpu
+from tests import forks
 from tests.forks import DYNAMO, outcomes
 
 ONE = torch.device("cuda:1")
@@ -34,7 +33,7 @@ print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=5))
 def test_profiling_cuda_is_quiet_and_whole(tmp_path):
     """One warning on stderr, not two C++ traces an operation; the trace has the simulated kernels."""
     trace = tmp_path / "trace.json"
-    done = subprocess.run([sys.executable, "-c", PROFILED, str(trace)], capture_output=True, text=True, timeout=120)
+    done = forks.run("-c", PROFILED, trace)
     assert done.returncode == 0, done.stderr[-2000:]
     # PyTorch 2.11 warns twice by itself, and Kineto that it sees no driver
     assert len(done.stderr.splitlines()) <= 5 and "torch.profiler cannot see virtual GPUs" in done.stderr
