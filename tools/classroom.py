@@ -72,7 +72,7 @@ def release(out: Path) -> None:
         )
         nbformat.validate(lesson)
         nbformat.write(lesson, out / path.name)
-    for folder in ("figures", "scripts"):
+    for folder in (path.name for path in series.NOTEBOOKS.iterdir() if path.is_dir() and path.name[0] not in "._"):
         shutil.copytree(series.NOTEBOOKS / folder, out / folder, ignore=shutil.ignore_patterns("__pycache__"))
 
 

@@ -32,7 +32,7 @@ def released(tmp_path_factory):
 
 
 def test_what_is_handed_out_has_every_exercise_and_no_solution(released):
-    assert sorted(path.name for path in released.iterdir()) == sorted([*lessons(), "scripts"])
+    assert sorted(path.name for path in released.iterdir()) == sorted([*lessons(), "figures", "scripts"])
     for name, ours in lessons().items():
         theirs = nbformat.read(released / name, 4)
         nbformat.validate(theirs)
