@@ -66,7 +66,7 @@ def of_03(monkeypatch):
 def test_a_pipelines_memory_is_its_fuller_gpus(of_03, cut, fuller):
     torch = of_03["torch"]
     _, mib, timeline = of_03["measure"](lambda: of_03["PipelineParallelResNet50"](cut, 60))
-    with of_03["helpers"].dry_run(2, like="T4"):
+    with of_03["virtualgpu"].dry_run(2, like="T4"):
         model, optimizer = of_03["fresh"](lambda: of_03["PipelineParallelResNet50"](cut, 60))
         of_03["train_step"](model, optimizer)
         seen = [torch.cuda.max_memory_allocated(i) / 2**20 for i in range(2)]
