@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -146,8 +147,9 @@ def test_too_few_open_files_are_said_before_a_kernel_dies_of_it(folder, capsys):
 
     folder(nb_01_good=GOOD)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))  # of this process, whatever tests before have left open
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 40, hard))
+    taken = set(map(int, os.listdir("/proc/self/fd")))  # whatever tests before have left open
+    free = (number for number in range(soft) if number not in taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, 40, None)), hard))
     try:
         assert run.main([]) == 1
     finally:
