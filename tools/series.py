@@ -15,7 +15,7 @@ NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
 LONGEST = ("05", "07", "09", "08", "01", "04", "10", "03", "06", "02")  # by the time that their processes take together
 TAGS = {
-    "bootstrap", "cover", "exercise", "solution", "folded", "prediction", "answer", "nbval-ignore-output", "raises-exception",
+    "bootstrap", "cover", "exercise", "solution", "folded", "prediction", "nbval-ignore-output", "raises-exception",
 }  # fmt: skip
 
 

@@ -143,12 +143,6 @@ def in_repository(target: str) -> str:
     return f"https://github.com/{project['repository']}/blob/{project['branch']}/{target}"
 
 
-def colab(path: Path) -> str:
-    """The address that opens a lesson in Colab."""
-    project = stamp.settings()
-    return f"https://colab.research.google.com/github/{project['repository']}/blob/{project['branch']}/notebooks/{path.name}"
-
-
 def contents(lessons: list, seconds: dict[str, float]) -> str:
     """The page of all lessons, in the order of reading: what each teaches, its time, its picture."""
     cards = []

@@ -7,6 +7,7 @@ from urllib.parse import unquote
 import lesson_page
 import pytest
 import series
+import stamp
 import website
 from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -34,7 +35,8 @@ def pages(site):
 def test_each_lesson_has_a_page_with_a_button_for_colab(pages):
     for path in series.notebooks():
         page = pages[f"notebooks/{path.stem}.html"]
-        assert page.find("a", href=website.colab(path)), path.stem
+        in_colab = re.search(r"https://colab[^)]*/github/[^)]*", stamp.badges(path.name))[0]
+        assert page.find("a", href=in_colab), path.stem
         assert page.select_one(".next-page, .right-next, .prev-next-footer a"), "the way to the next page"
 
 
