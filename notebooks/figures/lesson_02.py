@@ -52,11 +52,11 @@ def cuts(
     low, high = min(times.values()), max(times.values())
     for number, (entries, words) in enumerate(named.items()):
         memory.axvline(entries, color="#cccccc", linewidth=1, zorder=0)
-        place = entries + 1.5, high + (high - low) * (0.05 + 0.25 * ((number + 1) % 2))
+        place = entries + 1, (low - (high - low) / 4, high)[number % 2]  # below the line, above it, ...
         style = {"arrowstyle": "->", "color": "#444444"}
         clock.annotate(words, (entries, times[entries]), place, fontsize=9, va="center", arrowprops=style)
         clock.axvline(entries, color="#cccccc", linewidth=1, zorder=0)
-    clock.set(xlabel="entries on cuda:0", ylabel="a step (ms)", ylim=(low - (high - low) / 4, high + (high - low) / 2))
+    clock.set(xlabel="entries on cuda:0", ylabel="a step (ms)", ylim=(low - (high - low) / 2, high + (high - low) / 4))
     clock.set_xticks(list(times))
     figures.show(figure, title, "simulated")
 
