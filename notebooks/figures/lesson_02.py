@@ -1,4 +1,4 @@
-"""Boxes and arrows: what words alone would take a page to say."""
+"""Boxes and arrows, which words alone would take a page to say; and all the cuts of a network beside each other."""
 
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
@@ -33,6 +33,32 @@ def drawing(
             axes.annotate(text, middle, (0, 3), textcoords="offset points", fontsize=8, zorder=3, **style)
         axes.autoscale_view()
         axes.axis("off")
+
+
+def cuts(
+    peaks: Mapping[int, Sequence[float]], times: Mapping[int, float], limit: float, named: Mapping[int, str], title: str
+) -> None:
+    """All cuts of a row of layers, by how many entries are on cuda:0: above what each GPU holds, below how long a step takes.
+
+    peaks: {entries: MiB of each GPU}; times: {entries: ms}; limit: MiB, a line above; named: {entries: words}, with an arrow below."""
+    figure, (memory, clock) = figures.new(5.0, nrows=2, sharex=True)
+    for gpu in range(2):
+        memory.plot(list(peaks), [peak[gpu] for peak in peaks.values()], "o-", markersize=3.5, label=f"cuda:{gpu}")
+    memory.axhline(limit, color="#888888", linestyle="--", linewidth=1)
+    memory.annotate(f"{limit / 1024:g} GiB", (1, limit), (0, -3), textcoords="offset points", va="top", fontsize=9)
+    memory.set(ylabel="peak memory (MiB)", ylim=(0, None))
+    memory.legend(loc="center right")
+    clock.plot(list(times), list(times.values()), "o-", markersize=3.5, color=COLORS[2])
+    low, high = min(times.values()), max(times.values())
+    for number, (entries, words) in enumerate(named.items()):
+        memory.axvline(entries, color="#cccccc", linewidth=1, zorder=0)
+        place = entries + 1, (low - (high - low) / 4, high)[number % 2]  # below the line, above it, ...
+        style = {"arrowstyle": "->", "color": "#444444"}
+        clock.annotate(words, (entries, times[entries]), place, fontsize=9, va="center", arrowprops=style)
+        clock.axvline(entries, color="#cccccc", linewidth=1, zorder=0)
+    clock.set(xlabel="entries on cuda:0", ylabel="a step (ms)", ylim=(low - (high - low) / 2, high + (high - low) / 4))
+    clock.set_xticks(list(times))
+    figures.show(figure, title, "simulated")
 
 
 def _edges(start: Box, end: Box) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -239,6 +239,16 @@ def test_a_drawing_has_its_boxes_and_arrows(figures):
     assert arrow.xy == (3, 1.0)
 
 
+def test_all_cuts_stand_above_each_other_and_some_are_named(figures, shown):
+    peaks, times = {1: (100, 300), 2: (200, 200), 3: (300, 100)}, {1: 9.0, 2: 7.0, 3: 8.0}
+    lesson_02.cuts(peaks, times, 1024, {2: "even", 3: "last"}, "Two are even")
+    memory, clock = figures[0].axes
+    assert [list(line.get_ydata()) for line in memory.lines[:2]] == [[100, 200, 300], [300, 200, 100]]
+    assert list(clock.lines[0].get_xdata()) == [1, 2, 3] and list(clock.lines[0].get_ydata()) == [9, 7, 8]
+    assert [(text.get_text(), text.xy) for text in clock.texts] == [("even", (2, 7.0)), ("last", (3, 8.0))]
+    assert [text.get_text() for text in memory.texts] == ["1 GiB"]
+
+
 def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
     some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=8, used=1)
     full = some._replace(values={"batch-size": "64"}, status="out of memory", step=None, samples=None)
