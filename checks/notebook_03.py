@@ -64,7 +64,9 @@ def _numbers_complaint(forward: Callable, rows: int, split_size: int) -> str | N
     theirs += [*plain_parts[0].parameters(), *plain_parts[1].parameters()]
     for own, other in zip(mine, theirs, strict=True):
         if own.grad is None or not torch.allclose(own.grad.cpu(), other.grad, atol=1e-4):
-            return "the numbers are right, but the gradients are not one GPU's: was something detached, or computed twice?"
+            return (
+                "the numbers are right, but the gradients are not one GPU's: was something detached, or computed twice?"
+            )
     return None
 
 
@@ -110,16 +112,18 @@ def _shortest(first, second, x, split_size):
 def _step_complaint(forward: Callable) -> str | None:
     """Where the step is long: why."""
     mine = _Watched()
-    ms, turns, best = mine.step(forward), _Watched().step(_in_turns), _Watched().step(_shortest)
-    if ms <= SLOWER * best:
+    ms = mine.step(forward)
+    if ms <= SLOWER * _Watched().step(_shortest):
         return None
-    took = f"a step takes {ms:.0f} ms, one in turns {turns:.0f}"
+    took = f"a step takes {ms:.0f} ms, one in turns {_Watched().step(_in_turns):.0f}"
     if IMAGES in mine.sizes:
         return f"{took}: first gets all {IMAGES} images at once, and until it is through, cuda:1 has nothing to do"
     if mine.waited:
         return f"{took}: each round waits until cuda:1 is done (.item(), print, synchronize?), and cuda:0 has nothing in its queue meanwhile"
     if not mine.calls.lstrip("F").strip("S"):
-        return f"{took}: all of first is queued before any of second, with all copies between them: when can cuda:1 begin?"
+        return (
+            f"{took}: all of first is queued before any of second, with all copies between them: when can cuda:1 begin?"
+        )
     return f"{took}: in each round one GPU waits for the other; which copy in your loop has to wait for second?"
 
 
@@ -142,7 +146,7 @@ def schedules(gpipe: Callable[[int, int], list], one_f_one_b: Callable[[int, int
     for name, table, rule in (("gpipe", gpipe, _gpipe_complaint), ("one_f_one_b", one_f_one_b, _held_complaint)):
         found = launched(answers, partial(_rows, table), sizes, nprocs=1, ask="does your loop end?")
         if isinstance(found, str):
-            return f"{name}: {found}"
+            return f"{found} (in {name})"
         for (stages, pieces), rows in zip(sizes, found[0], strict=True):
             if complaint := _table_complaint(stages, pieces, rows) or rule(stages, pieces, rows):
                 return f"{name}, {stages} stages and {pieces} micro-batches: {complaint}"
