@@ -14,7 +14,7 @@ the end with the exercises still open. (`riddle` and `stranger` are no graders: 
 from checks.grader import NotYet, Skipped
 from checks.notebook_01 import frozen, resumes, survives
 from checks.notebook_02 import skip_repaired, split_in_two
-from checks.notebook_03 import fastest_plan, slots
+from checks.notebook_03 import keeps_both_busy, schedules
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on, tunes
 from checks.notebook_06 import causes, culprits, riddle, stranger
@@ -30,18 +30,18 @@ __all__ = [
     "causes",
     "culprits",
     "exchanged",
-    "fastest_plan",
     "fits_two_t4s",
     "frozen",
     "frugal",
     "goes_on",
+    "keeps_both_busy",
     "one_f_one_b",
     "resumes",
     "riddle",
+    "schedules",
     "shards_below",
     "skip_repaired",
     "slims",
-    "slots",
     "split_in_two",
     "stays_together",
     "stranger",

@@ -79,17 +79,19 @@ def launched(
         return f"rank {error.rank} {_how(error)}"
 
 
-def launched_on_gpus(worker: Callable, *args, nprocs: int = 2, gpus: int | None = None, **options) -> list | str:
+def launched_on_gpus(
+    worker: Callable, *args, nprocs: int = 2, gpus: int | None = None, like: str | None = None, **options
+) -> list | str:
     """As `launched`, on so many virtual GPUs, by default one a rank: the notebook's, or others for as long as it takes. Real ones are
-    left alone."""
+    left alone. like: of this card in any case."""
     gpus = gpus or nprocs
     with contextlib.ExitStack() as stack:
         machine = virtualgpu.machine()
-        if machine is None or len(machine.gpus) < gpus:
+        if machine is None or len(machine.gpus) < gpus or like:
             stack.enter_context(mock.patch.dict(os.environ, HELPERS_GPUS="virtual"))
             stack.enter_context(suspended())  # the notebook's own come back, also those that play real ones
             with contextlib.redirect_stdout(None):
-                stack.enter_context(virtualgpu.gpus(gpus))
+                stack.enter_context(virtualgpu.gpus(gpus, like=like or "T4"))
         return launched(worker, *args, nprocs=nprocs, **options)
 
 

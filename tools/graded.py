@@ -53,7 +53,7 @@ class Exercise:
 
     @property
     def call(self) -> ast.Call:
-        """Of the grader: checks.slots(slots)."""
+        """Of the grader: checks.keeps_both_busy(forward)."""
         return grader_call(self.source)
 
     @property

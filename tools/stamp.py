@@ -27,10 +27,7 @@ BADGES = (
 )
 
 BEGIN, END = "<!-- lessons: written by tools/stamp.py -->", "<!-- lessons end -->"
-PICTURES = {
-    "02_model_parallel.ipynb": "model_parallel.png",
-    "03_pipeline_parallel.ipynb": "pipeline.png",
-}  # under docs/
+PICTURES = {"03_pipeline_parallel.ipynb": "pipeline.png"}  # under docs/
 
 # Import name -> what pip installs, for what Colab does not have. The helpers themselves need the first two.
 HELPERS_NEED = {"GPUtil": "GPUtil", "pynvml": "nvidia-ml-py"}

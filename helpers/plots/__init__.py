@@ -6,8 +6,8 @@ in notebooks/figures/.
 """
 
 from helpers.plots.allocation import stacked
-from helpers.plots.devices import timeline, utilization
+from helpers.plots.devices import timeline, timelines, utilization
 from helpers.plots.frames import slider
 from helpers.plots.series import bars, curves, dots, sweep
 
-__all__ = ["bars", "curves", "dots", "slider", "stacked", "sweep", "timeline", "utilization"]
+__all__ = ["bars", "curves", "dots", "slider", "stacked", "sweep", "timeline", "timelines", "utilization"]

@@ -15,7 +15,7 @@ import virtualgpu
 from helpers import data, plots
 from helpers.plots import devices
 from helpers.plots import figures as drawing
-from notebooks.figures import lesson_01, lesson_02, lesson_05, lesson_07
+from notebooks.figures import lesson_01, lesson_02, lesson_03, lesson_05, lesson_07
 from virtualgpu.monitor import Reading, Source
 from virtualgpu.run.fit.search import Trial
 from virtualgpu.timeline import Timeline, row
@@ -169,6 +169,33 @@ def test_a_pipelines_bars_have_the_numbers_of_their_micro_batches(figures):
     plots.timeline(Timeline({"cuda:0": row(spans, 0, 4)}, 4, "simulated"), "Two micro-batches")
     drawn = [(text.get_text(), text.get_position()) for text in figures[0].axes[0].texts[:4]]
     assert drawn == [("0", (500, 0)), ("1", (1500, 0)), ("0", (2500, 0)), ("1", (3500, 0))]
+
+
+def test_timelines_share_an_axis_of_time_and_a_legend(figures):
+    """Each GPU's share is of its own timeline's time, and copies are not computing."""
+    spans = [Span(0, 0, 1, "forward", "mm"), Span(0, 1, 2, "copy", "copy")]
+    short = Timeline({"cuda:0": spans}, 2, "simulated")
+    long = Timeline({"cuda:0": [*spans, Span(0, 2, 4, "backward", "mm")], "cuda:1": []}, 4, "simulated")
+    plots.timelines({"pipeline": short, "in turns": long}, "They compare")
+    above, below = figures[0].axes
+    assert [axes.get_ylabel() for axes in (above, below)] == ["pipeline", "in turns"]
+    assert [[text.get_text() for text in axes.texts] for axes in (above, below)] == [
+        ["50 % computing"],
+        ["75 % computing", "0 % computing"],
+    ]
+    assert above.get_xlim() == below.get_xlim() == (0, 4000)
+    assert [text.get_text() for text in above.get_legend().get_texts()] == ["forward", "copy", "backward"]
+    assert below.get_legend() is None
+
+
+def test_a_schedule_has_what_each_stage_holds(figures):
+    tables = {
+        "GPipe": [["F0", "F1", None, None, "B0", "B1"], [None, "F0", "F1", "B0", "B1", None]],
+        "1F1B": [["F0", "F1", None, "B0", None, "B1"], [None, "F0", "B0", "F1", "B1", None]],
+    }
+    lesson_03.schedules(tables, "They hold")
+    held = [[label.get_text() for label in axes.get_yticklabels()] for axes in figures[0].axes]
+    assert held == [["stage 0, holds 2", "stage 1, holds 2"], ["stage 0, holds 2", "stage 1, holds 1"]]
 
 
 @pytest.mark.parametrize(

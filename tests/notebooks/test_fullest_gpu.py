@@ -1,6 +1,5 @@
 """Where lessons compare memory, they compare the fullest GPU: what fits is decided there."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -55,20 +54,20 @@ def of_03(monkeypatch):
     """What notebook 03 measures with, without the cells between."""
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     lesson: dict = {}
-    exec(re.sub(r"^devices = .*$", "", source("03", "import helpers\n"), flags=re.M), lesson)
-    for words in ("def resnet_row", "class PipelineParallelResNet50", "def train_step", "def measure("):
-        exec(source("03", words), lesson)
+    exec(source("03", "def recorded").split("def recorded")[0], lesson)  # its imports
+    for words in ("def resnet_row", "def measure("):
+        exec(source("03", words).split("one_gpu, ")[0], lesson)
     yield lesson
     virtualgpu.reset()
 
 
 @pytest.mark.parametrize("cut, fuller", [(4, 1), (17, 0)])
 def test_a_pipelines_memory_is_its_fuller_gpus(of_03, cut, fuller):
-    torch = of_03["torch"]
-    _, mib, timeline = of_03["measure"](lambda: of_03["PipelineParallelResNet50"](cut, 60))
+    torch, two_stages = of_03["torch"], of_03["TwoStages"]
+    _, mib, timeline = of_03["measure"](lambda: two_stages(cut, 60))
     with of_03["virtualgpu"].dry_run(2, like="T4"):
-        model, optimizer = of_03["fresh"](lambda: of_03["PipelineParallelResNet50"](cut, 60))
-        of_03["train_step"](model, optimizer)
+        model = two_stages(cut, 60)
+        of_03["train_step"](model, torch.optim.SGD(model.parameters(), lr=0.01))
         seen = [torch.cuda.max_memory_allocated(i) / 2**20 for i in range(2)]
     assert seen[fuller] > 2 * seen[1 - fuller]
     assert mib == pytest.approx(max(seen), rel=0.01)

@@ -1,0 +1,23 @@
+"""Schedules on paper, each stage with what it holds."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from helpers import plots
+from virtualgpu import Timeline
+
+
+def schedules(tables: Mapping[str, Sequence[Sequence[str | None]]], title: str) -> None:
+    """{name: table}, below each other; beside a stage how many micro-batches it holds at most, from their forward to their backward."""
+    drawn = {}
+    for name, table in tables.items():
+        timeline = Timeline.of_slots(table)
+        names = [f"{stage}, holds {held(row)}" for stage, row in zip(timeline.rows, table, strict=True)]
+        rows = dict(zip(names, timeline.rows.values(), strict=True))
+        drawn[name] = Timeline(rows, timeline.seconds, timeline.origin)
+    plots.timelines(drawn, title, xlabel="slots")
+
+
+def held(row: Sequence[str | None]) -> int:
+    """Micro-batches that a stage holds at once."""
+    return max(accumulate({"F": 1, "B": -1}.get((work or " ")[0], 0) for work in row))
