@@ -46,7 +46,9 @@ def _first_half(pack: Callable, file: Path) -> tuple[list, torch.Tensor, np.ndar
     return middle, draw, drawn, [_state(part) for part in whole]
 
 
-def _second_half(unpack: Callable, file: Path, middle: list, draw: torch.Tensor, drawn: np.ndarray, end: list) -> str | None:
+def _second_half(
+    unpack: Callable, file: Path, middle: list, draw: torch.Tensor, drawn: np.ndarray, end: list
+) -> str | None:
     resumed = _training(1)
     unpack(torch.load(file, map_location="cpu", weights_only=True), *resumed)
     for name, part, then in zip(("model", "optimizer", "average"), resumed, middle, strict=True):
@@ -125,7 +127,11 @@ def _state(part):
 
 @grader
 def frozen(
-    make: Callable[[], nn.Module], whole: Callable[[], nn.Module], part: str, shape: tuple = (1, 8, 8), timeout: float = 60
+    make: Callable[[], nn.Module],
+    whole: Callable[[], nn.Module],
+    part: str,
+    shape: tuple = (1, 8, 8),
+    timeout: float = 60,
 ) -> str | None:
     """Two epochs of training make()'s model on images of this shape, each begun by model.train(): `part` ("backbone[:8]") must stay
     as whole() has it, and everything else must move."""
@@ -138,7 +144,7 @@ def _frozen(make: Callable, whole: Callable, part: str, shape: tuple) -> str | N
     torch.manual_seed(0)
     model, start = make(), copy.deepcopy(whole().state_dict())
     if not isinstance(model, nn.Module):
-        return f"your answer makes {model!r}; a model is wanted"
+        return f"your answer returns {model!r}; a model is wanted"
     first = model.state_dict()
     changed = [key for key in start if key.startswith(still) and not torch.equal(first[key], start[key])]
     if changed:

@@ -38,7 +38,9 @@ def test_the_prose_is_true_of_the_stored_figures():
     assert random > 95 and by_writer < random - 2, "new writers are harder"
     scratch, longer, frozen, tuned = figures("From scratch")
     assert scratch < 20 and frozen > scratch + 10, "random weights learn next to nothing, a frozen backbone something"
-    assert tuned > frozen + 10 and abs(tuned - longer) < 10, "fine-tuning: about what takes four times the steps from scratch"
+    assert tuned > frozen + 10 and abs(tuned - longer) < 10, (
+        "fine-tuning: about what takes four times the steps from scratch"
+    )
 
 
 def test_the_first_picture_holds_a_run_that_was_brought_back():
