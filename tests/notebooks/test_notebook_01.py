@@ -45,7 +45,9 @@ def test_the_prose_is_true_of_the_stored_figures():
 
 def test_the_first_picture_holds_a_run_that_was_brought_back():
     stored = series.said(cell("# @title Three runs"))
-    (times,) = set(re.findall(r"From everything: the run itself\. From the weights alone: (\d+) times the loss", stored))
+    (times,) = set(
+        re.findall(r"From everything: the run itself\. From the weights alone: (\d+) times the loss", stored)
+    )
     assert int(times) > 1
 
 
