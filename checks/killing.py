@@ -68,10 +68,14 @@ def _die_at(moment: int, save: Callable, state: Any, path: Path, writing: int) -
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # as it is a moment after
                 end(1, f"right after {name.name} was opened for writing")
         else:
-            if event == "os.rename" and folder not in names[0].parents:  # what is below it is on its disk
+            if event == "os.rename" and not near(names[0]):
                 end(2, "your second file lies in another folder: where that is on another disk, it cannot be renamed")
             if reached():
                 end(1, CHANGES[event])
+
+    def near(name: Path) -> bool:
+        """On the checkpoint's disk wherever that is: below its folder or beside it, and no mount of its own."""
+        return folder.parent in name.parents and os.stat(name).st_dev == os.stat(folder).st_dev
 
     def in_two_halves(state: Any, file: Any, *args, **options) -> None:
         content = io.BytesIO()

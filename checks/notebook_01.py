@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,18 +17,19 @@ from checks.killing import killed_at, needs_fork
 
 @grader
 def resumes(pack: Callable, unpack: Callable, timeout: float = 60) -> str | None:
-    """Does a training cut in half by pack(model, optimizer, averaged) and unpack(saved, model, optimizer, averaged)
+    """Does a training run cut in half by pack(model, optimizer, averaged) and unpack(saved, model, optimizer, averaged)
     end exactly where the uninterrupted one ends? Names the first part that was not brought back.
 
-    As in life, the second half is another process, and has what a file brings to it."""
+    It draws from PyTorch and from NumPy's global generator. As in life, the second half is another process, and has what a
+    file brings to it."""
     with tempfile.TemporaryDirectory(prefix="graded-") as folder:
         file = Path(folder, "half.pt")
         whole = alone(_first_half, pack, file, timeout=timeout)
         return whole if isinstance(whole, str) else alone(_second_half, unpack, file, *whole, timeout=timeout)
 
 
-def _first_half(pack: Callable, file: Path) -> tuple[list, torch.Tensor, list] | str:
-    """What pack's answer should bring back, and where the training ends that nobody cuts."""
+def _first_half(pack: Callable, file: Path) -> tuple[list, torch.Tensor, np.ndarray, list] | str:
+    """What pack's answer should bring back, and where the run ends that nobody cuts."""
     whole = _training(0)
     _five_steps(*whole)
     whole[1].param_groups[0]["lr"] = 0.05  # as a schedule does
@@ -35,13 +37,18 @@ def _first_half(pack: Callable, file: Path) -> tuple[list, torch.Tensor, list] |
     torch.save(packed, file)
     if code := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         names = ", ".join(sorted(code))
+        if all(name.startswith("numpy") for name in code):
+            cure = "an array of NumPy's, as np.random.get_state has one under `key`, goes in as a list (.tolist()), a number of NumPy's by .item()"
+            return f"torch.load does not open your file (UnpicklingError, for {names}): {cure}"
         return f"what pack returns has to go through torch.load, which refuses it for {names}: hand over tensors and plain values"
-    middle, draw = copy.deepcopy([_state(part) for part in whole]), torch.get_rng_state()
+    middle, draw, drawn = copy.deepcopy([_state(part) for part in whole]), torch.get_rng_state(), _numpy_draws()
     _five_steps(*whole)
-    return middle, draw, [_state(part) for part in whole]
+    return middle, draw, drawn, [_state(part) for part in whole]
 
 
-def _second_half(unpack: Callable, file: Path, middle: list, draw: torch.Tensor, end: list) -> str | None:
+def _second_half(
+    unpack: Callable, file: Path, middle: list, draw: torch.Tensor, drawn: np.ndarray, end: list
+) -> str | None:
     resumed = _training(1)
     unpack(torch.load(file, map_location="cpu", weights_only=True), *resumed)
     for name, part, then in zip(("model", "optimizer", "average"), resumed, middle, strict=True):
@@ -49,6 +56,8 @@ def _second_half(unpack: Callable, file: Path, middle: list, draw: torch.Tensor,
             return f"after unpack, the {name} is not what it was when pack was called"
     if not torch.equal(torch.get_rng_state(), draw):
         return "model, optimizer and average are back, but the next random number would be another one: dropout will drop other features"
+    if not np.array_equal(_numpy_draws(), drawn):
+        return "all of PyTorch's is back, but NumPy's next random number would be another one: the noise will differ"
     _five_steps(*resumed)
     if not _equal([_state(part) for part in resumed], end):
         return "all seemed to be back, yet five steps later the weights differ"
@@ -57,6 +66,7 @@ def _second_half(unpack: Callable, file: Path, middle: list, draw: torch.Tensor,
 
 def _training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     torch.manual_seed(seed)
+    np.random.seed(seed)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     averaged = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averaged
@@ -65,10 +75,18 @@ def _training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, to
 def _five_steps(model, optimizer, averaged) -> None:
     for _ in range(5):
         optimizer.zero_grad()
-        model(torch.randn(16, 8)).pow(2).mean().backward()
+        noise = torch.from_numpy(np.random.normal(0, 0.1, (16, 8))).float()
+        model(torch.randn(16, 8) + noise).pow(2).mean().backward()
         optimizer.step()
         for name, tensor in model.state_dict().items():
             averaged[name].mul_(0.9).add_(tensor, alpha=0.1)
+
+
+def _numpy_draws() -> np.ndarray:
+    """What NumPy's global generator would draw next; it draws nothing."""
+    ahead = np.random.RandomState()
+    ahead.set_state(np.random.get_state())
+    return ahead.normal(size=3)
 
 
 @grader
@@ -108,25 +126,31 @@ def _state(part):
 
 
 @grader
-def frozen(make: Callable[[], nn.Module], whole: Callable[[], nn.Module], part: str, timeout: float = 60) -> str | None:
-    """Two epochs of training make()'s model, each begun by model.train(): `part` ("backbone[:8]") must stay as whole() has it, and
-    everything else must move."""
-    return alone(_frozen, make, whole, part, timeout=timeout)
+def frozen(
+    make: Callable[[], nn.Module],
+    whole: Callable[[], nn.Module],
+    part: str,
+    shape: tuple = (1, 8, 8),
+    timeout: float = 60,
+) -> str | None:
+    """Two epochs of training make()'s model on images of this shape, each begun by model.train(): `part` ("backbone[:8]") must stay
+    as whole() has it, and everything else must move."""
+    return alone(_frozen, make, whole, part, shape, timeout=timeout)
 
 
-def _frozen(make: Callable, whole: Callable, part: str) -> str | None:
+def _frozen(make: Callable, whole: Callable, part: str, shape: tuple) -> str | None:
     name, end = part.removesuffix("]").split("[:")
     still = tuple(f"{name}.{i}." for i in range(int(end)))
     torch.manual_seed(0)
     model, start = make(), copy.deepcopy(whole().state_dict())
     if not isinstance(model, nn.Module):
-        return f"your function returns {model!r}; a model is wanted"
+        return f"your answer returns {model!r}; a model is wanted"
     first = model.state_dict()
     changed = [key for key in start if key.startswith(still) and not torch.equal(first[key], start[key])]
     if changed:
         return f"{len(changed)} tensors of {part} are not the trained ones from the start, {changed[0]} first"
     before = copy.deepcopy(first)
-    if complaint := _two_epochs(model):
+    if complaint := _two_epochs(model, shape):
         return complaint
     moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
     wrong = [key for key in before if key.startswith(still) and key in moved]
@@ -151,7 +175,7 @@ def _frozen(make: Callable, whole: Callable, part: str) -> str | None:
     return None
 
 
-def _two_epochs(model: nn.Module) -> str | None:
+def _two_epochs(model: nn.Module, shape: tuple) -> str | None:
     """Each as a training loop begins it: with model.train()."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -159,7 +183,7 @@ def _two_epochs(model: nn.Module) -> str | None:
     optimizer = torch.optim.SGD(trained, lr=0.1, weight_decay=0.01)  # moves what has a gradient, be it zero
     for _ in range(2):
         model.train()
-        x = torch.rand(16, 1, 8, 8).to(trained[0].device)
+        x = torch.rand(16, *shape).to(trained[0].device)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), torch.arange(16, device=x.device) % 10).backward()
         optimizer.step()

@@ -19,7 +19,7 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def main() -> None:
-    from sklearn.datasets import load_digits  # here: the other scripts need write alone
+    from sklearn.datasets import load_digits
 
     found = load_digits()
     arrays = {"images": found.images.astype(np.uint8), "labels": found.target.astype(np.uint8)}

@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +21,34 @@ from notebooks.scripts import train_ddp
 from tests.processes import HURRY, no_end
 
 
+def numpy_state():
+    state = np.random.get_state(legacy=False)
+    return state | {"state": {"key": state["state"]["key"].tolist(), "pos": state["state"]["pos"]}}
+
+
 def pack(model, optimizer, averaged):
-    rng = torch.get_rng_state()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged, "rng": rng}
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "averaged": averaged}
+    return parts | {"rng": torch.get_rng_state(), "numpy": numpy_state()}
+
+
+def as_numpy_gives_it(*parts):
+    """What many pages advise, and what does not load."""
+    return pack(*parts) | {"numpy": np.random.get_state()}
+
+
+def a_mean_score(*parts):
+    return pack(*parts) | {"best": np.mean([0.5, 0.75])}
+
+
+def as_a_tensor(*parts):
+    """Another right one: the legacy tuple, with the key as a tensor."""
+    kind, key, *rest = np.random.get_state()
+    return pack(*parts) | {"numpy": (kind, torch.from_numpy(key.astype(np.int64)), *rest)}
+
+
+def from_a_tensor(saved, *parts):
+    kind, key, *rest = saved["numpy"]
+    unpack_without(None)(saved | {"numpy": (kind, key.numpy().astype(np.uint32), *rest)}, *parts)
 
 
 def objects(model, optimizer, averaged):
@@ -66,6 +92,8 @@ def unpack_without(forgotten):
             averaged.update(saved["averaged"])
         if forgotten != "rng":
             torch.set_rng_state(saved["rng"])
+        if forgotten != "numpy":
+            np.random.set_state(saved["numpy"])
 
     return unpack
 
@@ -88,6 +116,9 @@ ENDLESS = "after 60 seconds your code has not come to an end: is there a loop wi
     (pack, unpack_without("optimizer"), "the optimizer is not"),
     (pack, unpack_without("averaged"), "the average is not"),
     (pack, unpack_without("rng"), "next random number"),
+    (pack, unpack_without("numpy"), "NumPy's next random number would be another one"),
+    (as_numpy_gives_it, unpack_without(None), "torch.load does not open your file (UnpicklingError ... goes in as a list (.tolist())"),
+    (a_mean_score, unpack_without(None), "torch.load does not open your file (UnpicklingError ... a number of NumPy's by .item()"),
     (pack, momentum_alone, "the optimizer is not"),
     (objects, unpack_objects, "has to go through torch.load, which refuses it for torch.nn.modules.container.Sequential"),
     (with_a_function, lambda *args: unpack_without(None)(*args), "your code raised"),
@@ -98,6 +129,7 @@ ENDLESS = "after 60 seconds your code has not come to an end: is there a loop wi
      lambda saved, *parts: unpack_without(None)(dict(zip(pack(*parts), saved, strict=True)), *parts), "[passed]"),
     (rng_as_a_list, lambda saved, *parts: unpack_without(None)(saved | {"rng": torch.tensor(saved["rng"], dtype=torch.uint8)}, *parts),
      "[passed]"),
+    (as_a_tensor, from_a_tensor, "[passed]"),
     (the_same_seed, lambda *args: (unpack_without("rng")(*args), torch.manual_seed(7)), "[passed]"),
 ])  # fmt: skip
 def test_resumes(says, pack, unpack, said):
@@ -218,6 +250,23 @@ def test_frozen(says, make, said):
     says(said, checks.frozen, make, trained, part="backbone[:3]")
 
 
+def test_frozen_takes_pictures_of_any_shape(says):
+    def colored():
+        torch.manual_seed(7)
+        net = nn.Sequential()
+        net.backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+        net.head = nn.Linear(4 * 36, 10)
+        return net
+
+    def frozen_colored():
+        net = colored()
+        net.backbone[:2].requires_grad_(False)
+        net.backbone.register_forward_pre_hook(lambda layers, inputs: layers[:2].eval() and None)
+        return net
+
+    says("[passed]", checks.frozen, frozen_colored, colored, part="backbone[:2]", shape=(3, 8, 8))
+
+
 def in_place(state, path):
     torch.save(state, path)
 
@@ -283,6 +332,13 @@ def in_a_folder_beside(state, path):
         os.replace(Path(folder, "new"), path)
 
 
+def in_a_sibling_folder(state, path):
+    """Not below the checkpoint's own folder, and on its disk all the same."""
+    with tempfile.TemporaryDirectory(dir=path.parent.parent) as folder:
+        torch.save(state, Path(folder, "new"))
+        os.replace(Path(folder, "new"), path)
+
+
 def in_a_folder_copied_over(state, path):
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         torch.save(state, Path(folder, "new"))
@@ -315,6 +371,7 @@ OPENED = "killed right after a.pt was opened for writing, the earlier checkpoint
     (beside, "[passed]"),
     (beside_by_tempfile, "[passed]"),
     (in_a_folder_beside, "[passed]"),
+    (in_a_sibling_folder, "[passed]"),
     (train_ddp.save, "[passed]"),
 ])  # fmt: skip
 def test_survives(says, save, said):
