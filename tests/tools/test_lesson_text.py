@@ -53,7 +53,7 @@ CHANGED = SOURCES[0], "print(1)", "print(3)"
     "notebook, text, newer, sources, shown",
     [
         (SOURCES, SOURCES, "text", SOURCES, [1, 1]),
-        (SOURCES, CHANGED, "text", CHANGED, [1, 1]),  # outputs stay until the next run
+        (SOURCES, CHANGED, "text", CHANGED, [1, 0]),  # what the cell showed was another cell's
         (SOURCES, CHANGED, "notebook", SOURCES, [1, 1]),
         (None, CHANGED, "text", CHANGED, [0, 0]),
         (SOURCES, None, "notebook", SOURCES, [1, 1]),
@@ -65,6 +65,16 @@ def test_the_newer_one_counts(folder, notebook, text, newer, sources, shown):
     assert tuple(cell.source for cell in paired.cells) == sources
     assert [len(cell.outputs) for cell in paired.cells[1:]] == shown
     assert paired.metadata["lesson"]["title"] == "A lesson"
+
+
+def test_what_was_measured_below_a_changed_cell_is_measured_anew(folder):
+    def timed(first):
+        notebook = lesson("# A", first, "print(2)", "print('3 s (measured)')", outputs=True)
+        notebook.cells[3].metadata["tags"] = ["nbval-ignore-output"]
+        return notebook
+
+    paired = lesson_text.paired(put(folder, timed("print(1)"), timed("print(10)"), "text"))
+    assert [len(cell.outputs) for cell in paired.cells[1:]] == [0, 1, 0]
 
 
 def test_what_is_no_text_is_named(folder):
