@@ -36,11 +36,8 @@ def test_the_prose_is_true_of_the_stored_figures():
     assert best > 90 and last < best - 30, "the best epoch is worth keeping"
     random, by_writer = figures("writers never seen")
     assert random > 95 and by_writer < random - 2, "new writers are harder"
-    scratch, longer, frozen, tuned = figures("From scratch")
-    assert scratch < 20 and frozen > scratch + 10, "random weights learn next to nothing, a frozen backbone something"
-    assert tuned > frozen + 10 and abs(tuned - longer) < 10, (
-        "fine-tuning: about what takes four times the steps from scratch"
-    )
+    scratch, frozen, tuned = figures("After 80 steps")
+    assert tuned > frozen + 10 and tuned > scratch + 10, "at equal steps fine-tuning is ahead"
 
 
 def test_the_first_picture_holds_a_run_that_was_brought_back():
