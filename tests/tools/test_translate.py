@@ -29,8 +29,8 @@ def test_a_lesson_in_a_test_language(project, tmp_path, capsys):
     translate.main(["update", "ko", "03"])
     file = tmp_path / "locales" / "ko" / f"{project.stem}.po"
     english = [
-        "Where notebook 02 ended",
-        "cut each batch into micro-batches in a loop of ten lines, so that two GPUs work at the same time",
+        "Two GPUs, and slower than one",
+        "cut the model where it is fastest among the cuts that fit",
     ]
     catalogue = read_po(file.open("rb"))
     assert all(catalogue.get(sentence) for sentence in english)
@@ -43,7 +43,7 @@ def test_a_lesson_in_a_test_language(project, tmp_path, capsys):
     assert series.code_cells(before) == series.code_cells(after), "code and outputs"
     changed = [(b.source, a.source) for b, a in zip(before.cells, after.cells, strict=True) if b.source != a.source]
     assert len(changed) == 2
-    assert "## WHERE NOTEBOOK 02 ENDED\n" in changed[1][1]
+    assert "## TWO GPUS, AND SLOWER THAN ONE\n" in changed[1][1]
     assert f"- {english[1].upper()}\n" in changed[0][1]
 
     # a sentence that is written anew waits for its translator, and stays English until then

@@ -210,8 +210,11 @@ def test_a_dry_run_keeps_the_clock_that_is_on(monkeypatch):
     with virtualgpu.gpus(1, host="2021"):
         with virtualgpu.dry_run():
             assert virtualgpu.machine().settings.host == "2021"
-        with pytest.raises(ValueError, match="another clock"), virtualgpu.dry_run(host="2023"):
-            pass
+            with pytest.raises(ValueError, match="another clock"), virtualgpu.dry_run(host="2023"):
+                pass
+        with virtualgpu.dry_run(host="2023"):  # one of its own
+            assert virtualgpu.machine().settings.host == "2023"
+        assert virtualgpu.machine().settings.host == "2021"
 
 
 def test_an_operation_of_many_kernels_costs_the_host_their_launches():
