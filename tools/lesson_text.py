@@ -81,8 +81,9 @@ def paired(path: Path) -> nbformat.NotebookNode:
     combined.metadata = nbformat.from_dict({**stored.metadata, **lesson.metadata})
     known, changed = {cell.source for cell in series.code_cells(stored)}, False
     for cell in series.code_cells(combined):
-        changed |= cell.source not in known
-        if cell.source not in known or (changed and "nbval-ignore-output" in series.tags(cell)):
+        new = cell.source not in known
+        changed |= new
+        if new or (changed and "nbval-ignore-output" in series.tags(cell)):
             cell.outputs = []  # another cell's, or measured by what is another program now
     return combined
 

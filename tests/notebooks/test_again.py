@@ -1,10 +1,8 @@
 """A reader goes back: each cell of a lesson runs a second time at once, and once more from the end of the notebook, last cell first."""
 
-import nbformat
 import pytest
+import series
 from nbclient import NotebookClient
-
-from tools import series
 
 LESSONS = ("01", "02", "03")  # the others are not written for it yet
 
@@ -14,7 +12,7 @@ LESSONS = ("01", "02", "03")  # the others are not written for it yet
     "path", [path for path in series.notebooks() if path.name[:2] in LESSONS], ids=lambda path: path.name[:2]
 )
 def test_cells_run_again(path):
-    notebook = nbformat.read(path, as_version=4)
+    notebook = series.read(path)
     cells = [(index, cell) for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     client = NotebookClient(
         notebook, timeout=600, allow_errors=True, resources={"metadata": {"path": str(path.parent)}}
