@@ -18,9 +18,10 @@ from checks.grader import alone, grader
 @grader
 def frugal(scheduler) -> str | None:
     """A scheduler of Ray's, replayed on 100 searches: at most 60 % of the rounds, the best stopped in at most 8."""
-    if isinstance(scheduler, type) or not hasattr(scheduler, "on_trial_result"):
-        kind = scheduler if isinstance(scheduler, type) else type(scheduler)
-        return f"{kind.__name__} is not a scheduler of Ray's, such as ASHAScheduler(...)"
+    if isinstance(scheduler, type):
+        return f"{scheduler.__name__} is a class: hand over an object of it, {scheduler.__name__}(...)"
+    if not all(hasattr(scheduler, name) for name in ("on_trial_result", "choose_trial_to_run")):
+        return f"{type(scheduler).__name__} is not a scheduler of Ray's: let its class inherit from FIFOScheduler"
     if complaint := _misread(scheduler):
         return complaint
     spent, lost = 0, 0
@@ -33,6 +34,8 @@ def frugal(scheduler) -> str | None:
                 f"{type(scheduler).__name__} asks for {error}, which recorded losses have not: take a scheduler that stops trials by "
                 "their losses alone, such as ASHAScheduler, HyperBandScheduler or MedianStoppingRule"
             )
+        except _NoAnswer as error:
+            return str(error)
         best = min(range(len(losses)), key=lambda trial: losses[trial][-1])
         spent, lost = spent + sum(rounds), lost + (rounds[best] < ROUNDS)
     share = 100 * spent / (SEARCHES * TRIALS * ROUNDS)
@@ -91,6 +94,7 @@ def goes_on(trainable: Callable[[dict], None]) -> str | None:
 
 
 ROUNDS, TRIALS, SEARCHES = 16, 20, 100
+ANSWERS = ("CONTINUE", "PAUSE", "STOP", "NOOP")  # of Ray's TrialScheduler
 TIMES = ("training_iteration", "time_total_s")  # what a scheduler may count by
 BUDGET, STEPS, WANTED = 200, 8, 80  # rounds for all networks together, steps in a round, % of the test images
 
@@ -109,6 +113,10 @@ def _misread(scheduler) -> str | None:
 
 class _NotPlayed(AttributeError):
     """A scheduler asks for what the stand-ins below do not have."""
+
+
+class _NoAnswer(Exception):
+    """A rule's answer says nothing."""
 
 
 class _Stand:
@@ -162,6 +170,8 @@ class _Controller(_Stand):
                     trial.work()
                     last = trial.rounds == ROUNDS
                     said = "STOP" if last else self._scheduler.on_trial_result(self, trial, trial.last_result)
+                    if said not in ANSWERS:
+                        raise _NoAnswer(f"on_trial_result returned {said!r}; it answers TrialScheduler.CONTINUE or STOP")
                     if said == "STOP":
                         self.stop_trial(trial)
                     elif said == "PAUSE":
