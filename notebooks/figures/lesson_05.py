@@ -17,7 +17,7 @@ def missed(images: Tensor, labels: Tensor, answers: Tensor, title: str, count: i
     wrong = (answers != labels).nonzero().flatten()[:count].tolist()
     figure, panels = figures.new(1.5, ncols=count)
     for axes, number in zip(panels, wrong, strict=False):
-        axes.imshow(images[number, 0], cmap="Greys")
+        axes.imshow(images[number, 0].numpy(), cmap="Greys")
         axes.set_title(f"{labels[number]}, not {answers[number]}", fontsize=8)
     for axes in panels:
         axes.set_axis_off()

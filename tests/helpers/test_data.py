@@ -59,6 +59,7 @@ def test_each_shipped_file_has_its_origin_and_licence():
     for name in (
         "digits.npz",
         "printed.npz",
+        "tuning.npz",
         "hands.jpg",
         "efficientnet_lite0_lower.safetensors",
         "LICENSE-efficientnet",

@@ -151,6 +151,7 @@ def test_workers_are_rows_and_their_bars_end_with_the_picture(figures):
     ]
     assert [len(axes.patches) for axes in panels] == [2, 3]
     assert [len(axes.lines) for axes in panels] == [1, 1], "a stop beyond the picture's end is not to be seen"
+    assert panels[0].get_xlim() == (0, 2)
 
 
 class Bar(NamedTuple):
@@ -176,7 +177,6 @@ def test_digits_that_a_network_misses_are_drawn_with_both_numbers(figures):
     images, labels = torch.zeros(5, 1, 8, 8), torch.tensor([1, 2, 3, 4, 5])
     lesson_05.missed(images, labels, torch.tensor([1, 7, 3, 4, 0]), "title", count=4)
     assert [axes.get_title() for axes in figures[0].axes] == ["2, not 7", "5, not 0", "", ""]
-    assert panels[0].get_xlim() == (0, 2)
 
 
 @pytest.mark.parametrize("disabled", [None, "1"])
