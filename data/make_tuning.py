@@ -13,8 +13,8 @@ Some twenty minutes on one core. The last digits differ from processor to proces
 
 import random
 import sys
+from collections.abc import Iterable
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -72,17 +72,22 @@ def score(net, data):
     return min(10.0, loss), (scores.argmax(1) == data[1]).sum().item()
 
 
+def curve(seed: int, i: int, j: int) -> tuple[list[float], list[int]]:
+    """Loss, and number right of 400, after each round of the network with this rate and this weight decay."""
+    torch.manual_seed(1000 * seed + i * len(DECAYS) + j)
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATES[i], momentum=0.9, weight_decay=DECAYS[j], fused=True)
+    seen = []
+    for _ in range(ROUNDS):
+        fit(net, optimizer, few, 6, 32)
+        seen.append(score(net, valid))
+    return tuple(map(list, zip(*seen, strict=True)))
+
+
 def curves(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and number right of 400 [25 rates, 5 decays, 16 rounds] of networks with seeds of their own."""
-    table = np.zeros((2, len(RATES), len(DECAYS), ROUNDS))
-    for number, ((i, lr), (j, decay)) in enumerate(product(enumerate(RATES), enumerate(DECAYS))):
-        torch.manual_seed(1000 * seed + number)
-        net = mlp()
-        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=decay, fused=True)
-        for round in range(ROUNDS):
-            fit(net, optimizer, few, 6, 32)
-            table[:, i, j, round] = score(net, valid)
-    return table[0].astype(np.float32), table[1].astype(np.uint16)
+    """Both [25 rates, 5 decays, 16 rounds], of networks with seeds of their own."""
+    table = np.array([[curve(seed, i, j) for j in range(len(DECAYS))] for i in range(len(RATES))])
+    return table[:, :, 0].astype(np.float32), table[:, :, 1].astype(np.uint16)
 
 
 def trained(seed, make=mlp, lr=1e-3, data=few, trials=1):
@@ -151,6 +156,18 @@ def batch(size: int, lr: float, seed: int) -> tuple[float, float]:
     return reached[IMAGES // size], reached[STEPS]
 
 
+def ways(seeds: Iterable[int]) -> np.ndarray:
+    """Test accuracy from 0 to 1 [ways, seeds]."""
+    right = [[score(way(seed), test)[1] for seed in seeds] for way in WAYS.values()]
+    return (np.array(right) / len(test[0])).astype(np.float32)
+
+
+def batches(seeds: Iterable[int]) -> np.ndarray:
+    """Images right of 400 [sizes, rates, seeds, 2]."""
+    right = [[[batch(size, lr, seed) for seed in seeds] for lr in BATCH_RATES] for size in SIZES]
+    return np.array(right).astype(np.uint16)
+
+
 def study(right: np.ndarray, seed: int, sampler: type, stops: bool) -> list[int]:
     """The most images right (of 400) that one search has seen, after the cost of each full trial. right: [sets, rates, decays, rounds]."""
     hyperband = optuna.pruners.HyperbandPruner(min_resource=4, max_resource=ROUNDS, reduction_factor=2)
@@ -162,8 +179,8 @@ def study(right: np.ndarray, seed: int, sampler: type, stops: bool) -> list[int]
     while len(seen) < ROUNDS * COST:
         trial = search.ask()
         rate, decay = trial.suggest_float("rate", 0, 1), trial.suggest_float("decay", 0, 1)
-        curve = right[seed % len(right), round(rate * (len(RATES) - 1)), round(decay * (len(DECAYS) - 1))]
-        for at, value in enumerate(curve.tolist(), 1):
+        values = right[seed % len(right), round(rate * (len(RATES) - 1)), round(decay * (len(DECAYS) - 1))]
+        for at, value in enumerate(values.tolist(), 1):
             best = max(best, value)
             seen.append(best)
             trial.report(value, at)
@@ -184,13 +201,13 @@ def studies(right: np.ndarray, count: int = 60) -> np.ndarray:
 def main() -> None:
     losses, right = map(np.stack, zip(*[curves(seed) for seed in range(SETS)], strict=True))
     print("curves", flush=True)
-    ways = np.array([[score(way(seed), test)[1] / len(test[0]) for seed in range(SEEDS)] for way in WAYS.values()])
-    print(*zip(WAYS, ways.mean(axis=1).round(3), strict=True), sep="\n", flush=True)
-    sizes = np.array([[[batch(size, lr, seed) for seed in range(4)] for lr in BATCH_RATES] for size in SIZES])
-    print(sizes.mean(axis=2).max(axis=1), flush=True)
+    print("ways", flush=True)
+    reached = ways(range(SEEDS))
+    print("batch sizes", flush=True)
+    sizes = batches(range(4))
     arrays = {"losses": losses, "right": right, "rates": np.array(RATES), "decays": np.array(DECAYS)}
-    arrays |= {"names": np.array(list(WAYS)), "ways": ways.astype(np.float32), "sizes": np.array(SIZES)}
-    arrays |= {"by_images": sizes[..., 0].astype(np.uint16), "by_steps": sizes[..., 1].astype(np.uint16)}
+    arrays |= {"names": np.array(list(WAYS)), "ways": reached, "sizes": np.array(SIZES)}
+    arrays |= {"by_images": sizes[..., 0], "by_steps": sizes[..., 1]}
     arrays |= {"study_names": np.array(list(STUDIES)), "studies": studies(right)}
     write(Path(__file__).with_name("tuning.npz"), arrays)
 
