@@ -245,10 +245,10 @@ class Diary(tune.Callback):
             self.begun[trial.trial_id] = time.monotonic() - result["time_this_iter_s"]
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info) -> None:
-        first = min(self.begun.values())
-        start, end, result = self.begun[trial.trial_id] - first, time.monotonic() - first, trial.last_result
-        done = result["training_iteration"]
-        self.bars.append(Bar(result["pid"], trial.trial_id, start, end, done, done < self.rounds))
+        result, first = trial.last_result, min(self.begun.values())
+        if done := result.get("training_iteration", 0):  # else it ended without a report
+            start, end = self.begun[trial.trial_id] - first, time.monotonic() - first
+            self.bars.append(Bar(result["pid"], trial.trial_id, start, end, done, done < self.rounds))
 
 
 def _lacking(trial: Trial) -> str:
