@@ -1,6 +1,8 @@
 """What nbval cannot see of notebook 05: its curves are those that the script makes, and what it says of them holds for others."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,17 @@ def test_the_file_has_what_the_script_makes(make):
         assert losses == pytest.approx(stored["losses"][0, 16, 2].tolist(), abs=0.1)
         assert right == pytest.approx(stored["right"][0, 16, 2].tolist(), abs=20)
         assert make.study(stored["right"], 7, *make.STUDIES["random"]) == stored["studies"][0, 7].tolist()
+
+
+@pytest.mark.judge
+def test_the_same_without_helpers_runs_as_it_stands(tmp_path):
+    prose = "\n".join(cell.source for cell in series.read(PATH).cells if cell.cell_type == "markdown")
+    (script,) = re.findall(r"```python\n(# tune_digits.py.+?)```", prose, re.S)
+    (tmp_path / "tune_digits.py").write_text(script, "utf-8")
+    command = [sys.executable, "-m", "virtualgpu", "--gpus", "2", "tune_digits.py"]
+    home = {"HOME": str(tmp_path), "PYTHONPATH": str(series.ROOT)}  # Ray writes its results there
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | home, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Checkpoint(" in done.stdout.splitlines()[-1], done.stderr
 
 
 def said_of(file: Path, monkeypatch) -> dict:
