@@ -91,8 +91,13 @@ def judge(names: dict) -> None:
     equal, unequal, early = (gain.mean() for gain in names["gains"].values())
     assert equal < 0.5 and abs(unequal) < 2 and early > unequal, "ASHA's choice when halving ends"
     ahead = {pair: gain.mean(axis=0) for pair, gain in names["ahead"].items()}
-    assert ahead["HyperBand", "random"][2] > 0 and ahead["TPE", "random"][19] > 0 and ahead["BOHB", "random"][19] > 0
-    assert ahead["BOHB", "random"][19] < 3, "about a point"
+    assert 0 < ahead["TPE", "random"][19] < 1.5 and 0 < ahead["BOHB", "random"][19] < 1.5, (
+        "TPE leads by less than a point or so"
+    )
+    stopping = names["ahead"]["HyperBand", "random"]
+    assert (abs(stopping.mean(axis=0)) < 3 * stopping.std(axis=0) / len(stopping) ** 0.5 + 0.1).all(), (
+        "within its errors"
+    )
     rows = names["middle"]
     assert rows["search the rate"] - rows["default, one trial"] > 2
     assert max(rows, key=rows.get) == "five times the images"
