@@ -16,7 +16,7 @@ from checks.notebook_01 import frozen, resumes, survives
 from checks.notebook_02 import skip_repaired, split_in_two
 from checks.notebook_03 import keeps_both_busy, schedules
 from checks.notebook_04 import averages, talks_early
-from checks.notebook_05 import frugal, goes_on, tunes
+from checks.notebook_05 import frugal, goes_on
 from checks.notebook_06 import causes, culprits, riddle, stranger
 from checks.notebook_07 import slims, within_budget
 from checks.notebook_08 import stays_together, trains_on_all
@@ -49,6 +49,5 @@ __all__ = [
     "talks_early",
     "tensor_plan",
     "trains_on_all",
-    "tunes",
     "within_budget",
 ]

@@ -1,13 +1,41 @@
-"""Searches for hyper-parameters: where trials were made, how far each was trained, and on which worker."""
+"""Searches for hyper-parameters: digits that a network misses, where trials were made, how far each was trained, and on which worker."""
 
 from collections.abc import Mapping, Sequence
 
 import matplotlib
+from torch import Tensor
 
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
 
+STOPPED = COLORS[5]
 SHARED = {"sharex": True, "sharey": True, "squeeze": False}  # axes of panels
+
+
+def missed(images: Tensor, labels: Tensor, answers: Tensor, title: str, count: int = 12) -> None:
+    """The first `count` images [n, 1, 8, 8] whose answers are not their labels [n], with both."""
+    wrong = (answers != labels).nonzero().flatten()[:count].tolist()
+    figure, panels = figures.new(1.5, ncols=count)
+    for axes, number in zip(panels, wrong, strict=False):
+        axes.imshow(images[number, 0].numpy(), cmap="Greys")
+        axes.set_title(f"{labels[number]}, not {answers[number]}", fontsize=8)
+    for axes in panels:
+        axes.set_axis_off()
+    figures.show(figure, title, "measured")
+
+
+def trials(bars: Sequence, title: str) -> None:
+    """A row per process, a bar per trial (process, trial, start, end, rounds, stopped) with its rounds; a red end: it was stopped."""
+    processes = list(dict.fromkeys(bar.process for bar in bars))
+    with figures.drawn(title, "measured", 0.6 + 0.5 * len(processes), xlabel="seconds") as axes:
+        for bar in bars:
+            row = processes.index(bar.process)
+            axes.barh(row, bar.end - bar.start, left=bar.start, color=COLORS[0], edgecolor="white", height=0.8)
+            if bar.stopped:
+                axes.plot([bar.end] * 2, [row - 0.4, row + 0.4], color=STOPPED, linewidth=3)
+            style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white"}
+            axes.text((bar.start + bar.end) / 2, row, bar.rounds, **style)
+        figures.rows(axes, [f"GPU process {number}" for number in range(len(processes))], grid=False)
 
 
 def search(
@@ -65,23 +93,25 @@ def rungs(
 
 
 def workers(
-    schedules: Mapping[str, Sequence[tuple[int, int, float, float, int]]], title: str, xlabel: str, end: float
+    schedules: Mapping[str, Sequence[tuple[int, int, float, float, int, bool]]], title: str, xlabel: str, end: float
 ) -> None:
-    """One panel per schedule, one row per worker up to the time `end`; a bar per (worker, trial, start, end, rung that it reaches),
-    the later the darker; white is waiting."""
+    """One panel per schedule, one row per worker up to the time `end`; a bar per (worker, trial, start, end, rung that it reaches,
+    whether it is stopped there), the later the darker; a red edge: stopped; white is waiting."""
     figure, panels = figures.new(1.6 * len(schedules) + 0.9, nrows=len(schedules), **SHARED)
     reached = sorted({bar[4] for bars in schedules.values() for bar in bars})
     for (axes,), (name, bars) in zip(panels, schedules.items(), strict=True):
-        for worker, trial, start, stop, rung in bars:
+        for worker, trial, start, stop, rung, stopped in bars:
             if start < end:
                 color = matplotlib.colormaps["Blues"]((reached.index(rung) + 1.5) / (len(reached) + 1))
                 axes.barh(worker, stop - start, left=start, color=color, edgecolor="white", height=0.8)
+                if stopped and stop <= end:
+                    axes.plot([stop] * 2, [worker - 0.4, worker + 0.4], color=STOPPED, linewidth=2.5)
                 if stop - start > end / 60:
                     color = "white" if reached.index(rung) >= len(reached) / 2 else "black"
                     style = {"ha": "center", "va": "center", "fontsize": 7, "color": color, "clip_on": True}
                     axes.text(min(start + stop, start + end) / 2, worker, trial, **style)
         rows = len({bar[0] for bar in bars})
-        busy = sum(max(0.0, min(stop, end) - start) for _, _, start, stop, _ in bars) / (rows * end)
+        busy = sum(max(0.0, min(stop, end) - start) for _, _, start, stop, *_ in bars) / (rows * end)
         axes.set_title(f"{name}: workers busy {100 * busy:.0f} % of the time", fontsize=10, loc="left")
         axes.set(xlim=(0, end))
         figures.rows(axes, [f"worker {row}" for row in range(rows)], grid=False)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 from unittest import mock
 
 import torch
@@ -217,6 +217,38 @@ class Watch(tune.Callback):
             raise ValueError(
                 f"a trial's report has no {lacks[1]}, by which {lacks[2]} goes: put it into each tune.report({{...}})"
             ) from None
+
+
+class Bar(NamedTuple):
+    """A trial's time in a process, from its start to its end or to where it was stopped."""
+
+    process: int
+    trial: str
+    start: float  # seconds since the first
+    end: float
+    rounds: int
+    stopped: bool  # before its last round
+
+
+class Diary(tune.Callback):
+    """RunConfig(callbacks=[Diary()]): when each trial ran, in which process. `bars` has one for each that has ended."""
+
+    def __init__(self, rounds: int = 16):
+        self.rounds, self.begun, self.bars = rounds, {}, []
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info) -> None:
+        self.begun[trial.trial_id] = time.monotonic()
+
+    def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict, **info) -> None:
+        done = result["training_iteration"]
+        if done == 1:  # Ray starts a trial before its process has imported what it needs
+            self.begun[trial.trial_id] = time.monotonic() - result["time_this_iter_s"]
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info) -> None:
+        result, first = trial.last_result, min(self.begun.values())
+        if done := result.get("training_iteration", 0):  # else it ended without a report
+            start, end = self.begun[trial.trial_id] - first, time.monotonic() - first
+            self.bars.append(Bar(result["pid"], trial.trial_id, start, end, done, done < self.rounds))
 
 
 def _lacking(trial: Trial) -> str:

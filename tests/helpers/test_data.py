@@ -48,6 +48,7 @@ def test_each_shipped_file_has_its_origin_and_licence():
     ignored = (data.DATA.parent / ".gitignore").read_text("utf-8")
     for name in (
         "digits.npz",
+        "tuning.npz",
         "hands.jpg",
         "efficientnet_lite0_lower.safetensors",
         "LICENSE-efficientnet",

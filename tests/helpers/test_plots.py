@@ -5,9 +5,11 @@ import io
 import itertools
 import math
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import helpers
@@ -138,8 +140,8 @@ def test_a_stopped_trial_has_a_cross_and_a_named_one_its_rest_dotted(figures):
 
 def test_workers_are_rows_and_their_bars_end_with_the_picture(figures):
     schedules = {
-        "halving": [(0, 0, 0, 2, 1), (1, 1, 0, 1, 1)],
-        "ASHA": [(0, 0, 0, 2, 1), (1, 1, 0, 1, 1), (1, 2, 1, 5, 2)],
+        "halving": [(0, 0, 0, 2, 1, False), (1, 1, 0, 1, 1, True)],
+        "ASHA": [(0, 0, 0, 2, 1, False), (1, 1, 0, 1, 1, True), (1, 2, 1, 5, 2, True)],
     }
     lesson_05.workers(schedules, "title", "minutes", end=2)
     panels = figures[0].axes
@@ -148,7 +150,33 @@ def test_workers_are_rows_and_their_bars_end_with_the_picture(figures):
         "ASHA: workers busy 100 % of the time",
     ]
     assert [len(axes.patches) for axes in panels] == [2, 3]
+    assert [len(axes.lines) for axes in panels] == [1, 1], "a stop beyond the picture's end is not to be seen"
     assert panels[0].get_xlim() == (0, 2)
+
+
+class Bar(NamedTuple):
+    """As of notebooks/scripts/tuning.py, which needs Ray."""
+
+    process: int
+    trial: str
+    start: float
+    end: float
+    rounds: int
+    stopped: bool
+
+
+def test_trials_are_bars_of_their_process_and_those_that_were_stopped_have_an_end(figures):
+    bars = [(71, "a", 0.0, 2.0, 16, False), (70, "b", 0.0, 1.0, 4, True), (70, "c", 1.0, 3.0, 8, True)]
+    lesson_05.trials([Bar(*bar) for bar in bars], "title")
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.texts] == ["16", "4", "8"] and len(axes.lines) == 2
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["GPU process 0", "GPU process 1"]
+
+
+def test_digits_that_a_network_misses_are_drawn_with_both_numbers(figures):
+    images, labels = torch.zeros(5, 1, 8, 8), torch.tensor([1, 2, 3, 4, 5])
+    lesson_05.missed(images, labels, torch.tensor([1, 7, 3, 4, 0]), "title", count=4)
+    assert [axes.get_title() for axes in figures[0].axes] == ["2, not 7", "5, not 0", "", ""]
 
 
 @pytest.mark.parametrize("disabled", [None, "1"])

@@ -135,3 +135,25 @@ def test_an_interrupted_search_raises(clock, interrupted):
         assert signal.getsignal(signal.SIGINT) is before
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_diary_has_a_bar_for_each_trial_from_its_first_round_on(clock):
+    """Ray says that a trial has started while its process still imports."""
+    diary = tuning.Diary(rounds=4)
+    one, other, silent = (SimpleNamespace(trial_id=name, last_result={}) for name in "abc")
+    for each in (one, other, silent):
+        diary.on_trial_start(1, [], each)
+    for seconds, each, done, took in ((9, one, 1, 2), (11, one, 2, 2), (12, other, 1, 1), (20, other, 4, 2)):
+        clock.seconds = seconds
+        each.last_result = {"training_iteration": done, "time_this_iter_s": took, "pid": 70 + (each is other)}
+        diary.on_trial_result(1, [], each, each.last_result)
+        if done in (2, 4):
+            diary.on_trial_complete(1, [], each)
+    diary.on_trial_complete(1, [], silent)
+    first = min(diary.begun.values())
+    assert [(bar.process, bar.trial, bar.rounds, bar.stopped) for bar in diary.bars] == [
+        (70, "a", 2, True),
+        (71, "b", 4, False),
+    ]
+    assert [(bar.start + first, bar.end + first) for bar in diary.bars] == [(7, 11), (11, 20)]
+    assert pickle.loads(pickle.dumps(diary)).bars == diary.bars, "a Tuner writes its callbacks to a file"

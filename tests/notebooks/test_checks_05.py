@@ -1,4 +1,4 @@
-"""The graders of notebook 05, tuning: a scheduler, a search within its budget, a trainable that goes on.
+"""The graders of notebook 05, tuning: a stopping rule, a trainable that goes on.
 
 A trial of Ray takes seconds to start: two answers to the last have one, the others are played in this process.
 """
@@ -14,13 +14,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import checks
-import virtualgpu
 from checks import notebook_05
 from notebooks.scripts import tuning
-from tests.processes import no_end
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +71,76 @@ def test_frugal(says, tune, name, options, said):
     says(said, checks.frugal, getattr(schedulers, name)(**options))
 
 
+@pytest.fixture
+def rule():
+    """rule(stops): a scheduler written as in the exercise; stops(loss, round, trial, remembered) -> whether, or an answer of its own."""
+    from ray.tune.schedulers import FIFOScheduler
+
+    class MyRule(FIFOScheduler):
+        def __init__(self, stops):
+            super().__init__()
+            self.stops, self.remembered = stops, {}
+
+        def on_trial_result(self, controller, trial, result):
+            said = self.stops(result["loss"], result["training_iteration"], trial.trial_id, self.remembered)
+            return {True: "STOP", False: "CONTINUE"}.get(said, said) if isinstance(said, bool) else said
+
+    return MyRule
+
+
+def at_rungs(*rungs, keep=0.5):
+    """ASHA by hand."""
+
+    def stops(loss, round, trial, seen):
+        if round not in rungs:
+            return False
+        before = seen.setdefault(round, [])
+        worse = bool(before) and loss > np.quantile(before, keep)
+        before.append(loss)
+        return bool(worse)
+
+    return stops
+
+
+def far_from_the_best(loss, round, trial, seen):
+    """Half way: is it far above the lowest loss that any trial had by then?"""
+    seen[round] = min(loss, seen.get(round, 9.0))
+    return round >= 5 and loss > 1.5 * seen[round]
+
+
+def no_longer_falls(loss, round, trial, seen):
+    """What has stopped falling and is not among the lowest ends."""
+    losses = seen.setdefault(trial, [])
+    losses.append(loss)
+    lowest = min(min(others) for others in seen.values())
+    return len(losses) > 4 and losses[-4] - loss < 0.05 and loss > lowest + 0.05
+
+
+def lowest_of_all(loss, round, trial, seen):
+    """Compares early rounds with others' late ones."""
+    lowest = seen["lowest"] = min(loss, seen.get("lowest", 9.0))
+    return round >= 4 and loss > 3 * lowest
+
+
+@pytest.mark.parametrize("stops, said", [
+    (lambda *seen: False, "it spends 100 % of the rounds"),  # the first try
+    (at_rungs(1, 2, 4, 8), "where do the late bloomers overtake?"),
+    (lambda loss, *seen: loss > 2.0, "where do the late bloomers overtake?"),
+    (lambda loss, round, *seen: round >= 4 and loss < 0.8, "in 97 of 100 searches: does it stop the trials of low loss, the good ones?"),
+    (at_rungs(8), "it spends 76 % of the rounds, and stops the best trial in 0 of 100 searches; at most 60 %"),
+    (lowest_of_all, "and stops the best trial in"),
+    (lambda *seen: None, "on_trial_result returned None; it answers TrialScheduler.CONTINUE or STOP"),
+    (lambda loss, *seen: loss > 1 and "stop", "it answers TrialScheduler.CONTINUE or STOP"),
+    (lambda *seen: 1 / 0, "your code raised ZeroDivisionError"),
+    (at_rungs(4, 8), "[passed]"),  # the solution
+    (at_rungs(4, keep=1 / 3), "[passed]"),
+    (far_from_the_best, "[passed]"),
+    (no_longer_falls, "[passed]"),
+])  # fmt: skip
+def test_a_rule_of_ones_own(says, rule, stops, said):
+    says(said, checks.frugal, rule(stops))
+
+
 def test_frugal_changes_neither_scheduler_nor_numbers_and_says_what_is_none(says, tune):
     from ray.tune.schedulers import ASHAScheduler
 
@@ -81,73 +148,12 @@ def test_frugal_changes_neither_scheduler_nor_numbers_and_says_what_is_none(says
     assert says("it spends", checks.frugal, scheduler) == says("it spends", checks.frugal, scheduler)
     assert (np.random.get_state()[1] == before[1]).all()
     says("TuneConfig is not a scheduler of Ray's", checks.frugal, tune.TuneConfig(scheduler=scheduler))
+    says("AsyncHyperBandScheduler is a class: hand over an object of it", checks.frugal, ASHAScheduler)
     says(
-        "AsyncHyperBandScheduler is not a scheduler of Ray's, such as ASHAScheduler(...)", checks.frugal, ASHAScheduler
+        "SimpleNamespace is not a scheduler of Ray's: let its class inherit",
+        checks.frugal,
+        SimpleNamespace(on_trial_result=print),
     )
-
-
-def halving(start, budget, first=16):
-    trials = [start(10 ** (-3.5 + k / 2)) for k in range(7)]
-    loss = {trial: trial.train(budget // first) for trial in trials}
-    trials = sorted(trials, key=loss.get)[:3]
-    loss = {trial: trial.train(budget // first) for trial in trials}
-    min(trials, key=loss.get).train(budget - 10 * (budget // first))
-
-
-def coarse_grid(start, budget):
-    trials = [start(lr) for lr in (0.0003, 0.003, 0.03, 0.3)]
-    loss = {trial: trial.train(budget // 10) for trial in trials}
-    min(trials, key=loss.get).train(budget - 4 * (budget // 10))
-
-
-def one(lr):
-    return lambda start, budget: start(lr).train(budget)
-
-
-def all_the_same(start, budget):
-    for k in range(7):
-        start(10 ** (-3.5 + k / 2)).train(budget // 7)
-
-
-def beyond_the_budget(start, budget):
-    start(0.001).train(1)
-    start(0.1).train(budget)
-
-
-def twenty_for_two_rounds(start, budget):
-    trials = [start(10 ** (-3.5 + k / 6.5)) for k in range(20)]
-    loss = {trial: trial.train(2) for trial in trials}
-    min(trials, key=loss.get).train(budget - 40)
-
-
-@pytest.mark.parametrize("search, said", [
-    (one(0.001), "on the pale images your network reads"),
-    (one(0.01), "on the dark images your network reads"),  # the first try
-    (lambda start, budget: halving(start, budget, first=50), "on the pale images"),  # looks before one learns
-    (all_the_same, "on the pale images"),  # spread thin
-    (beyond_the_budget, "of the budget of 200 rounds 199 are left"),
-    (lambda start, budget: start(0.01), "no network was trained"),
-    (lambda start, budget: start(0.01).train(-5), "rounds are whole numbers from 1 on"),
-    (no_end, "after 120 seconds your code has not come to an end"),
-    (lambda start, budget: sys.exit("enough"), "your code raised SystemExit: enough"),
-    (coarse_grid, "[passed]"),
-    (lambda start, budget: [start(lr).train(budget // 2) for lr in (0.001, 0.1)], "[passed]"),
-    (twenty_for_two_rounds, "[passed]"),
-])  # fmt: skip
-def test_tunes(says, search, said):
-    says(said, checks.tunes, search)
-
-
-def test_tunes_trains_without_virtual_gpus_and_leaves_them_as_they_were(says, no_gpus_before):
-    (gpu,) = virtualgpu.gpus(1)
-    kept = torch.ones(3, device=gpu)
-
-    def search(start, budget):
-        assert virtualgpu.machine() is None, "virtual GPUs"
-        halving(start, budget)
-
-    says("[passed]", checks.tunes, search)
-    assert virtualgpu.machine() is not None and kept.sum().item() == 3
 
 
 def goes_on(config, forgets_the_total=False, every=1):
