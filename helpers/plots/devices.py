@@ -1,5 +1,7 @@
 """Iteration by iteration: how busy each device was; and what each did when."""
 
+from collections.abc import Mapping
+
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
 from virtualgpu.monitor import Monitor
@@ -22,11 +24,17 @@ def utilization(monitor: Monitor, title: str) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel: str = "time (ms)") -> None:
+def timeline(
+    timeline: Timeline,
+    title: str,
+    until: float | None = None,
+    xlabel: str = "time (ms)",
+    phases: Mapping[str, tuple[float, float]] | None = None,
+) -> None:
     """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing. In a
     pipeline each bar has its micro-batch's number; it is pale for the second of a device's stages. Numbered collectives have theirs.
 
-    until: seconds at which the axis ends, so that two pictures compare."""
+    until: seconds at which the axis ends, so that two pictures compare. phases: names written on the picture, from when to when."""
     end = (until or timeline.seconds) * 1e3
     with figures.drawn(title, timeline.origin, 1.2 + 0.55 * len(timeline.rows), xlabel=xlabel, xlim=(0, end)) as axes:
         for row, spans in enumerate(timeline.rows.values()):
@@ -48,6 +56,9 @@ def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel:
             what = "computing" if any(s.kind in BELOW for s in spans) else "busy"  # NCCL's kernels keep a GPU busy, too
             busy = f"{100 * computing(spans) / timeline.seconds:.0f} % {what}"
             axes.annotate(busy, (1.01, row), xycoords=("axes fraction", "data"), va="center")
+        for number, (name, (start, finish)) in enumerate((phases or {}).items()):
+            axes.axvspan(start * 1e3, finish * 1e3, color="#000000", alpha=0.05 * (number % 2), linewidth=0)
+            axes.text((start + finish) * 500, -0.45, name, fontsize=8, ha="center", va="bottom")
         figures.rows(axes, timeline.rows, grid=False)
         axes.xaxis.get_major_locator().set_params(integer=timeline.origin == "data")  # slots are counted
         figures.legend_above(axes, 4)
