@@ -10,11 +10,15 @@ LESSONS = ("01", "02", "03")  # the others are not written for it yet
 
 
 @pytest.mark.judge
-@pytest.mark.parametrize("path", [path for path in series.notebooks() if path.name[:2] in LESSONS], ids=lambda path: path.name[:2])
+@pytest.mark.parametrize(
+    "path", [path for path in series.notebooks() if path.name[:2] in LESSONS], ids=lambda path: path.name[:2]
+)
 def test_cells_run_again(path):
     notebook = nbformat.read(path, as_version=4)
     cells = [(index, cell) for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
-    client = NotebookClient(notebook, timeout=600, allow_errors=True, resources={"metadata": {"path": str(path.parent)}})
+    client = NotebookClient(
+        notebook, timeout=600, allow_errors=True, resources={"metadata": {"path": str(path.parent)}}
+    )
     failed = []
 
     def run(index, cell, when):

@@ -34,7 +34,8 @@ def dry_run(
     """In this block, operations work on shapes alone: places, memory and time without the numbers. So they do in threads that are
     started in it, and in what it submits to a pool; other threads compute with numbers, or have dry runs of their own.
 
-    Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`).
+    Uses the virtual GPUs that are on, or makes some for as long as the block lasts (`n`, `like` and `memory` as in `gpus`): where none
+    are on, and where it asks for others. Those that are on wait meanwhile, with what lies on them.
     Small tensors (1 KiB) that the program makes of its own numbers keep them through copies, simple arithmetic and collectives. Any other value
     read inside is nan; a warning says so once, and what was not computed. Tensors made inside have no values outside either. What they leave cached goes back
     when other processes are started on these GPUs: room that nothing fills is not kept from them.
@@ -43,7 +44,7 @@ def dry_run(
     it that. The others are taken to be like it; a collective costs what it does among all of them (`distributed.rank_config`), on nodes of
     `gpus_per_node`. network: what joins nodes; clock, host: how time is taken: as in `gpus`.
 
-    Raises ValueError for an invalid number, name, size or network, or where other GPUs are on than are asked for;
+    Raises ValueError for an invalid number, name, size or network, or where a dry run in a dry run asks for other GPUs;
     RuntimeError where another thread's dry run has said what the other ranks are.
     """
     if n is not None:
@@ -52,11 +53,7 @@ def dry_run(
     joined = None if network is None else networks.find(network)
     settings = hardware_settings.find(clock=clock, host=host)
     machine = current()
-    own = machine is None
-    if machine is not None and session.machine() is None:  # they pass for real ones, beside which a dry run has its own
-        with session.suspended(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network, clock, host):
-            yield
-        return
+    own, cards = machine is None, ()
     if own:
         n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
         cards = tuple(specs.find_all(n, like, memory))
@@ -64,14 +61,15 @@ def dry_run(
         cards = tuple(machine.specs)
     else:
         cards = tuple(specs.find_all(n or len(machine.specs), like or machine.specs[0], memory))
-        if cards != tuple(machine.specs):
+    if not own and _others_than(machine, cards, settings if (clock, host) != (None, None) else None):
+        if _borrowed.blocks:
             there = ", ".join(card.name for card in machine.specs)
-            raise ValueError(f"dry_run asks for other GPUs than those that are on ({there}): call reset() first")
-    there = None if own else (machine.settings.clock, machine.settings.host)
-    if not own and (clock, host) != (None, None) and (settings.clock, settings.host) != there:
-        raise ValueError(
-            f"dry_run asks for another clock than that of the GPUs that are on ({', '.join(there)}): call reset() first"
-        )
+            raise ValueError(
+                f"dry_run asks for other GPUs, or another clock, than those of the dry run that it is in ({there}): end that one first"
+            )
+        with session.suspended(), dry_run(n, like, memory, world_size, gpus_per_node, rank, network, clock, host):
+            yield
+        return
     if where is not None:
         bridges.check([cards[0]] * min(world_size, gpus_per_node))
     with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
@@ -80,6 +78,14 @@ def dry_run(
         finally:
             if (machine := current()) is not None:
                 machine.leaves_cached(True)
+
+
+def _others_than(machine, cards: tuple, settings: hardware_settings.MachineSettings | None) -> bool:
+    """Does a dry run on these cards need GPUs of its own, beside those that are on?"""
+    if session.machine() is None:  # they pass for real ones
+        return True
+    there = machine.settings.clock, machine.settings.host
+    return cards != tuple(machine.specs) or (settings is not None and (settings.clock, settings.host) != there)
 
 
 class _Borrowed:

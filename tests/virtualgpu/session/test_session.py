@@ -309,15 +309,26 @@ def test_dry_run_checks_cards_and_sizes(options):
     pristine()
 
 
+@pytest.mark.parametrize(
+    "options", [{"n": 4, "like": "H100"}, {"clock": "datasheet"}, {"like": "H100", "world_size": 8}]
+)
+def test_dry_run_has_other_gpus_beside_those_that_are_on(options):
+    virtualgpu.gpus(2)
+    here, machine = torch.arange(3.0, device="cuda:1"), virtualgpu.machine()
+    with virtualgpu.dry_run(**options):
+        assert virtualgpu.machine() is not machine
+        assert torch.cuda.get_device_name(0) == ("NVIDIA H100 80GB HBM3" if "like" in options else "Tesla T4")
+        torch.ones(3, device="cuda").sum()
+    assert virtualgpu.machine() is machine and torch.cuda.memory_allocated(1) == 512
+    assert (here + 1).tolist() == [1, 2, 3] and torch.cuda.get_device_name(1) == "Tesla T4"
+
+
 def test_dry_run_does_not_quietly_use_other_gpus():
     virtualgpu.gpus(2)
-    with (
-        pytest.raises(ValueError, match="asks for other GPUs than those that are on"),
-        virtualgpu.dry_run(4, like="H100"),
-    ):
-        pass
     with virtualgpu.dry_run(2, like="T4"):
         assert torch.cuda.device_count() == 2
+        with pytest.raises(ValueError, match="asks for other GPUs"), virtualgpu.dry_run(4, like="H100"):
+            pass
     assert not virtualgpu.machine().dry
 
 
