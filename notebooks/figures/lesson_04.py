@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 import virtualgpu
@@ -41,6 +42,17 @@ def observe(step: Callable[[], None], steps: int = 3) -> Step:
     own = [f"cuda:{gpu}" for gpu in gpus]
     ms = 1e3 * (monitor.step_times[-1] - monitor.step_times[-2])
     return Step(ms, peaks, [busy[gpu][-1] for gpu in own], [computing[gpu][-1] for gpu in own], busy[own[0]])
+
+
+def one_rank(function: Callable, world_size: int, like: str = "T4", **machine):
+    """What `function` returns on rank 0 of so many GPUs, in a dry run. No process is started: the other ranks are taken to do the same.
+    machine: `gpus_per_node` and `network`, as in `virtualgpu.dry_run`."""
+    with virtualgpu.dry_run(like=like, world_size=world_size, **machine):
+        dist.init_process_group("nccl")
+        try:
+            return function()
+        finally:
+            dist.destroy_process_group()
 
 
 def origin() -> str:
@@ -147,7 +159,7 @@ def band(batches: Sequence[int], alone: Sequence[Step], ddp: Sequence[Step], fac
 
     slow, middle, fast = speeds(factor), speeds(1), speeds(1 / factor)
     first = [next(batch for batch, speed in zip(batches, line, strict=True) if speed > 1) for line in (fast, slow)]
-    title = f"Word model: DDP on four T4s pays from some {first[0]:,} to {first[1]:,} words a step on"
+    title = f"Word model: DDP on four T4s pays from somewhere between {first[0]:,} and {first[1]:,} words a step"
     with figures.drawn(title, "simulated", xlabel="words per step", ylabel="times as fast as one GPU") as axes:
         axes.fill_between(
             batches, slow, fast, color=COLORS[0], alpha=0.2, label=f"communication x 1/{factor:g} to x {factor:g}"
