@@ -1,6 +1,7 @@
 """The graders of notebook 04: DataParallel and DDP."""
 
 import os
+import unittest.mock
 from collections.abc import Callable
 
 import torch
@@ -33,13 +34,15 @@ def talks_early(talk_early: Callable[[nn.Module], Callable[[], None]]) -> str | 
     found = launched_on_gpus(_steps_that_talk, talk_early, draw(), nprocs=RANKS)
     if isinstance(found, str):
         return found
-    gradients, hidden = zip(*found, strict=True)
+    gradients, hidden, unwaited = zip(*found, strict=True)
     if None in gradients:
         return "talk_early should return a function, which is called after backward: what is there to wait for then?"
     for step, both in enumerate(zip(*gradients, strict=True)):
         if complaint := _differ(both):
+            if unwaited[0]:
+                return f"in step {step}, {complaint}: a work that all_reduce(..., async_op=True) returned was never waited for"
             sums = f"{RANKS:.2f} times" in complaint
-            return f"in step {step}, {complaint}" + sums * ": is a sum left undivided, or a work not waited for?"
+            return f"in step {step}, {complaint}" + sums * ": is a sum left undivided?"
     if min(hidden) < 0.5:
         return f"right, but only {min(hidden):.0%} of the talking is beside backward's computing (simulated); most of it could be"
     return None
@@ -97,20 +100,40 @@ def _gradients_both_ways(average_gradients: Callable, seed: int) -> tuple[list, 
     return own, _gradients(wrapped), untouched
 
 
-def _steps_that_talk(talk_early: Callable, seed: int) -> tuple[list | None, float]:
-    """Gradients of two steps by the reader and by DDP (None: there is nothing to call), and the share of a wide model's talking that hides."""
+class _Work:
+    """What all_reduce returned, and whether it has been asked for anything: to wait, for its future."""
+
+    def __init__(self, work):
+        self._work, self.asked = work, False
+
+    def __getattr__(self, name: str):
+        self.asked = True
+        return getattr(self._work, name)
+
+
+def _steps_that_talk(talk_early: Callable, seed: int) -> tuple[list | None, float, bool]:
+    """Gradients of two steps by the reader and by DDP (None: there is nothing to call), the share of a wide model's talking that hides,
+    and whether a work was never waited for."""
     on_own_gpu()
     model, wrapped = small_model(seed), DistributedDataParallel(small_model(seed))
-    finish, steps = talk_early(model), []
-    if not callable(finish):
-        return None, 0.0
-    for x, y in own_batches(2, seed):
-        for network in (model, wrapped):
-            network.zero_grad()
-            nn.functional.cross_entropy(network(x), y).backward()
-        finish()
-        steps.append((_gradients(model), _gradients(wrapped)))
-    return steps, _hidden(talk_early)
+    all_reduce, works, steps = dist.all_reduce, [], []
+
+    def noted(*args, **kwargs):
+        if (work := all_reduce(*args, **kwargs)) is not None:
+            works.append(work := _Work(work))
+        return work
+
+    with unittest.mock.patch.object(dist, "all_reduce", noted):
+        finish = talk_early(model)
+        if not callable(finish):
+            return None, 0.0, False
+        for x, y in own_batches(2, seed):
+            for network in (model, wrapped):
+                network.zero_grad()
+                nn.functional.cross_entropy(network(x), y).backward()
+            finish()
+            steps.append((_gradients(model), _gradients(wrapped)))
+    return steps, _hidden(talk_early), not all(work.asked for work in works)
 
 
 def _hidden(talk_early: Callable) -> float:

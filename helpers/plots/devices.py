@@ -26,14 +26,23 @@ def utilization(monitor: Monitor, title: str) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def timeline(timeline: Timeline, title: str, until: float | None = None, xlabel: str = "time (ms)") -> None:
+def timeline(
+    timeline: Timeline,
+    title: str,
+    until: float | None = None,
+    xlabel: str = "time (ms)",
+    phases: Mapping[str, tuple[float, float]] | None = None,
+) -> None:
     """What each device did when, one row a device: bars by kind of work, and the share of the time it was computing. In a
     pipeline each bar has its micro-batch's number; it is pale for the second of a device's stages. Numbered collectives have theirs.
 
-    until: seconds at which the axis ends, so that two pictures compare."""
+    until: seconds at which the axis ends, so that two pictures compare. phases: names written on the picture, from when to when."""
     end = (until or timeline.seconds) * 1e3
     with figures.drawn(title, timeline.origin, 1.2 + 0.55 * len(timeline.rows), xlabel=xlabel, xlim=(0, end)) as axes:
         _draw(axes, timeline)
+        for number, (name, (start, finish)) in enumerate((phases or {}).items()):
+            axes.axvspan(start * 1e3, finish * 1e3, color="#000000", alpha=0.05 * (number % 2), linewidth=0)
+            axes.text((start + finish) * 500, -0.45, name, fontsize=8, ha="center", va="bottom")
         figures.legend_above(axes, 4)
 
 

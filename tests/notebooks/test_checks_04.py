@@ -157,7 +157,7 @@ def on_a_stream_of_its_own(model):
     (late, "only 0% of the talking is beside backward's computing"),
     (waits_in_the_hook, "of the talking is beside backward's computing"),
     (lambda model: early(model, dist.ReduceOp.SUM), "in step 0, on rank 0 a gradient is 3.00 times as long as DDP's: is a sum left undivided"),
-    (never_waits, "or a work not waited for?"),
+    (never_waits, "a work that all_reduce(..., async_op=True) returned was never waited for"),
     (lambda model: early(model, forgotten=("the first",)), "in step 0, on rank 0 a gradient is"),
     (lambda model: early(model, halved=True), "in step 0, on rank 0 a gradient is 1.50 times as long"),
     (lambda model: None, "talk_early should return a function, which is called after backward"),
