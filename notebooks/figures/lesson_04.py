@@ -159,7 +159,7 @@ def band(batches: Sequence[int], alone: Sequence[Step], ddp: Sequence[Step], fac
 
     slow, middle, fast = speeds(factor), speeds(1), speeds(1 / factor)
     first = [next(batch for batch, speed in zip(batches, line, strict=True) if speed > 1) for line in (fast, slow)]
-    title = f"Word model: DDP on four T4s pays from somewhere between {first[0]:,} and {first[1]:,} words a step"
+    title = f"Word model: DDP pays from somewhere between {first[0]:,} and {first[1]:,} words a step"
     with figures.drawn(title, "simulated", xlabel="words per step", ylabel="times as fast as one GPU") as axes:
         axes.fill_between(
             batches, slow, fast, color=COLORS[0], alpha=0.2, label=f"communication x 1/{factor:g} to x {factor:g}"
