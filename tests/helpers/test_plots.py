@@ -17,7 +17,7 @@ import virtualgpu
 from helpers import data, plots
 from helpers.plots import devices
 from helpers.plots import figures as drawing
-from notebooks.figures import lesson_01, lesson_02, lesson_03, lesson_05, lesson_07
+from notebooks.figures import lesson_01, lesson_02, lesson_03, lesson_04, lesson_05, lesson_07
 from virtualgpu.monitor import Reading, Source
 from virtualgpu.run.fit.search import Trial
 from virtualgpu.timeline import Timeline, row
@@ -112,6 +112,24 @@ def test_numbered_collectives_show_their_numbers(figures):
     spans = [Span(0, start, start + 1, "communication", "all_reduce") for start in range(3)]
     plots.timeline(Timeline.of_ranks([spans], number="all_reduce"), "Three buckets")
     assert [text.get_text() for text in figures[0].axes[0].texts][:3] == ["0", "1", "2"]
+
+
+def test_phases_stand_over_what_they_name(figures):
+    """The copies of a step of DataParallel's, between what its replicas compute."""
+    own = [Span(0, 9, 10, "optimizer", "step")]
+    other = [Span(1, 1, 2, "forward", "a"), Span(1, 4, 6, "backward", "b")]
+    step = Timeline({"cuda:0": row(own, 0, 10), "cuda:1": row(other, 0, 10)}, 10, "simulated")
+    plots.timeline(step, "A step", phases=lesson_04.phases(step))
+    named = {text.get_text(): text.get_position()[0] for text in figures[0].axes[0].texts if text.get_text()}
+    middles = {
+        "replicate": 500,
+        "forward": 1500,
+        "gather, loss, scatter": 3000,
+        "backward": 5000,
+        "reduce": 7500,
+        "optimizer": 9500,
+    }
+    assert middles.items() <= named.items()
 
 
 def test_a_long_title_is_not_cut_off(figures):
