@@ -140,7 +140,7 @@ def holders(names: Sequence[str], storage: str, title: str) -> None:
         axes.text(8.2, middle, storage, ha="center", va="center", fontsize=10, bbox={**box, "facecolor": "#cfe6f5"})
         for row, name in enumerate(names):
             axes.annotate(
-                name, (7.0, middle + 0.3 * (row - middle)), (0.2, row), va="center", fontsize=9,
-                bbox={**box, "facecolor": "white"}, arrowprops={"arrowstyle": "->", "color": "#666666"},
+                name, (7.15, middle + 0.15 * (row - middle)), (0.2, row), va="center", fontsize=9,
+                bbox={**box, "facecolor": "white"}, arrowprops={"arrowstyle": "->", "color": "#666666", "shrinkB": 0},
             )  # fmt: skip
         axes.set_axis_off()
