@@ -66,7 +66,9 @@ def measured(widths: Sequence[int], batch_size: int) -> float:
 @grader
 def estimates(peak_mib: Callable, timeout: float = 60) -> str | None:
     """peak_mib(widths, batch_size) comes within 10 % of what two steps take, for twelve networks."""
-    found = launched_on_gpus(_estimated, peak_mib, nprocs=1, like="T4", timeout=timeout, ask="is there a loop without an end?")
+    found = launched_on_gpus(
+        _estimated, peak_mib, nprocs=1, like="T4", timeout=timeout, ask="is there a loop without an end?"
+    )
     if isinstance(found, str):
         return found.replace("rank 0", "your code")
     return found[0]
@@ -78,7 +80,9 @@ def _estimated(peak_mib: Callable) -> str | None:
     for widths, batch_size in NETWORKS:
         said = plain(peak_mib(list(widths), batch_size))
         if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said) or said < 0:
-            return f"for widths {widths} and a batch of {batch_size:,} it returns {said!r}: a number of MiB is asked for"
+            return (
+                f"for widths {widths} and a batch of {batch_size:,} it returns {said!r}: a number of MiB is asked for"
+            )
         right = measured(widths, batch_size)
         if abs(said / right - 1) > WITHIN:
             wrong.append((abs(math.log(max(said, 1e-9) / right)), said, right, widths, batch_size))
@@ -139,9 +143,7 @@ def leaks_nothing(run: Callable, timeout: float = 60) -> str | None:
 def _material() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
     """A network and batches for it, the same each time."""
     draw = torch.Generator().manual_seed(6)
-    batches = [
-        (torch.randn(24, 1, 16, 16, generator=draw), torch.randint(10, (24,), generator=draw)) for _ in range(5)
-    ]
+    batches = [(torch.randn(24, 1, 16, 16, generator=draw), torch.randint(10, (24,), generator=draw)) for _ in range(5)]
     torch.manual_seed(6)
     layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10)]
     return nn.Sequential(*layers), batches
