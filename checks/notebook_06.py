@@ -167,7 +167,7 @@ def _watched(run: Callable) -> str | None:
     return _differs(running, net, wanted, expected) or (
         None
         if left <= ALLOWED
-        else f"an epoch of {len(batches)} batches still leaves {left / 1024:,.0f} KiB on the GPU: what it makes there, and keeps"
+        else f"an epoch of {len(batches)} batches still leaves {left / 1024:,.0f} KiB on the GPU"
     )
 
 
