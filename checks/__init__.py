@@ -8,7 +8,7 @@ look next. An answer that is right in another way than the solution passes.
 | `[skipped] ...`: it cannot run on this machine (Windows has no fork) | None: neither | raises `Skipped`, a `NotYet` that pytest and unittest count as skipped |
 
 Without CHECKS=strict in the environment, which is for who grades a class, a grader raises nothing but KeyboardInterrupt: *Run all* reaches
-the end with the exercises still open. (`riddle` and `stranger` are no graders: they make what two exercises of notebook 06 are about.)
+the end with the exercises still open.
 """
 
 from checks.grader import NotYet, Skipped
@@ -17,7 +17,7 @@ from checks.notebook_02 import skip_repaired, split_in_two
 from checks.notebook_03 import keeps_both_busy, schedules
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on
-from checks.notebook_06 import causes, culprits, riddle, stranger
+from checks.notebook_06 import estimates, leaks_nothing
 from checks.notebook_07 import slims, within_budget
 from checks.notebook_08 import stays_together, trains_on_all
 from checks.notebook_09 import fits_two_t4s, shards_below, tensor_plan
@@ -27,24 +27,22 @@ __all__ = [
     "NotYet",
     "Skipped",
     "averages",
-    "causes",
-    "culprits",
+    "estimates",
     "exchanged",
     "fits_two_t4s",
     "frozen",
     "frugal",
     "goes_on",
     "keeps_both_busy",
+    "leaks_nothing",
     "one_f_one_b",
     "resumes",
-    "riddle",
     "schedules",
     "shards_below",
     "skip_repaired",
     "slims",
     "split_in_two",
     "stays_together",
-    "stranger",
     "survives",
     "talks_early",
     "tensor_plan",

@@ -1,48 +1,19 @@
-"""The graders of notebook 06: out of memory. Both run the reader's code in processes of its own: an endless loop ends with them."""
+"""The graders of notebook 06: out of memory. Both run the reader's code in a process of its own: an endless loop ends with it, and what
+the notebook's GPU holds does not matter."""
 
 import gc
 import itertools
-import random
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from checks.grader import NoRoom, alone, grader
+import virtualgpu
+from checks.grader import grader, launched_on_gpus, plain
 
-ITERATIONS = 12
-Runs = list[tuple[str, list[float], float]]  # the cause, MiB in tensors after each iteration, MiB of one output
-
-
-def riddle(device: torch.device) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Four short runs on the GPU: {name: MiB in tensors at the end of each iteration}, and {name: MiB of the network's output of
-    one iteration}."""
-    runs = _runs(device, random.Random(3), 1)
-    names = "ABCD"[: len(runs)]
-    return (
-        {name: curve for name, (_, curve, _) in zip(names, runs, strict=True)},
-        {name: output for name, (_, _, output) in zip(names, runs, strict=True)},
-    )
-
-
-def _runs(device: torch.device, draw: random.Random, each: int) -> Runs:
-    """So many runs of each cause, shuffled, their sizes drawn: no cause has a size of its own."""
-    causes = [cause for cause in SITUATIONS for _ in range(each)]
-    draw.shuffle(causes)
-    gc.collect()  # what a cell above left would go in the middle of a curve
-    try:
-        return [(cause, *_watched(SITUATIONS[cause](device, draw), device)) for cause in causes]
-    except torch.OutOfMemoryError:
-        pass  # outside: the error has let go of what it kept
-    raise NoRoom(no_room(device))
-
-
-def _watched(run: Iterator[float], device: torch.device) -> tuple[list[float], float]:
-    before = torch.cuda.memory_allocated(device)
-    curve, output = [], 0.0
-    for output in run:  # noqa: B007 - the last one is as large as the others, or larger
-        curve.append((torch.cuda.memory_allocated(device) - before) / 2**20)
-    return curve, output
+MIB = 1 << 20
 
 
 def no_room(device: torch.device) -> str:
@@ -52,163 +23,177 @@ def no_room(device: torch.device) -> str:
     free, total = torch.cuda.mem_get_info(device)
     return (
         f"{(total - free) / 2**20:,.0f} of the GPU's {total / 2**20:,.0f} MiB are taken before your code begins, and the grader "
-        "finds no room. Did a cell end in an error? It keeps what it held: run the cell of section 11 that forgets it "
-        "(helpers.forget_error() does the same), `del` what you have named, then run this cell again"
+        "finds no room. Did a cell end in an error? It keeps what it held: call helpers.forget_error(), `del` what you have named, "
+        "then run this cell again"
     )
 
 
-def _keep_graphs(device, draw) -> Iterator[float]:
-    rows, width = draw.choice([512, 1024, 2048]), draw.choice([128, 256])
-    net, total = nn.Linear(256, width, device=device), 0
-    for _ in range(ITERATIONS):
-        output = net(torch.ones(rows, 256, device=device))
-        total = total + output.square().sum()
-        yield _mib(output)
+# -- An estimate from shapes
+
+WITHIN = 0.10
+NETWORKS: list[tuple[list[int], int]] = [  # widths and batch: parameters weigh most, activations, and both
+    ([1024, 8192, 8192, 1024, 10], 64),
+    ([784, 8192, 2048, 8192, 8192, 4096, 10], 128),
+    ([3072, 2048, 512, 4096, 8192, 2048, 512, 10], 128),
+    ([1024, 1024, 1024, 10], 65_536),
+    ([784, 256, 1024, 10], 16_384),
+    ([784, 512, 256, 256, 256, 1024, 10], 16_384),
+    ([1024, 512, 1024, 10], 65_536),
+    ([3072, 1024, 512, 1024, 512, 512, 1024, 10], 16_384),
+    ([256, 1024, 2048, 1024, 4096, 10], 4096),
+    ([1024, 2048, 4096, 512, 8192, 512, 512, 10], 4096),
+    ([784, 512, 8192, 2048, 8192, 10], 4096),
+    ([784, 8192, 8192, 4096, 1024, 10], 8192),
+]
 
 
-def _step_every_few(device, draw) -> Iterator[float]:
-    width, every = draw.choice([768, 1024, 1280, 1536]), draw.choice([2, 3, 4, 5])
-    net = nn.Linear(width, width, device=device)
-    optimizer = torch.optim.Adam(net.parameters())
-    for iteration in range(1, ITERATIONS + 1):
-        output = net(torch.ones(1, width, device=device))
-        output.sum().backward()
-        if iteration % every == 0:
+def measured(widths: Sequence[int], batch_size: int) -> float:
+    """MiB at the peak of two training steps of a network of linear layers and ReLU; shapes alone are run, on the GPU that is there."""
+    with virtualgpu.dry_run():
+        torch.cuda.reset_peak_memory_stats()
+        layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+        net = nn.Sequential(*layers[:-1]).cuda()
+        optimizer = torch.optim.Adam(net.parameters(), fused=True)
+        x = torch.zeros(batch_size, widths[0], device="cuda")
+        y = torch.zeros(batch_size, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            F.cross_entropy(net(x), y).backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        yield _mib(output)
-
-
-def _longer_inputs(device, draw) -> Iterator[float]:
-    rows, period = draw.choice([1024, 2048]), draw.choice([3, 4, 6])
-    net = nn.Linear(256, 256, device=device)
-    for iteration in range(ITERATIONS):
-        output = net(torch.ones(rows * (1 + iteration % period), 256, device=device))
-        output.sum().backward()
-        yield _mib(output)
-
-
-def _keep_outputs(device, draw) -> Iterator[float]:
-    rows, width = draw.choice([1024, 2048, 4096]), draw.choice([64, 128, 256])
-    net, kept = nn.Linear(64, width, device=device), []
-    for _ in range(ITERATIONS):
-        kept.append(net(torch.ones(rows, 64, device=device)).detach())
-        yield _mib(kept[-1])
-
-
-SITUATIONS: dict[str, Callable[..., Iterator[float]]] = {
-    "graph kept": _keep_graphs,
-    "optimizer state": _step_every_few,
-    "longer inputs": _longer_inputs,
-    "outputs kept": _keep_outputs,
-}
-
-
-def _mib(tensor: torch.Tensor) -> float:
-    return tensor.nbytes / 2**20
+            optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated() / MIB
 
 
 @grader
-def causes(cause: Callable, device: torch.device, timeout: float = 20) -> str | None:
-    """cause(curve, output) names what each of 16 runs has, of all four causes and of sizes that are drawn; says how many are
-    right, and describes one that is not."""
-    runs = _runs(device, random.Random(60), 4)
-    said = alone(_named, cause, [(curve, output) for _, curve, output in runs], timeout=timeout)
-    if isinstance(said, str):
-        return said
-    wrong = [(name, *run) for name, run in zip(said, runs, strict=True) if name != run[0]]
+def estimates(peak_mib: Callable, timeout: float = 60) -> str | None:
+    """peak_mib(widths, batch_size) comes within 10 % of what two steps take, for twelve networks."""
+    found = launched_on_gpus(
+        _estimated, peak_mib, nprocs=1, like="T4", timeout=timeout, ask="is there a loop without an end?"
+    )
+    if isinstance(found, str):
+        return found.replace("rank 0", "your code")
+    return found[0]
+
+
+def _estimated(peak_mib: Callable) -> str | None:
+    """The complaint about the network that is farthest off, by a factor."""
+    wrong = []
+    for widths, batch_size in NETWORKS:
+        said = plain(peak_mib(list(widths), batch_size))
+        if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said) or said < 0:
+            return (
+                f"for widths {widths} and a batch of {batch_size:,} it returns {said!r}: a number of MiB is asked for"
+            )
+        right = measured(widths, batch_size)
+        if abs(said / right - 1) > WITHIN:
+            wrong.append((abs(math.log(max(said, 1e-9) / right)), said, right, widths, batch_size))
     if not wrong:
         return None
-    if unknown := [name for name, *_ in wrong if name not in SITUATIONS]:
-        return f"it returns {unknown[0]!r}; the names are {sorted(SITUATIONS)}"
-    name, _, curve, output = wrong[0]
-    return f"it is right about {len(runs) - len(wrong)} of {len(runs)} runs. One that it wrongly calls {name!r}: {_described(curve, output)}"
-
-
-def _described(curve: Sequence[float], output: float) -> str:
-    steps = [after - before for before, after in itertools.pairwise(curve)]
-    grown = sum(step > 0.01 for step in steps)
+    if all(abs(said / MIB / right - 1) <= WITHIN for _, said, right, *_ in wrong):
+        return "it returns bytes, it seems: divide by 2**20, for MiB are asked for"
+    _, said, right, widths, batch_size = max(wrong)
     return (
-        f"it starts at {curve[0]:.1f} MiB, grows in {grown} of {len(steps)} iterations, by {max(steps):.2f} MiB at most, and "
-        f"{'falls' if min(steps) < -0.01 else 'never falls'}; one output has {output:.2f} MiB"
+        f"{len(NETWORKS) - len(wrong)} of {len(NETWORKS)} are right within {WITHIN:.0%}. Farthest off, widths {widths} and a batch of {batch_size:,}: you say "
+        f"{said:,.0f} MiB, and it takes {right:,.0f}"
     )
 
 
-def _named(cause: Callable, runs: Sequence[tuple[list[float], float]]) -> list[str] | str:
-    try:
-        return [cause(list(curve), output) for curve, output in runs]
-    except Exception as error:
-        return f"your code raised {type(error).__name__}: {error}"
+# -- A leak in a stranger's program
+
+EPOCHS, ALLOWED = 4, 512  # bytes that an epoch may leave behind: the allocator's smallest block
 
 
-# -- A stranger's snapshot
+class Expected:
+    """What the stranger's program reports, without its leaks."""
 
-PROGRAM = "train.py"
-LIBRARY = "/opt/lib/python3/site-packages/toolbox/layers.py"
+    def __init__(self, net, batches, device):
+        self.net, self.batches, self.device = net.to(device), batches, device
+        self.optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        self.hardest, self.report = [], []
 
-
-def stranger() -> dict:
-    """A snapshot as torch.cuda.memory._dump_snapshot writes it, of somebody's program that ran out of memory."""
-    return _snapshot(random.Random(7))[0]
-
-
-def _snapshot(draw: random.Random) -> tuple[dict, tuple[str, int]]:
-    """A snapshot, and the line of train.py that holds most.
-
-    What misleads: it holds many small blocks, and another line the largest one; free blocks are larger still; some frames begin in a
-    library; some blocks have no frame at all."""
-    lines = draw.sample(range(8, 90), 5)
-    culprit, single, *others = lines
-    size = draw.choice([4, 6, 8]) * 2**20
-    library = draw.random() < 0.5
-    blocks = [_block(size, culprit, library) for _ in range(draw.randint(10, 14))]
-    blocks.append(_block(6 * size, single))
-    blocks += [_block(draw.randint(1, 3) * size // 2, line) for line in others for _ in range(3)]
-    blocks.append(_block(3 * size, None))
-    blocks += [_block(9 * size, single, state=state) for state in ("inactive", "active_awaiting_free")]
-    draw.shuffle(blocks)
-    cut = len(blocks) // 2
-    segments = [{"total_size": sum(b["size"] for b in part), "blocks": part} for part in (blocks[:cut], blocks[cut:])]
-    return {"segments": segments, "device_traces": [[]]}, (PROGRAM, culprit)
-
-
-def _block(size: int, line: int | None, library: bool = False, state: str = "active_allocated") -> dict:
-    own = [{"filename": PROGRAM, "line": line, "name": "train"}, {"filename": PROGRAM, "line": 99, "name": "<module>"}]
-    inside = [{"filename": LIBRARY, "line": 40, "name": "forward"}]
-    frames = [] if line is None or state == "inactive" else inside * library + own
-    return {"state": state, "size": size, "requested_size": size, "frames": frames}
+    def epoch(self):
+        for x, y in self.batches:
+            losses = F.cross_entropy(self.net(x.to(self.device)), y.to(self.device), reduction="none")
+            self.optimizer.zero_grad()
+            losses.mean().backward()
+            self.optimizer.step()
+            worst = losses.argmax().item()
+            self.hardest.append((x[worst].clone(), losses[worst].item()))
+        self.net.eval()
+        margins, right = [], 0
+        with torch.no_grad():
+            for x, y in self.batches:
+                scores = self.net(x.to(self.device)).cpu()
+                first, second = scores.topk(2, dim=1).values.unbind(dim=1)
+                margins.append((first - second).mean().item())
+                right += (scores.argmax(dim=1) == y).sum().item()
+        self.net.train()
+        self.report.append({"right": right, "margin": sum(margins) / len(margins)})
 
 
 @grader
-def culprits(culprit: Callable, timeout: float = 20) -> str | None:
-    """culprit(snapshot) returns (file, line) of the stranger's own line that holds most, in each of ten snapshots."""
-    draw = random.Random(11)
-    cases = [_snapshot(draw) for _ in range(10)]
-    said = alone(_asked, culprit, [snapshot for snapshot, _ in cases], timeout=timeout)
-    if isinstance(said, str):
-        return said
-    for got, (_, wanted) in zip(said, cases, strict=True):
-        if got != wanted:
-            right = sum(a == b for a, (_, b) in zip(said, cases, strict=True))
-            return f"it is right about {right} of {len(cases)} snapshots. In one of the others {_mistaken(got)}"
+def leaks_nothing(run: Callable, timeout: float = 60) -> str | None:
+    """run(net, batches, device) makes a training run whose epoch() leaves nothing on the GPU from the second one on, and whose report,
+    hardest and network are those of the stranger's."""
+    found = launched_on_gpus(_watched, run, nprocs=1, like="T4", timeout=timeout, ask="is there a loop without an end?")
+    if isinstance(found, str):
+        return found.replace("rank 0", "your code")
+    return found[0]
+
+
+def _material() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A network and batches for it, the same each time."""
+    draw = torch.Generator().manual_seed(6)
+    batches = [(torch.randn(24, 1, 16, 16, generator=draw), torch.randint(10, (24,), generator=draw)) for _ in range(5)]
+    torch.manual_seed(6)
+    layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10)]
+    return nn.Sequential(*layers), batches
+
+
+def _watched(run: Callable) -> str | None:
+    device = torch.device("cuda", 0)
+    net, batches = _material()
+    expected = Expected(net, batches, device)
+    for _ in range(EPOCHS):
+        expected.epoch()
+    wanted = {name: value.cpu() for name, value in net.state_dict().items()}
+    del net, expected.net, expected.optimizer
+    net, batches = _material()
+    running, held = run(net, batches, device), []
+    for _ in range(EPOCHS):
+        running.epoch()
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    left = (held[-1] - held[1]) // (EPOCHS - 2)
+    return _differs(running, net, wanted, expected) or (
+        None
+        if left <= ALLOWED
+        else f"an epoch of {len(batches)} batches still leaves {left / 1024:,.0f} KiB on the GPU"
+    )
+
+
+def _differs(running, net: nn.Module, wanted: dict[str, torch.Tensor], expected: Expected) -> str | None:
+    """What is not as the stranger's program has it."""
+    missing = [name for name in ("report", "hardest") if not hasattr(running, name)]
+    if missing:
+        return f"the run has no `{missing[0]}` any more: what it reports has to stay"
+    for name, value in net.state_dict().items():
+        if not torch.allclose(value.cpu().float(), wanted[name].float(), rtol=1e-3, atol=1e-4):
+            return f"it trains another network: after {EPOCHS} epochs `{name}` differs"
+    if len(running.report) != len(expected.report):
+        return f"`report` has {len(running.report)} rows after {EPOCHS} epochs"
+    for epoch, (row, right) in enumerate(zip(running.report, expected.report, strict=True)):
+        for key, value in right.items():
+            if key not in row:
+                return f"`report` says nothing of {key!r} any more"
+            if abs(_number(row[key]) - value) > 1e-3 * max(1, abs(value)):
+                return f"`report` has {key!r} {_number(row[key]):.4f} in epoch {epoch}, and the program as it was {value:.4f}"
+    if len(running.hardest) != len(expected.hardest):
+        return f"`hardest` has {len(running.hardest)} images, and the program as it was {len(expected.hardest)}"
+    for (image, loss), (right_image, right_loss) in zip(running.hardest, expected.hardest, strict=True):
+        if not torch.equal(torch.as_tensor(image).cpu(), right_image) or abs(_number(loss) - right_loss) > 1e-3:
+            return "`hardest` has another image or another loss than the program as it was"
     return None
 
 
-def _asked(culprit: Callable, snapshots: Sequence[dict]) -> list | str:
-    try:
-        return [
-            tuple(place) if isinstance(place := culprit(snapshot), list | tuple) else place for snapshot in snapshots
-        ]
-    except Exception as error:
-        return f"your code raised {type(error).__name__}: {error}"
-
-
-def _mistaken(got: object) -> str:
-    """Which of the known wrong ideas it is; never the answer."""
-    if not (isinstance(got, tuple) and len(got) == 2):
-        return f"it returns {got!r}; a pair of file name and line number is asked for"
-    if got[0] == LIBRARY:
-        return "it names a line of an installed library. Go on to the first frame that is the stranger's own"
-    if got == (PROGRAM, 99):
-        return "it names the outermost frame, which is there in every block"
-    return f"it names line {got[1]}, which does not hold most. Sum up by line, and only what is `active_allocated`"
+def _number(value) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

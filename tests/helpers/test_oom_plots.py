@@ -1,6 +1,7 @@
 """The figures of notebooks 06 and 07: a step stacked by kind, segments as strips of blocks, cures as bars."""
 
 import pytest
+import torch
 
 from helpers import plots
 from helpers.plots import figures as drawing
@@ -60,6 +61,38 @@ def test_segments_of_a_row_follow_each_other_block_by_block(figures):
     widths = [[path.get_extents().width for path in bars.get_paths()] for bars in axes.collections]
     assert widths == [[2], [18], [2], [18], [64]]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["in use", "free"]
+
+
+def test_each_climb_ends_in_the_error_below_the_same_ceiling(figures):
+    lesson_06.climbs({"a batch": [0, 8, 16], "a leak": [0, 4, 2, 6]}, 20, "Two causes", "simulated")
+    left, right = figures[0].axes
+    assert [axes.get_title(loc="left") for axes in (left, right)] == ["a batch", "a leak"]
+    for axes, held in ((left, [0, 8, 16]), (right, [0, 4, 2, 6])):
+        curve, ceiling, cross = axes.lines
+        assert [*curve.get_ydata()] == held and set(ceiling.get_ydata()) == {20}
+        assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (len(held) - 1, held[-1])
+
+
+def test_each_holder_points_to_the_storage(figures):
+    lesson_06.holders(["a name", "a view"], "storage", "Who holds it")
+    assert words(figures[0].axes[0]) == ["storage", "a name", "a view"]
+
+
+def test_a_recorded_step_names_the_phase_of_its_peak(gpu, figures):
+    record = lesson_06.Recorder(gpu)
+    with record("model"):
+        weight = torch.zeros(MIB, device=gpu)  # 4 MiB
+    for mib in (2, 8):
+        with record("forward"):
+            kept = weight[: mib * MIB // 4].clone() if mib < 4 else torch.zeros(mib * MIB // 4, device=gpu)
+        with record("optimizer"):
+            del kept
+            state = torch.zeros(MIB, device=gpu)
+            del state
+    steps = record.end()
+    assert steps.peaks() == [("optimizer", 8.0), ("forward", 12.0)]
+    steps.draw("Two steps", 20)
+    assert figures[0].axes[0].get_ylim() == (0, 20)
 
 
 def test_bars_of_a_group_lie_side_by_side_in_the_order_given(figures):
