@@ -155,7 +155,7 @@ def _learning_complaint(trainer: Callable) -> str | None:
     if not math.isclose(first, at_first, rel_tol=0.02):
         return f"the first step returns a loss of {first:.3f}; this model's is {at_first:.3f}"
     if not at_first - last >= LOWER * (at_first - adams):
-        return f"after {STEPS} steps the loss is {last:.2f}, from {at_first:.2f} at first; with Adam it is {adams:.2f}"
+        return f"{STEPS} steps bring the loss from {at_first:.2f} to {last:.2f}; with Adam it comes to {adams:.2f}"
     return None
 
 

@@ -15,8 +15,6 @@ import virtualgpu
 from helpers import plots
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
-from virtualgpu.run.fit import picture
-from virtualgpu.run.fit.search import Trial
 
 GiB = 2**30
 STEPS, TEXTS, LENGTH, WORDS = 30, 8, 16, 200  # of the tiny model's training run
@@ -240,7 +238,15 @@ def peaks(rows: Mapping[str, Mapping[str, float]], title: str) -> None:
                     axes.text(left + gib / 2, row, f"{gib:.1f}", ha="center", va="center", fontsize=9)
                 left += gib
         figures.rows(axes, rows, grid=False)
-        figures.legend_above(axes, 5)
+        names = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        style = {
+            "loc": "lower right",
+            "bbox_to_anchor": (1, 1),
+            "fontsize": 9,
+            "handlelength": 1.2,
+            "columnspacing": 1.2,
+        }
+        axes.legend(names.values(), names, ncols=len(names), **style)
 
 
 def step_of(length: int, top: float) -> None:
@@ -296,8 +302,8 @@ def scatter(prices: PriceList, title: str) -> None:
             axis.annotate(str(number), (time, gib), place, textcoords="offset points", fontsize=8)
     axes[0].set_ylabel("in tensors at the peak (GiB)")
     for kind, style in styles.items():
-        axes[1].plot([], [], linestyle="", label=kind, **style)
-    axes[1].legend(loc="lower left", fontsize=8, frameon=True, framealpha=0.9)
+        axes[0].plot([], [], linestyle="", label=kind, **style)
+    axes[0].legend(loc="lower left", fontsize=8)
     keys = [Line2D([], [], linestyle="", markersize=5, **styles[prices.kinds[name]]) for name in names]
     words = [f"{number}  {name}" for number, name in enumerate(names, 1)]
     figure.legend(keys, words, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
@@ -373,10 +379,3 @@ class FourBit(nn.Module):
         codes = torch.stack([self.packed >> 4, self.packed & 15], -1).flatten(1)
         weight = (codes.half() - 8) * self.scale
         return F.linear(x, weight.view(self.out_features, self.in_features).to(x.dtype))
-
-
-def fits(trials: Sequence[Trial], title: str) -> None:
-    """What `virtualgpu.fit` tried: each trial's memory beside the card's, and how fast it was."""
-    figure, (memory, speed) = figures.new(1.1 + 0.34 * len(trials), ncols=2, sharey=True)
-    picture.draw(memory, speed, trials, COLORS)
-    figures.show(figure, title, "simulated")
