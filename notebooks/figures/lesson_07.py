@@ -246,7 +246,7 @@ def peaks(rows: Mapping[str, Mapping[str, float]], title: str) -> None:
             "handlelength": 1.2,
             "columnspacing": 1.2,
         }
-        axes.legend(names.values(), names, ncols=len(names), **style)
+        axes.legend(names.values(), names, ncols=len(names), frameon=False, **style)
 
 
 def step_of(length: int, top: float) -> None:
@@ -303,7 +303,7 @@ def scatter(prices: PriceList, title: str) -> None:
     axes[0].set_ylabel("in tensors at the peak (GiB)")
     for kind, style in styles.items():
         axes[0].plot([], [], linestyle="", label=kind, **style)
-    axes[0].legend(loc="lower left", fontsize=8)
+    axes[0].legend(loc="lower left", fontsize=8, frameon=False)
     keys = [Line2D([], [], linestyle="", markersize=5, **styles[prices.kinds[name]]) for name in names]
     words = [f"{number}  {name}" for number, name in enumerate(names, 1)]
     figure.legend(keys, words, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
