@@ -302,8 +302,8 @@ def scatter(prices: PriceList, title: str) -> None:
             axis.annotate(str(number), (time, gib), place, textcoords="offset points", fontsize=8)
     axes[0].set_ylabel("in tensors at the peak (GiB)")
     for kind, style in styles.items():
-        axes[0].plot([], [], linestyle="", label=kind, **style)
-    axes[0].legend(loc="lower left", fontsize=8, frameon=False)
+        axes[1].plot([], [], linestyle="", label=kind, **style)
+    axes[1].legend(loc="lower right", fontsize=8)
     keys = [Line2D([], [], linestyle="", markersize=5, **styles[prices.kinds[name]]) for name in names]
     words = [f"{number}  {name}" for number, name in enumerate(names, 1)]
     figure.legend(keys, words, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
