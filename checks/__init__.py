@@ -18,7 +18,7 @@ from checks.notebook_03 import keeps_both_busy, schedules
 from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on
 from checks.notebook_06 import estimates, leaks_nothing
-from checks.notebook_07 import slims, within_budget
+from checks.notebook_07 import accumulates, trains_a_billion
 from checks.notebook_08 import stays_together, trains_on_all
 from checks.notebook_09 import fits_two_t4s, shards_below, tensor_plan
 from checks.notebook_10 import exchanged, one_f_one_b
@@ -26,6 +26,7 @@ from checks.notebook_10 import exchanged, one_f_one_b
 __all__ = [
     "NotYet",
     "Skipped",
+    "accumulates",
     "averages",
     "estimates",
     "exchanged",
@@ -40,12 +41,11 @@ __all__ = [
     "schedules",
     "shards_below",
     "skip_repaired",
-    "slims",
     "split_in_two",
     "stays_together",
     "survives",
     "talks_early",
     "tensor_plan",
+    "trains_a_billion",
     "trains_on_all",
-    "within_budget",
 ]

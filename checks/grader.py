@@ -19,10 +19,6 @@ from virtualgpu.session import suspended
 LONGEST = 2000  # characters of a complaint: an error's text may have megabytes
 
 
-class NoRoom(RuntimeError):
-    """The grader's own tensors find no room on the GPU: nothing that the reader's answer could cure."""
-
-
 class NotYet(AssertionError):
     """What a grader raises under CHECKS=strict where the answer is not right; the message is the complaint."""
 
@@ -43,8 +39,6 @@ def grader(check: Callable) -> Callable:
             complaint = check(*args, **kwargs)
         except KeyboardInterrupt:
             raise
-        except NoRoom as error:
-            complaint = str(error)
         except Skipped as error:
             complaint, verdict = str(error), Skipped
         except BaseException as error:  # SystemExit, too

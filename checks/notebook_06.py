@@ -16,18 +16,6 @@ from checks.grader import grader, launched_on_gpus, plain
 MIB = 1 << 20
 
 
-def no_room(device: torch.device) -> str:
-    """Who holds the GPU, before the reader's code has begun."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return (
-        f"{(total - free) / 2**20:,.0f} of the GPU's {total / 2**20:,.0f} MiB are taken before your code begins, and the grader "
-        "finds no room. Did a cell end in an error? It keeps what it held: call helpers.forget_error(), `del` what you have named, "
-        "then run this cell again"
-    )
-
-
 # -- An estimate from shapes
 
 WITHIN = 0.10

@@ -1,145 +1,189 @@
-"""The graders of notebook 07, make it fit. Both run the reader's code in processes of its own: an endless loop ends with them."""
+"""The graders of notebook 07, make it fit. Both run the reader's code in processes of their own, on a virtual T4."""
 
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import virtualgpu
-from checks.grader import Computing, alone, grader
-from checks.notebook_06 import no_room
-from virtualgpu.session import suspended
+from checks.grader import grader, launched_on_gpus, plain
+from notebooks.figures.lesson_07 import SIZES, Model
 
-SMALL = {"layers": 2, "dim": 64, "heads": 2, "hidden": 192, "words": 100}
+TINY = {"layers": 2, "dim": 64, "heads": 2, "hidden": 192, "words": 200}
+IGNORED = -100
+STEPS, ROOM = 30, 0.8  # of training with numbers; of a T4's memory
+LOWER = 0.9  # how much of Adam's fall the loss must make
 
 
 @grader
-def within_budget(
-    step: Callable, make_net: Callable, x: torch.Tensor, y: torch.Tensor, budget: int, timeout: float = 30
-) -> str | None:
-    """step(net, x, y) leaves the gradients of the mean loss over the whole batch in net, returns that loss, and needs
-    at most `budget` bytes for network and step, on the GPU of the net."""
-    torch.cuda.empty_cache()  # the process that does it shares the GPU
-    return alone(_trained, step, make_net, x, y, budget, timeout=timeout)
+def accumulates(accumulate: Callable) -> str | None:
+    """accumulate(net, x, y, size) leaves in net the gradients of the mean loss over all labels that count, returns that loss, gives
+    net at most `size` texts at a time, and holds the activations of one such micro-batch alone."""
+    return _said(launched_on_gpus(_accumulates_said, accumulate, nprocs=1, gpus=1, like="T4", timeout=60, ask=ENDS))
 
 
-def _trained(step, make_net, x, y, budget) -> str | None:
+@grader
+def trains_a_billion(trainer: Callable) -> str | None:
+    """trainer(net) returns step(x, y), which trains all parameters of net and returns the loss: as well as Adam on a small model, and
+    within four fifths of a T4 on one of 1.26 billion parameters."""
+    return _said(launched_on_gpus(_billion_said, trainer, nprocs=1, gpus=1, like="T4", timeout=120, ask=ENDS))
+
+
+ENDS = "does your code come to an end?"
+
+
+def _said(found: list | str) -> str | None:
+    return found if isinstance(found, str) else found[0]
+
+
+def _model() -> Model:
+    torch.manual_seed(0)
+    return Model(**TINY).to("cuda:0")
+
+
+def _batch(texts: int, lengths: list[int] | None = None, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts, and what to predict; where `lengths` are given, labels beyond them do not count."""
+    x = torch.randint(TINY["words"], (texts, length), generator=torch.Generator().manual_seed(texts))
+    y = x.roll(-1, 1)
+    for labels, end in zip(y, lengths or [], strict=False):
+        labels[end:] = IGNORED
+    return x.to("cuda:0"), y.to("cuda:0")
+
+
+def _cases() -> Iterator[tuple[str, torch.Tensor, torch.Tensor, int]]:
+    """In words, texts, labels, size."""
+    yield "with 8 full texts", *_batch(8), 2
+    yield "with 8 full texts, 3 at a time,", *_batch(8), 3
+    yield "with 8 padded texts", *_batch(8, [16, 14, 10, 6, 4, 3, 2, 1]), 4
+    yield "with 7 padded texts, 3 at a time,", *_batch(7, [2, 16, 9, 1, 5, 5, 12]), 3
+    yield "with a micro-batch whose labels are all -100,", *_batch(6, [9, 3, 0, 0, 7, 16]), 2
+    yield "with fewer texts than size,", *_batch(3, [16, 2, 5]), 8
+
+
+def _accumulates_said(accumulate: Callable) -> str | None:
     try:
-        wanted, expected, device = _by_the_whole_batch(make_net, x, y)
-        torch.empty(2 * budget, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        device = None
-    if device is None:  # outside: the error has let go of what it kept
-        return no_room(torch.device("cuda", torch.cuda.current_device()))
-    statistics = torch.cuda.max_memory_allocated  # by this name, whatever the step makes of the other
-    try:
-        got, loss, peak, places = _measured(step, make_net, x.to(device), y.to(device), device, statistics)
-        forged = _forged(step, make_net, x.to(device), y.to(device), device, budget, statistics)
+        for words, x, y, size in _cases():
+            if complaint := _accumulation_complaint(accumulate, x, y, size):
+                return f"{words} {complaint}"
+        return _held_complaint(accumulate)
     except Exception as error:
         return f"your code raised {type(error).__name__}: {str(error).split('. ')[0]}"
-    if any(gradient is None for gradient in got):
-        return "some parameters have no gradient: call backward() on every part, and leave zero_grad() to the caller"
-    for found, want in zip(got, wanted, strict=True):
-        if not torch.allclose(found, want, rtol=1e-3, atol=1e-5):
-            ratio = float(found.norm() / want.norm())
-            if 0.9 < ratio < 1.1:
-                return f"the gradients are nearly those of the whole batch: where pieces are unequal, weigh each by its images, of {len(x)}"
-            return f"the gradients are not those of the whole batch: {ratio:.2f} times as long. The mean is over {len(x)} images"
-    if loss is None or not math.isclose(float(loss), expected, rel_tol=1e-3):
-        return f"gradients are right; the loss should be {expected:.4f}, and it returned {loss!r}"
-    if elsewhere := places - {str(device)}:
-        return f"right gradients, computed on {', '.join(sorted(elsewhere))}: the task is to stay on {device}"
-    if forged:
-        return "right gradients, but the peak was reset within the step: leave the statistics to the grader"
-    if peak > budget:
-        return f"right gradients, and a peak of {peak / 2**20:.1f} MiB: the budget is {budget / 2**20:.1f}"
+
+
+def _accumulation_complaint(accumulate: Callable, x: torch.Tensor, y: torch.Tensor, size: int) -> str | None:
+    """Beside the whole batch: how many texts at a time, gradients, loss."""
+    whole, net, most = _model(), _model(), []
+    expected = F.cross_entropy(whole(x), y.flatten())
+    expected.backward()
+    net.words.register_forward_pre_hook(lambda _, args: most.append(len(args[0])))
+    loss = accumulate(net, x.clone(), y.clone(), size)
+    if max(most, default=0) > size:
+        return f"net is given {max(most)} texts at once: at most size={size} are wanted"
+    if any(p.grad is None for p in net.parameters()):
+        return "some parameters have no gradient: call backward() for every micro-batch, and leave zero_grad() to the caller"
+    got, wanted = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (net, whole))
+    if got.isnan().any():
+        return "the gradients are nan: is anything divided by a number of labels that may be zero?"
+    off = float((got - wanted).norm() / wanted.norm())
+    if off > 1e-3:
+        ratio = float(got.norm() / wanted.norm())
+        longer = f", {ratio:.2f} times as long" if not 0.8 < ratio < 1.25 else ""
+        return f"the gradients are {off:.0%} off those of the whole batch{longer}: over which labels is the mean?"
+    loss = plain(loss)
+    if not isinstance(loss, (int, float)) or not math.isclose(loss, expected.item(), rel_tol=1e-3):
+        return f"the gradients are right; the loss should be {expected.item():.4f}, and it returned {loss!r}"
     return None
 
 
-def _by_the_whole_batch(make_net, x, y) -> tuple[list[torch.Tensor], float, torch.device]:
-    """Gradients and loss that are wanted, and the GPU of the net."""
-    net = make_net()
-    device = next(net.parameters()).device
-    loss = nn.functional.cross_entropy(net(x.to(device)), y.to(device))
-    loss.backward()
-    return [p.grad.cpu() for p in net.parameters()], loss.item(), device
+def _held_complaint(accumulate: Callable) -> str | None:
+    """Bytes beside the model at the peak, and those of the plainest right way."""
+    x, y = _batch(48, [64, 40, 3] * 16, length=64)
+    needed, found = (_bytes_held(run, x, y) for run in (_plainest, accumulate))
+    if found > 1.6 * needed:
+        return (
+            f"right gradients, but the peak is {found / needed:.1f} times that of one micro-batch at a time: "
+            "what keeps the activations of the others?"
+        )
+    return None
 
 
-def _measured(step, make_net, x, y, device, statistics) -> tuple[list, float | None, int, set[str]]:
-    """Gradients, the loss returned, bytes of the peak, and where the step computes."""
-    before = torch.cuda.memory_allocated(device)
-    net = make_net()
-    torch.cuda.reset_peak_memory_stats(device)
-    with Computing() as computing:
-        loss = step(net, x, y)
-    peak = statistics(device) - before
-    return [None if p.grad is None else p.grad.cpu() for p in net.parameters()], loss, peak, computing.places
+def _plainest(net: nn.Module, x: torch.Tensor, y: torch.Tensor, size: int) -> None:
+    for xs, ys in zip(x.split(size), y.split(size), strict=True):
+        (F.cross_entropy(net(xs), ys.flatten(), reduction="sum") / (y != IGNORED).sum()).backward()
 
 
-def _forged(step, make_net, x, y, device, budget, statistics) -> bool:
-    """Does the step reset the peak? It starts from one that is twice the budget, and which only a reset lowers."""
-    net = make_net()
-    torch.empty(2 * budget, dtype=torch.uint8, device=device)  # gone at once; its peak stays
-    peak = statistics(device)
-    step(net, x, y)
-    return statistics(device) < peak
+def _bytes_held(run: Callable, x: torch.Tensor, y: torch.Tensor) -> int:
+    net = _model()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(net, x, y, 4)
+    return torch.cuda.max_memory_allocated() - before
 
 
-@grader
-def slims(slim: Callable, make: Callable, sizes: Mapping, budget: float, timeout: float = 60) -> str | None:
-    """slim(net) leaves a model that begins as it was, learns in every block and nowhere in what was there before, and needs
-    at most `budget` GiB of a T4 for a step with one text of 512 tokens."""
-    return alone(_slimmed, slim, make, dict(sizes), budget, timeout=timeout)
+def _billion_said(trainer: Callable) -> str | None:
+    try:
+        if complaint := _learning_complaint(trainer):
+            return complaint
+        with warnings.catch_warnings(), virtualgpu.dry_run(1, like="T4"):
+            warnings.simplefilter("ignore")  # what a dry run says of a value that is read
+            return _room_complaint(trainer, SIZES["1.26 billion"])
+    except Exception as error:
+        return f"your code raised {type(error).__name__}: {str(error).split('. ')[0]}"
 
 
-def _slimmed(slim, make, sizes, budget) -> str | None:
-    with suspended():  # the notebook's own GPUs are left alone
-        return _small(slim, make) or _large(slim, make, sizes, budget)
-
-
-def _small(slim, make) -> str | None:
-    """With numbers, on the CPU: does it begin as it was, and who learns?"""
-    torch.manual_seed(0)
-    net, text = make(**SMALL), torch.randint(SMALL["words"], (2, 16))
-    there = list(net.parameters())  # kept: where one is freed, a new one may get its id
+def _learning_complaint(trainer: Callable) -> str | None:
+    """With numbers: does every parameter move, and does the loss fall as with Adam?"""
+    x, y = _batch(8)
+    net = _model()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    step = trainer(net)
+    if not callable(step):
+        return f"trainer returns {type(step).__name__}: a function step(x, y) is wanted"
+    losses = [plain(step(x, y)) for _ in range(STEPS)]
+    if any(not isinstance(loss, (int, float)) for loss in losses):
+        return f"step returned {losses[0]!r}: the loss of the batch is wanted"
     with torch.no_grad():
-        before = net(text)
-    slim(net)
-    with torch.autocast("cpu", dtype=torch.float16):
-        after = net(text)
-    now = after.detach()
-    apart = float((now - before).norm() / before.norm())
-    if not apart < 0.25:
-        return f"the model does not begin as it was: its output is {apart:.0%} off. Does what you add begin with zeros?"
-    if any(p.requires_grad and any(p is old for old in there) for p in net.parameters()):
-        return "parameters that were there before still train: freeze them"
-    learn = [p for p in net.parameters() if p.requires_grad]
-    if not learn:
-        return "nothing is left that trains: add adapters"
-    after.float().square().mean().backward()
-    for at, block in enumerate(net.blocks):
-        if not any(p.grad is not None and p.grad.any() for p in block.parameters() if p.requires_grad):
-            return f"block {at} does not learn: no parameter of it gets a gradient"
+        first, last = losses[0], F.cross_entropy(net(x).float(), y.flatten()).item()
+    after: Mapping[str, torch.Tensor] = dict(net.named_parameters())
+    for name, value in before.items():
+        if name not in after or torch.equal(after[name].detach().float(), value):
+            return f"{name} has not moved in {STEPS} steps: all parameters are to train"
+    at_first, adams = _by_adam(x, y)
+    if not math.isclose(first, at_first, rel_tol=0.02):
+        return f"the first step returns a loss of {first:.3f}; this model's is {at_first:.3f}"
+    if not at_first - last >= LOWER * (at_first - adams):
+        return f"{STEPS} steps bring the loss from {at_first:.2f} to {last:.2f}; with Adam it comes to {adams:.2f}"
     return None
 
 
-def _large(slim, make, sizes, budget) -> str | None:
-    """The peak of a T4, of a second step, and without numbers. It has more memory here: the model is made whole, then slimmed."""
-    with virtualgpu.dry_run(1, like="T4", memory="64 GB"):
+def _by_adam(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Its loss before the first and after the last step."""
+    net = _model()
+    optimizer, losses = torch.optim.Adam(net.parameters()), []
+    for _ in range(STEPS + 1):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y.flatten())
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    return losses[0], losses[-1]
+
+
+def _room_complaint(trainer: Callable, sizes: Mapping[str, int]) -> str | None:
+    """Without numbers: bytes reserved over two steps. The model is made outside of them."""
+    budget = ROOM * torch.cuda.get_device_properties(0).total_memory / 2**30
+    try:
         with torch.device("cuda"):
-            net = make(**sizes)
-        slim(net)
-        optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
-        text = torch.zeros(1, 512, dtype=torch.long, device="cuda")
+            net, text = Model(**sizes), torch.zeros(1, 512, dtype=torch.long)
+        step = trainer(net)
         for _ in range(2):
-            torch.cuda.reset_peak_memory_stats()
-            optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = nn.functional.cross_entropy(net(text).flatten(0, 1), text.flatten())
-            loss.backward()
-            optimizer.step()
-        peak = torch.cuda.max_memory_allocated() / 2**30
+            step(text, text)
+    except torch.OutOfMemoryError:
+        return f"it learns, but 1.26 billion parameters run out of a T4's memory: {budget:.1f} GiB are wanted at most"
+    peak = torch.cuda.max_memory_reserved() / 2**30
     if peak > budget:
-        return f"it begins as it was, and every block learns; the peak is {peak:.1f} GiB, and the budget {budget:.1f}. What holds the rest?"
+        return f"it learns, and 1.26 billion parameters take {peak:.1f} GiB: at most {budget:.1f} are wanted. What do you keep of each parameter?"
     return None

@@ -1,4 +1,4 @@
-"""The figures of notebooks 06 and 07: a step stacked by kind, segments as strips of blocks, cures as bars."""
+"""The figures of notebooks 06 and 07: a step stacked by kind, segments as strips of blocks, the peak by kind, cures by time and memory."""
 
 import pytest
 import torch
@@ -95,11 +95,68 @@ def test_a_recorded_step_names_the_phase_of_its_peak(gpu, figures):
     assert figures[0].axes[0].get_ylim() == (0, 20)
 
 
-def test_bars_of_a_group_lie_side_by_side_in_the_order_given(figures):
-    lesson_07.left({"dear": (50.0, 100.0), "cheap": (20.0, 90.0)}, ["one", "two"], "A trade", "%", "simulated")
+def test_a_peak_is_told_kind_by_kind(figures):
+    layers = {"parameters": [2.0, 2.0, 2.0], "activations": [0.0, 5.0, 1.0]}
+    assert lesson_07.at_the_peak(layers) == {"parameters": 2.0, "activations": 5.0}
+    lesson_07.peaks({"one": {"a": 2.0, "b": 5.0}, "two": {"a": 4.0, "b": 0.25}}, "Two")
     (axes,) = figures[0].axes
-    one, two = axes.containers
-    assert [bar.get_width() for bar in one] == [50, 20] and [bar.get_width() for bar in two] == [100, 90]
-    assert [bar.get_y() for bar in two] == pytest.approx([bar.get_y() + bar.get_height() for bar in one])
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["dear", "cheap"]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 2), (2, 5), (0, 4), (4, 0.25)]
+    assert words(axes) == ["2.0", "5.0", "4.0"], "what is thin has no number"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+
+
+@pytest.fixture
+def prices():
+    """Of four cures: "dear" is beaten by "small", and "other" is a different training run."""
+    found = lesson_07.PriceList.__new__(lesson_07.PriceList)
+    kinds = "exact", "rounded", "exact", "approximate", lesson_07.OTHER
+    found.kinds = dict(zip(("as it is", "fast", "dear", "small", "other"), kinds, strict=True))
+    points = (1.0, 10.0), (0.5, 8.0), (2.0, 9.0), (1.5, 4.0), (0.4, 1.0)
+    found.rows = {
+        name: dict.fromkeys(lesson_07.PATIENTS, point) for name, point in zip(found.kinds, points, strict=True)
+    }
+    return found
+
+
+def test_the_frontier_joins_what_nothing_beats_in_time_and_memory(figures, prices):
+    assert lesson_07.frontier([(2, 1), (1, 2), (3, 1), (1, 3)]) == [(1, 2), (2, 1)]
+    lesson_07.scatter(prices, "Cures")
+    for axes in figures[0].axes:
+        assert axes.lines[0].get_xydata().tolist() == [[0.5, 8.0], [1.5, 4.0]], "not the different training run"
+        assert words(axes) == ["1", "2", "3", "4", "5"]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()][1] == "2  fast"
+
+
+def test_numbers_of_marks_in_one_place_do_not_lie_on_each_other():
+    taken = []
+    places = [lesson_07._free(10, 10, taken) for _ in lesson_07.PLACES]
+    assert len(set(places)) == len(lesson_07.PLACES) and taken[0] == (10 + places[0][0], 10 + places[0][1])
+
+
+def test_a_cure_is_exact_rounded_or_approximate():
+    assert [lesson_07.kind(off) for off in (1e-6, 0.002, 0.05)] == ["exact", "rounded", "approximate"]
+
+
+def test_adam_in_8_bits_goes_nearly_where_adam_goes():
+    """Each parameter in one piece, and in several."""
+
+    def path(make):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(6, 64))
+        optimizer, start = make([p]), p.detach().clone()
+        for _ in range(20):
+            optimizer.zero_grad()
+            (p - 1).square().sum().backward()
+            optimizer.step()
+        return p.detach() - start
+
+    wanted, found = path(torch.optim.Adam), path(lesson_07.Adam8bit)
+    assert 0 < (found - wanted).norm() / wanted.norm() < 0.02
+
+
+def test_a_layer_in_4_bits_is_nearly_the_layer():
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 32, bias=False), torch.randn(8, 64)
+    packed = lesson_07.FourBit(layer)
+    assert 0 < (packed(x) - layer(x)).norm() / layer(x).norm() < 0.1
+    assert sum(b.nbytes for b in packed.buffers()) == 64 * 32 // 2 + 2 * 32

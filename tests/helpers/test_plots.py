@@ -17,8 +17,9 @@ import virtualgpu
 from helpers import data, plots
 from helpers.plots import devices
 from helpers.plots import figures as drawing
-from notebooks.figures import lesson_01, lesson_02, lesson_03, lesson_04, lesson_05, lesson_07
+from notebooks.figures import lesson_01, lesson_02, lesson_03, lesson_04, lesson_05
 from virtualgpu.monitor import Reading, Source
+from virtualgpu.run.fit import picture
 from virtualgpu.run.fit.search import Trial
 from virtualgpu.timeline import Timeline, row
 from virtualgpu.timing.clock import Span
@@ -322,11 +323,11 @@ def test_all_cuts_stand_above_each_other_and_some_are_named(figures, shown):
     assert [text.get_text() for text in memory.texts] == ["1 GiB"]
 
 
-def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
+def test_what_fit_tried_stands_beside_the_cards_memory():
     some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=8, used=1)
     full = some._replace(values={"batch-size": "64"}, status="out of memory", step=None, samples=None)
-    lesson_07.fits([some, full, some._replace(card="L4", gpus=2, samples=16)], "Eight fit")
-    memory, speed = figures[0].axes
+    _, (memory, speed) = drawing.new(ncols=2)
+    picture.draw(memory, speed, [some, full, some._replace(card="L4", gpus=2, samples=16)], drawing.COLORS)
     assert [text.get_text() for text in memory.get_yticklabels()] == [
         "T4, batch-size 8",
         "T4, batch-size 64",
@@ -337,14 +338,14 @@ def test_what_fit_tried_stands_beside_the_cards_memory(figures, shown):
     ] == [16] * 3
     assert "out of memory" in [text.get_text() for text in speed.texts]
     assert [bar.get_width() for bar in speed.patches] == [16, 32] and "samples" in speed.get_xlabel()
-    assert shown[0][1]["image/png"]["alt"] == "Figure (simulated): Eight fit"
 
 
-def test_the_numbers_below_what_fit_tried_find_room(figures):
+def test_the_numbers_below_what_fit_tried_find_room():
     fast = Trial("T4", 1, {}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=50_000, used=1)
-    lesson_07.fits([fast], "A hundred thousand a second")
-    figures[0].canvas.draw()
-    labels = [label.get_window_extent() for label in figures[0].axes[1].get_xticklabels() if label.get_text()]
+    figure, (memory, speed) = drawing.new(ncols=2)
+    picture.draw(memory, speed, [fast], drawing.COLORS)
+    drawing.FigureCanvasAgg(figure).draw()
+    labels = [label.get_window_extent() for label in speed.get_xticklabels() if label.get_text()]
     assert len(labels) > 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))
 
 
