@@ -89,6 +89,13 @@ def launched_on_gpus(
         return launched(worker, *args, nprocs=nprocs, **options)
 
 
+def alone_on_t4(worker: Callable, *args, ask: str, timeout: float = 60) -> str | None:
+    """What worker(*args) says in a process of its own on a virtual T4; or what went wrong there, ending in the question `ask` where
+    it does not come to an end."""
+    found = launched_on_gpus(worker, *args, nprocs=1, like="T4", timeout=timeout, ask=ask)
+    return found.replace("rank 0", "your code") if isinstance(found, str) else found[0]
+
+
 def alone(worker: Callable, *args, timeout: float = 60) -> str | None:
     """What worker(*args) says in a process of its own, so that an endless loop ends with it; or what went wrong there."""
     try:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
-from checks.grader import grader, launched_on_gpus, plain
+from checks.grader import alone_on_t4, grader, plain
 
 MIB = 1 << 20
-
+ENDS = "is there a loop without an end?"
 
 # -- An estimate from shapes
 
@@ -54,12 +54,7 @@ def measured(widths: Sequence[int], batch_size: int) -> float:
 @grader
 def estimates(peak_mib: Callable, timeout: float = 60) -> str | None:
     """peak_mib(widths, batch_size) comes within 10 % of what two steps take, for twelve networks."""
-    found = launched_on_gpus(
-        _estimated, peak_mib, nprocs=1, like="T4", timeout=timeout, ask="is there a loop without an end?"
-    )
-    if isinstance(found, str):
-        return found.replace("rank 0", "your code")
-    return found[0]
+    return alone_on_t4(_estimated, peak_mib, ask=ENDS, timeout=timeout)
 
 
 def _estimated(peak_mib: Callable) -> str | None:
@@ -122,10 +117,7 @@ class Expected:
 def leaks_nothing(run: Callable, timeout: float = 60) -> str | None:
     """run(net, batches, device) makes a training run whose epoch() leaves nothing on the GPU from the second one on, and whose report,
     hardest and network are those of the stranger's."""
-    found = launched_on_gpus(_watched, run, nprocs=1, like="T4", timeout=timeout, ask="is there a loop without an end?")
-    if isinstance(found, str):
-        return found.replace("rank 0", "your code")
-    return found[0]
+    return alone_on_t4(_watched, run, ask=ENDS, timeout=timeout)
 
 
 def _material() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:

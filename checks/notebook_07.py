@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import virtualgpu
-from checks.grader import grader, launched_on_gpus, plain
+from checks.grader import alone_on_t4, grader, plain
 
-TINY = {"layers": 2, "dim": 64, "heads": 2, "hidden": 192, "words": 200}
 IGNORED = -100
 STEPS, ROOM = 30, 0.8  # of training with numbers; of a T4's memory
 LOWER = 0.9  # how much of Adam's fall the loss must make
@@ -21,33 +20,30 @@ LOWER = 0.9  # how much of Adam's fall the loss must make
 def accumulates(accumulate: Callable) -> str | None:
     """accumulate(net, x, y, size) leaves in net the gradients of the mean loss over all labels that count, returns that loss, gives
     net at most `size` texts at a time, and holds the activations of one such micro-batch alone."""
-    return _said(launched_on_gpus(_accumulates_said, accumulate, nprocs=1, gpus=1, like="T4", timeout=60, ask=ENDS))
+    return alone_on_t4(_accumulates_said, accumulate, ask=ENDS)
 
 
 @grader
 def trains_a_billion(trainer: Callable) -> str | None:
     """trainer(net) returns step(x, y), which trains all parameters of net and returns the loss: as well as Adam on a small model, and
     within four fifths of a T4 on one of 1.26 billion parameters."""
-    return _said(launched_on_gpus(_billion_said, trainer, nprocs=1, gpus=1, like="T4", timeout=120, ask=ENDS))
+    return alone_on_t4(_billion_said, trainer, ask=ENDS, timeout=120)
 
 
 ENDS = "does your code come to an end?"
 
 
-def _said(found: list | str) -> str | None:
-    return found if isinstance(found, str) else found[0]
-
-
 def _model() -> nn.Module:
-    from notebooks.figures.lesson_07 import Model  # of the lesson alone: `import checks` does without notebooks/
+    from notebooks.figures.lesson_07 import tiny  # of the lesson alone: `import checks` does without notebooks/
 
-    torch.manual_seed(0)
-    return Model(**TINY).to("cuda:0")
+    return tiny().to("cuda:0")
 
 
 def _batch(texts: int, lengths: list[int] | None = None, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts, and what to predict; where `lengths` are given, labels beyond them do not count."""
-    x = torch.randint(TINY["words"], (texts, length), generator=torch.Generator().manual_seed(texts))
+    from notebooks.figures.lesson_07 import WORDS
+
+    x = torch.randint(WORDS, (texts, length), generator=torch.Generator().manual_seed(texts))
     y = x.roll(-1, 1)
     for labels, end in zip(y, lengths or [], strict=False):
         labels[end:] = IGNORED
