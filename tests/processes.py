@@ -56,10 +56,10 @@ def family(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def runs(script: str, name: str, value: str) -> bool:
-    """Is one of these processes a program forked for that script?"""
+def runs(program: str, name: str, value: str) -> bool:
+    """Is one of these processes this program (or script)?"""
     with contextlib.suppress(psutil.Error):  # one may have ended meanwhile
-        return any(process.name() == os.path.basename(script) for process in family(name, value))
+        return any(process.name() == os.path.basename(program) for process in family(name, value))
     return False
 
 

@@ -15,7 +15,7 @@ import series
 from graded import exercises
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from tests.processes import family, wait_until
+from tests.processes import family, runs, wait_until
 
 ROOT = series.ROOT
 
@@ -298,7 +298,7 @@ def test_interrupted_no_process_is_left_and_what_is_known_is_kept(series_of_one,
     started = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    wait_until(lambda: any(process.name() == "sleep" for process in family("CLASS_OF_THIS_TEST", str(tmp_path))))
+    wait_until(lambda: runs("sleep", "CLASS_OF_THIS_TEST", str(tmp_path)))
     started.send_signal(signal.SIGINT)
     out, _ = started.communicate(timeout=30)
     assert started.returncode == 130
