@@ -1,110 +1,199 @@
-"""The graders of notebook 10: pipelines of processes."""
+"""The graders of notebook 10: models that do not fit on one GPU. Each runs the reader's code in processes of its own, so that an
+endless loop ends with them, and no GPU of the notebook is touched."""
 
+import fnmatch
 import functools
-import hashlib
-import itertools
-import os
-import random
-import re
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
-from checks.grader import grader, launched, launched_on_gpus
-from checks.notebook_03 import answers
+import virtualgpu
+from checks.grader import alone, grader, launched_on_gpus
 
-SENT = (
-    2 << 20
-)  # numbers, 8 MiB: NCCL holds a message back that is larger than its buffer of 4 MiB, and both senders wait
-
-
-@grader
-def one_f_one_b(table: Callable[[int, int], list]) -> str | None:
-    """table(stages, micro_batches): each stage's order of work, "F0" and "B0", which 1F1B's slots and memory are asked of."""
-    draw = random.Random()
-    sizes = ((3, 4), (2, 4), (4, 8), (1, 3), (5, 2), (draw.randint(2, 9), draw.randint(1, 20)))
-    result = launched(answers, functools.partial(_orders, table), sizes, nprocs=1, ask="does your loop end?")
-    if isinstance(result, str):
-        return result
-    for (stages, number), orders in zip(sizes, result[0], strict=True):
-        here = f"with {stages} stages and {number} micro-batches"
-        if orders is None or len(orders) != stages:
-            return f"{here}, a list for each stage is wanted: {stages} lists of words such as F0 and B0"
-        whole = sorted(f"{kind}{n}" for kind in "FB" for n in range(number))
-        for stage, order in enumerate(orders):
-            if sorted(order) != whole:
-                return f"{here}, stage {stage} should do each of F0 to F{number - 1} and of B0 to B{number - 1} once; it does {' '.join(order)}"
-            keeps, most = _kept(order), min(stages - stage, number)
-            if keeps > most:
-                return f"{here}, stage {stage} keeps {keeps} micro-batches at once; {most} are enough: begin backward sooner"
-        slots = _slots(orders)
-        if slots is None:
-            return f"{here}, the stages wait for each other, and none can go on"
-        if slots > 2 * (number + stages - 1):
-            return (
-                f"{here}, it takes {slots} slots; {2 * (number + stages - 1)} are enough: which stage starts too late?"
-            )
-    return None
-
-
-def _orders(table: Callable, stages: int, number: int) -> list[list[str]] | None:
-    """As lists of words, whatever sequences the reader's are."""
-    orders = table(stages, number)
-    return None if orders is None else [[str(work) for work in order] for order in orders]
-
-
-def _kept(order: list[str]) -> int:
-    """How many micro-batches are between their forward and their backward at most."""
-    kept = itertools.accumulate(1 if work[0] == "F" else -1 for work in order)
-    return max(kept)
-
-
-def _slots(orders: list[list[str]]) -> int | None:
-    """How many slots of equal length it takes; None where nobody can go on."""
-    left, done, slots = [list(order) for order in orders], set(), 0
-    while any(left):
-        ready = [
-            (stage, todo[0]) for stage, todo in enumerate(left) if todo and _needs(todo[0], stage, len(left)) <= done
-        ]
-        if not ready:
-            return None
-        for stage, _ in ready:
-            left[stage].pop(0)
-        done.update(ready)
-        slots += 1
-    return slots
-
-
-def _needs(work: str, stage: int, stages: int) -> set[tuple[int, str]]:
-    if work[0] == "F":
-        return {(stage - 1, work)} if stage else set()
-    return {(stage, "F" + work[1:])} | ({(stage + 1, work)} if stage < stages - 1 else set())
+SLOWER = 1.15  # than the best: the clock tells no smaller difference
+TIMEOUT = 300.0  # seconds: an endless loop's only end; dry runs of a right answer take a tenth of it
 
 
 @grader
-def exchanged(exchange: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """In two ranks, each with a GPU: exchange(mine) returns the other's numbers (8 MiB, drawn here), and does not wait for ever."""
-    found = launched_on_gpus(
-        _exchange_drawn, exchange, int.from_bytes(os.urandom(4), "little"), timeout=3, ask="who sends first?"
-    )
-    if isinstance(found, str):  # whichever of the two was first to find that both wait
-        return re.sub(r"^rank \d raised \S+DistBackendError: \w+ \w+ rank \d: ", "", found)
-    for rank, (came, mine, theirs) in enumerate(found):
-        if came != theirs:
-            what = "its own numbers" if came == mine else "other numbers than those that were sent"
-            return f"it ends, but rank {rank} returns {what}"
+def tensor_plan(plan: Mapping, make: Callable[[], nn.Module], timeout: float = 60) -> str | None:
+    """The plan cuts make()'s layers (narrow, up, down) over two ranks: the same numbers, half of up and down, one all-reduce."""
+    names = [name for name, _ in make().named_children()]
+    if not isinstance(plan, Mapping):
+        return f"the plan is {plan!r}; a dictionary is wanted: the name of a layer, and how it is cut"
+    if unknown := [
+        key for key in plan if not fnmatch.filter(names, str(key))
+    ]:  # as parallelize_module takes them: `u*` is a name
+        return f"the plan names {unknown}; the layers are {names}"
+    found = launched_on_gpus(_by_plan, plan, make, timeout=timeout, ask="does forward come to an end?")
+    if isinstance(found, str):
+        return found
+    if isinstance(found[0], str):
+        return found[0]
+    shares, sent, apart = found[0]
+    for name, share in shares.items():
+        if share > 0.5:
+            return f"rank 0 holds {share:.0%} of {name}'s weight; half is wanted"
+    if not apart < 1e-4:
+        return f"the result differs from the whole layer's by up to {apart:.3f}"
+    if sent != {"all_reduce": 1}:
+        return f"right numbers, and forward needs {sent or 'no collective'}; one all-reduce is enough"
     return None
 
 
-def _exchange_drawn(exchange: Callable, seed: int) -> tuple:
-    """A fingerprint of what this rank got, of what it had, and of what the other had."""
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    drawn = [torch.randn(SENT, generator=torch.Generator().manual_seed(seed + number)) for number in range(2)]
-    came = exchange(drawn[rank].cuda())
-    return tuple(_fingerprint(numbers) for numbers in (came, drawn[rank], drawn[1 - rank]))
+def _by_plan(plan: Mapping, make: Callable) -> tuple[dict[str, float], dict[str, int], float] | str:
+    """Shares of up and down that this rank holds, collectives of a forward pass, and how far the result is from the whole's; or
+    what was raised, which each rank says for itself: which of them is first differs from run to run."""
+    logging.disable(logging.ERROR)  # DTensor logs two tracebacks of what is raised here and told
+    try:
+        return _compared(plan, make)
+    except Exception as error:
+        return f"with this plan, forward raised {type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-def _fingerprint(numbers: torch.Tensor) -> str:
-    return hashlib.sha256(numbers.detach().cpu().numpy().tobytes()).hexdigest()
+def _compared(plan: Mapping, make: Callable) -> tuple[dict[str, float], dict[str, int], float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.cuda.set_device(dist.get_rank())
+    torch.manual_seed(0)
+    layer = make().cuda()
+    x = torch.randn(32, layer.narrow.in_features).cuda()
+    whole, sizes = layer(x).detach(), {name: getattr(layer, name).weight.numel() for name in ("up", "down")}
+    parallelize_module(layer, init_device_mesh("cuda", (2,)), dict(plan))
+    with CommDebugMode() as sent:
+        result = layer(x)
+    if result.shape != whole.shape:
+        raise RuntimeError(f"the whole layer gives {tuple(whole.shape)}, the parts {tuple(result.shape)}")
+    weights = {name: getattr(layer, name).weight for name in sizes}
+    held = {name: getattr(w, "to_local", lambda w=w: w)().numel() / sizes[name] for name, w in weights.items()}
+    names = {str(name).split(".")[-1].removesuffix("_"): count for name, count in sent.get_comm_counts().items()}
+    return held, {name: count for name, count in names.items() if count}, float((result - whole).detach().abs().max())
+
+
+@grader
+def fits_two_t4s(
+    shard: Callable[[nn.Module], nn.Module | None],
+    block: type[nn.Module],
+    make: Callable[..., nn.Module],
+    sizes: Mapping,
+    timeout: float = TIMEOUT,
+) -> str | None:
+    """shard(make(**sizes, block=block)) trains on two T4s, float32 and sharded, nearly as fast as the best way known."""
+    return alone(_without_group, _on_two, (shard, block, make, dict(sizes)), timeout=timeout)
+
+
+def _on_two(shard: Callable, block: type, make: Callable, sizes: dict) -> str | None:
+    from notebooks.scripts.llama import Selective
+
+    try:
+        seconds = _timed(shard, functools.partial(make, **sizes, block=block), sizes["length"])
+    except torch.OutOfMemoryError as error:
+        return f"out of memory: {str(error).split(' Including')[0]}"
+    if isinstance(seconds, str):
+        return seconds
+    best = _timed(_fast, functools.partial(make, **sizes, block=Selective), sizes["length"])
+    if seconds > SLOWER * best:
+        return f"it fits, and a step takes {seconds:.1f} s (simulated); {best:.1f} s are possible"
+    return None
+
+
+def _fast(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16), "offload_policy": CPUOffloadPolicy()}
+    for part in (model.words, *model.blocks, model.output):
+        fully_shard(part, **policies)
+    return fully_shard(model, **policies)
+
+
+def _timed(shard: Callable, make: Callable[[], nn.Module], length: int) -> float | str:
+    """Seconds of a rank's second step, simulated; or what is wrong with its parameters."""
+    with virtualgpu.dry_run(like="T4", world_size=2):
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = make()
+        if wrong := _misplaced(model, shard, "two"):
+            return wrong
+        model.to_empty(device="cpu" if _offloads(model) else "cuda")
+        for buffer in model.buffers():
+            buffer.data = buffer.data.cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        text = torch.zeros(1, length + 1, dtype=torch.long, device="cuda")
+        clock = virtualgpu.machine().clock
+        for _ in range(2):
+            torch.cuda.synchronize()
+            start = clock.host
+            _step(model, optimizer, text)
+            torch.cuda.synchronize()
+        return clock.host - start
+
+
+def _offloads(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    return any(group is not None and isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()).backward()
+    optimizer.step()
+
+
+def _misplaced(model: nn.Module, shard: Callable, ranks: str) -> str | None:
+    """Shards the model; what is wrong with its parameters then."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    before = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
+    shard(model)
+    after = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
+    if after != before:
+        wrong = sorted(before.keys() ^ after.keys()) or [name for name in before if before[name] != after[name]]
+        return f"the parameters are not the model's any more: look at {wrong[0]}"
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
+            return f"{name} is not sharded: each of the {ranks} GPUs holds all of it"
+    return None
+
+
+@grader
+def shards_below(
+    shard: Callable[[nn.Module], nn.Module | None],
+    make: Callable[..., nn.Module],
+    sizes: Mapping,
+    budget: float,
+    timeout: float = TIMEOUT,
+) -> str | None:
+    """After shard(model), a step of one rank of four stays below `budget` GiB; parameters are all there, float32 and sharded."""
+    return alone(_without_group, _sharded, (shard, make, dict(sizes), budget), timeout=timeout)
+
+
+def _sharded(shard: Callable, make: Callable, sizes: dict, budget: float) -> str | None:
+    with virtualgpu.dry_run(like="T4", world_size=4):
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = make(**sizes)
+        if wrong := _misplaced(model, shard, "four"):
+            return wrong
+        model.to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        text = torch.zeros(1, sizes["length"] + 1, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            _step(model, optimizer, text)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    if peak > budget:
+        return f"all is sharded, and a step's peak is {peak:.2f} GiB; the budget is {budget:.2f}. Which group is the largest?"
+    return None
+
+
+def _without_group(worker: Callable, args: tuple) -> str | None:
+    """What worker(*args) says where there are no GPUs and no process group yet."""
+    dist.destroy_process_group()
+    virtualgpu.reset()
+    return worker(*args)

@@ -1,4 +1,4 @@
-"""Llama's architecture, small enough to read: notebook 09 trains it. Sizes are arguments; weights are PyTorch's default ones.
+"""Llama's architecture, small enough to read: notebook 10 trains it. Sizes are arguments; weights are PyTorch's default ones.
 
 Llama(layers=8, dim=256, heads=8, kv_heads=4, hidden=1024, words=2000, length=64)
 """

@@ -1,4 +1,4 @@
-"""A pipeline as a script, for torchrun: each rank holds one stage of the model; notebook 10 walks through it.
+"""A pipeline as a script, for torchrun: each rank holds one stage of the model; notebook 11 walks through it.
 
     torchrun --standalone --nproc-per-node=2 train_pipeline.py
 

@@ -90,7 +90,7 @@ def run(names: list[str], rows: list[Row]) -> list[Row]:
 
 
 def keep(rows: list[Row]) -> None:
-    """For notebook 09, which shows the rows of sharded models: a row a line."""
+    """For notebook 10, which shows the rows of sharded models: a row a line."""
     lines = [json.dumps({name: getattr(row, name) for name in KEPT}) for row in rows]
     (ROOT / "tests" / "accuracy" / "simulated.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 

@@ -38,7 +38,7 @@ def test_the_schedules_memory_that_is_drawn_is_the_maximum_over_the_ranks(fulles
         "print": lambda *words: None,
         "plots": SimpleNamespace(sweep=lambda x, lines, title, **options: drawn.update(lines, title=title, **options)),
     }
-    lessons = cells("10")
+    lessons = cells("11")
     start = next(at for at, cell in enumerate(lessons) if "held = {" in cell)
     for cell in lessons[start:]:
         exec(cell, lesson)

@@ -11,7 +11,7 @@ import torch
 
 from tests.processes import family
 
-NOTEBOOK = series.NOTEBOOKS / "08_ddp_in_the_wild.ipynb"
+NOTEBOOK = series.NOTEBOOKS / "08_when_ddp_goes_wrong.ipynb"
 SCRIPT = series.NOTEBOOKS / "scripts" / "train_ddp.py"
 
 
