@@ -24,6 +24,11 @@ from virtualgpu.run.fit import cli as fit_cli
 
 ENGINE = "virtualgpu"
 ENGINE_README = f"{ENGINE}/README.md"
+MOVED = {  # pages that had another name: where the old address leads
+    "08_ddp_in_the_wild": "08_when_ddp_goes_wrong",
+    "09_models_that_do_not_fit": "10_models_that_do_not_fit",
+    "10_pipelines_of_processes": "11_pipelines_of_processes",
+}
 LINK = re.compile(r"\]\((?!https?:|data:|mailto:)([^)\s]+)\)")
 
 
@@ -48,8 +53,12 @@ def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
     (source / "engine" / "cards.md").write_text(card_table(), encoding="utf-8")
     (source / "lessons.md").write_text(contents(lessons, seconds or {}), encoding="utf-8")
     (source / "plays.html").write_text(plays(lessons, source / "_static"), encoding="utf-8")
-    sphinx("html", source, series.BUILD / "site", "-W", "--keep-going", "-j", "2")
-    return series.BUILD / "site" / "index.html"
+    site = series.BUILD / "site"
+    sphinx("html", source, site, "-W", "--keep-going", "-j", "2")
+    for old, new in MOVED.items():
+        moved = f'<!doctype html>\n<title>Moved</title>\n<meta http-equiv="refresh" content="0; url={new}.html">\n<a href="{new}.html">This lesson has moved.</a>\n'
+        (site / "notebooks" / f"{old}.html").write_text(moved, encoding="utf-8")
+    return site / "index.html"
 
 
 def catalogues(paths: list[Path]) -> Path:

@@ -40,6 +40,15 @@ def test_each_lesson_has_a_page_with_a_button_for_colab(pages):
         assert page.select_one(".next-page, .right-next, .prev-next-footer a"), "the way to the next page"
 
 
+def test_an_old_address_leads_to_the_lesson(pages):
+    for old, new in website.MOVED.items():
+        assert new in {path.stem for path in series.notebooks()} and old not in {
+            path.stem for path in series.notebooks()
+        }
+        page = pages[f"notebooks/{old}.html"]
+        assert page.find("meta", {"http-equiv": "refresh"})["content"] == f"0; url={new}.html"
+
+
 def test_links_and_pictures_lead_somewhere(site, pages):
     ids = {name: {tag["id"] for tag in page.find_all(id=True)} for name, page in pages.items()}
     lost = []
