@@ -4,6 +4,7 @@ Versions 2.11 to 2.15, wheels with and without NCCL.
 """
 
 import importlib
+import sys
 from datetime import timedelta
 
 import torch
@@ -70,6 +71,13 @@ def dtensor_random() -> tuple:
     """Two modules of torch.distributed.tensor, that of its operations and that of its random numbers; and the base of trackers there."""
     tensor = importlib.import_module("torch.distributed.tensor")
     return tensor._dispatch, tensor._random, tensor._random._RNGStateTracker
+
+
+def forget_meshes() -> None:
+    """What DTensor remembers of meshes: they are equal where their ranks are, and name process groups that may be gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # older versions have the two apart
 
 
 def group_of(boxed) -> ProcessGroup:

@@ -98,8 +98,8 @@ def get_backend(machine: Machine, original, group=None) -> str:
 
 
 def destroy_process_group(machine: Machine, original, group=None):
-    """Its communicators go, too."""
-    from virtualgpu._compat.distributed import c10d
+    """Its communicators go, too, and with the last group what DTensor remembers of meshes: one process plays ranks of many layouts in turn."""
+    from virtualgpu._compat.distributed import c10d, forget_meshes
 
     if group is c10d.GroupMember.NON_GROUP_MEMBER:
         return original(group)
@@ -109,6 +109,8 @@ def destroy_process_group(machine: Machine, original, group=None):
         return original(group)
     finally:
         machine.communicators.forget(which)
+        if which is None:
+            forget_meshes()
 
 
 def split_group(

@@ -157,6 +157,24 @@ def test_a_mesh_of_a_tensor_of_ranks(where):
         assert DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh=ranks.flatten()).get_local_rank() == 2
 
 
+def test_one_layout_after_another():
+    """The tp groups of both meshes are equal to DTensor, which remembers how it dealt with the first; that one's groups are gone."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for data in (16, 4):
+        with virtualgpu.dry_run(world_size=32):
+            dist.init_process_group("nccl")
+            mesh = dist.init_device_mesh("cuda", (16 // data, data, 2), mesh_dim_names=("pp", "dp", "tp"))
+            layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+            parallelize_module(
+                layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))}
+            )
+            layers(torch.zeros(32, 64, device="cuda")).sum().backward()
+            dist.destroy_process_group()
+
+
 def test_three_dimensions():
     """Replicated, sharded and by tensor, on 64 ranks: what this one holds, and whom it talks to."""
     import torch.distributed as dist
