@@ -21,6 +21,7 @@ LENGTHS = {  # in words: of each rank, how many labels of each of its texts coun
     "where all texts have the same length": ((16, 16),) * 3,
     "where rank 1 has nothing but padding": ((16, 3), (0, 0), (7, 12)),
 }
+NAN = ": is anything divided by a number of labels that may be zero?"
 ASK = "do all ranks call all_reduce, whatever their labels are?"
 
 
@@ -35,24 +36,25 @@ def weighs_tokens_alike(token_mean: Callable[[torch.Tensor, torch.Tensor], torch
                 f"{call} of {count} {'number' if count == '1' else 'numbers'}" for call, count in sorted(calls, key=str)
             )
         return found
-    for words, got, wanted in found[0]:
-        if complaint := got if isinstance(got, str) else _apart(got, wanted):
-            return f"{words} {complaint}"
+    for rank, cases in enumerate(found):
+        for words, got, wanted in cases:
+            if complaint := got if isinstance(got, str) else _apart(got, wanted):
+                return f"{words} {complaint.format(rank=rank)}"
     return None
 
 
 def _apart(got: torch.Tensor, wanted: torch.Tensor) -> str | None:
     """What is wrong with a gradient, beside one big batch's."""
     if got.isnan().any():
-        return "the gradients are nan: is anything divided by a number of labels that may be zero?"
+        return "the gradients are nan" + NAN
     off, ratio = float((got - wanted).norm() / wanted.norm()), float(got.norm() / wanted.norm())
     if off < 1e-3:
         return None
     if float((got / max(ratio, 1e-9) - wanted).norm() / wanted.norm()) > 1e-3:
-        return f"the gradients are {off:.0%} off those of one big batch: over whose labels is the mean?"
+        return "the gradients point elsewhere than those of one big batch: over whose labels is the mean?"
     times = f"the gradients are {ratio:.2f} times those of one big batch"
     if abs(ratio * RANKS - 1) < 1e-3:
-        return f"{times}: DDP divides the sum over ranks by their number, and so did you"
+        return f"{times}: DDP adds up the ranks' gradients and divides by {RANKS}; what makes up for that?"
     return f"{times}: by which number is the sum of the losses divided?"
 
 
@@ -85,12 +87,13 @@ def _flat(model: nn.Module) -> torch.Tensor:
 
 
 def _with_ddp(token_mean: Callable, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | str:
-    loss = token_mean(DistributedDataParallel(model)(x).flatten(0, 1), y.flatten())
+    ddp = DistributedDataParallel(model)  # it averages as long as it is there
+    loss = token_mean(ddp(x).flatten(0, 1), y.flatten())
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         got = f"a tensor of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         return f"token_mean returns {got}: one number is wanted, on which backward() can be called"
     loss.backward()
-    return _flat(model)
+    return "the loss of rank {rank} is nan" + NAN if loss.isnan() else _flat(model)
 
 
 def _of_one_batch(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -119,7 +122,8 @@ def _culprits_said(who_hangs: Callable, seed: int) -> str | None:
         if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
             return f"{words} who_hangs returned {found!r}: a rank's number is wanted, or None"
         if found != culprit:
-            wanted = "None is wanted" if culprit is None else f"it is rank {culprit}"
+            wanted = "nobody waits" if culprit is None else "the others wait for one rank"
+            wanted = f"it is rank {culprit}" if None not in (found, culprit) else wanted
             return f"{words} who_hangs returned {found}; {wanted}{hint}"
     return None
 
@@ -132,21 +136,22 @@ def _cases(numbers: random.Random) -> Iterator[tuple[str, list[dict], int | None
     for rank in (numbers.randrange(1, EIGHT), 0):
         traces = _traces(calls)
         traces[rank] = _trace(calls[:-1])
-        yield f"where rank {rank} has not made the last call", traces, rank, ""
-    yield "where all have called the same", _traces(calls), None, ""
+        yield "where one rank has not made the last call,", traces, rank, ""
+    yield "where all have called the same,", _traces(calls), None, ""
     for rank, other in itertools.product((numbers.randrange(1, EIGHT), 0), _others(calls[-1])):
         traces = _traces(calls)
         traces[rank] = _trace([*calls[:-1], other])
-        words = f"where the others are in all_reduce of [[1]], and rank {rank} in {other[0]} of {other[1]},"
+        words = f"where seven ranks are in all_reduce of [[1]], and rank {rank} is in {other[0]} of {other[1]},"
         yield words, traces, rank, ": compare names and sizes, with most of the ranks"
     rank = numbers.randrange(EIGHT)
-    traces = _traces(calls, KEPT)
-    traces[rank] = _trace(calls[:-1], KEPT)
-    hint = ": its list is as long, and another call stands in each place; the numbers of the calls tell"
-    yield f"where each trace has only the last {KEPT} calls, and rank {rank} has not made the last one,", traces, rank, hint
+    alike = [calls[0]] * (2 * KEPT + steps)
+    traces = _traces(alike, KEPT)
+    traces[rank] = _trace(alike[:-1], KEPT)
+    hint = ": its list is as long and looks the same, but the numbers of its calls do not"
+    yield f"where each trace has only the last {KEPT} calls, and one rank has not made the last one,", traces, rank, hint
     traces = _traces(calls[:1])
     traces[rank] = _trace([])
-    yield f"where rank {rank} has called nothing yet", traces, rank, ""
+    yield "where one rank has called nothing yet,", traces, rank, ""
 
 
 def _others(call: Call) -> list[Call]:
