@@ -148,7 +148,12 @@ def _cases(numbers: random.Random) -> Iterator[tuple[str, list[dict], int | None
     traces = _traces(alike, KEPT)
     traces[rank] = _trace(alike[:-1], KEPT)
     hint = ": its list is as long and looks the same, but the numbers of its calls do not"
-    yield f"where each trace has only the last {KEPT} calls, and one rank has not made the last one,", traces, rank, hint
+    yield (
+        f"where each trace has only the last {KEPT} calls, and one rank has not made the last one,",
+        traces,
+        rank,
+        hint,
+    )
     traces = _traces(calls[:1])
     traces[rank] = _trace([])
     yield "where one rank has called nothing yet,", traces, rank, ""
