@@ -19,7 +19,7 @@ from checks.notebook_04 import averages, talks_early
 from checks.notebook_05 import frugal, goes_on
 from checks.notebook_06 import estimates, leaks_nothing
 from checks.notebook_07 import accumulates, trains_a_billion
-from checks.notebook_08 import stays_together, trains_on_all
+from checks.notebook_08 import names_the_culprit, weighs_tokens_alike
 from checks.notebook_10 import fits_two_t4s, shards_below, tensor_plan
 from checks.notebook_11 import exchanged, one_f_one_b
 
@@ -36,16 +36,16 @@ __all__ = [
     "goes_on",
     "keeps_both_busy",
     "leaks_nothing",
+    "names_the_culprit",
     "one_f_one_b",
     "resumes",
     "schedules",
     "shards_below",
     "skip_repaired",
     "split_in_two",
-    "stays_together",
     "survives",
     "talks_early",
     "tensor_plan",
     "trains_a_billion",
-    "trains_on_all",
+    "weighs_tokens_alike",
 ]
