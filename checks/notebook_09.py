@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from checks.grader import grader, launched_on_gpus
 from checks.notebook_04 import draw, on_own_gpu
 
-RANKS, SAMPLES, BATCH, EPOCHS, EVERY = 2, 80, 8, 2, 3
+RANKS, SAMPLES, BATCH, EPOCHS, EVERY = 2, 112, 8, 2, 3
 A_SAVE = 0.15  # seconds for which who dies in a save lets the others write, too
 
 
@@ -55,22 +55,22 @@ def ends_the_same(train: Callable[[nn.Module, TensorDataset, Path], None]) -> st
     that are drawn, and started again with the same path, it ends with the weights of the undisturbed run, bit for bit."""
     draws = random.Random(draw())
     in_all = EPOCHS * SAMPLES // BATCH // RANKS
-    kills = [
-        Kill(draws.randrange(RANKS), batch=draws.randrange(EVERY + 2, in_all // 2)),
-        Kill(draws.randrange(RANKS), batch=draws.randrange(in_all // 2 + EVERY, in_all)),
-        *(Kill(rank, save=2) for rank in range(RANKS)),
-    ]
-    return killed(train, kills, draws.randrange(1000))
+    kills = [Kill(draws.randrange(RANKS), batch=draws.randint(in_all // EPOCHS + EVERY + 2, in_all))]
+    return killed(train, kills, draws.randrange(1000), saves=True)
 
 
-def killed(train: Callable, kills: list[Kill], seed: int) -> str | None:
-    """What is said of `train` where each of `kills` befalls a run of its own."""
+def killed(train: Callable, kills: list[Kill], seed: int, saves: bool = False) -> str | None:
+    """What is said of `train` where each of `kills` befalls a run of its own. saves: each rank that writes is killed in a save, too."""
     with tempfile.TemporaryDirectory(prefix="graded-") as folder:
         whole = _run(train, Path(folder, "whole"), seed)
         if isinstance(whole, str):
             return whole
         if complaint := _as_ddp(whole):
             return complaint
+        if saves:
+            written = [int(Path(folder, "whole-notes", f"saves-{rank}").read_text()) for rank in range(RANKS)]
+            draws = random.Random(seed)
+            kills = [*kills, *(Kill(rank, save=draws.randint(2, n)) for rank, n in enumerate(written) if n > 1)]
         for number, kill in enumerate(kills):
             if complaint := _survives(train, kill, whole, Path(folder, str(number)), seed):
                 return complaint
@@ -133,8 +133,9 @@ def _survives(train: Callable, kill: Kill, whole: Run, folder: Path, seed: int) 
             if any(other[start].generator == now.generator for other in whole.batches):
                 return f"{at}, and rank {rank} draws another rank's dropouts: each has a generator of its own"
             return f"{at}, with the right weights, but rank {rank}'s dropouts are others: its generator is not back"
-        if sorted(then.samples) != sorted(now.samples[-len(then.samples) :]):
-            return f"{at}, but rank {rank} reads other samples than were left: is the epoch, and the place in it, back?"
+        for then, now in zip(batches[start:], own, strict=True):
+            if sorted(then.samples) != sorted(now.samples[-len(then.samples) :]):
+                return f"{at}, but rank {rank} reads other samples than were left: is the epoch, and the place in it, back?"
     return f"{at}, with the right weights, dropouts and samples, and ends with other weights: what does the optimizer remember?"
 
 
@@ -146,7 +147,7 @@ def _run(train: Callable, folder: Path, seed: int, kill: Kill | None = None) -> 
     for rank in range(RANKS):
         (notes / str(rank)).write_text("")
     ask = "do both ranks come to the same collectives, also after a restart?"
-    found = launched_on_gpus(_started, train, folder / "run.pt", notes, seed, kill, nprocs=RANKS, timeout=30, ask=ask)
+    found = launched_on_gpus(_started, train, folder / "run.pt", notes, seed, kill, nprocs=RANKS, timeout=60, ask=ask)
     if isinstance(found, str):
         died = kill and (notes / f"died-{kill.rank}").exists()
         if not died:
@@ -158,16 +159,16 @@ def _run(train: Callable, folder: Path, seed: int, kill: Kill | None = None) -> 
 
 def _started(train: Callable, path: Path, notes: Path, seed: int, kill: Kill | None) -> list[torch.Tensor]:
     """A rank, as after torchrun's start."""
-    device = on_own_gpu()
+    on_own_gpu()
     rank = dist.get_rank()
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4)).to(device)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4)).cuda()
     data = Read(torch.randn(SAMPLES, 8), torch.randint(4, (SAMPLES,)))
     torch.manual_seed(seed + 1 + rank)
     own = kill if kill and kill.rank == rank else None
     with open(notes / str(rank), "a", encoding="utf-8") as file:
         model.register_forward_pre_hook(_noting(model, data, file, notes, own))
-        with _dying_in_a_save(path.parent, notes, own.save) if own and own.save else contextlib.nullcontext():
+        with _dying_in_a_save(path.parent, notes, own.save if own else 0):
             train(model, data, path)
     return [p.detach().cpu() for p in model.parameters()]
 
@@ -211,7 +212,8 @@ def _die(notes: Path, rank: int) -> None:
 
 @contextlib.contextmanager
 def _dying_in_a_save(folder: Path, notes: Path, number: int) -> Iterator[None]:
-    """In the rank's save of this number: half of torch.save is written, or a file was just opened for writing."""
+    """In the rank's save of this number (0: in none): half of torch.save is written, or a file was just opened for writing. Notes how
+    many there were."""
     saves, whole, rank, saving = 0, torch.save, dist.get_rank(), False
 
     def die() -> None:
@@ -220,7 +222,7 @@ def _dying_in_a_save(folder: Path, notes: Path, number: int) -> Iterator[None]:
 
     def opened(event: str, args: tuple) -> None:
         nonlocal saves
-        if event != "open" or saving or not isinstance(args[0], (str, bytes, os.PathLike)):
+        if event != "open" or saving or torch.save is whole or not isinstance(args[0], (str, bytes, os.PathLike)):
             return
         writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         if writes and folder.resolve() in Path(os.fsdecode(os.path.realpath(args[0]))).parents:
@@ -234,7 +236,7 @@ def _dying_in_a_save(folder: Path, notes: Path, number: int) -> Iterator[None]:
         if hasattr(file, "write"):  # it was opened for that
             return whole(state, file, *args, **options)
         saves += 1
-        if saves < number:
+        if saves != number:
             saving = True
             whole(state, file, *args, **options)
             saving = False
@@ -252,3 +254,4 @@ def _dying_in_a_save(folder: Path, notes: Path, number: int) -> Iterator[None]:
         yield
     finally:
         torch.save = whole
+        (notes / f"saves-{rank}").write_text(str(saves))

@@ -131,7 +131,7 @@ class OwnFiles(Trained):
 
 class SeldomSaved(Trained):
     def save(self):
-        if self.done % 5 == 0 or self.epoch:
+        if not self.epoch:
             super().save()
 
 
@@ -225,7 +225,7 @@ class ByHand(Trained):
     (SeldomSaved, "is it saved too seldom?"),
     (OneOrder, "every epoch has the samples in the order of the first"),
     (NotWrapped, "the ranks end with different weights: who averages the gradients?"),
-    (AllData, "reads 80 of 80 samples, 160 times in all"),
+    (AllData, "reads 112 of 112 samples, 224 times in all"),
     (Trained, "[passed]"),
     (OwnFilesByStep, "[passed]"),
     (LoadedAndThrownAway, "[passed]"),
@@ -236,8 +236,8 @@ def test_ends_the_same(says, kind, said):
     says(said, checks.ends_the_same, as_function(kind))
 
 
-def test_code_that_raises_and_code_that_hangs(says):
-    says("rank 0 raised ZeroDivisionError", checks.ends_the_same, lambda model, data, path: 1 / 0)
+def test_code_that_raises(says):
+    says("raised ZeroDivisionError: division by zero", checks.ends_the_same, lambda model, data, path: 1 / 0)
 
 
 @pytest.mark.judge
@@ -245,7 +245,7 @@ def test_fifty_kills():
     """At every rank, batch and save that there is, by chance."""
     draws = random.Random(9)
     kills = [
-        Kill(draws.randrange(RANKS), batch=draws.randrange(1, 11)) if draws.random() < 0.7 else Kill(0, save=draws.randrange(1, 3))
+        Kill(draws.randrange(RANKS), batch=draws.randrange(1, 15)) if draws.random() < 0.7 else Kill(0, save=draws.randrange(1, 5))
         for _ in range(50)
     ]  # fmt: skip
     assert killed(as_function(Trained), kills, seed=0) is None
