@@ -118,7 +118,7 @@ def _survives(train: Callable, kill: Kill, whole: Run, folder: Path, seed: int) 
     start = in_all - counts[0]  # so many batches it took as done
     at = f"{died}; started again, it trains {counts[0]} batches"
     if counts[0] == in_all and done > EVERY + 1:
-        return f"{at}, as at first: nothing was saved, or nothing is read"
+        return f"killed and started again, it trains all {in_all} batches, as at first: nothing was saved, or nothing is read"
     if start < done - 1 - EVERY - (kill.save > 0) * EVERY:
         return f"{at}, though {in_all - done + 1} were left: are batches of its epoch trained twice, or is it saved too seldom?"
     if not differ:
