@@ -20,7 +20,7 @@ from checks.notebook_05 import frugal, goes_on
 from checks.notebook_06 import estimates, leaks_nothing
 from checks.notebook_07 import accumulates, trains_a_billion
 from checks.notebook_08 import stays_together, trains_on_all
-from checks.notebook_09 import ends_the_same
+from checks.notebook_09 import ends_the_same, leaves_together
 from checks.notebook_10 import fits_two_t4s, shards_below, tensor_plan
 from checks.notebook_11 import exchanged, one_f_one_b
 
@@ -38,6 +38,7 @@ __all__ = [
     "goes_on",
     "keeps_both_busy",
     "leaks_nothing",
+    "leaves_together",
     "one_f_one_b",
     "resumes",
     "schedules",

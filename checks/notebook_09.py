@@ -1,4 +1,4 @@
-"""The grader of notebook 09: a training function that is killed anywhere and ends with the same bits."""
+"""The graders of notebook 09: ranks that leave together, and a training function that is killed anywhere and ends with the same bits."""
 
 import contextlib
 import hashlib
@@ -255,3 +255,67 @@ def _dying_in_a_save(folder: Path, notes: Path, number: int) -> Iterator[None]:
     finally:
         torch.save = whole
         (notes / f"saves-{rank}").write_text(str(saves))
+
+
+STEPS, TALKS, GRACE = (
+    100,
+    11,
+    10,
+)  # of a run without a notice: steps, and messages at most; steps from a notice to the end
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "reduce", "scatter",
+)  # fmt: skip
+
+
+@grader
+def leaves_together(leave: Callable[[bool, int], bool]) -> str | None:
+    """leave(noticed, step), called by each of three ranks after every step, is true for all of them after the same step, within ten
+    steps of a notice that reached one of them; and the ranks do not talk at every step."""
+    draws = random.Random(draw())
+    for rank, step in ((None, 0), (draws.randrange(3), draws.randrange(20, 80)), (0, draws.randrange(20, 80))):
+        found = launched_on_gpus(_until_all_leave, leave, rank, step, nprocs=3, ask=ALL)
+        if isinstance(found, str):
+            return (
+                f"some ranks wait for others that do not come: {ALL}"
+                if "has ended" in found or "came to" in found
+                else found
+            )
+        ends, talks = zip(*found, strict=True)
+        if max(talks) > TALKS:
+            return (
+                f"in {STEPS} steps the ranks talk to each other more than {TALKS} times: at every tenth step is enough"
+            )
+        if rank is None and any(end is not None for end in ends):
+            return "the ranks leave, and there was no notice"
+        if rank is not None and None in ends:
+            return "one rank got a notice, and not every rank leaves"
+        if len(set(ends)) > 1:
+            return "after a notice to one of them the ranks leave after different steps"
+        if rank is not None and not step <= ends[0] <= step + GRACE:
+            return f"from a notice until the ranks leave, more than {GRACE} steps pass"
+    return None
+
+
+ALL = "does every rank call the collective at the same steps, whether it got the notice or not?"
+
+
+def _until_all_leave(leave: Callable, rank: int | None, at: int) -> tuple[int | None, int]:
+    """After which step this rank leaves, and how often it called a collective."""
+    on_own_gpu()
+    talks = 0
+
+    def counted(collective: Callable) -> Callable:
+        def called(*args, **kwargs):
+            nonlocal talks
+            talks += 1
+            return collective(*args, **kwargs)
+
+        return called
+
+    for name in COLLECTIVES:  # this process ends with the run
+        setattr(dist, name, counted(getattr(dist, name)))
+    for step in range(STEPS):
+        if leave(rank == dist.get_rank() and step >= at, step):
+            return step, talks
+    return None, talks

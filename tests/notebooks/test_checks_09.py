@@ -1,4 +1,4 @@
-"""The grader of notebook 09: a training function that is killed and ends with the same bits."""
+"""The graders of notebook 09: ranks that leave together, and a training function that is killed and ends with the same bits."""
 
 import random
 
@@ -238,6 +238,80 @@ def test_ends_the_same(says, kind, said):
 
 def test_code_that_raises(says):
     says("raised ZeroDivisionError: division by zero", checks.ends_the_same, lambda model, data, path: 1 / 0)
+
+
+def by_max(noticed, step):
+    stop = torch.tensor(int(noticed), device="cuda")
+    dist.all_reduce(stop, dist.ReduceOp.MAX)
+    return bool(stop)
+
+
+def every_tenth(noticed, step):
+    return step % 10 == 9 and by_max(noticed, step)
+
+
+def own_notice(noticed, step):
+    return noticed
+
+
+def only_who_knows(noticed, step):
+    return noticed and by_max(noticed, step)
+
+
+def everybody_must_know(noticed, step):
+    if step % 10:
+        return False
+    stop = torch.tensor(int(noticed), device="cuda")
+    dist.all_reduce(stop, dist.ReduceOp.MIN)
+    return bool(stop)
+
+
+def rank_zero_decides(noticed, step):
+    if step % 10:
+        return False
+    stop = torch.tensor(int(noticed), device="cuda")
+    dist.broadcast(stop, src=0)
+    return bool(stop)
+
+
+def at_the_end(noticed, step):
+    return step % 50 == 49 and by_max(noticed, step)
+
+
+def at_once(noticed, step):
+    return True
+
+
+def by_sum(noticed, step):
+    if step % 10:
+        return False
+    stop = torch.tensor([float(noticed)]).cuda()
+    dist.all_reduce(stop)
+    return stop.item() > 0
+
+
+def by_objects(noticed, step):
+    if step % 9:
+        return False
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, noticed)
+    return any(everyone)
+
+
+@pytest.mark.parametrize("leave, said", [
+    (by_max, "in 100 steps the ranks talk to each other more than 11 times"),
+    (own_notice, "one rank got a notice, and not every rank leaves"),
+    (only_who_knows, "some ranks wait for others that do not come"),
+    (everybody_must_know, "one rank got a notice, and not every rank leaves"),
+    (rank_zero_decides, "not every rank leaves"),
+    (at_the_end, "more than 10 steps pass"),
+    (at_once, "the ranks leave, and there was no notice"),
+    (every_tenth, "[passed]"),
+    (by_sum, "[passed]"),
+    (by_objects, "[passed]"),
+])  # fmt: skip
+def test_leaves_together(says, leave, said):
+    says(said, checks.leaves_together, leave)
 
 
 @pytest.mark.judge
