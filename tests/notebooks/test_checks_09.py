@@ -291,7 +291,7 @@ def by_sum(noticed, step):
 
 
 def by_objects(noticed, step):
-    if step % 9:
+    if step % 10 != 3:
         return False
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, noticed)
