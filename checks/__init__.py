@@ -20,6 +20,7 @@ from checks.notebook_05 import frugal, goes_on
 from checks.notebook_06 import estimates, leaks_nothing
 from checks.notebook_07 import accumulates, trains_a_billion
 from checks.notebook_08 import names_the_culprit, weighs_tokens_alike
+from checks.notebook_09 import ends_the_same, leaves_together
 from checks.notebook_10 import fits_two_t4s, shards_below, tensor_plan
 from checks.notebook_11 import exchanged, one_f_one_b
 
@@ -28,6 +29,7 @@ __all__ = [
     "Skipped",
     "accumulates",
     "averages",
+    "ends_the_same",
     "estimates",
     "exchanged",
     "fits_two_t4s",

@@ -13,7 +13,19 @@ import nbformat
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
-LONGEST = ("05", "07", "10", "08", "01", "04", "11", "03", "06", "02")  # by the time that their processes take together
+LONGEST = (
+    "05",
+    "07",
+    "09",
+    "10",
+    "08",
+    "01",
+    "04",
+    "11",
+    "03",
+    "06",
+    "02",
+)  # by the time that their processes take together
 TAGS = {
     "bootstrap", "cover", "exercise", "solution", "folded", "prediction", "nbval-ignore-output", "raises-exception",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A machine that fails: runs another script, and kills its rank 1 when that comes to epoch 2 for the first time.
+"""A machine that fails: runs another script, and kills its rank 1 in the middle of epoch 2, when that comes for the first time.
 
 torchrun ... kill_rank_1.py train_ddp.py --checkpoint ddp.pt
 """
@@ -12,11 +12,12 @@ from torch.utils.data import DistributedSampler
 
 
 class Deadly(DistributedSampler):
-    def set_epoch(self, epoch):
+    def __iter__(self):
         first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if epoch == 2 and first_start and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().set_epoch(epoch)
+        for number, index in enumerate(super().__iter__()):
+            if first_start and os.environ["RANK"] == "1" and self.epoch == 2 and number == len(self) // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield index
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DDP started by torch.multiprocessing.spawn, as older code does it; notebook 08 runs it beside torchrun's way.
+"""DDP started by torch.multiprocessing.spawn, as older code does it; notebook 09 runs it beside torchrun's way.
 
     python spawn_ddp.py tcp://127.0.0.1:2568 build/gradient.pt
 
@@ -19,7 +19,6 @@ from helpers.data import digits
 
 
 def main_worker(gpu, n_gpus, address, path):
-    """One step on this process's share of 512 images. Process 0 saves the averaged gradient to path."""
     batch_size, num_workers = 512 // n_gpus, max(1, 2 // n_gpus)  # each process takes its share
     dist.init_process_group("nccl", init_method=address, world_size=n_gpus, rank=gpu)
 
