@@ -38,6 +38,7 @@ __all__ = [
     "goes_on",
     "keeps_both_busy",
     "leaks_nothing",
+    "leaves_together",
     "names_the_culprit",
     "one_f_one_b",
     "resumes",
