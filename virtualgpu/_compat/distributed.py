@@ -77,7 +77,9 @@ def forget_meshes() -> None:
     """What DTensor remembers of meshes: they are equal where their ranks are, and name process groups that may be gone."""
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # older versions have the two apart
+        getattr(
+            torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None
+        )()  # older versions have the two apart
 
 
 def group_of(boxed) -> ProcessGroup:
