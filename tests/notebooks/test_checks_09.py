@@ -221,7 +221,7 @@ class ByHand(Trained):
     (EpochAgain, "are batches of its epoch trained twice"),
     (OtherBatches, "reads other samples than were left"),
     (InPlace, "was killed in the middle of a save; started again, rank"),
-    (OwnFiles, "dropouts are others: its generator is not back"),
+    (OwnFiles, "was killed in the middle of a save; started again, "),
     (SeldomSaved, "is it saved too seldom?"),
     (OneOrder, "every epoch has the samples in the order of the first"),
     (NotWrapped, "the ranks end with different weights: who averages the gradients?"),
