@@ -17,15 +17,14 @@ SCRIPTS = Path(__file__).resolve().parent
 RUNNERS = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
 
 
-def terminals(folder: Path, *commands: str, unplug: str | None = None) -> None:
+def terminals(folder: Path, *commands: str) -> None:
     """Run the commands at the same time, each as on a machine of its own, in this folder, and print what they print: the first's lines
     as they come, then the next one's.
 
     Each begins with `torchrun` or `python`, and has as many virtual GPUs as its --nproc-per-node says (two without it). The series'
     scripts are found by name. All machines are this one, so `first-node:29500` becomes 127.0.0.1 and a free port; `127.0.0.1:2568`, too.
-    unplug: when the first prints a line with this text, the last one's machine loses its power: all its processes are killed.
 
-    Where a command fails, the end of its errors is printed.
+    Where a command fails, the end of its errors is printed; one that is killed says nothing.
     """
     ports: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
@@ -37,15 +36,11 @@ def terminals(folder: Path, *commands: str, unplug: str | None = None) -> None:
             runs.append(
                 subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=file, text=True, env=_environment())
             )
-        unplugged = None
         for run in runs:
             for line in run.stdout:
                 print(line, end="", flush=True)
-                if unplug and unplug in line and not unplugged:
-                    unplugged = runs[-1]
-                    _kill(unplugged)
         for run, file in zip(runs, errors, strict=True):
-            if run.wait() and run is not unplugged:
+            if run.wait() > 0:
                 file.seek(0)
                 print(file.read()[-2000:], end="")
 
@@ -61,6 +56,7 @@ def _typed(command: str, node: int, ports: dict[str, int]) -> Iterator[str]:
             word = word.replace(name[0], f"127.0.0.1:{port}")
         if word.startswith("--rdzv-conf="):
             word += f",is_host={node == 0}"
+            yield f"--local-addr=127.0.0.{1 + node}"  # agents are numbered in the order of their addresses
         yield str(SCRIPTS / word) if (SCRIPTS / word).is_file() else word
 
 

@@ -30,7 +30,7 @@ def test_a_rank_that_is_killed_leaves_a_checkpoint_to_go_on_from(tmp_path, monke
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     gpus = ["-m", "virtualgpu", "--gpus", "2", "--quiet"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    scripts = [str(SCRIPT.with_name("kill_rank_1.py")), str(SCRIPT), "--checkpoint", str(tmp_path / "a.pt")]
+    scripts = [str(SCRIPT.with_name("kill.py")), "rank", str(SCRIPT), "--checkpoint", str(tmp_path / "a.pt")]
     command = [sys.executable, *gpus, *torchrun, *scripts]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.returncode != 0 and "SIGKILL" in run.stderr and run.stdout.splitlines() == lines[:4]
