@@ -22,7 +22,7 @@ from checks.notebook_07 import accumulates, trains_a_billion
 from checks.notebook_08 import names_the_culprit, weighs_tokens_alike
 from checks.notebook_09 import ends_the_same, leaves_together
 from checks.notebook_10 import fits_two_t4s, shards_below, tensor_plan
-from checks.notebook_11 import exchanged, one_f_one_b
+from checks.notebook_11 import runs_in_order, runs_large
 
 __all__ = [
     "NotYet",
@@ -31,7 +31,6 @@ __all__ = [
     "averages",
     "ends_the_same",
     "estimates",
-    "exchanged",
     "fits_two_t4s",
     "frozen",
     "frugal",
@@ -40,8 +39,9 @@ __all__ = [
     "leaks_nothing",
     "leaves_together",
     "names_the_culprit",
-    "one_f_one_b",
     "resumes",
+    "runs_in_order",
+    "runs_large",
     "schedules",
     "shards_below",
     "skip_repaired",

@@ -1,110 +1,137 @@
-"""The graders of notebook 11: pipelines of processes."""
+"""The graders of notebook 11: a runner for a pipeline's order of work, with small messages and with large ones."""
 
-import functools
-import hashlib
 import itertools
-import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
-from checks.grader import grader, launched, launched_on_gpus
-from checks.notebook_03 import answers
+from checks.grader import grader, launched_on_gpus, plain
+from checks.notebook_04 import draw, on_own_gpu
 
-SENT = (
-    2 << 20
-)  # numbers, 8 MiB: NCCL holds a message back that is larger than its buffer of 4 MiB, and both senders wait
-
-
-@grader
-def one_f_one_b(table: Callable[[int, int], list]) -> str | None:
-    """table(stages, micro_batches): each stage's order of work, "F0" and "B0", which 1F1B's slots and memory are asked of."""
-    draw = random.Random()
-    sizes = ((3, 4), (2, 4), (4, 8), (1, 3), (5, 2), (draw.randint(2, 9), draw.randint(1, 20)))
-    result = launched(answers, functools.partial(_orders, table), sizes, nprocs=1, ask="does your loop end?")
-    if isinstance(result, str):
-        return result
-    for (stages, number), orders in zip(sizes, result[0], strict=True):
-        here = f"with {stages} stages and {number} micro-batches"
-        if orders is None or len(orders) != stages:
-            return f"{here}, a list for each stage is wanted: {stages} lists of words such as F0 and B0"
-        whole = sorted(f"{kind}{n}" for kind in "FB" for n in range(number))
-        for stage, order in enumerate(orders):
-            if sorted(order) != whole:
-                return f"{here}, stage {stage} should do each of F0 to F{number - 1} and of B0 to B{number - 1} once; it does {' '.join(order)}"
-            keeps, most = _kept(order), min(stages - stage, number)
-            if keeps > most:
-                return f"{here}, stage {stage} keeps {keeps} micro-batches at once; {most} are enough: begin backward sooner"
-        slots = _slots(orders)
-        if slots is None:
-            return f"{here}, the stages wait for each other, and none can go on"
-        if slots > 2 * (number + stages - 1):
-            return (
-                f"{here}, it takes {slots} slots; {2 * (number + stages - 1)} are enough: which stage starts too late?"
-            )
-    return None
-
-
-def _orders(table: Callable, stages: int, number: int) -> list[list[str]] | None:
-    """As lists of words, whatever sequences the reader's are."""
-    orders = table(stages, number)
-    return None if orders is None else [[str(work) for work in order] for order in orders]
-
-
-def _kept(order: list[str]) -> int:
-    """How many micro-batches are between their forward and their backward at most."""
-    kept = itertools.accumulate(1 if work[0] == "F" else -1 for work in order)
-    return max(kept)
-
-
-def _slots(orders: list[list[str]]) -> int | None:
-    """How many slots of equal length it takes; None where nobody can go on."""
-    left, done, slots = [list(order) for order in orders], set(), 0
-    while any(left):
-        ready = [
-            (stage, todo[0]) for stage, todo in enumerate(left) if todo and _needs(todo[0], stage, len(left)) <= done
-        ]
-        if not ready:
-            return None
-        for stage, _ in ready:
-            left[stage].pop(0)
-        done.update(ready)
-        slots += 1
-    return slots
-
-
-def _needs(work: str, stage: int, stages: int) -> set[tuple[int, str]]:
-    if work[0] == "F":
-        return {(stage - 1, work)} if stage else set()
-    return {(stage, "F" + work[1:])} | ({(stage + 1, work)} if stage < stages - 1 else set())
+WIDTH, LAYERS = 8, 6
+LARGE = 2 << 20  # bytes of a micro-batch: NCCL's buffer between two T4s has room for half of that
+Run = Callable[[list[str], nn.Module, Sequence[torch.Tensor], Sequence[torch.Tensor]], int]
+NO_GRADIENT = "sends None: what it receives has a .grad only where requires_grad_() was called on it before the forward"
+ASK = "which message does each of them wait for, and who sends it?"
 
 
 @grader
-def exchanged(exchange: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """In two ranks, each with a GPU: exchange(mine) returns the other's numbers (8 MiB, drawn here), and does not wait for ever."""
-    found = launched_on_gpus(
-        _exchange_drawn, exchange, int.from_bytes(os.urandom(4), "little"), timeout=3, ask="who sends first?"
-    )
-    if isinstance(found, str):  # whichever of the two was first to find that both wait
-        return re.sub(r"^rank \d raised \S+DistBackendError: \w+ \w+ rank \d: ", "", found)
-    for rank, (came, mine, theirs) in enumerate(found):
-        if came != theirs:
-            what = "its own numbers" if came == mine else "other numbers than those that were sent"
-            return f"it ends, but rank {rank} returns {what}"
+def runs_in_order(run: Run) -> str | None:
+    """run(order, part, inputs, targets), on each rank: it does the order's work, leaves one GPU's gradients of the mean squared error in
+    the part's parameters, and returns how many micro-batches it held at most. Messages have a few bytes."""
+    return _graded(run, rows=lambda drawn: drawn.randint(2, 5), words="")
+
+
+@grader
+def runs_large(run: Run) -> str | None:
+    """As `runs_in_order`, with messages that NCCL's buffer has no room for."""
+    return _graded(run, rows=lambda drawn: LARGE // (4 * WIDTH), words=f" of {LARGE >> 20} MiB")
+
+
+def _graded(run: Run, rows: Callable[[random.Random], int], words: str) -> str | None:
+    """What is wrong with a runner, in the first of a few pipelines where something is. rows: of a micro-batch. words: how large it is."""
+    drawn = random.Random(draw())
+    p, m = drawn.choice(((2, 5), (2, 3), (3, 5)))
+    several = ((3, 4, "GPipe", 0), (3, 4, "1F1B", 0), (p, m, "1F1B", 0), (3, 5, "another order", 1))
+    for p, m, name, sooner in several:
+        here = f"with {p} stages, {m} micro-batches{words} and {'the order of ' * (not sooner)}{name}, "
+        orders = _gpipe(p, m) if name == "GPipe" else _one_f_one_b(p, m, sooner)
+        found = launched_on_gpus(
+            _on_rank, run, orders, rows(drawn), drawn.getrandbits(30), nprocs=p, like="T4", timeout=20, ask=ASK
+        )
+        if isinstance(found, str):  # which of the ranks that wait for each other was the first to see it does not matter
+            found = re.sub(r"^(rank \d) raised but got <class 'NoneType'> instead", rf"\1 {NO_GRADIENT}", found)
+            return here + re.sub(r"^rank \d raised \S+DistBackendError: [^:]*: ", "", found)
+        for rank, (order, one) in enumerate(zip(orders, found, strict=True)):
+            if complaint := _complaint(order, m, *one):
+                return f"{here}rank {rank} {complaint}"
     return None
 
 
-def _exchange_drawn(exchange: Callable, seed: int) -> tuple:
-    """A fingerprint of what this rank got, of what it had, and of what the other had."""
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    drawn = [torch.randn(SENT, generator=torch.Generator().manual_seed(seed + number)) for number in range(2)]
-    came = exchange(drawn[rank].cuda())
-    return tuple(_fingerprint(numbers) for numbers in (came, drawn[rank], drawn[1 - rank]))
+def _complaint(order: list[str], m: int, returned, did: str, got: list, wanted: list[torch.Tensor]) -> str | None:
+    """What is wrong on one rank. did: "FFBB", its passes as they came. got, wanted: gradients; None where there is none."""
+    asked = "".join(work[0] for work in order)
+    if did != asked:
+        return f"does {' '.join(did) or 'nothing'}; its order says {' '.join(asked)}"
+    if any(gradient is None for gradient in got):
+        return "has parameters without a gradient: does backward() reach them?"
+    gradient, right = (torch.cat([g.flatten() for g in gradients]) for gradients in (got, wanted))
+    if gradient.isnan().any():
+        return "has gradients that are nan: only the first rank's inputs are numbers, and only the last rank's targets"
+    off, ratio = float((gradient - right).norm() / right.norm()), float(gradient.norm() / right.norm())
+    if off > 1e-3:
+        if abs(ratio - m) < 1e-2 * m:
+            return f"has gradients {m} times one GPU's: the loss is the mean over the whole batch, and each micro-batch adds its own"
+        return f"has other gradients than one GPU: they differ by {100 * off:.0f} %"
+    held = max(itertools.accumulate(1 if kind == "F" else -1 for kind in did))
+    if plain(returned) != held:
+        return f"returns {returned!r}; it held {held} micro-batches at most, between their forward and their backward"
+    return None
 
 
-def _fingerprint(numbers: torch.Tensor) -> str:
-    return hashlib.sha256(numbers.detach().cpu().numpy().tobytes()).hexdigest()
+def _gpipe(p: int, m: int) -> list[list[str]]:
+    return [[f"{kind}{i}" for kind in "FB" for i in range(m)] for _ in range(p)]
+
+
+def _one_f_one_b(p: int, m: int, sooner: int) -> list[list[str]]:
+    """sooner: so many forwards more before the first backward than 1F1B needs."""
+    orders = []
+    for s in range(p):
+        ahead = min(p - 1 - s + sooner, m)
+        turns = [work for i in range(ahead, m) for work in (f"F{i}", f"B{i - ahead}")]
+        orders.append([f"F{i}" for i in range(ahead)] + turns + [f"B{i}" for i in range(m - ahead, m)])
+    return orders
+
+
+class _Noted(torch.autograd.Function):
+    """Passes numbers and gradients through, and notes a letter for each; none for a forward that is only computed again."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, notes: list[str], seen: set[float]) -> torch.Tensor:
+        ctx.notes, known = notes, x.double().sum().item()
+        notes.extend("F" * (known not in seen))
+        seen.add(known)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.notes.append("B")
+        return gradient, None, None
+
+
+class _Part(nn.Sequential):
+    """A rank's layers, which note their passes."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__(*layers)
+        self.notes: list[str] = []
+        self.seen: set[float] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Noted.apply(super().forward(x), self.notes, self.seen)
+
+
+def _on_rank(run: Run, orders: list[list[str]], rows: int, seed: int) -> tuple:
+    """What run returned, the passes it did, its gradients, and one GPU's of the same layers."""
+    on_own_gpu()
+    torch.manual_seed(seed)
+    rank, p = dist.get_rank(), dist.get_world_size()
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    m = len(orders[0]) // 2
+    x, y = torch.randn(2, m * rows, WIDTH)
+    F.mse_loss(nn.Sequential(*layers)(x), y).backward()
+    own = slice(rank * LAYERS // p, (rank + 1) * LAYERS // p)
+    part = _Part(*layers[own])
+    wanted = [parameter.grad for parameter in part.parameters()]
+    part.zero_grad()
+    inputs, targets = ((numbers if there else torch.full_like(numbers, torch.nan)).cuda() for numbers, there in (
+        (x, rank == 0), (y, rank == p - 1)
+    ))  # fmt: skip
+    returned = run(list(orders[rank]), part.cuda(), inputs.chunk(m), targets.chunk(m))
+    got = [None if parameter.grad is None else parameter.grad.cpu() for parameter in part.parameters()]
+    return plain(returned), "".join(part.notes), got, wanted
