@@ -139,7 +139,7 @@ def time_and_memory(runs: Mapping[str, Recorded], title: str, seconds: float, pe
     """{schedule: its recorded step}: how long the GPUs compute and are idle, and beside it what each rank's GPU holds at its peak.
 
     seconds, peak (bytes): where the axes end, so that two pictures compare."""
-    figure, (time, memory) = figures.new(0.9 + 0.42 * len(runs), ncols=2, sharey=True)
+    figure, (time, memory) = figures.new(1.1 + 0.42 * len(runs), ncols=2, sharey=True)
     for row, run in enumerate(runs.values()):
         computes = 1e3 * run.seconds * (1 - run.idle / 100)
         time.barh(row, computes, 0.6, color=COLORS[0])
@@ -151,8 +151,8 @@ def time_and_memory(runs: Mapping[str, Recorded], title: str, seconds: float, pe
         memory.text(max(run.peaks) / GIB + 0.04, row, f"{max(run.peaks) / GIB:.2f}", va="center", fontsize=9)
     figures.rows(time, runs, grid=False)
     memory.grid(visible=False, axis="y")
-    time.set(xlabel="ms of a step: computing, and idle (grey, %)", xlim=(0, 1150 * seconds))
-    memory.set(xlabel="GiB at the peak: each rank, and the fullest (grey)", xlim=(0, 1.2 * peak / GIB))
+    time.set(xlabel="ms of a step: computing,\nand idle (grey, %)", xlim=(0, 1150 * seconds))
+    memory.set(xlabel="GiB at the peak: each rank,\nand the fullest (grey)", xlim=(0, 1.2 * peak / GIB))
     legend = [Patch(color=COLORS[rank], label=f"rank {rank}") for rank in range(4)]
     memory.legend(handles=legend, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, columnspacing=0.8)
     figures.show(figure, title, "simulated")

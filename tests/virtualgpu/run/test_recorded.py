@@ -1,5 +1,6 @@
 """A step on several ranks, recorded in a dry run."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,3 +27,15 @@ def test_each_job_has_its_step_and_its_peak():
     assert 0 < small.seconds < large.seconds and 0 < large.idle < 100
     assert large.peaks == [peak + 2 * (2048**2 - 512**2) * 4 for peak in small.peaks]  # x, and what is added up
     assert virtualgpu.machine() is None
+
+
+def unequal_first_steps():
+    """Ranks that meet in no collective, and whose first steps take unequally long."""
+    a = torch.empty(4096, 4096, device="cuda")
+    return lambda: [a @ a for _ in range(3 if dist.get_rank() == 0 else 1)]
+
+
+def test_all_ranks_begin_the_recorded_step_at_one_moment():
+    """Also where the first step, which is not recorded, ended at another moment on each."""
+    rows = record(unequal_first_steps, [()], nprocs=2)[()].timeline.rows
+    assert [row[0].start for row in rows.values()] == pytest.approx([0, 0], abs=1e-4)
