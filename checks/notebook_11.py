@@ -44,7 +44,9 @@ def _graded(run: Run, rows: Callable[[random.Random], int], words: str) -> str |
         found = launched_on_gpus(
             _on_rank, run, orders, rows(drawn), drawn.getrandbits(30), nprocs=p, like="T4", timeout=20, ask=ASK
         )
-        if isinstance(found, str):  # which of the ranks that wait for each other was the first to see it does not matter
+        if isinstance(
+            found, str
+        ):  # which of the ranks that wait for each other was the first to see it does not matter
             found = re.sub(r"^(rank \d) raised but got <class 'NoneType'> instead", rf"\1 {NO_GRADIENT}", found)
             return here + re.sub(r"^rank \d raised \S+DistBackendError: [^:]*: ", "", found)
         for rank, (order, one) in enumerate(zip(orders, found, strict=True)):

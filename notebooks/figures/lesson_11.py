@@ -37,9 +37,7 @@ def play(orders: Orders, backward: int = 2) -> Timeline:
     left, free, ends = [list(order) for order in orders], [0] * len(orders), {}
     rows: list[list[Span]] = [[] for _ in orders]
     while any(left):
-        ready = [
-            (s, todo[0]) for s, todo in enumerate(left) if todo and _needs(todo[0], s, len(orders)) <= ends.keys()
-        ]
+        ready = [(s, todo[0]) for s, todo in enumerate(left) if todo and _needs(todo[0], s, len(orders)) <= ends.keys()]
         if not ready:
             raise ValueError("no stage can go on: they wait for each other")
         for s, work in ready:

@@ -112,14 +112,14 @@ def two_groups(*args):
 
 
 def asynchronously(order, part, inputs, targets):
-    class Asynchronous(Runner):
-        sent: list = []
+    sent = []
 
+    class Asynchronous(Runner):
         def send(self, tensor, to):
-            self.sent.append((dist.isend(tensor, to), tensor))
+            sent.append((dist.isend(tensor, to), tensor))
 
     most = Asynchronous()(order, part, inputs, targets)
-    for work, _ in Asynchronous.sent:
+    for work, _ in sent:
         work.wait()
     return most
 
@@ -152,10 +152,7 @@ def by_autograd_grad(*args):
 
 
 def stub(order, part, inputs, targets):
-    kept, most = {}, 0
-    for work in order:
-        _kind, _i = work[0], int(work[1:])
-    return most
+    return 0
 
 
 def always_gpipe(order, part, inputs, targets):

@@ -6,6 +6,7 @@ import pytest
 import series
 
 import virtualgpu
+from notebooks.figures import lesson_11
 
 
 def cells(number: str) -> list[str]:
@@ -20,33 +21,23 @@ def source(number: str, words: str) -> str:
 
 
 @pytest.mark.parametrize("fullest", range(4))
-def test_the_schedules_memory_that_is_drawn_is_the_maximum_over_the_ranks(fullest):
+def test_the_schedules_memory_that_is_drawn_is_the_maximum_over_the_ranks(fullest, monkeypatch):
     """In the V of zero bubble it is the last rank, and what was drawn was once the first one's."""
-    names, counts = ("GPipe", "1F1B", "interleaved", "zero bubble"), (4, 8, 16)
-    peaks = {
-        (name, n): [2**30 * (i + n) * (2 if rank == fullest else 1) for rank in range(4)]
-        for i, name in enumerate(names, 1)
-        for n in counts
+    gib = 2**30
+    runs = {
+        name: SimpleNamespace(
+            seconds=1.0, idle=30.0, peaks=[i * gib * (2 if rank == fullest else 1) for rank in range(4)]
+        )
+        for i, name in enumerate(("GPipe", "1F1B", "ZBV"), 1)
     }
-    drawn = {}
-    lesson = {
-        "GiB": 2**30,
-        "SCHEDULES": dict.fromkeys(names),
-        "counts": counts,
-        "four": {job: SimpleNamespace(peaks=ranks) for job, ranks in peaks.items()},
-        "runs": {4: {job: (None, ranks) for job, ranks in peaks.items()}},
-        "print": lambda *words: None,
-        "plots": SimpleNamespace(sweep=lambda x, lines, title, **options: drawn.update(lines, title=title, **options)),
-    }
-    lessons = cells("11")
-    start = next(at for at, cell in enumerate(lessons) if "held = {" in cell)
-    for cell in lessons[start:]:
-        exec(cell, lesson)
-        if "plots.sweep(" in cell:
-            break
-    for name in names:
-        assert drawn[name] == [max(peaks[name, n]) / 2**30 for n in counts]
-    assert "fullest GPU" in drawn["title"] and "fullest GPU" in drawn["ylabel"]
+    shown = []
+    monkeypatch.setattr(lesson_11.figures, "show", lambda figure, *words: shown.append(figure))
+    lesson_11.time_and_memory(runs, "title", seconds=1.0, peak=6 * gib)
+    memory = shown[0].axes[1]
+    assert [bar.get_width() for bar in memory.patches] == [2, 4, 6] and "fullest" in memory.get_xlabel()
+    assert [text.get_text() for text in memory.texts] == ["2.00", "4.00", "6.00"]
+    assert "lesson_11.time_and_memory({name: runs[name, m] for name in SCHEDULES}" in source("11", "def compare")
+    assert "max(run.peaks)" in source("11", "def uneven_step") and "max(run.peaks)" in source("11", "def row(")
 
 
 @pytest.fixture
