@@ -19,7 +19,7 @@ import virtualgpu
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
 from notebooks.scripts.llama import Llama
-from virtualgpu.timeline import Timeline, drawn_as
+from virtualgpu.timeline import Timeline, drawn_as, passes
 
 GiB = 2**30
 T4 = 14.74  # GiB that a program can have
@@ -41,11 +41,11 @@ def stages(world_size: int = 8) -> None:
     from DDP to ZeRO-3: bars of GiB, from dry runs."""
     held = {stage: at_the_peak(stage, world_size) for stage in STAGES}
     fits = [stage for stage, parts in held.items() if sum(parts) < T4]
-    title = f"A billion parameters on {world_size} T4s: what is cut into {world_size} shards decides whether they fit"
+    title = f"Whole copies of a billion parameters do not fit on T4s; in {world_size} shards they do"
     with figures.drawn(title, "simulated", 2.9, xlabel=f"GiB on each of {world_size} GPUs, at the peak of a step") as axes:
         ends = dict.fromkeys(STAGES, 0.0)
         for part, color in zip(Held._fields, (COLORS[0], COLORS[1], COLORS[2], "#bbbbbb"), strict=True):
-            label = "activations, whole gathered weights" if part == "others" else part
+            label = "activations, gathered weights" if part == "others" else part
             sizes = [getattr(held[stage], part) for stage in STAGES]
             axes.barh(STAGES, sizes, left=list(ends.values()), color=color, label=label, height=0.62)
             ends = {stage: ends[stage] + size for stage, size in zip(STAGES, sizes, strict=True)}
@@ -125,6 +125,27 @@ def numbered(model: nn.Module, step: Callable[[], object]) -> Timeline:
     return Timeline.of_ranks([spans], "simulated")
 
 
+def sharded(timeline: Timeline, title: str) -> None:
+    """Draws what `numbered` recorded: computing in the upper lane, messages in the lower one."""
+    (spans,) = timeline.rows.values()
+    kinds = {"forward": (0, COLORS[0]), "backward": (0, COLORS[1]), "optimizer": (0, COLORS[2])}
+    kinds |= {"all-gather": (1, "#882255"), "reduce-scatter": (1, COLORS[4])}
+    with figures.drawn(title, "simulated", 2.2, xlabel="time (ms)", xlim=(0, 1e3 * timeline.seconds)) as axes:
+        for kind, (lane, color) in kinds.items():
+            bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans if drawn_as(s) == kind]
+            edges = {"edgecolor": "white", "linewidth": 0.8} if lane else {}
+            axes.broken_barh(bars, (lane - 0.36, 0.72), color=color, label=kind, **edges)
+        places = [(one.start, one.end, 0, one.number, "white" if one.way == "F" else "black") for one in passes(spans)]
+        for s in spans:
+            if s.kind == "communication":
+                places.append((s.start, s.end, 1, s.annotation, "white" if drawn_as(s) == "all-gather" else "black"))
+        for start, end, lane, number, ink in places:
+            if end - start > timeline.seconds / 80:
+                axes.text(500 * (start + end), lane, number, fontsize=8, ha="center", va="center", color=ink)
+        figures.legend_above(axes, 5)
+        figures.rows(axes, ["computing", "messages"], grid=False)
+
+
 _open: list[record_function] = []
 
 
@@ -152,9 +173,9 @@ def of_block(timeline: Timeline, number: int) -> tuple[float, float]:
 def idle_share(idle: Mapping[int, float], even: float) -> None:
     """The share of a step in which nothing is computed (%), over the tokens per GPU; a line at `even` tokens, where a block's forward
     takes as long as its gather."""
-    title = f"From about {even:,.0f} tokens per GPU on, gathers are hidden"
-    labels = {"xlabel": "tokens per GPU", "ylabel": "not computing (% of the step)"}
-    with figures.drawn(title, "simulated", 2.6, **labels) as axes:
+    title = f"From about {round(even, -2):,.0f} tokens per GPU on, most of the gathers is hidden"
+    labels = {"xlabel": "tokens per GPU", "ylabel": "not computing (%)"}
+    with figures.drawn(title, "simulated", 2.7, **labels) as axes:
         axes.plot(list(idle), list(idle.values()), "o-", color=COLORS[0])
         axes.axvline(even, color=COLORS[5], linestyle="--", linewidth=1.2)
         axes.text(even * 1.05, 84, "forward of a block = its gather", color=COLORS[5], fontsize=9)
@@ -162,10 +183,11 @@ def idle_share(idle: Mapping[int, float], even: float) -> None:
         figures.ticks(axes, list(idle))
 
 
-def published() -> list[dict]:
-    """Of the published figures that this project compares with, those of FSDP, tensor parallel, ZeRO and Llama on more than one GPU; each
-    row has what, kind, unit, published and simulated."""
+def published(every_program: bool = False) -> list[dict]:
+    """Of the published figures that this project compares with, those of FSDP, tensor parallel and ZeRO, or all; each row has what, kind,
+    unit, published and simulated."""
     folder = pathlib.Path(__file__).resolve().parents[2] / "tests" / "accuracy"
     every = json.loads((folder / "simulated.json").read_text(encoding="utf-8"))
     sources = ("torchtitan", "lora", "zero_recipe", "megatron")
-    return [row for row in every if row["source"].startswith(sources) and "not judged" not in row["note"]]
+    judged = [row for row in every if "not judged" not in row["note"]]
+    return [row for row in judged if every_program or row["source"].startswith(sources)]
