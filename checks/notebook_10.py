@@ -79,7 +79,9 @@ class _Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 23), nn.Tanh(), nn.Linear(23, 2, bias=False))
+        self.layers = nn.Sequential(
+            nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 23), nn.Tanh(), nn.Linear(23, 2, bias=False)
+        )
         self.scale = nn.Parameter(torch.ones(16))
 
     def forward(self, x):
@@ -115,7 +117,9 @@ def _trained_by(make: Callable, kind: type, options: dict, seed: int) -> Trained
             optimizer.step()
     weights, goal = _flat(model), _flat(alone)
     way = (goal - start).norm().item()
-    held = sum(t.nbytes for own in made for s in own.state.values() for t in s.values() if torch.is_tensor(t) and t.dim())
+    held = sum(
+        t.nbytes for own in made for s in own.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
+    )
     return Trained(
         [weights],
         (weights - goal).norm().item() / way,

@@ -42,7 +42,9 @@ def stages(world_size: int = 8) -> None:
     held = {stage: at_the_peak(stage, world_size) for stage in STAGES}
     fits = [stage for stage, parts in held.items() if sum(parts) < T4]
     title = f"Whole copies of a billion parameters do not fit on T4s; in {world_size} shards they do"
-    with figures.drawn(title, "simulated", 2.9, xlabel=f"GiB on each of {world_size} GPUs, at the peak of a step") as axes:
+    with figures.drawn(
+        title, "simulated", 2.9, xlabel=f"GiB on each of {world_size} GPUs, at the peak of a step"
+    ) as axes:
         ends = dict.fromkeys(STAGES, 0.0)
         for part, color in zip(Held._fields, (COLORS[0], COLORS[1], COLORS[2], "#bbbbbb"), strict=True):
             label = "activations, gathered weights" if part == "others" else part
@@ -50,7 +52,9 @@ def stages(world_size: int = 8) -> None:
             axes.barh(STAGES, sizes, left=list(ends.values()), color=color, label=label, height=0.62)
             ends = {stage: ends[stage] + size for stage, size in zip(STAGES, sizes, strict=True)}
         for row, (stage, end) in enumerate(ends.items()):
-            axes.text(end + 0.15, row, f"{end:.1f}{'' if stage in fits else ': out of memory'}", va="center", fontsize=9)
+            axes.text(
+                end + 0.15, row, f"{end:.1f}{'' if stage in fits else ': out of memory'}", va="center", fontsize=9
+            )
         axes.axvline(T4, color=COLORS[5], linestyle="--", linewidth=1.2)
         axes.text(T4 - 0.12, 3.45, "a T4 has 14.7", color=COLORS[5], ha="right", va="bottom", fontsize=9)
         axes.set(ylim=(3.5, -0.5), xlim=(0, max(ends.values()) * 1.16))

@@ -164,7 +164,7 @@ class EachApart:
         return F.pad(tensor.flatten(), (0, -tensor.numel() % self.n))
 
     def step(self):
-        for weight, own, optimizer in zip(self.weights, self.own, self.optimizers):
+        for weight, own, optimizer in zip(self.weights, self.own, self.optimizers, strict=True):
             own.grad = torch.empty_like(own)
             dist.reduce_scatter_tensor(own.grad, self.padded(weight.grad) / self.n)
             optimizer.step()
