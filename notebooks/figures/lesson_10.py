@@ -135,7 +135,7 @@ def sharded(timeline: Timeline, title: str) -> None:
     kinds = {"forward": (0, COLORS[0]), "backward": (0, COLORS[1]), "optimizer": (0, COLORS[2])}
     kinds |= {"copy": (0, "#aaaaaa"), "all-gather": (1, "#882255"), "reduce-scatter": (1, COLORS[4])}
     spans = [replace(s, kind="copy") if s.annotation.startswith("FSDP::") else s for s in spans]
-    with figures.drawn(title, "simulated", 2.2, xlabel="time (ms)", xlim=(0, 1e3 * timeline.seconds)) as axes:
+    with figures.drawn(title, "simulated", 2.5, xlabel="time (ms)", xlim=(0, 1e3 * timeline.seconds)) as axes:
         for kind, (lane, color) in kinds.items():
             bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans if drawn_as(s) == kind]
             edges = {"edgecolor": "white", "linewidth": 0.8} if lane else {}
@@ -147,7 +147,7 @@ def sharded(timeline: Timeline, title: str) -> None:
         for start, end, lane, number, ink in places:
             if end - start > timeline.seconds / 80:
                 axes.text(500 * (start + end), lane, number, fontsize=8, ha="center", va="center", color=ink)
-        figures.legend_above(axes, 6)
+        figures.legend_above(axes, 3)
         figures.rows(axes, ["computing", "messages"], grid=False)
 
 
