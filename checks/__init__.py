@@ -21,7 +21,7 @@ from checks.notebook_06 import estimates, leaks_nothing
 from checks.notebook_07 import accumulates, trains_a_billion
 from checks.notebook_08 import names_the_culprit, weighs_tokens_alike
 from checks.notebook_09 import ends_the_same, leaves_together
-from checks.notebook_10 import fits_two_t4s, shards_below, tensor_plan
+from checks.notebook_10 import shards_adam, tensor_plan
 from checks.notebook_11 import runs_in_order, runs_large
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "averages",
     "ends_the_same",
     "estimates",
-    "fits_two_t4s",
     "frozen",
     "frugal",
     "goes_on",
@@ -43,7 +42,7 @@ __all__ = [
     "runs_in_order",
     "runs_large",
     "schedules",
-    "shards_below",
+    "shards_adam",
     "skip_repaired",
     "split_in_two",
     "survives",

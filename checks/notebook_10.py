@@ -1,21 +1,153 @@
-"""The graders of notebook 10: models that do not fit on one GPU. Each runs the reader's code in processes of its own, so that an
-endless loop ends with them, and no GPU of the notebook is touched."""
+"""The graders of notebook 10: models that fit on no GPU. Each runs the reader's code in processes of its own, so that an endless loop
+ends with them, and no GPU of the notebook is touched."""
 
+import copy
 import fnmatch
-import functools
 import logging
+import random
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-import virtualgpu
-from checks.grader import alone, grader, launched_on_gpus
+from checks.grader import grader, launched_on_gpus
+from checks.notebook_04 import draw, on_own_gpu
 
-SLOWER = 1.15  # than the best: the clock tells no smaller difference
-TIMEOUT = 300.0  # seconds: an endless loop's only end; dry runs of a right answer take a tenth of it
+RANKS, STEPS, BATCH = 4, 3, 16
+MOST_STATE = 3.0  # bytes of Adam's averages per parameter: 2 on four ranks, and room for uneven shards
+MOST_SENT = 1.75  # numbers per parameter and step: 1.5, and room for padding; with an all-reduce it is 2.25
+
+
+class Trained(NamedTuple):
+    """What one rank found. apart: from one process's weights, relative to how far those moved. far: how far it moved, relative to them."""
+
+    weights: list[torch.Tensor]
+    apart: float
+    far: float
+    made: int
+    state: float
+    sent: float
+
+
+@grader
+def shards_adam(make: Callable) -> str | None:
+    """make(model, optimizer_class, **options).step(), on four ranks: the weights of one process's step, whatever the optimizer; a quarter
+    of its state on each; and no more sent than by one all-reduce."""
+    draws = random.Random(draw())
+    seed, rate = draws.randrange(1000), draws.uniform(0.02, 0.06)
+    ask = "does every rank call the same collectives, in the same order, with tensors of one size?"
+    for kind, options in (
+        (torch.optim.SGD, {"lr": rate, "momentum": 0.9}),
+        (torch.optim.Adam, {"lr": rate / 10}),
+    ):
+        found = launched_on_gpus(_trained_by, make, kind, options, seed, nprocs=RANKS, timeout=60, ask=ask)
+        if isinstance(found, str):
+            return found
+        if complaint := _as_one_process(kind.__name__, found):
+            return complaint
+    state, sent = max(rank.state for rank in found), max(rank.sent for rank in found)
+    if state > MOST_STATE:
+        return f"the right weights, and a rank holds {state:.1f} bytes of Adam's averages per parameter; 2.0 are enough on four"
+    if sent > MOST_SENT:
+        return f"the right weights and state, but in a step a rank sends {sent:.2f} numbers per parameter; 1.50 are enough: which collective brings a rank the mean of its own shard alone?"
+    return None
+
+
+def _as_one_process(kind: str, found: list[Trained]) -> str | None:
+    """Are the weights those of a single process?"""
+    if not all(rank.made for rank in found):
+        return f"a rank makes no optimizer of the class that it is given ({kind})"
+    first = found[0]
+    if max(rank.far for rank in found) == 0:
+        return "after three steps no weight of the model has changed"
+    if any(not torch.equal(a, b) for rank in found[1:] for a, b in zip(first.weights, rank.weights, strict=True)):
+        return f"with {kind} the ranks end with different weights: does each get what the others have updated?"
+    if first.apart < 0.01:
+        return None
+    if abs(first.far / RANKS - 1) < 0.3:
+        return f"with {kind} the weights move {first.far:.1f} times as far as in one process: sum, or mean?"
+    return f"with {kind} the weights are not those of one process with the whole batch; they differ by {first.apart:.0%} of the way"
+
+
+class _Odd(nn.Module):
+    """Parameters of several shapes, 1,343 in all: four does not divide them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 23), nn.Tanh(), nn.Linear(23, 2, bias=False)
+        )
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.layers(x) * self.scale.mean()
+
+
+def _trained_by(make: Callable, kind: type, options: dict, seed: int) -> Trained:
+    on_own_gpu()
+    rank = dist.get_rank()
+    torch.manual_seed(seed)
+    alone = _Odd()
+    model = copy.deepcopy(alone).cuda()
+    start = _flat(model)
+    batches = [(torch.randn(BATCH, 10), torch.randn(BATCH, 2)) for _ in range(STEPS)]
+    made: list[torch.optim.Optimizer] = []
+
+    def noted(*args, **more) -> torch.optim.Optimizer:
+        made.append(kind(*args, **more))
+        return made[-1]
+
+    def loss(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(net(x), y)
+
+    optimizer, one = make(model, noted, **options), kind(alone.parameters(), **options)
+    counted = Sent()
+    for x, y in batches:
+        one.zero_grad()
+        loss(alone, x, y).backward()
+        one.step()
+        model.zero_grad()
+        loss(model, x[rank::RANKS].cuda(), y[rank::RANKS].cuda()).backward()
+        with counted:
+            optimizer.step()
+    weights, goal = _flat(model), _flat(alone)
+    way = (goal - start).norm().item()
+    held = sum(
+        t.nbytes for own in made for s in own.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
+    )
+    return Trained(
+        [weights],
+        (weights - goal).norm().item() / way,
+        (weights - start).norm().item() / way,
+        len(made),
+        held / len(start),
+        counted.numbers / STEPS / len(start),
+    )
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+
+class Sent(TorchDispatchMode):
+    """Counts the numbers that a rank sends by collectives, each as a ring among all ranks would do it."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0.0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace in ("c10d", "_c10d_functional"):
+            tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
+            largest = max((sum(t.numel() for t in group) for group in tensors), default=0)
+            twice = 2 if "allreduce" in operation._opname.replace("_", "") else 1
+            self.numbers += twice * largest * (1 - 1 / dist.get_world_size())
+        return operation(*args, **(kwargs or {}))
 
 
 @grader
@@ -73,127 +205,3 @@ def _compared(plan: Mapping, make: Callable) -> tuple[dict[str, float], dict[str
     held = {name: getattr(w, "to_local", lambda w=w: w)().numel() / sizes[name] for name, w in weights.items()}
     names = {str(name).split(".")[-1].removesuffix("_"): count for name, count in sent.get_comm_counts().items()}
     return held, {name: count for name, count in names.items() if count}, float((result - whole).detach().abs().max())
-
-
-@grader
-def fits_two_t4s(
-    shard: Callable[[nn.Module], nn.Module | None],
-    block: type[nn.Module],
-    make: Callable[..., nn.Module],
-    sizes: Mapping,
-    timeout: float = TIMEOUT,
-) -> str | None:
-    """shard(make(**sizes, block=block)) trains on two T4s, float32 and sharded, nearly as fast as the best way known."""
-    return alone(_without_group, _on_two, (shard, block, make, dict(sizes)), timeout=timeout)
-
-
-def _on_two(shard: Callable, block: type, make: Callable, sizes: dict) -> str | None:
-    from notebooks.scripts.llama import Selective
-
-    try:
-        seconds = _timed(shard, functools.partial(make, **sizes, block=block), sizes["length"])
-    except torch.OutOfMemoryError as error:
-        return f"out of memory: {str(error).split(' Including')[0]}"
-    if isinstance(seconds, str):
-        return seconds
-    best = _timed(_fast, functools.partial(make, **sizes, block=Selective), sizes["length"])
-    if seconds > SLOWER * best:
-        return f"it fits, and a step takes {seconds:.1f} s (simulated); {best:.1f} s are possible"
-    return None
-
-
-def _fast(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16), "offload_policy": CPUOffloadPolicy()}
-    for part in (model.words, *model.blocks, model.output):
-        fully_shard(part, **policies)
-    return fully_shard(model, **policies)
-
-
-def _timed(shard: Callable, make: Callable[[], nn.Module], length: int) -> float | str:
-    """Seconds of a rank's second step, simulated; or what is wrong with its parameters."""
-    with virtualgpu.dry_run(like="T4", world_size=2):
-        dist.init_process_group("nccl")
-        with torch.device("meta"):
-            model = make()
-        if wrong := _misplaced(model, shard, "two"):
-            return wrong
-        model.to_empty(device="cpu" if _offloads(model) else "cuda")
-        for buffer in model.buffers():
-            buffer.data = buffer.data.cuda()
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        text = torch.zeros(1, length + 1, dtype=torch.long, device="cuda")
-        clock = virtualgpu.machine().clock
-        for _ in range(2):
-            torch.cuda.synchronize()
-            start = clock.host
-            _step(model, optimizer, text)
-            torch.cuda.synchronize()
-        return clock.host - start
-
-
-def _offloads(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-    return any(group is not None and isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    F.cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()).backward()
-    optimizer.step()
-
-
-def _misplaced(model: nn.Module, shard: Callable, ranks: str) -> str | None:
-    """Shards the model; what is wrong with its parameters then."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    before = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
-    shard(model)
-    after = {name: (p.numel(), p.dtype) for name, p in model.named_parameters()}
-    if after != before:
-        wrong = sorted(before.keys() ^ after.keys()) or [name for name in before if before[name] != after[name]]
-        return f"the parameters are not the model's any more: look at {wrong[0]}"
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
-            return f"{name} is not sharded: each of the {ranks} GPUs holds all of it"
-    return None
-
-
-@grader
-def shards_below(
-    shard: Callable[[nn.Module], nn.Module | None],
-    make: Callable[..., nn.Module],
-    sizes: Mapping,
-    budget: float,
-    timeout: float = TIMEOUT,
-) -> str | None:
-    """After shard(model), a step of one rank of four stays below `budget` GiB; parameters are all there, float32 and sharded."""
-    return alone(_without_group, _sharded, (shard, make, dict(sizes), budget), timeout=timeout)
-
-
-def _sharded(shard: Callable, make: Callable, sizes: dict, budget: float) -> str | None:
-    with virtualgpu.dry_run(like="T4", world_size=4):
-        dist.init_process_group("nccl")
-        with torch.device("meta"):
-            model = make(**sizes)
-        if wrong := _misplaced(model, shard, "four"):
-            return wrong
-        model.to_empty(device="cuda")
-        optimizer = torch.optim.AdamW(model.parameters())
-        text = torch.zeros(1, sizes["length"] + 1, dtype=torch.long, device="cuda")
-        for _ in range(2):
-            _step(model, optimizer, text)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    if peak > budget:
-        return f"all is sharded, and a step's peak is {peak:.2f} GiB; the budget is {budget:.2f}. Which group is the largest?"
-    return None
-
-
-def _without_group(worker: Callable, args: tuple) -> str | None:
-    """What worker(*args) says where there are no GPUs and no process group yet."""
-    dist.destroy_process_group()
-    virtualgpu.reset()
-    return worker(*args)

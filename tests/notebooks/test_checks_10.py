@@ -1,16 +1,13 @@
-"""The graders of notebook 10: a plan for tensor parallel, a model on two T4s, and groups of parameters."""
+"""The graders of notebook 10: an optimizer whose state is sharded, and a plan for tensor parallel."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import checks
 from tests.processes import no_end
-
-SIZES = {"dim": 256, "words": 40000, "length": 16}
-BUDGET = 0.21  # GiB, between one group for both of the large layers and a group for each
-
 
 pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
@@ -63,108 +60,198 @@ def test_a_layer_without_an_end_is_told(says):
     says("after 60 seconds ... forward come to an end?", checks.tensor_plan, plan(up="columns", down="rows"), Endless)
 
 
-class Model(nn.Module):
-    def __init__(self, dim, words, length):
-        super().__init__()
-        self.words, self.output = nn.Embedding(words, dim), nn.Linear(dim, words, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+class Whole:
+    """As DDP has it, by hand."""
 
-    def forward(self, text):
-        x = self.words(text)
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return self.output(x)
+    def __init__(self, model, optimizer_class, **options):
+        self.weights = list(model.parameters())
+        self.optimizer = optimizer_class(self.weights, **options)
 
+    def step(self):
+        self.average()
+        self.optimizer.step()
 
-def groups(*names):
-    def shard(model):
-        from torch.distributed.fsdp import fully_shard
-
-        for name in names:
-            fully_shard(getattr(model, name))
-        return fully_shard(model)
-
-    return shard
+    def average(self):
+        for weight in self.weights:
+            dist.all_reduce(weight.grad, dist.ReduceOp.AVG)
 
 
-def none_at_all(model):
-    return model
+class Alone(Whole):
+    def average(self):
+        pass
 
 
-def smaller(model):
-    model.output = nn.Linear(256, 100, bias=False)
-    return groups("words")(model)
+class Flat:
+    """All parameters in one row, a quarter of it for each rank."""
+
+    reduce = dist.ReduceOp.AVG
+
+    def __init__(self, model, optimizer_class, **options):
+        self.weights, n = list(model.parameters()), dist.get_world_size()
+        flat = nn.utils.parameters_to_vector(self.weights).detach()
+        self.flat = F.pad(flat, (0, -len(flat) % n))
+        self.own = nn.Parameter(self.flat.chunk(n)[dist.get_rank()].clone())
+        self.optimizer = optimizer_class([self.own], **options)
+
+    def step(self):
+        self.own.grad = self.gradient()
+        self.optimizer.step()
+        self.spread()
+
+    def gradients(self):
+        flat = torch.cat([weight.grad.flatten() for weight in self.weights])
+        return F.pad(flat, (0, len(self.flat) - len(flat)))
+
+    def gradient(self):
+        own = torch.empty_like(self.own)
+        dist.reduce_scatter_tensor(own, self.gradients(), self.reduce)
+        return own
+
+    def spread(self):
+        dist.all_gather_into_tensor(self.flat, self.own.detach())
+        nn.utils.vector_to_parameters(self.flat, self.weights)
 
 
-def half(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    return groups()(model)
+class Summed(Flat):
+    reduce = dist.ReduceOp.SUM
 
 
-def every_matrix(model):
-    from torch.distributed.fsdp import fully_shard
-
-    for part in model.modules():
-        if next(part.parameters(recurse=False), None) is not None:
-            fully_shard(part)
-    return fully_shard(model)
+class NotSpread(Flat):
+    def spread(self):
+        self.flat.chunk(dist.get_world_size())[dist.get_rank()].copy_(self.own.detach())
+        nn.utils.vector_to_parameters(self.flat, self.weights)
 
 
-def the_last_two_together(model):
-    """As torchtitan has it: the root keeps nothing."""
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model.words)
-    fully_shard(list(model.blocks))
-    fully_shard(model.output, reshard_after_forward=False)
-    return fully_shard(model)
+class NotPutBack(Flat):
+    def spread(self):
+        dist.all_gather_into_tensor(self.flat, self.own.detach())
 
 
-@pytest.mark.parametrize("shard, said", [
-    (groups(), "all is sharded, and a step's peak is"),
-    (groups("words"), "all is sharded, and a step's peak is"),
-    (none_at_all, "words.weight is not sharded: each of the four GPUs"),
-    (smaller, "look at output.weight"),
-    (half, "look at words.weight"),
-    (no_end, "after 300 seconds"),
-    (groups("words", "output"), "[passed]"),
-    (every_matrix, "[passed]"),
-    (the_last_two_together, "[passed]"),
+class AllReduced(Flat):
+    """Right, and half as much again is sent."""
+
+    def gradient(self):
+        gradients = self.gradients()
+        dist.all_reduce(gradients, dist.ReduceOp.AVG)
+        return gradients.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class OwnGradient(Flat):
+    def gradient(self):
+        return self.gradients().chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class NotPadded(Flat):
+    def __init__(self, model, optimizer_class, **options):
+        super().__init__(model, optimizer_class, **options)
+        self.flat = self.flat[: sum(weight.numel() for weight in self.weights)]
+
+
+class NoOptimizer(Whole):
+    def __init__(self, model, optimizer_class, **options):
+        super().__init__(model, lambda *args, **more: torch.optim.SGD(*args, lr=0.1), **options)
+
+
+class EachApart:
+    """Each parameter has shards of its own, and the sum is divided by hand."""
+
+    def __init__(self, model, optimizer_class, **options):
+        self.weights, self.n = list(model.parameters()), dist.get_world_size()
+        self.own = [nn.Parameter(self.padded(w.detach()).chunk(self.n)[dist.get_rank()].clone()) for w in self.weights]
+        self.optimizers = [optimizer_class([own], **options) for own in self.own]
+
+    def padded(self, tensor):
+        return F.pad(tensor.flatten(), (0, -tensor.numel() % self.n))
+
+    def step(self):
+        for weight, own, optimizer in zip(self.weights, self.own, self.optimizers, strict=True):
+            own.grad = torch.empty_like(own)
+            dist.reduce_scatter_tensor(own.grad, self.padded(weight.grad) / self.n)
+            optimizer.step()
+            whole = self.padded(weight.detach())
+            dist.all_gather_into_tensor(whole, own.detach())
+            weight.data.copy_(whole[: weight.numel()].view_as(weight))
+
+
+class Lists(Flat):
+    """The older collectives, which take lists."""
+
+    def gradient(self):
+        own, n = torch.empty_like(self.own), dist.get_world_size()
+        dist.reduce_scatter(own, list(self.gradients().chunk(n)), dist.ReduceOp.AVG)
+        return own
+
+    def spread(self):
+        dist.all_gather(list(self.flat.chunk(dist.get_world_size())), self.own.detach())
+        nn.utils.vector_to_parameters(self.flat, self.weights)
+
+
+class Owners(Flat):
+    """Reduced to each shard's owner in turn, and broadcast by it."""
+
+    def gradient(self):
+        pieces = self.gradients().chunk(dist.get_world_size())
+        for rank, piece in enumerate(pieces):
+            dist.reduce(piece, rank, dist.ReduceOp.AVG)
+        return pieces[dist.get_rank()]
+
+    def spread(self):
+        pieces = self.flat.chunk(dist.get_world_size())
+        pieces[dist.get_rank()].copy_(self.own.detach())
+        for rank, piece in enumerate(pieces):
+            dist.broadcast(piece, rank)
+        nn.utils.vector_to_parameters(self.flat, self.weights)
+
+
+def function(model, optimizer_class, **options):
+    """No class at all; and the shard is a view of the row."""
+    from types import SimpleNamespace
+
+    weights, n, rank = list(model.parameters()), dist.get_world_size(), dist.get_rank()
+    count = sum(w.numel() for w in weights)
+    size = -(-count // n)
+    row = torch.zeros(n * size, device="cuda")
+    row[:count] = torch.cat([w.detach().flatten() for w in weights])
+    nn.utils.vector_to_parameters(row, weights)
+    own = row[rank * size : (rank + 1) * size]
+    optimizer = optimizer_class([own], **options)
+
+    def step():
+        gradients = torch.zeros_like(row)
+        gradients[:count] = torch.cat([w.grad.flatten() for w in weights])
+        own.grad = torch.empty_like(own)
+        dist.reduce_scatter_tensor(own.grad, gradients, dist.ReduceOp.AVG)
+        optimizer.step()
+        dist.all_gather_into_tensor(row, own.clone())
+
+    return SimpleNamespace(step=step)
+
+
+@pytest.mark.parametrize("make, said", [
+    (Whole, "the right weights, and a rank holds 8.0 bytes of Adam's averages per parameter; 2.0 are enough"),
+    (Alone, "the ranks end with different weights"),
+    (Summed, "with SGD the weights move ... times as far as in one process: sum, or mean?"),
+    (NotSpread, "the ranks end with different weights"),
+    (NotPutBack, "no weight of the model has changed"),
+    (AllReduced, "a rank sends 2.25 numbers per parameter; 1.50 are enough"),
+    (OwnGradient, "with SGD the weights are not those of one process"),
+    (NotPadded, "raised "),
+    (NoOptimizer, "a rank makes no optimizer of the class that it is given (SGD)"),
+    (None, "raised TypeError"),
+    (Flat, "[passed]"),
+    (EachApart, "[passed]"),
+    (Lists, "[passed]"),
+    (Owners, "[passed]"),
+    (function, "[passed]"),
 ])  # fmt: skip
-def test_shards_below(says, shard, said):
-    says(said, checks.shards_below, shard, Model, SIZES, BUDGET)
+def test_shards_adam(says, make, said):
+    says(said, checks.shards_adam, make)
 
 
-# Three billion in few layers, and of short texts: as large for a T4 as the lesson's, and sooner worked through
-THREE = {"layers": 7, "dim": 6144, "heads": 48, "kv_heads": 16, "hidden": 14336, "words": 16000, "length": 2048}
+def test_a_rank_that_calls_no_collective_is_told(says):
+    class Lonely(Flat):
+        def step(self):
+            if dist.get_rank() != 3:
+                super().step()
 
-
-def on_two(dtype=None, offload=True, grouped=True, ends=True):
-    def shard(model):
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-        policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-        if offload:
-            policies["offload_policy"] = CPUOffloadPolicy()
-        for part in (*ends * (model.words, model.output), *model.blocks) if grouped else ():
-            fully_shard(part, **policies)
-        return fully_shard(model, **policies)
-
-    return shard
-
-
-@pytest.mark.parametrize("shard, block, said", [
-    (on_two(torch.float16, offload=False), "Full", "out of memory"),
-    (on_two(torch.float16, grouped=False), "Full", ""),  # no room; PyTorch 2.11, which does: not as fast as possible
-    (on_two(torch.bfloat16), "Full", "s are possible"),
-    (none_at_all, "Full", "is not sharded: each of the two GPUs"),
-    (half, "Full", "look at words.weight"),
-    (on_two(torch.float16), "Full", "[passed]"),
-    (on_two(torch.float16), "Block", "[passed]"),  # RMS norm as one kernel keeps no float32 copies
-    (on_two(torch.float16, ends=False), "Selective", "[passed]"),
-])  # fmt: skip
-def test_fits_two_t4s(says, shard, block, said):
-    from notebooks.scripts import llama
-
-    says(said, checks.fits_two_t4s, shard, getattr(llama, block), llama.Llama, THREE)
+    says("rank 3 will not come to it: it has returned", checks.shards_adam, Lonely)
