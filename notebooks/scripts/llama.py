@@ -1,10 +1,18 @@
-"""Llama's architecture, small enough to read: notebook 10 trains it. Sizes are arguments; weights are PyTorch's default ones.
+"""Llama's architecture, small enough to read: notebook 10 trains it, notebook 12 plans with it. Sizes are arguments; weights are PyTorch's default ones.
 
 Llama(layers=8, dim=256, heads=8, kv_heads=4, hidden=1024, words=2000, length=64)
 """
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -97,3 +105,23 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, self.turns[: text.shape[1]])
         return self.output(self.norm(x))
+
+
+def tensor_parallel(model, mesh):
+    """Cut a Llama's layers over a mesh of one dimension: tensor parallel with sequence parallel between the cut layers. The scores come out
+    cut by words (a DTensor), for a loss under `loss_parallel`; a text's length has to be a multiple of the mesh's size."""
+    whole, tokens = Replicate(), Shard(1)
+    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=tokens)
+    in_block = {f"attention.{name}": column for name in "qkv"} | {"attention.out": row}
+    in_block |= {"feed_forward.gate": column, "feed_forward.up": column, "feed_forward.down": row}
+    in_block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+    for name, rest in {"attention": (None,), "feed_forward": ()}.items():
+        in_block[name] = PrepareModuleInput(input_layouts=(tokens, *rest), desired_input_layouts=(whole, *rest))
+    around = {
+        "words": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, in_block)
+    return parallelize_module(model, mesh, around)
