@@ -23,6 +23,7 @@ from checks.notebook_08 import names_the_culprit, weighs_tokens_alike
 from checks.notebook_09 import ends_the_same, leaves_together
 from checks.notebook_10 import fits_two_t4s, shards_below, tensor_plan
 from checks.notebook_11 import exchanged, one_f_one_b
+from checks.notebook_12 import finds_layouts, plans_a_week
 
 __all__ = [
     "NotYet",
@@ -32,6 +33,7 @@ __all__ = [
     "ends_the_same",
     "estimates",
     "exchanged",
+    "finds_layouts",
     "fits_two_t4s",
     "frozen",
     "frugal",
@@ -41,6 +43,7 @@ __all__ = [
     "leaves_together",
     "names_the_culprit",
     "one_f_one_b",
+    "plans_a_week",
     "resumes",
     "schedules",
     "shards_below",

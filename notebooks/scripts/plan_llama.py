@@ -5,9 +5,11 @@ replicas, checkpointing, micro_batch; what is left of the GPUs shards the parame
 """
 
 import contextlib
+import csv
 import itertools
 import logging
 import os
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -17,6 +19,8 @@ import virtualgpu
 from notebooks.scripts.train_llama import CHECKPOINTING, MODELS, build, train_step
 
 GIB = 2**30
+FILE = Path(__file__).parents[2] / "data" / "layouts.csv"
+LAYOUT = ("tp", "replicas", "checkpointing", "micro_batch")
 NODE = 8  # GPUs
 ROOM = "2000 GB"  # of a made-up card of the same speed, so that a layout that does not fit has its bytes, too
 
@@ -44,6 +48,23 @@ def layouts(run):
     for tp, copies, how, texts in itertools.product((1, 2, 4, 8), replicas, CHECKPOINTING, (1, 2, 4)):
         if possible(run, tp, copies, how, texts):
             yield {"tp": tp, "replicas": copies, "checkpointing": how, "micro_batch": texts}
+
+
+def room(run):
+    """GiB that a plan may take: lesson 10's measure, a fifth of the card stays free."""
+    return 0.8 * virtualgpu.SPECS[run["card"]].memory / GIB
+
+
+def table(name):
+    """Layouts of a run of RUNS with seconds and GiB, from data/layouts.csv: [(layout, seconds, GiB), ...]."""
+    found = []
+    with FILE.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["run"] == name:
+                numbers = {key: int(row[key]) for key in ("tp", "replicas", "micro_batch")}
+                layout = numbers | {"checkpointing": row["checkpointing"]}
+                found.append(({key: layout[key] for key in LAYOUT}, float(row["seconds"]), float(row["gib"])))
+    return found
 
 
 def one_rank(run, layout, blocks, rounds):
