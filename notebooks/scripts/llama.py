@@ -53,11 +53,23 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
-    def __init__(self, dim, heads, kv_heads, hidden):
+class PlainNorm(nn.Module):
+    """RMSNorm in plain operations and float32, as torchtitan had it until March 2025: slower than nn.RMSNorm's one kernel, and more is kept."""
+
+    def __init__(self, dim):
         super().__init__()
-        self.norm1, self.attention = nn.RMSNorm(dim), Attention(dim, heads, kv_heads)
-        self.norm2, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, kv_heads, hidden, norm=nn.RMSNorm):
+        super().__init__()
+        self.norm1, self.attention = norm(dim), Attention(dim, heads, kv_heads)
+        self.norm2, self.feed_forward = norm(dim), FeedForward(dim, hidden)
 
     def forward(self, x, turns):
         x = x + self.attention(self.norm1(x), turns)
@@ -93,11 +105,11 @@ def keep_some():
 
 
 class Llama(nn.Module):
-    def __init__(self, layers, dim, heads, kv_heads, hidden, words, length, block=Block):
+    def __init__(self, layers, dim, heads, kv_heads, hidden, words, length, block=Block, norm=nn.RMSNorm):
         super().__init__()
         self.words = nn.Embedding(words, dim)
-        self.blocks = nn.ModuleList(block(dim, heads, kv_heads, hidden) for _ in range(layers))
-        self.norm, self.output = nn.RMSNorm(dim), nn.Linear(dim, words, bias=False)
+        self.blocks = nn.ModuleList(block(dim, heads, kv_heads, hidden, norm) for _ in range(layers))
+        self.norm, self.output = norm(dim), nn.Linear(dim, words, bias=False)
         self.register_buffer("turns", angles(length, dim // heads), persistent=False)
 
     def forward(self, text):

@@ -1,7 +1,7 @@
 """What a training run of Llama would take on GPUs that are not there: notebook 12 searches with it, data/make_layouts.py tabulates it.
 
-A run is a dict: model, card, gpus, network, texts (in a step, of all GPUs together), length (tokens of a text). A layout is a dict: tp,
-replicas, checkpointing, micro_batch; what is left of the GPUs shards the parameters.
+A run is a dict: model, card, gpus, network, texts (in a step, of all GPUs together), length (tokens of a text), and
+norm where it is not nn.RMSNorm. A layout is a dict: tp, replicas, checkpointing, micro_batch; what is left of the GPUs shards the parameters.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import virtualgpu
 from notebooks.scripts.train_llama import CHECKPOINTING, MODELS, build, train_step
@@ -75,7 +76,7 @@ def one_rank(run, layout, blocks, rounds):
     with settings(), virtualgpu.dry_run(like=run["card"], memory=ROOM, **cluster):
         dist.init_process_group("nccl")
         split = {name: layout[name] for name in ("tp", "replicas", "checkpointing")}
-        model = build(MODELS[run["model"]] | {"layers": blocks}, run["length"], **split)
+        model = build(MODELS[run["model"]] | {"layers": blocks}, run["length"], **split, norm=run.get("norm", nn.RMSNorm))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         before, moments = [], []
 

@@ -31,12 +31,12 @@ MODELS = {  # the sizes of Llama 3.2 3B (with a last layer of its own), Llama 3.
 CHECKPOINTING = {"none": Block, "selective": Selective, "full": Full}
 
 
-def build(sizes, length, tp=1, replicas=1, checkpointing="none"):
+def build(sizes, length, tp=1, replicas=1, checkpointing="none", **options):
     """A Llama over all ranks: layers cut over tp of them; parameters sharded over the rest (FSDP), or in each of `replicas` groups (HSDP)."""
     shards = dist.get_world_size() // (tp * replicas)
     mesh = dist.init_device_mesh("cuda", (replicas, shards, tp), mesh_dim_names=("replicas", "shards", "tp"))
     with torch.device("meta"):  # shapes only: the whole need not fit
-        model = Llama(**sizes, length=length, block=CHECKPOINTING[checkpointing])
+        model = Llama(**sizes, length=length, block=CHECKPOINTING[checkpointing], **options)
     if tp > 1:
         tensor_parallel(model, mesh["tp"])
     data = mesh["replicas", "shards"] if replicas > 1 else mesh["shards"]
