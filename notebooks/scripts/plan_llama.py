@@ -27,11 +27,10 @@ ROOM = "2000 GB"  # of a made-up card of the same speed, so that a layout that d
 
 
 RUNS = {  # whose layouts are in data/layouts.csv
-    "8B on 32 H100, InfiniBand NDR": dict(model="8B", card="H100", gpus=32, network="NDR", texts=64, length=8192),
+    # "8B on 32 H100, InfiniBand NDR": dict(model="8B", card="H100", gpus=32, network="NDR", texts=64, length=8192),
     "8B on 32 H100, Ethernet 100": dict(model="8B", card="H100", gpus=32, network="Ethernet 100", texts=64, length=8192),
     "3B on 16 A100, InfiniBand HDR": dict(model="3B", card="A100", gpus=16, network="HDR", texts=16, length=4096),
     "14B on 32 A100-80GB, InfiniBand HDR": dict(model="14B", card="A100-80GB", gpus=32, network="HDR", texts=32, length=4096),
-    "14B on 64 H100, RoCE 100": dict(model="14B", card="H100", gpus=64, network="RoCE 100", texts=64, length=4096),
 }
 
 

@@ -134,7 +134,7 @@ def by_formula(run, layouts, try_layout, room):
         return max(computing, over / rate) + 0.3 * min(computing, over / rate)
 
     few, best = sorted(layouts, key=pencil)[: 3 * TRIALS], []
-    for layout in few[:: 3]:
+    for layout in few[::3]:
         best.append((score(try_layout, layout, room), list(layout.items())))
     return dict(min(best)[1])
 
@@ -174,7 +174,7 @@ def test_two_depths_give_the_whole_model():
     assert plan_llama.trial(run, layout) == pytest.approx((seconds, max(before, after)), rel=0.02)
 
 
-CLUSTER = dict(nodes=64, between=2000 * 3600.0, save=60.0, restart=600.0)
+CLUSTER = dict(nodes=64, between=2000 * 3600.0, save=60.0, restart=1500.0)
 
 
 def week(nodes, between, save, restart):
@@ -268,7 +268,7 @@ def drawn(nodes, between, save, restart):
 
 @pytest.mark.parametrize("plan_week", [normal, exact, drawn])
 def test_a_plan_that_is_right_in_another_way(plan_week):
-    for nodes in (32, 64, 128, 256):
+    for nodes in (24, 32, 64, 128):
         cluster = CLUSTER | {"nodes": nodes}
         assert planned(plan_week(**cluster), **cluster) is None
 
