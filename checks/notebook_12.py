@@ -47,7 +47,7 @@ def _searches(find_layout: Callable, seed: int) -> str | None:
     from notebooks.scripts import plan_llama
 
     draws = random.Random(seed)
-    for name, run in draws.sample([*plan_llama.RUNS.items()], len(plan_llama.RUNS)):
+    for name, run in plan_llama.RUNS.items():
         if complaint := searched(find_layout, run, plan_llama.table(name), plan_llama.room(run), draws):
             return f"{name}: {complaint}"
     return None
@@ -79,17 +79,22 @@ def searched(find_layout: Callable, run: dict, rows: list, room: float, draws: r
 
 @grader
 def plans_a_week(plan_week: Callable[[int, float, float, float], tuple[float, int, float]]) -> str | None:
-    """plan_week(nodes, between, save, restart) for clusters that are drawn: (seconds of work between saves, spare nodes, share of the week that
+    """plan_week(nodes, between, save, restart) for a cluster and two that are drawn: (seconds of work between saves, spare nodes, share of the week that
     is useful work). `between`: seconds from failure to failure of one node; `save`, `restart`: seconds of one. Judged by weeks that are drawn."""
     return alone(_plans, plan_week, draw())
 
 
 def _plans(plan_week: Callable, seed: int) -> str | None:
     draws = random.Random(seed)
-    for nodes in draws.sample((24, 32, 48, 64, 96, 128), 3):
-        between, save, restart = 3600.0 * draws.randint(1000, 3000), float(draws.randint(20, 120)), float(draws.randint(900, 1800))
+    clusters = [(48, 2000, 60, 1500)]
+    clusters += [
+        (n, draws.randint(1000, 3000), draws.randint(20, 120), draws.randint(900, 1800))
+        for n in draws.sample((24, 32, 64, 96, 128), 2)
+    ]
+    for nodes, hours, *costs in clusters:
+        between, (save, restart) = 3600.0 * hours, map(float, costs)
         if complaint := planned(plan_week(nodes, between, save, restart), nodes, between, save, restart):
-            where = f"{nodes} nodes, a failure of each in {between / 3600:.0f} hours, saves of {save:.0f} s, restarts of {restart:.0f} s"
+            where = f"{nodes} nodes, each of which fails once in {hours:,} hours, saves of {save:.0f} s, restarts of {restart:.0f} s"
             return f"{where}: {complaint}"
     return None
 
@@ -110,9 +115,7 @@ def planned(answer: Any, nodes: int, between: float, save: float, restart: float
     best = math.sqrt(2 * save / rate)
     share_kept, most = (useful(at, rate, save, restart) for at in (interval, best))
     if most - share_kept > 0.12 * (1 - most):
-        return (
-            f"saves every {interval:,.0f} s lose {1 - share_kept:.2%} of the week; {1 - most:.2%} are possible. How often does one of {nodes} nodes fail?"
-        )
+        return f"saves every {interval:,.0f} s lose {1 - share_kept:.2%} of the week; {1 - most:.2%} are possible. How often does one of {nodes} nodes fail?"
     if not 0 <= share <= 1 or abs(share - share_kept) > 0.12 * (1 - share_kept):
         return f"you expect {share:.2%} useful work; in weeks that were drawn it is {share_kept:.2%}: saves, lost work and restarts, of all nodes' failures?"
     failures = _weeks(rate)

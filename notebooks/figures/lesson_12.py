@@ -38,7 +38,15 @@ def frontier(found: list[tuple[dict, float, float]], room: float, title: str) ->
         line = best(found, room)
         axes.plot([row[1] for row in line], [row[2] for row in line], color="#555555", linewidth=1, zorder=0)
         axes.axhline(room, color="#888888", linestyle="--", linewidth=1)
-        axes.text(0.995, room, "a fifth of the card stays free", transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+        axes.text(
+            0.995,
+            room,
+            "a fifth of the card stays free",
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
         for degree, color in zip(degrees, COLORS, strict=False):
             axes.plot([], [], "o", color=color, label=f"tp {degree}")
         for number, marker in zip(copies, MARKERS, strict=False):

@@ -28,16 +28,26 @@ ROOM = "2000 GB"  # of a made-up card of the same speed, so that a layout that d
 
 RUNS = {  # whose layouts are in data/layouts.csv
     # "8B on 32 H100, InfiniBand NDR": dict(model="8B", card="H100", gpus=32, network="NDR", texts=64, length=8192),
-    "8B on 32 H100, Ethernet 100": dict(model="8B", card="H100", gpus=32, network="Ethernet 100", texts=64, length=8192),
+    "8B on 32 H100, Ethernet 100": dict(
+        model="8B", card="H100", gpus=32, network="Ethernet 100", texts=64, length=8192
+    ),
     "3B on 16 A100, InfiniBand HDR": dict(model="3B", card="A100", gpus=16, network="HDR", texts=16, length=4096),
-    "14B on 32 A100-80GB, InfiniBand HDR": dict(model="14B", card="A100-80GB", gpus=32, network="HDR", texts=32, length=4096),
+    "14B on 32 A100-80GB, InfiniBand HDR": dict(
+        model="14B", card="A100-80GB", gpus=32, network="HDR", texts=32, length=4096
+    ),
 }
 
 
 def possible(run, tp, replicas, checkpointing, micro_batch):
     """Whether GPUs and texts can be divided so."""
     groups = run["gpus"] // tp
-    if run["gpus"] % tp or tp > NODE or groups % replicas or run["texts"] % groups or checkpointing not in CHECKPOINTING:
+    if (
+        run["gpus"] % tp
+        or tp > NODE
+        or groups % replicas
+        or run["texts"] % groups
+        or checkpointing not in CHECKPOINTING
+    ):
         return False
     return micro_batch <= run["texts"] // groups and run["texts"] // groups % micro_batch == 0
 
@@ -75,7 +85,9 @@ def one_rank(run, layout, blocks, rounds):
     with settings(), virtualgpu.dry_run(like=run["card"], memory=ROOM, **cluster):
         dist.init_process_group("nccl")
         split = {name: layout[name] for name in ("tp", "replicas", "checkpointing")}
-        model = build(MODELS[run["model"]] | {"layers": blocks}, run["length"], **split, norm=run.get("norm", nn.RMSNorm))
+        model = build(
+            MODELS[run["model"]] | {"layers": blocks}, run["length"], **split, norm=run.get("norm", nn.RMSNorm)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         before, moments = [], []
 

@@ -78,7 +78,9 @@ def main():
     sizes = MODELS[options.model] | ({"layers": options.layers} if options.layers else {})
     model = build(sizes, options.length, options.tp, options.replicas, options.checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    texts = torch.zeros(options.texts * options.tp // dist.get_world_size(), options.length, dtype=torch.long, device="cuda")
+    texts = torch.zeros(
+        options.texts * options.tp // dist.get_world_size(), options.length, dtype=torch.long, device="cuda"
+    )
     for _ in range(options.steps):
         train_step(model, optimizer, texts, options.micro_batch, options.tp > 1)
     dist.destroy_process_group()

@@ -97,7 +97,9 @@ def climb(run, layouts, try_layout, room):
     tried = {tuple(x.values()): (score(try_layout, x, room), x) for x in first}
     while len(tried) < TRIALS:
         order = [x for _, x in sorted(tried.values(), key=lambda found: found[0])]
-        near = (y for x in order for y in layouts if tuple(y.values()) not in tried and sum(x[k] != y[k] for k in x) == 1)
+        near = (
+            y for x in order for y in layouts if tuple(y.values()) not in tried and sum(x[k] != y[k] for k in x) == 1
+        )
         layout = next(near)
         tried[tuple(layout.values())] = score(try_layout, layout, room), layout
     return min(tried.values(), key=lambda found: found[0])[1]
@@ -105,7 +107,11 @@ def climb(run, layouts, try_layout, room):
 
 def by_dimension(run, layouts, try_layout, room):
     """One dimension after the other, with numbers and keys in another order."""
-    now = next(x for x in sorted(layouts, key=lambda x: (-x["replicas"], x["micro_batch"])) if x["tp"] == 1 and x["checkpointing"] == "selective")
+    now = next(
+        x
+        for x in sorted(layouts, key=lambda x: (-x["replicas"], x["micro_batch"]))
+        if x["tp"] == 1 and x["checkpointing"] == "selective"
+    )
     made = {tuple(now.values()): score(try_layout, now, room)}
     for _ in range(3):
         for key in ("micro_batch", "checkpointing", "replicas", "tp"):
