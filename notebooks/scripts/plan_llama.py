@@ -27,7 +27,7 @@ ROOM = "2000 GB"  # of a made-up card of the same speed, so that a layout that d
 
 
 RUNS = {  # whose layouts are in data/layouts.csv
-    # "8B on 32 H100, InfiniBand NDR": dict(model="8B", card="H100", gpus=32, network="NDR", texts=64, length=8192),
+    "8B on 8 A100-80GB, one node": dict(model="8B", card="A100-80GB", gpus=8, network=None, texts=16, length=8192),
     "8B on 32 H100, Ethernet 100": dict(
         model="8B", card="H100", gpus=32, network="Ethernet 100", texts=64, length=8192
     ),
@@ -53,7 +53,7 @@ def possible(run, tp, replicas, checkpointing, micro_batch):
 
 
 def layouts(run):
-    """All layouts of a run that are possible, with replicas of one node, of two, and of all GPUs."""
+    """All layouts of a run that are possible, with all GPUs in one group, with replicas of a node each, and of two."""
     replicas = sorted({1, max(1, run["gpus"] // (2 * NODE)), run["gpus"] // NODE})
     for tp, copies, how, texts in itertools.product((1, 2, 4, 8), replicas, CHECKPOINTING, (1, 2, 4)):
         if possible(run, tp, copies, how, texts):
