@@ -23,6 +23,7 @@ from checks.notebook_08 import names_the_culprit, weighs_tokens_alike
 from checks.notebook_09 import ends_the_same, leaves_together
 from checks.notebook_10 import shards_adam, tensor_plan
 from checks.notebook_11 import runs_in_order, runs_large
+from checks.notebook_12 import finds_layouts, plans_a_week
 
 __all__ = [
     "NotYet",
@@ -31,6 +32,7 @@ __all__ = [
     "averages",
     "ends_the_same",
     "estimates",
+    "finds_layouts",
     "frozen",
     "frugal",
     "goes_on",
@@ -38,6 +40,7 @@ __all__ = [
     "leaks_nothing",
     "leaves_together",
     "names_the_culprit",
+    "plans_a_week",
     "resumes",
     "runs_in_order",
     "runs_large",

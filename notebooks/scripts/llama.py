@@ -1,10 +1,18 @@
-"""Llama's architecture, small enough to read: notebook 10 trains it. Sizes are arguments; weights are PyTorch's default ones.
+"""Llama's architecture, small enough to read: notebook 10 trains it, notebook 12 plans with it. Sizes are arguments; weights are PyTorch's default ones.
 
 Llama(layers=8, dim=256, heads=8, kv_heads=4, hidden=1024, words=2000, length=64)
 """
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -45,11 +53,23 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
-    def __init__(self, dim, heads, kv_heads, hidden):
+class PlainNorm(nn.Module):
+    """RMSNorm in plain operations and float32, as torchtitan had it until March 2025: slower than nn.RMSNorm's one kernel, and more is kept."""
+
+    def __init__(self, dim):
         super().__init__()
-        self.norm1, self.attention = nn.RMSNorm(dim), Attention(dim, heads, kv_heads)
-        self.norm2, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, kv_heads, hidden, norm=nn.RMSNorm):
+        super().__init__()
+        self.norm1, self.attention = norm(dim), Attention(dim, heads, kv_heads)
+        self.norm2, self.feed_forward = norm(dim), FeedForward(dim, hidden)
 
     def forward(self, x, turns):
         x = x + self.attention(self.norm1(x), turns)
@@ -85,11 +105,11 @@ def keep_some():
 
 
 class Llama(nn.Module):
-    def __init__(self, layers, dim, heads, kv_heads, hidden, words, length, block=Block):
+    def __init__(self, layers, dim, heads, kv_heads, hidden, words, length, block=Block, norm=nn.RMSNorm):
         super().__init__()
         self.words = nn.Embedding(words, dim)
-        self.blocks = nn.ModuleList(block(dim, heads, kv_heads, hidden) for _ in range(layers))
-        self.norm, self.output = nn.RMSNorm(dim), nn.Linear(dim, words, bias=False)
+        self.blocks = nn.ModuleList(block(dim, heads, kv_heads, hidden, norm) for _ in range(layers))
+        self.norm, self.output = norm(dim), nn.Linear(dim, words, bias=False)
         self.register_buffer("turns", angles(length, dim // heads), persistent=False)
 
     def forward(self, text):
@@ -97,3 +117,23 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, self.turns[: text.shape[1]])
         return self.output(self.norm(x))
+
+
+def tensor_parallel(model, mesh):
+    """Cut a Llama's layers over a mesh of one dimension: tensor parallel with sequence parallel between the cut layers. The scores come out
+    cut by words (a DTensor), for a loss under `loss_parallel`; a text's length has to be a multiple of the mesh's size."""
+    whole, tokens = Replicate(), Shard(1)
+    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=tokens)
+    in_block = {f"attention.{name}": column for name in "qkv"} | {"attention.out": row}
+    in_block |= {"feed_forward.gate": column, "feed_forward.up": column, "feed_forward.down": row}
+    in_block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+    for name, rest in {"attention": (None,), "feed_forward": ()}.items():
+        in_block[name] = PrepareModuleInput(input_layouts=(tokens, *rest), desired_input_layouts=(whole, *rest))
+    around = {
+        "words": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, in_block)
+    return parallelize_module(model, mesh, around)
