@@ -190,37 +190,3 @@ model = parallelize_module(
 )
 inp = torch.rand(20, 10, device=device)
 """
-START_TRAINERS = """
-import os
-import torch.multiprocessing as mp
-batch_update_size = 2
-
-def start(rank):
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
-    rpc.init_rpc("ps" if rank == 0 else f"trainer{rank}", rank=rank, world_size=3)
-    if rank == 0:
-        ps = rpc.RRef(BatchUpdateParameterServer(2))
-        for done in [rpc.rpc_async(f"trainer{at}", train, args=(ps,)) for at in (1, 2)]:
-            done.wait()
-    rpc.shutdown()
-
-def train(ps):
-    torch.cuda.set_device(rpc.get_worker_info().id - 1)
-    Trainer(ps).train()
-    print(rpc.get_worker_info().name, "has trained", flush=True)
-
-if __name__ == "__main__":
-    mp.spawn(start, nprocs=3)
-"""
-RNN_NEEDS = """
-import os, torch, torch.nn as nn, torch.optim as optim, torch.multiprocessing as mp
-import torch.distributed.rpc as rpc, torch.distributed.autograd as dist_autograd
-from torch.distributed.optim import DistributedOptimizer
-from torch.distributed.rpc import RRef
-
-def _call_method(method, rref, *args, **kwargs):
-    return method(rref.local_value(), *args, **kwargs)
-
-def _remote_method(method, rref, *args, **kwargs):
-    return rpc.rpc_sync(rref.owner(), _call_method, args=[method, rref, *args], kwargs=kwargs)
-"""

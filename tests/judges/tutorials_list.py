@@ -9,8 +9,6 @@ from tests.judges.tutorials_given import (
     MNIST_NEEDS,
     NCCL,
     RANK,
-    RNN_NEEDS,
-    START_TRAINERS,
     TP,
     Tutorial,
 )
@@ -25,18 +23,6 @@ ASYNC, CHECKPOINT = (
     "recipes_source/distributed_checkpoint_recipe.rst",
 )
 JOIN, MESH = "advanced_source/generic_join.rst", "recipes_source/distributed_device_mesh.rst"
-RL = {"class Agent:\n    ...": "class Agent(Agent):\n    ..."}
-RNN = {
-    "self.encoder(input.cuda()).cpu()": "self.encoder(input.cuda())).cpu()",  # a parenthesis is missing
-    "class RNNModel(nn.Module):\n    ...": "class RNNModel(RNNModel):\n    ...",
-    "super(RNNModel, self).__init__()": "nn.Module.__init__(self)",
-    "rnn.RNNModel": "RNNModel",
-    "        _run_trainer()": "        run_trainer()",
-    "torch.LongTensor(batch, nindices) % ntoken": "torch.randint(0, ntoken, (batch, nindices))",  # of no set value
-    "torch.LongTensor(batch, ntoken) % nindices": "torch.rand(batch, nindices, ntoken).softmax(1)",
-    "criterion(output, target)": "criterion(output.movedim(2, 1), target.movedim(1, 2))",
-    "range(10)": "range(2)",
-}
 
 TUTORIALS = {
     # one process
@@ -234,42 +220,5 @@ TUTORIALS = {
             "range(10)": "range(3)",
             "        dcp.async_save(": "        checkpoint_future = dcp.async_save(",
         },  # it waits for it
-    ),
-    # RPC
-    "rpc_cuda": Tutorial("recipes_source/cuda_rpc.rst", 2, "cuda RPC total", (0,)),
-    "rpc_ddp": Tutorial(
-        "advanced_source/rpc_ddp_tutorial/main.py", 2, "Training done for epoch 1", changes={"range(100)": "range(2)"}
-    ),
-    "rpc_batch": Tutorial(
-        "intermediate_source/rpc_async_execution.rst",
-        2,
-        "has trained.*has trained",
-        (0, 1),
-        after=START_TRAINERS,
-        changes={"resnet50": "resnet18", "range(6)": "range(2)", "zero_grad()": "zero_grad(False)"},
-    ),
-    "rpc_rl": Tutorial(
-        "intermediate_source/rpc_tutorial.rst",
-        1,
-        "Solved!",
-        (0, 1, 2, 3, 4, 5, 6),
-        changes={**RL, "\nmp.spawn": "\nif __name__ == '__main__': mp.spawn"},
-    ),
-    "rpc_rl_batch": Tutorial(
-        "intermediate_source/rpc_async_execution.rst",
-        2,
-        "Episode 2.*Episode 2",
-        (2, 3, 4, 5, 6, 7, 8, 9),
-        before="import os, time, torch\nimport torch.multiprocessing as mp\nfrom torch import optim\nNUM_STEPS, AGENT_NAME, OBSERVER_NAME = 8, 'agent', 'observer{}'\n",
-        changes={**RL, "class Observer:\n    ...": "class Observer(Observer):\n    ...", "range(2, 12)": "range(3, 4)"},
-        arguments=("--num-episode", "3"),
-    ),
-    "rpc_rnn": Tutorial(
-        "intermediate_source/rpc_tutorial.rst",
-        2,
-        "Training epoch 1",
-        (8, 9, 10, 11, 12, 13),
-        before=RNN_NEEDS,
-        changes=RNN,
     ),
 }

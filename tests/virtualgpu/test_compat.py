@@ -423,20 +423,9 @@ def test_what_listens_to_gpu_trace():
     """In a process of its own: who listens once listens for ever."""
     code = """
 from virtualgpu import _compat
-assert not _compat.gpu_trace_has_listeners() and _compat.cuda_sanitizer_mode() is None
-trace = _compat.gpu_trace()
-for name in ("EventCreation", "EventDeletion", "EventRecord", "EventWait", "EventSynchronization", "StreamCreation",
-             "StreamSynchronization", "DeviceSynchronization", "MemoryAllocation", "MemoryDeallocation"):
-    assert callable(getattr(trace, name + "Callbacks").fire_callbacks), name
-import torch.cuda._sanitizer as sanitizer
-assert _compat.gpu_trace_has_listeners() and _compat.cuda_sanitizer_mode() is None
-_compat.activate_gpu_trace()
-sanitizer.enable_cuda_sanitizer()
-mode = _compat.cuda_sanitizer_mode()
-assert mode is sanitizer.cuda_sanitizer.dispatch
-mode.event_handler._handle_event_creation(1)
-trace.EventRecordCallbacks.fire_callbacks(1, 0)
-assert 1 in mode.event_handler.syncs.recorded_sync_states
+assert not _compat.gpu_trace_has_listeners()
+import torch.cuda._sanitizer
+assert _compat.gpu_trace_has_listeners()
 """
     done = forks.run("-c", code)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,11 @@
 """torch.cuda and the libraries below it: first use, cuBLAS, attention, traces of events."""
 
 import contextlib
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.utils import _python_dispatch
 
 C = torch._C
 NN, VF = C._nn, torch._VF  # functions of torch.nn.functional, and of layers of cells
@@ -33,8 +31,6 @@ LARGE_WORKSPACES = (9,) if VERSION < (2, 12) else (9, 10, 11, 12)  # major capab
 KEEPS_WORKSPACES = VERSION < (2, 15)  # for each handle and stream; later, each product gives its own back
 LT_HAS_ITS_OWN = VERSION < (2, 12)  # cuBLASLt's workspace beside cuBLAS's, whose handle it takes with that workspace
 SETS_WORKSPACES = VERSION >= (2, 13)  # torch.backends.cuda.cublas_workspace_size
-
-activate_gpu_trace = C._activate_gpu_trace  # from then on C++ reports to torch.cuda._gpu_trace
 
 
 def in_tf32(operation: str) -> bool:
@@ -96,18 +92,7 @@ def _take_waiting() -> list:
     return [call[0] for call in waiting if call]
 
 
-def gpu_trace():
-    """torch.cuda._gpu_trace, to whose registries (EventRecordCallbacks and others) CUDA's events are reported."""
-    return importlib.import_module("torch.cuda._gpu_trace")
-
-
 def gpu_trace_has_listeners() -> bool:
     """Does somebody wait for reports, such as torch.cuda._sanitizer?"""
     trace = sys.modules.get("torch.cuda._gpu_trace")
     return trace is not None and bool(trace.EventRecordCallbacks.callback_list)
-
-
-def cuda_sanitizer_mode():
-    """The dispatch mode of torch.cuda._sanitizer, where it is on in this thread; or None."""
-    kind = getattr(sys.modules.get("torch.cuda._sanitizer"), "CUDASanitizerDispatchMode", ())
-    return next((mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if isinstance(mode, kind)), None)

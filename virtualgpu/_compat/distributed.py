@@ -27,21 +27,6 @@ Plugin = c10d.Backend._BackendPlugin
 _premul: list[float] = []  # factors that were asked for; versions without ReduceOp.unbox do not say them again
 
 
-def rpc_internal():
-    """The module in which RPC pickles, and runs what others call."""
-    return torch.distributed.rpc.internal
-
-
-def rpc_reducers() -> dict:
-    """{class: how it is pickled}, of RPC."""
-    return rpc_internal()._internal_rpc_pickler._dispatch_table
-
-
-def rpc_worker(to):
-    """The WorkerInfo of a worker's name or number."""
-    return torch.distributed.rpc.api._to_worker_info(to)
-
-
 def backends() -> dict:
     """{name in capitals: Plugin} of the backends that Python registered; others may register theirs meanwhile."""
     return c10d.Backend._plugins

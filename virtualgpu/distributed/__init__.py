@@ -7,6 +7,6 @@ A collective: `collectives` has the table of them, with functions of `calls` (wh
 A message: `p2p`, `message_log`, in which each rank writes those that it has come to, and `hangs`, for those that wait for each other.
 `groups` are the process groups, `meeting` how
 ranks find each other, `nodes` where they are, `rank_config` one rank of many in one process, `statistics` what all came to.
-`ddp`, `optimizer_states`, `dtensor`, `dtensor_random`, `fsdp1`, `pipelines`, `objects` and `rpc` know what their names say; `patches` replaces what is to be replaced
+`ddp`, `optimizer_states`, `dtensor`, `dtensor_random`, `fsdp1`, `pipelines` and `objects` know what their names say; `patches` replaces what is to be replaced
 in torch.distributed, `_compat` has PyTorch's private names.
 """

@@ -27,7 +27,6 @@ def install(machine: Machine, patches: Patches) -> None:
         operations,
         optimizer_states,
         pipelines,
-        rpc,
     )
 
     machine.communicate_by(groups.Communicators(machine))
@@ -44,7 +43,7 @@ def install(machine: Machine, patches: Patches) -> None:
         patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.end)  # gloo's threads must not outlive the interpreter
     patches.undo(lambda: atexit.unregister(machine.communicators.end))
-    for module in (ddp, dtensor, objects, pipelines, fsdp1, optimizer_states, rpc):
+    for module in (ddp, dtensor, objects, pipelines, fsdp1, optimizer_states):
         module.install(machine, patches)
 
 

@@ -1,6 +1,6 @@
 """What streams, events, the clock and the allocator do, reported to a listener, as long as somebody listens.
 
-A listener is a Detector, or what feeds PyTorch's own (gpu_trace). The methods of ours that are replaced here work as before; after
+A listener is a Detector. The methods of ours that are replaced here work as before; after
 each, its listener is told.
 """
 

@@ -10,14 +10,14 @@ from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
 from virtualgpu.engine.machine import Machine
 from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.sanitizer import gpu_trace, switch
+from virtualgpu.sanitizer import switch
 from virtualgpu.torch_api import threads
 from virtualgpu.torch_api.registry import Patches
 
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 PATCH_MODULES = """
     torch_api.memory torch_api.random torch_api.beside_real torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.constructors
-    torch_api.functions torch_api.fft torch_api.recurrent torch_api.optimizers torch_api.devices torch_api.storage torch_api.saving torch_api.torchscript torch_api.modules torch_api.sending torch_api.legacy
+    torch_api.functions torch_api.fft torch_api.recurrent torch_api.optimizers torch_api.devices torch_api.storage torch_api.saving torch_api.modules torch_api.sending torch_api.legacy
     torch_api.data_parallel torch_api.python_time distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler
     torch_api.triton torch_api.threads torch_api.loader torch_api.monitor torch_api.nvml torch_api.surface"""
 MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
@@ -41,14 +41,21 @@ class Session:
         self.lifted = _compat.lifts_only_cpu_tensors()
 
     def open(self) -> None:
-        """Replace PyTorch's functions, module after module; this thread and the main one see the virtual GPUs."""
+        """Replace PyTorch's functions, module after module; this thread and the main one see the virtual GPUs.
+
+        Raises NotImplementedError where PyTorch's own detector of races is on already: it would be told nothing.
+        """
+        if _compat.gpu_trace_has_listeners():
+            raise NotImplementedError(
+                "TORCH_CUDA_SANITIZER: PyTorch's own detector of races is not modelled on virtual GPUs: unset it, and run the program by "
+                "python -m virtualgpu --sanitize"
+            )
         self.machine.stand_beside(_compat.real_gpus())
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
         lacking.install()
         for module in MODULES:
             module.install(self.machine, self.patches)
-        gpu_trace.install(self.machine, self.patches)
         self.patches.spread()
         self.look_for_races(self.sanitize)
         self.enter()

@@ -27,11 +27,23 @@ def install(machine: Machine, patches: Patches) -> None:
     patches.replace_everywhere(torch.serialization, "save", standing_in(torch.save, _save, machine, unwritten))
     patches.replace_everywhere(torch.serialization, "load", standing_in(torch.load, _load, machine))
     when_imported("safetensors.torch", functools.partial(_install_safetensors, machine, unwritten, patches), patches)
+    for kind in (torch.jit.RecursiveScriptModule, torch.jit.ScriptModule):  # scripted and traced ones
+        for name in ("save", "save_to_buffer"):
+            patches.stand_in(kind, name, _save_scripted)
     files = Files(machine)
     package = (0, files.tag, files.restore)  # before PyTorch's own, which have 10 and more
     patches.undo(lambda: package in _compat.saving and _compat.saving.remove(package))
     torch.serialization.register_package(*package)
     patches.stand_in(_compat.pickling, "_rebuild_tensor", files.rebuild_tensor)
+
+
+def _save_scripted(original, module, *args, **kwargs):
+    """What torch.jit.save calls. C++ would write the CPU as the place of each tensor. Raises NotImplementedError for one on a GPU."""
+    if any(gpu_of(tensor) is not None for tensor in [*module.parameters(), *module.buffers()]):
+        raise NotImplementedError(
+            "TorchScript's files of a model on a GPU are not modelled by virtual GPUs: save module.cpu(), and load it with map_location"
+        )
+    return original(module, *args, **kwargs)
 
 
 class Files:

@@ -133,6 +133,16 @@ REFUSED = [  # (what is or are not modelled, the cure, names)
         "leave torch.backends.cuda.cufft_plan_cache out",
         "torch.backends.cuda.cuFFTPlanCacheManager.__getitem__",
     ),
+    (
+        "RPC is",
+        "send with torch.distributed.isend and irecv, or build the pipeline with torch.distributed.pipelining",
+        "torch.distributed.rpc.init_rpc",
+    ),
+    (
+        "PyTorch's own detector of races is",
+        "run the program by python -m virtualgpu --sanitize",
+        "_activate_gpu_trace",
+    ),
     ("the temperature of a GPU is", "leave it out; a virtual one has no sensor", "torch.cuda.temperature"),
 ]
 
@@ -161,7 +171,6 @@ HARMLESS = {  # {why: names}
     "the base of torch.cuda.MemPool, which torch_api.memory replaces": "_MemPool",
     "launches Triton's kernels, of which there are none": "_FastCudaLauncher _StaticCudaLauncher",
     "versions, and functions of libraries that no driver is asked for": "_cudnn _cusparselt",
-    "a flag: C++ tells a listener of GPU events, and has none to tell": "_activate_gpu_trace",
     "called when virtual GPUs are turned on": "_ensureCUDADeviceGuardSet",
     "the flight recorder, which C++ keeps for NCCL's groups: empty": """
         _distributed_c10d._dump_fr_trace _distributed_c10d._dump_fr_trace_file _distributed_c10d._dump_fr_trace_json

@@ -298,11 +298,3 @@ def test_what_moves_the_states_of_fsdp1():
 
     move = getattr(importlib.import_module(_compat.FSDP1), _compat.MOVES_STATES)
     assert list(inspect.signature(inspect.unwrap(move)).parameters) == ["params", "buffers", "device_from_device_id"]
-
-
-def test_rpc_pickles_a_tensor_by_its_table():
-    """And C++ calls this module's functions by name; agents are made by the name that torch.distributed.rpc has."""
-    internal = _compat.rpc_internal()
-    assert torch.Tensor in internal._internal_rpc_pickler._dispatch_table
-    assert callable(internal._run_function) and hasattr(dist.rpc.TensorPipeAgent, "_get_device_map")
-    assert all(callable(getattr(dist.rpc.api, name)) for name in ("_invoke_rpc", "_init_rpc_states", "remote"))

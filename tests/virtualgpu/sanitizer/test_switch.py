@@ -99,3 +99,9 @@ def test_activate_leaves_it_as_it_is_unless_told():
         session.activate(cards, sanitize=False)
         assert not session.looks_for_races()
     assert not session.looks_for_races()
+
+
+def test_pytorchs_own_detector_is_refused():
+    """It would be told nothing, and find nothing."""
+    done = forks.run("-c", "import torch.cuda._sanitizer, virtualgpu; virtualgpu.gpus(2)")
+    assert done.returncode == 1 and "run the program by python -m virtualgpu --sanitize" in done.stderr

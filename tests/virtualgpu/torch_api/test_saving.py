@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -270,44 +271,15 @@ def test_a_folder_that_is_not_there(gpus, tmp_path):
         torch.save({"epoch": 3}, tmp_path / "folder" / "file.pt")
 
 
-@pytest.fixture(params=["scripted", "traced"])
-def as_torchscript(request):
-    def make(net, x):
-        return torch.jit.script(net) if request.param == "scripted" else torch.jit.trace(net, x)
-
-    return make
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_torchscript_module_comes_back_to_its_gpu(gpus, as_torchscript, tmp_path):
-    net, x = nn.Linear(3, 2).cuda(1), torch.ones(1, 3, device="cuda:1")
-    wanted, buffer = net(x), io.BytesIO(b"before")
-    buffer.seek(6)
-    torch.jit.save(as_torchscript(net, x), buffer, _extra_files={"name": "mine"})
-    as_torchscript(net, x).save(tmp_path / "net.pt")
-    buffer.seek(6)
-    extra = {"name": ""}
-    for loaded in (torch.jit.load(buffer, _extra_files=extra), torch.jit.load(tmp_path / "net.pt")):
-        assert next(loaded.parameters()).device == x.device and torch.equal(loaded(x), wanted)
-    assert extra == {"name": b"mine"}
-    assert next(torch.jit.load(tmp_path / "net.pt", map_location="cpu").parameters()).device.type == "cpu"
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_torchscript_module_that_cannot_come_back_says_so(gpus, tmp_path, monkeypatch):
-    both = nn.ModuleDict({"one": nn.Linear(2, 2).cuda(0), "two": nn.Linear(2, 2).cuda(1)})
-    torch.jit.script(both).save(tmp_path / "both.pt")
-    with pytest.raises(
-        RuntimeError, match="saved on cuda:0, cuda:1; virtual GPUs can load it to one device only: pass map_location"
-    ):
-        torch.jit.load(tmp_path / "both.pt")
-    torch.jit.script(nn.Linear(2, 2).cuda(1)).save(tmp_path / "one.pt")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RuntimeError, match="saved on cuda:1, and there are 1 GPUs"):
-        torch.jit.load(tmp_path / "one.pt")
-    monkeypatch.undo()
-    with virtualgpu.dry_run(), pytest.raises(RuntimeError, match="no values to save"):
-        torch.jit.script(nn.Linear(2, 2).cuda()).save(tmp_path / "one.pt")
-    assert next(torch.jit.load(tmp_path / "one.pt").parameters()).device == torch.device(
-        "cuda:1"
-    )  # the file is still there
+@pytest.mark.parametrize("make", [lambda net, x: torch.jit.script(net), torch.jit.trace], ids=["scripted", "traced"])
+def test_a_torchscript_module_is_saved_from_the_cpu(gpus, make, tmp_path):
+    net, x = nn.Linear(3, 2), torch.ones(1, 3)
+    wanted, there = net(x), make(net.cuda(1), x.cuda(1))
+    for save in (lambda: torch.jit.save(there, io.BytesIO()), lambda: there.save(tmp_path / "net.pt")):
+        with pytest.raises(NotImplementedError, match=re.escape("save module.cpu(), and load it with map_location")):
+            save()
+    torch.jit.save(make(net.cpu(), x), tmp_path / "net.pt")
+    assert torch.equal(torch.jit.load(tmp_path / "net.pt")(x), wanted)
+    loaded = torch.jit.load(tmp_path / "net.pt", map_location="cuda:1")
+    assert loaded.weight.device == torch.device("cuda:1") and torch.equal(loaded(x.cuda(1)).cpu(), wanted)
