@@ -1,5 +1,5 @@
 """Python programs without the three seconds in which each imports PyTorch: each in a fork of a process that has imported PyTorch and virtualgpu,
-and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/spawned.py says how.
+and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/processes.py says how.
 
 `run` and `Popen` are for commands, also for what those start in turn (the runner its program, torchrun its ranks). Python's own end, its flags
 and sitecustomize are not in them: a test that is about these starts a Python of its own.
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
-from virtualgpu.run import program, spawned
+from virtualgpu.run import cli, processes
 from virtualgpu.run.trials import forked
 
 DYNAMO = (
@@ -71,14 +71,14 @@ del sys.path[0]
 forks.become"""
 # In what an environment may differ from that of the Python that is forked: what nothing reads when PyTorch is imported
 OWN = re.compile(
-    spawned.OF_RANKS.pattern
+    processes.OF_RANKS.pattern
     + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*"
 )
-BEFORE = program.defaults({}) | os.environ  # what tests set is theirs
+BEFORE = cli.defaults({}) | os.environ  # what tests set is theirs
 _one = threading.Lock()  # at a time has this process's environment replaced
 
 
-class WarmPython(spawned.WarmPython):
+class WarmPython(processes.WarmPython):
     """The Python that commands are forked from, begun with the first of them."""
 
     def __init__(self, environ: Mapping[str, str]):
@@ -90,7 +90,10 @@ class WarmPython(spawned.WarmPython):
         if sys.platform != "linux" or _common(environ) != _common(self.environ):
             return None
         with _one, mock.patch.dict(os.environ, self.environ, clear=True):
-            return self.start(lambda *_: 0, sys.executable, [sys.executable, "-c", code, spawned.WORD], ends) or None
+            return (
+                self.start(lambda *_: 0, sys.executable, [sys.executable, "-c", code, processes.SPAWN_WORD], ends)
+                or None
+            )
 
 
 class _Within(WarmPython):
@@ -106,7 +109,7 @@ class _Within(WarmPython):
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
-        exec(spawned.serve(other.detach()), {"__name__": "__main__"})
+        exec(processes.serve(other.detach()), {"__name__": "__main__"})
 
     def _begin(self, args):
         """It has begun."""
@@ -222,7 +225,7 @@ def _execute(words: list[str]) -> None:
     sys.argv[:] = [what, *rest[1:]] if what in ("-c", "-m") else words
     sys.orig_argv[:] = [sys.executable, *words]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [path for path in given if path not in ("", program.SITE, *sys.path)]
+    sys.path[1:1] = [path for path in given if path not in ("", cli.SITE, *sys.path)]
     if what == "-m":
         sys.path[0] = os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -29,7 +29,7 @@ from pathlib import Path
 import nbformat
 import series
 
-from virtualgpu.run.process_tree import keep_tree, kill_tree
+from virtualgpu.run.processes import keep_tree, kill_tree
 
 LESSON = 600  # seconds that our own cells may take, where they run once more for one student
 FORKED, AGAIN = "forked subprocess", "once more, without a fork"  # FORKED: of PyTorch's message

@@ -35,9 +35,9 @@ from nbval.plugin import get_sanitize_patterns
 from tqdm import tqdm
 
 from virtualgpu import scratch
-from virtualgpu.run import shortage
-from virtualgpu.run.ranks import places
-from virtualgpu.run.trials.programs import ended_by_sigterm
+from virtualgpu.run import cli
+from virtualgpu.run.ranks import forkserver
+from virtualgpu.run.trials.forked import ended_by_sigterm
 
 CELL_LIMIT = 600  # seconds
 DAMAGED = " (too little memory? free some; or a damaged set-up? make clean, then make run)"
@@ -204,7 +204,7 @@ async def execute(path: Path) -> dict:
             error = f"cell {at} of {len(cells)}: the kernel died (out of memory?)"
         except Exception as failure:  # of jupyter_client, zmq, the system
             what = f"cell {at} of {len(cells)}: " if at else "the kernel did not start: "
-            error = f"{what}{failure}{shortage.cure(str(failure)) or DAMAGED}"
+            error = f"{what}{failure}{cli.cure(str(failure)) or DAMAGED}"
     seconds = time.perf_counter() - start
     tidy(notebook)
     try:
@@ -219,7 +219,7 @@ async def execute(path: Path) -> dict:
 async def kernel(client: NotebookClient):
     """A kernel for as long as it takes. nbclient's own async_setup_kernel would catch Ctrl-C."""
     # a kernel that may open fewer dies without a word
-    places.require_files(places.OPEN_FILES, "the processes of a notebook")
+    forkserver.require_files(forkserver.OPEN_FILES, "the processes of a notebook")
     client.km = client.create_kernel_manager()
     # of the file that says where the kernel listens: where this process is killed, the next removes it
     folder = scratch.folder()

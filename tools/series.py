@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
 LONGEST = (
+    "12",
     "05",
     "07",
     "09",

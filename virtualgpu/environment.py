@@ -17,7 +17,7 @@ CUDA_VISIBLE_DEVICES  which of them a program sees, and in which order: `visible
 CUDA_LAUNCH_BLOCKING  1: the host waits for each kernel: `launch_blocking`.
 RANK                  the number that a launcher gave this process: `rank`.
 GROUP_RANK and others what torchrun says of nodes: `node`, `has_several_nodes`, `local_world_size`.
-VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and compares (engine/dry.py): `crosscheck`.
+VIRTUALGPU_CROSSCHECK 1: a dry run works out again all that it remembers, and compares (engine/dry_run.py): `crosscheck`.
 NCCL_P2P_DISABLE, NCCL_P2P_LEVEL   how far apart NCCL lets GPUs reach each other's memory: `peer_to_peer`.
 CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE   how much memory cuBLAS works in: `cublas_workspace`, `cublaslt_workspace`.
 TORCH_CUBLAS_WORKSPACE_CACHE, TORCH_CUBLASLT_UNIFIED_WORKSPACE   does PyTorch keep it, and do both libraries share it? `flag`.
@@ -150,7 +150,7 @@ def _card(group: dict) -> Card:
     if not {"name", "memory", "capability"} <= group.keys():  # written by hand
         from virtualgpu.hardware import specs
 
-        spec = specs.find(group["like"], group.get("memory"))
+        spec = specs.find_spec(group["like"], group.get("memory"))
         group = {"name": spec.name, "capability": spec.capability, **group, "memory": spec.memory}
     return Card(group["like"], group["name"], group["memory"], tuple(group["capability"]))
 

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from virtualgpu import session
-from virtualgpu.run.explain.real_trace import gpu_spans
+from virtualgpu.run.explain.real import gpu_spans
 from virtualgpu.session.blocks import recording
 from virtualgpu.timing.trace import Span
 

@@ -23,7 +23,7 @@ import torch
 from helpers.cells import progress
 from virtualgpu import scratch
 from virtualgpu.run import inherit
-from virtualgpu.run.ranks import places
+from virtualgpu.run.ranks import forkserver
 
 # No usage report, GPUs left visible to trials that use none, the plain reporters
 QUIET = {
@@ -104,8 +104,10 @@ def start_ray(cpus: int | None = None, gpus: int | None = None, nodes: bool = Fa
     stop_ray()
     if gpus and (there := torch.cuda.device_count()) < gpus:
         raise ValueError(f"start_ray(gpus={gpus}): PyTorch sees {there} here; call virtualgpu.gpus({gpus}) first")
-    places.require_files(places.OPEN_FILES, "Ray's processes")  # where one ends for want of them, others wait for it
-    places.require_file_size(OBJECT_STORE, "Ray's shared objects")
+    forkserver.require_files(
+        forkserver.OPEN_FILES, "Ray's processes"
+    )  # where one ends for want of them, others wait for it
+    forkserver.require_file_size(OBJECT_STORE, "Ray's shared objects")
     atexit.register(stop_ray)
     _started.callback(atexit.unregister, stop_ray)
     _started.callback(_read_environment)

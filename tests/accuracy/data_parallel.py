@@ -3,7 +3,7 @@
 Settings: 12 random images a GPU, 1000 classes, cross-entropy, forward and backward without an optimizer, the images' copy to the first GPU in
 it; float32; the median of 50 steps; the first network of each of the source's families. PyTorch 1.4 to 1.8. Cards
 without NVLink, but the A100. What is judged is how much longer a step takes on several GPUs than on one, which is Python's lock, the copies
-of the modules, and the broadcast. The lock's share and the copies' cost (timing/host_weights.py) are from the same source's inference, not
+of the modules, and the broadcast. The lock's share and the copies' cost (timing/host.py) are from the same source's inference, not
 from these.
 """
 

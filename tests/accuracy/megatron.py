@@ -17,7 +17,7 @@ from torch import nn
 import virtualgpu
 from tests.accuracy.published import Published, published
 from tests.accuracy.row import Row, ratio
-from virtualgpu.hardware.specs import find
+from virtualgpu.hardware.specs import find_spec
 
 URL = "https://github.com/mli/transformers-benchmarks"
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, DROPOUT = 1024, 16, 24, 50304, 1024, 0.1
@@ -114,7 +114,7 @@ class GPT2(nn.Module):
 def seconds(row: Published, steps: int = 2) -> float:
     """Of the last step."""
     parallel = row.options["parallel"]
-    card = find(f"{row.card} NVLink")
+    card = find_spec(f"{row.card} NVLink")
     card = replace(card, rates={dtype: FASTER * rate for dtype, rate in card.rates.items()}, **TI)
     os.environ["NCCL_P2P_DISABLE"] = str(int("no NVLink" in parallel))
     with virtualgpu.dry_run(like=card, world_size=row.gpus, host=row.host):

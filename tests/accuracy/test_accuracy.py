@@ -14,7 +14,7 @@ from tests.accuracy import fits, one_card, programs, table, transformer, vision
 from tests.accuracy.__main__ import PROGRAMS
 from tests.accuracy.published import published
 from tests.accuracy.row import Row, ratio
-from virtualgpu.hardware.hosts import HOSTS
+from virtualgpu.hardware.settings import HOSTS
 from virtualgpu.hardware.specs import SPECS
 
 ROOT = Path(__file__).parent.parent.parent

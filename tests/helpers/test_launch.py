@@ -77,9 +77,9 @@ def test_what_this_machine_lacks(monkeypatch):
 @pytest.mark.parametrize(
     "whose, error",
     [
-        ("virtualgpu.run.ranks.places.store", RuntimeError("Resource temporarily unavailable")),
-        ("virtualgpu.run.ranks.rank.Rank.start", BlockingIOError(11, "Resource temporarily unavailable")),
-        ("virtualgpu.run.ranks.rank.Rank.start", EOFError("unexpected EOF")),
+        ("virtualgpu.run.ranks.forkserver.store", RuntimeError("Resource temporarily unavailable")),
+        ("virtualgpu.run.ranks.watch.Rank.start", BlockingIOError(11, "Resource temporarily unavailable")),
+        ("virtualgpu.run.ranks.watch.Rank.start", EOFError("unexpected EOF")),
     ],
 )
 def test_no_process_more(monkeypatch, whose, error):

@@ -19,7 +19,7 @@ from helpers.plots import devices
 from helpers.plots import figures as drawing
 from notebooks.figures import lesson_01, lesson_02, lesson_03, lesson_04, lesson_05
 from virtualgpu.monitor import Reading, Source
-from virtualgpu.run.fit import picture
+from virtualgpu.run.fit import table
 from virtualgpu.run.fit.search import Trial
 from virtualgpu.timeline import Timeline, row
 from virtualgpu.timing.clock import Span
@@ -327,7 +327,7 @@ def test_what_fit_tried_stands_beside_the_cards_memory():
     some = Trial("T4", 1, {"batch-size": "8"}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=8, used=1)
     full = some._replace(values={"batch-size": "64"}, status="out of memory", step=None, samples=None)
     _, (memory, speed) = drawing.new(ncols=2)
-    picture.draw(memory, speed, [some, full, some._replace(card="L4", gpus=2, samples=16)], drawing.COLORS)
+    table.draw(memory, speed, [some, full, some._replace(card="L4", gpus=2, samples=16)], drawing.COLORS)
     assert [text.get_text() for text in memory.get_yticklabels()] == [
         "T4, batch-size 8",
         "T4, batch-size 64",
@@ -343,7 +343,7 @@ def test_what_fit_tried_stands_beside_the_cards_memory():
 def test_the_numbers_below_what_fit_tried_find_room():
     fast = Trial("T4", 1, {}, "fits", 4 << 30, 16 << 30, 0.5, 1, samples=50_000, used=1)
     figure, (memory, speed) = drawing.new(ncols=2)
-    picture.draw(memory, speed, [fast], drawing.COLORS)
+    table.draw(memory, speed, [fast], drawing.COLORS)
     drawing.FigureCanvasAgg(figure).draw()
     labels = [label.get_window_extent() for label in speed.get_xticklabels() if label.get_text()]
     assert len(labels) > 2 and all(left.x1 < right.x0 for left, right in itertools.pairwise(labels))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import checks
 from tests.processes import no_end
 from virtualgpu import session
-from virtualgpu.hardware.specs import find_all
+from virtualgpu.hardware.specs import find_specs
 
 pytestmark = pytest.mark.usefixtures("no_gpus_before")
 
@@ -169,7 +169,7 @@ def test_a_model_that_fits_on_one_gpu_must_use_both(says):
 
 def test_gpus_that_play_real_ones_are_there_after_grading(says, monkeypatch):
     monkeypatch.setenv("HELPERS_GPUS", "real")
-    session.activate(find_all(2, "T4", None))
+    session.activate(find_specs(2, "T4", None))
     x = torch.ones(3, device="cuda:1")
     says("[passed]", checks.skip_repaired, skip_net(lambda self, x: hidden(self, x) + x.to("cuda:1")))
     assert torch.cuda.device_count() == 2 and (x + 1).device == torch.device("cuda:1")

@@ -3,7 +3,7 @@
 import pytest
 
 import virtualgpu
-from virtualgpu.engine.gpu import GPU
+from virtualgpu.engine.machine import GPU
 
 
 @pytest.fixture(autouse=True)

@@ -302,7 +302,7 @@ def test_real_ones_are_hidden_from_cpp(monkeypatch, visible):
     monkeypatch.setattr(
         _compat.C, "_cuda_getDeviceCount", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]), raising=False
     )
-    monkeypatch.setattr(_compat.cuda, "built_with_cuda", True)
+    monkeypatch.setattr(_compat.internals, "built_with_cuda", True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -14,7 +14,7 @@ import torch.distributed
 import virtualgpu
 from virtualgpu import _compat, session
 from virtualgpu.torch_api import surface
-from virtualgpu.torch_api.registry import MISSING
+from virtualgpu.torch_api.patches import MISSING
 
 C10D = "_distributed_c10d."
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch
 
 import virtualgpu
 from virtualgpu.distributed.objects import with_numbers
-from virtualgpu.timing.host_weights import LOCKED
+from virtualgpu.timing.host import LOCKED
 
 
 def known() -> bool:

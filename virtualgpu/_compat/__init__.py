@@ -8,8 +8,6 @@ the place of a private function is named where it is replaced, and listed in `to
 from virtualgpu import environment
 
 with environment.names_of_pytorch():
-    from virtualgpu._compat.cuda import *  # noqa: F403
-    from virtualgpu._compat.dispatcher import *  # noqa: F403
     from virtualgpu._compat.dynamo import (  # noqa: F401
         compiled_later,
         compiler_has_settings,
@@ -17,6 +15,4 @@ with environment.names_of_pytorch():
         import_when_needed,
         inductor,
     )
-    from virtualgpu._compat.operators import *  # noqa: F403
-    from virtualgpu._compat.tensors import *  # noqa: F403
-    from virtualgpu._compat.tools import *  # noqa: F403
+    from virtualgpu._compat.internals import *  # noqa: F403

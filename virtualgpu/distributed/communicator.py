@@ -14,14 +14,11 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed import agreement
-from virtualgpu.distributed.arrivals import LEFT, Arrivals
-from virtualgpu.distributed.calls import Call
-from virtualgpu.distributed.checks import check, check_what_nccl_has
-from virtualgpu.distributed.meeting import explain
-from virtualgpu.distributed.nodes import Layout
+from virtualgpu.distributed.calls import Call, check, check_what_nccl_has
 from virtualgpu.distributed.p2p import Exchange, Messages
-from virtualgpu.distributed.work import CoalescedWork, VirtualWork
+from virtualgpu.distributed.shared_clock import LEFT, Arrivals, explain
+from virtualgpu.distributed.topology import Layout
+from virtualgpu.distributed.work import Agreement, CoalescedWork, VirtualWork, Words, bytes_of, words_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.timing.streams import Queue
 
@@ -52,7 +49,7 @@ class Communicator:
         self.share = (
             layout.fabric.blocks / gpu.spec.processors if self.size > 1 else 0.0
         )  # of the GPU, for NCCL's kernels
-        self.agreement = agreement.Agreement(arrivals, ranks)
+        self.agreement = Agreement(arrivals, ranks)
         self.number = 0  # of the latest collective, from 1
         self.resolved = 0  # up to which ends are known
         self.end = 0.0  # of the latest whose end is known
@@ -84,7 +81,7 @@ class Communicator:
         if asynchronous:
             stream = self._own_stream(gpu)
         splits = call.collective.splits and call.collective.splits(call, self.rank, self.size)
-        words = agreement.words_of(call, splits)
+        words = words_of(call, splits)
         self.number += 1
         work = VirtualWork(self, self.number, call, words, gpu, stream, issued)
         self.works[self.number] = self.latest = work
@@ -145,7 +142,7 @@ class Communicator:
         for rank, words in enumerate(all_words):
             if words != work.words or words[2] & 1:
                 self._agree(work, rank, words)
-        nbytes = agreement.bytes_of(max(all_words))
+        nbytes = bytes_of(max(all_words))
         seconds, collectives = self.layout.seconds(work.call.collective.cost, nbytes), self.clock.collectives
         late = collectives.beside[work.gpu.index].lateness(work.issued, work.charged)
         begin, came = max(last, self.end), max(work.issued, self.end)
@@ -156,7 +153,7 @@ class Communicator:
         if self.size > 1:
             self.statistics.add(work.gpu.index, begin, self.end, nbytes, last - work.issued)
 
-    def _agree(self, work: VirtualWork, rank: int, words: agreement.Words) -> None:
+    def _agree(self, work: VirtualWork, rank: int, words: Words) -> None:
         """Raises where that rank does not mean the same."""
         difference = self.agreement.difference(work.number, work.words, rank, words)
         if difference is not None:

@@ -8,10 +8,10 @@ from torch.distributed import device_mesh
 
 from virtualgpu import _compat
 from virtualgpu.distributed.objects import with_numbers
-from virtualgpu.engine.allocation import Allocation, label
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.storage import Allocation, label
 from virtualgpu.engine.values import values_of
-from virtualgpu.torch_api.registry import Patches, standing_in
+from virtualgpu.torch_api.patches import Patches, standing_in
 
 AS_IT_IS = ("__hash__", "__eq__", "__repr__", "__enter__", "__exit__")  # of a mesh: no tensors in these
 

@@ -11,7 +11,7 @@ import torch
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.engine.draws import Plain
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches
 
 SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 spreads seeds
 

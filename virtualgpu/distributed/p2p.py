@@ -1,38 +1,110 @@
-"""Point to point: send, recv, and batches of them, with time on both sides.
-
-A message to or from one peer runs on a stream for that pair, as ProcessGroupNCCL has it; a batch (batch_isend_irecv) is one kernel
-on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
-for which NCCL's buffer has room leaves its sender as soon as it has come to it (`hardware.fabric.Fabric.step`).
-
-The first message of a direction is different: NCCL connects its sender with its receiver, and the host waits in the call until both have
-come to it (src/enqueue.cc, p2pTaskAppend; src/transport.cc, ncclTransportP2pSetup). Two ranks that both send first would give each other
-the wrong ends there, and both hang.
-
-Ends are worked out at `wait()`, from what all ranks have written in their logs, so that two ranks that isend first do not block
-each other. What would wait for itself on a GPU, and hang, raises DistBackendError (`hangs`). A rank that is played alone finds the other
-side of each message there, and says so once.
-"""
+"""Point to point: send, recv, and batches of them; and ranks that wait for each other, in the words of what each called."""
 
 import contextlib
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from virtualgpu._compat.distributed import Work
-from virtualgpu.distributed import hangs
-from virtualgpu.distributed.arrivals import SingleRankArrivals
-from virtualgpu.distributed.counts import extent, hear, message_of
-from virtualgpu.distributed.message_log import RECV, SEND, Awaited, Hang, Message, MessageLog
+from virtualgpu.distributed.objects import extent, hear, message_of
+from virtualgpu.distributed.shared_clock import RECV, SEND, Awaited, Hang, Message, MessageLog, SingleRankArrivals
+from virtualgpu.distributed.topology import Layout
 from virtualgpu.distributed.transport import flat
 from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
-from virtualgpu.hardware.fabric import STEPS
-from virtualgpu.timing.streams import Queue
+from virtualgpu.hardware.network import STEPS
+from virtualgpu.timing.streams import DEFAULT, Queue
+
+# -- Messages that wait for each other: who stands where, in the words of what each rank called, and what would help.
+
+
+class Stuck(NamedTuple):
+    """A message at which a rank stands. Ranks count within the group; index as in `message_log.Message`; stream: that it was called on."""
+
+    rank: int
+    direction: int
+    peer: int
+    index: int
+    nbytes: int
+    stream: int
+
+
+def words_of_hang(hang: Hang, log: MessageLog, ranks: Sequence[int], layout: Layout) -> str:
+    """Who waits for whom, why NCCL would hang there, and the cure. ranks: the global rank of each member."""
+    stuck = _called(hang, log) if hang.circle else _carried(hang, log)
+    first = stuck.index(min(stuck))
+    stuck = stuck[first:] + stuck[:first]  # whoever tells it
+    members = sorted({ranks[one.rank] for one in stuck})
+    who = "both ranks" if len(members) == 2 else f"ranks {', '.join(map(str, members))}"
+    sends = [one for one in stuck if one.direction == SEND]
+    if not sends:
+        does, cure = "receive first", "Let one of them send first, or use batch_isend_irecv"
+    elif len(sends) == len(stuck):
+        does, cure = "send first", "Use batch_isend_irecv, or let one of them receive first"
+    else:
+        does, cure = "wait for each other", "Use batch_isend_irecv, or call both sides of each message in one order"
+    calls = ", ".join(_call(one, ranks) for one in stuck)
+    reason = "; ".join(dict.fromkeys(_reason(one, layout) for one in sends))
+    beside = any(one.stream != DEFAULT for one in stuck) and len(members) > 2
+    apart = " (on streams that do not wait for each other a GPU may go on: here the host waits)" if beside else ""
+    return f"{who} {does}, and NCCL would hang{apart}: {calls}{'; ' * bool(reason)}{reason}. {cure}"
+
+
+def _called(hang: Hang, log: MessageLog) -> list[Stuck]:
+    """Of ranks whose hosts wait, each until another one has come to the other side of a message: most often of its own."""
+    return [_stuck(log, awaited.peer, 1 - awaited.direction, awaited.rank, awaited.index) for _, awaited in hang.circle]
+
+
+def _carried(hang: Hang, log: MessageLog) -> list[Stuck]:
+    """Of batches on streams, each behind one that waits for the other rank."""
+    stuck = []
+    for (rank, number), (other, before) in zip(hang.path, hang.path[1:], strict=False):
+        if rank == other and log.batches[rank][number].after == before:
+            message = log.batches[rank][before].messages[0]
+            stuck.append(_stuck(log, rank, message.direction, message.peer, message.index))
+    return stuck
+
+
+def _stuck(log: MessageLog, rank: int, direction: int, peer: int, index: int) -> Stuck:
+    batch = log.batches[rank][log.batch_with(rank, direction, peer, index)]
+    return Stuck(rank, direction, peer, index, log.nbytes(rank, direction, peer, index), batch.stream)
+
+
+def _call(one: Stuck, ranks: Sequence[int]) -> str:
+    what = f"sends {one.nbytes:,} bytes to" if one.direction == SEND else "receives from"
+    on = f" on stream {one.stream}" if one.stream != DEFAULT else ""
+    return f"rank {ranks[one.rank]} {what} rank {ranks[one.peer]}{on}"
+
+
+def _reason(one: Stuck, layout: Layout) -> str:
+    room = STEPS * layout.step(one.rank, one.peer)
+    if one.nbytes > room:
+        return f"a message of more than {room >> 20} MiB leaves its sender when the receiver has come to it"
+    if one.index == 0:
+        return "the first message of a direction connects its sender with its receiver, and returns when both have come to it"
+    return f"NCCL's buffer has room for {STEPS} small messages that nobody has received"
+
+
+# -- Point to point: send, recv, and batches of them, with time on both sides.
+#
+# A message to or from one peer runs on a stream for that pair, as ProcessGroupNCCL has it; a batch (batch_isend_irecv) is one kernel
+# on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
+# for which NCCL's buffer has room leaves its sender as soon as it has come to it (`hardware.network.Fabric.step`).
+#
+# The first message of a direction is different: NCCL connects its sender with its receiver, and the host waits in the call until both have
+# come to it (src/enqueue.cc, p2pTaskAppend; src/transport.cc, ncclTransportP2pSetup). Two ranks that both send first would give each other
+# the wrong ends there, and both hang.
+#
+# Ends are worked out at `wait()`, from what all ranks have written in their logs, so that two ranks that isend first do not block
+# each other. What would wait for itself on a GPU, and hang, raises DistBackendError. A rank that is played alone finds the other
+# side of each message there, and says so once.
+
 
 NEIGHBOURS = (
     "send and recv of a rank that is played alone: the other side is taken to be there as soon as this rank is. Memory and the work "
@@ -276,7 +348,7 @@ class Exchange(SimulatedWork):
         try:
             yield
         except Hang as hang:
-            words = hangs.words(hang, self.channel.log, comm.ranks, comm.layout)
+            words = words_of_hang(hang, self.channel.log, comm.ranks, comm.layout)
             self.channel.failed = dist.DistBackendError(f"{', '.join(self._names()[:4])}: {words}")
             raise self.channel.failed from None
         except RuntimeError as error:

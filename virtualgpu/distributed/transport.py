@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.calls import Call
-from virtualgpu.engine.unsupported import FLOAT8
+from virtualgpu.engine.cuda_checks import FLOAT8
 
 
 class Transfer:

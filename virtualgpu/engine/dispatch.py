@@ -10,25 +10,24 @@ from torch import Tensor
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import (
-    copies,
+    attention,
+    cuda_checks,
+    dry_run,
     extensions,
-    flex_attention,
+    factories,
     in_place,
     nested,
-    nondeterministic,
-    on_meta,
     overrides,
     values,
 )
-from virtualgpu.engine.allocation import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
-from virtualgpu.engine.dry import DryRun
+from virtualgpu.engine.dry_run import DryRun
 from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.host_waits import ALOUD
-from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.machine import GPU, Machine, dry_runs
 from virtualgpu.engine.operations import Operation, tensors_of, with_tensors
 from virtualgpu.engine.placement import Placement, place_output, place_outputs
-from virtualgpu.engine.thread_context import dry_runs
+from virtualgpu.engine.storage import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
 from virtualgpu.engine.timing import Timing
 
 TENSORS_ALONE = (Tensor,)  # what types are where nothing is a subclass
@@ -93,8 +92,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 if self.machine.in_flight.parts:
                     self.machine.in_flight.let_finish(tensors_of(args, kwargs))
                 if (
-                    func in flex_attention.KERNELS
-                    and (out := flex_attention.run(self, func, args, kwargs)) is not NotImplemented
+                    func in attention.FLEX_KERNELS
+                    and (out := attention.run_flex(self, func, args, kwargs)) is not NotImplemented
                 ):
                     return out
                 with self:  # the operations that it is made of come by
@@ -149,14 +148,14 @@ class Dispatch(_compat.TorchDispatchMode):
         """Carry out an operation of tensors that are all on `gpu` (None: the CPU)."""
         machine, clock = self.machine, self.clock
         if op.alert is not None and gpu is not None and torch.are_deterministic_algorithms_enabled():
-            nondeterministic.check(op, args, kwargs)
+            cuda_checks.check(op, args, kwargs)
         if op.unsupported is not None and gpu is not None:
             op.unsupported(*args, **kwargs)
         waits = 0 if op.waits is None else op.waits(args, kwargs)
         asserts = ""
         if (dry_runs.some or machine.always_dry) and machine.dry:
-            if on_meta.Marks.some:
-                on_meta.check(op, args, tensors)
+            if dry_run.Marks.some:
+                dry_run.check(op, args, tensors)
             if waits and op.shape_from_values:
                 out = self.dry.sized(op, args, kwargs, tensors)
             elif gpu is None and op.writes and (out := values.written(op, args, kwargs, tensors)) is not NotImplemented:
@@ -166,8 +165,8 @@ class Dispatch(_compat.TorchDispatchMode):
                 if not op.returns_value_to_host:
                     on_host = gpu is None or (op.copies and gpu_of(args[0]) is None)
                     (values.propagate if on_host else values.propagate_on_gpu)(op, args, kwargs, tensors, out)
-            if on_meta.Marks.some and gpu is None:
-                on_meta.propagate(op, tensors, out)
+            if dry_run.Marks.some and gpu is None:
+                dry_run.propagate(op, tensors, out)
         elif gpu is None:
             out = op.on_cpu(*args, **kwargs)
         else:
@@ -212,7 +211,7 @@ class Dispatch(_compat.TorchDispatchMode):
                 self.timing.launch(op, args, kwargs, moves, out, gpu)
             else:
                 pinned = is_pinned(args[0]) or is_pinned(args[1])
-                copies.charge(machine, *args[:2], (target, source), len(args) > 2 and args[2], pinned)
+                factories.charge(machine, *args[:2], (target, source), len(args) > 2 and args[2], pinned)
         if asserts:
             clock.stop(gpu.index, asserts)
         return out

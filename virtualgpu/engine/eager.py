@@ -5,11 +5,11 @@ import os
 import torch
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import halves, words
-from virtualgpu.engine.allocation import gpu_of
+from virtualgpu.engine import cuda_checks, half_precision
 from virtualgpu.engine.draws import GENERATORS, as_default
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
+from virtualgpu.engine.storage import gpu_of
 
 # A result below this is made first and counted afterwards: the host can hold it in any case
 LARGE = 256 << 20
@@ -23,14 +23,15 @@ class Eager:
 
     def run(self, op: Operation, args, kwargs, tensors, gpu: GPU):
         """(the result, what a kernel would print that asserts). Raises torch.OutOfMemoryError before the host allocates."""
-        if op.may_be_large:
+        # may the result be larger than the product of two small inputs?
+        if op.may_be_large and (op.grows or len(tensors) > 2 or tensors[0].numel() * tensors[-1].numel() * 8 >= LARGE):
             self._require(op, args, kwargs, tensors, gpu)
         try:
             if op.apart:
                 if op.random:
                     return self._draw(op, args, kwargs, gpu), ""
-                if tensors[0].dtype in halves.OPERATIONS[op.func]:
-                    return halves.run(op, args, kwargs, tensors), ""
+                if tensors[0].dtype in half_precision.IN_FLOAT32[op.func]:
+                    return half_precision.run(op, args, kwargs, tensors), ""
             return op.on_gpu(*args, **kwargs), ""
         except (IndexError, RuntimeError) as error:
             if shapes := [tensor for tensor in tensors if _compat.is_really_meta(tensor)]:
@@ -47,7 +48,7 @@ class Eager:
                     f"{op.func.name()} runs on GPUs alone: PyTorch has no CPU kernel of it, with which virtual GPUs compute. "
                     "Write it with other operations, or run this line in a dry run"
                 ) from None
-            if (own := words.of_cuda(error)) is not error:
+            if (own := cuda_checks.of_cuda(error)) is not error:
                 raise own from None
             raise
 
@@ -86,8 +87,6 @@ class Eager:
 
     def _require(self, op: Operation, args, kwargs, tensors, gpu: GPU) -> None:
         """Room for the result where it may be large: no larger than the product of the inputs, or told by numbers."""
-        if len(tensors) <= 2 and not op.grows and tensors[0].numel() * tensors[-1].numel() * 8 < LARGE:
-            return
         bound = 1
         if op.product is not None:  # m x k times k x n
             left, right = tensors[op.product : op.product + 2]

@@ -5,7 +5,7 @@ import warnings
 
 from virtualgpu import _compat
 
-BEGIN = ("virtualgpu.run.", "virtualgpu.torch_api.threads")  # what calls the program, or a thread of it
+BEGIN = ("virtualgpu.run.", "virtualgpu.torch_api.processes")  # what calls the program, or a thread of it
 
 
 def below_another_mode() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import gpu_of
+from virtualgpu.engine.storage import gpu_of
 
 SILENTLY, ALOUD = 1, 2
 Rule = Callable[[tuple, dict], int]  # (args, kwargs) -> SILENTLY, ALOUD, or 0: it does not wait

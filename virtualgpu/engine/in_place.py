@@ -5,7 +5,7 @@ torch/csrc/autograd/FunctionsManual.cpp scatter into a copy: twice the memory. S
 """
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import allocation_of, label
+from virtualgpu.engine.storage import allocation_of, label
 
 _SELECTS = ("Sort", "Topk", "Kthvalue", "Mode", "Median", "Nanmedian", "Max", "Min", "Cummax", "Cummin")
 # Operation: the derivatives in which it is one in place of its first argument

@@ -1,7 +1,7 @@
 """Kernels that PyTorch has for CUDA and lacks elsewhere, registered where they are missing: each counts as one kernel of the GPU.
 
-They are those of SyncBatchNorm (`synced_batch_norm`), RMSNorm's (`rms_norm`) and products with `out_dtype`, in plain operations, for the
-CPU, where the bytes of a virtual GPU really are, and for shapes alone; and those that are missing for shapes alone (`shapes_alone`). A
+They are those of SyncBatchNorm and RMSNorm (`norms`) and products with `out_dtype`, in plain operations, for the
+CPU, where the bytes of a virtual GPU really are, and for shapes alone; and those that are missing for shapes alone (`dry_run`). A
 tensor that is the CPU's own is refused, as PyTorch refuses it.
 """
 
@@ -10,8 +10,8 @@ import functools
 import torch
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import rms_norm, shapes_alone, synced_batch_norm
-from virtualgpu.engine.allocation import allocation_of, gpu_of
+from virtualgpu.engine import dry_run, norms
+from virtualgpu.engine.storage import allocation_of, gpu_of
 
 
 def install() -> None:
@@ -19,10 +19,10 @@ def install() -> None:
     for name, kernel in KERNELS.items():
         _compat.add_kernel(name, "CPU", _of_gpus(name, kernel))
         _compat.add_kernel(name, "Meta", kernel)
-    for name, kernel in rms_norm.KERNELS.items():  # the CPU's tensors, too, as PyTorch has it
+    for name, kernel in norms.RMS_NORM.items():  # the CPU's tensors, too, as PyTorch has it
         _compat.add_kernel(name, "CPU", kernel)
         _compat.add_kernel(name, "Meta", kernel)
-    for name, kernel in shapes_alone.KERNELS.items():
+    for name, kernel in dry_run.KERNELS.items():
         _compat.add_kernel(name, "Meta", kernel)
 
 
@@ -62,7 +62,7 @@ def _sum_of_product(function):
 
 KERNELS = {
     "record_stream": record_stream,
-    **synced_batch_norm.KERNELS,
+    **norms.SYNC_BATCH_NORM,
     "mm.dtype": _product(torch.mm),
     "bmm.dtype": _product(torch.bmm),
     "addmm.dtype": _sum_of_product(torch.addmm),

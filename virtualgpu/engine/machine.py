@@ -1,28 +1,318 @@
-"""All the virtual GPUs: the clock they share, which one is current, and what each thread is doing with them."""
+"""All virtual GPUs of a process: each one's memory, which one is current, and what each thread is doing with them."""
 
 import contextlib
+import functools
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
+from uuid import UUID
 
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import ALLOCATION, Allocation, gpu_of, set_allocation, storage_of, stream_of_leaf
 from virtualgpu.engine.frames import initializes, warn_at_the_program
-from virtualgpu.engine.gpu import CONTEXT, GPU
-from virtualgpu.engine.in_flight import InFlight
-from virtualgpu.engine.thread_context import ThreadContext, dry_runs
-from virtualgpu.engine.workspaces import Workspaces
-from virtualgpu.environment import DRY_HAS_NO_VALUES, launch_blocking
-from virtualgpu.errors import forked, invalid_ordinal, no_gpus, used_before_fork
-from virtualgpu.hardware import links
+from virtualgpu.engine.scratch_memory import Workspaces
+from virtualgpu.engine.storage import (
+    ALLOCATION,
+    Allocation,
+    InFlight,
+    gpu_of,
+    set_allocation,
+    storage_of,
+    stream_of_leaf,
+)
+from virtualgpu.environment import DRY_HAS_NO_VALUES, launch_blocking, uuid
+from virtualgpu.errors import CUDNN_HANDLE, cudnn_not_initialized, forked, invalid_ordinal, no_gpus, used_before_fork
+from virtualgpu.hardware import datasheet
 from virtualgpu.hardware.datasheet import Link
-from virtualgpu.hardware.hosts import HOSTS
-from virtualgpu.hardware.networks import Network
-from virtualgpu.hardware.settings import DATASHEET, MachineSettings
-from virtualgpu.hardware.specs import Spec
-from virtualgpu.memory.ledger import Ledger
+from virtualgpu.hardware.network import Network
+from virtualgpu.hardware.settings import DATASHEET, HOSTS, MachineSettings
+from virtualgpu.hardware.specs import MIB, Spec
+from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.memory.ledger import PLAYED_PID, Ledger
 from virtualgpu.timing.clock import Clock
+from virtualgpu.timing.kernels import Kernels
+
+# -- One virtual GPU: its memory, which every thread may ask for, and its place in the clock.
+
+# What a process's CUDA context takes of a GPU before its first tensor: 102 MiB on Colab's T4 (nvidia-smi, CUDA 12).
+CONTEXT = 102 * MIB
+# From capability 9.0 on, with the kernels that the first tensor loads (92 MiB of it): an H100, driver 580, CUDA 13, PyTorch 2.11,
+# 2026-11-26. Not counted: 66 MiB of cuBLAS's kernels at the first product there, 492 MiB of NCCL's at the first collective.
+CONTEXT_OF_HOPPER = 610 * MIB
+
+
+class Owner(Protocol):
+    """What a GPU asks of the machine that it is part of."""
+
+    clock: Clock
+    settings: MachineSettings
+
+
+class GPU:
+    """One virtual GPU: its spec, its memory, its place in the clock.
+
+    index: CUDA's number of it. physical: the machine's, which CUDA_VISIBLE_DEVICES may have changed.
+    """
+
+    def __init__(self, index: int, spec: Spec, machine: Owner, physical: int | None = None):
+        self.index, self.spec, self.machine = index, spec, machine
+        self.physical = index if physical is None else physical
+        self.device = torch.device("cuda", index)
+        self.kernels = Kernels(spec, peak=machine.settings.clock == DATASHEET)
+        # a GPU made small for a lesson keeps its memory for the lesson
+        contexts = (CONTEXT_OF_HOPPER, CONTEXT) if spec.capability >= (9, 0) else (CONTEXT,)
+        context = next((context for context in contexts if spec.memory > 8 * context), 0)
+        self.lock = threading.RLock()
+        self.memory = CachingAllocator(spec.memory, index, context, timeline=_Timeline(machine.clock, index))
+        self.uuid = UUID(uuid(self.physical).removeprefix("GPU-"))
+        self.cudnn = False  # has its handle
+        self.workspaces: dict = {}  # of cuBLAS, that handles keep
+        self.makes_workspace = False  # is what asks for memory now cuBLAS?
+        self._freed: deque = deque()
+
+    def share(self, ledger: Ledger) -> None:
+        """From now on its memory is shared with the other processes that keep this ledger."""
+        with self.lock:  # another thread's malloc asks both, or none
+            note = functools.partial(self.note, ledger)
+            self.memory.share(functools.partial(ledger.processes, self.physical), ledger.lock, note)
+
+    def note(self, ledger: Ledger, memory: CachingAllocator) -> None:
+        """Write down what this process holds of it."""
+        held = memory.reserved + memory.context
+        ledger.note(self.physical, held, memory.peak_allocated, memory.peak_reserved, memory.occupied)
+
+    @contextlib.contextmanager
+    def leaving(self, nbytes: int, container: bool = False) -> Iterator[None]:
+        """In this block another process holds all that is free now but so many bytes. container: this one's pid is the host's."""
+        before = self.memory.host_pid
+        with self.lock:
+            if container:
+                self.memory.be_in_container(PLAYED_PID + 1)
+            taken = max(0, self.settled().free_on_gpu - nbytes)
+            self.memory.occupy(taken)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.memory.be_in_container(before)
+                self.memory.occupy(-taken)
+
+    def malloc(self, nbytes: int):
+        """A block of memory on the current stream. Raises torch.OutOfMemoryError as PyTorch would."""
+        clock = self.machine.clock
+        stream = clock.current(self.index).id if clock.multi else 0  # as `stream`, written out for speed
+        with self.lock:
+            while self._freed:
+                self.memory.free(*self._freed.popleft())
+            return self.memory.malloc(nbytes, stream)
+
+    def malloc_workspace(self, nbytes: int):
+        """As `malloc`, for cuBLAS."""
+        with self.lock:
+            self.makes_workspace = True
+            try:
+                return self.malloc(nbytes)
+            finally:
+                self.makes_workspace = False
+
+    def lend_workspace(self, nbytes: int) -> None:
+        """Memory for cuBLAS, for the length of one call."""
+        clock = self.machine.clock
+        stream = clock.current(self.index).id if clock.multi else 0  # as `stream`
+        with self.lock:
+            while self._freed:
+                self.memory.free(*self._freed.popleft())
+            self.makes_workspace = True
+            try:
+                self.memory.lend(nbytes, stream)
+            finally:
+                self.makes_workspace = False
+
+    def lend(self, sizes: list[int], needed: bool = True) -> None:
+        """Blocks of these bytes, all at once, for the length of one call. Where there is no room, raises torch.OutOfMemoryError, or, if
+        they are not `needed`, goes without: cuDNN has kernels that take less."""
+        blocks = []
+        try:
+            for nbytes in filter(None, sizes):  # 0 of the gradient of x[nothing]
+                blocks.append(self.malloc(nbytes))  # noqa: PERF401: those before are given back where one fails
+        except torch.OutOfMemoryError:
+            if needed:
+                raise
+        finally:
+            for block in blocks:
+                self.free(block)
+
+    @property
+    def stream(self) -> int:
+        """The id of the current stream."""
+        clock = self.machine.clock
+        return clock.current(self.index).id if clock.multi else 0
+
+    def require(self, nbytes: int | list[int]) -> None:
+        """Raises torch.OutOfMemoryError where a block of that size, or blocks of these, cannot be had; nothing is taken."""
+        with self.lock:
+            self._collect()
+            self.memory.require(nbytes, self.machine.clock.current(self.index).id)
+
+    def free(self, block) -> None:
+        """Only noted here: a destructor may run in the middle of malloc. Streams that use the block are asked for their time now."""
+        ends = None
+        if block.streams:
+            clock = self.machine.clock
+            ends = {stream: clock.stream(self.index, stream).ready for stream in block.streams}
+        history = self.memory.history
+        self._freed.append((block, ends, history.gather(freeing=True) if history else None))
+
+    def settled(self) -> CachingAllocator:
+        """The allocator with every free carried out, for whoever reads figures."""
+        with self.lock:
+            self._collect()
+        return self.memory
+
+    @contextlib.contextmanager
+    def only(self) -> Iterator[CachingAllocator]:
+        """The same, which nobody else changes in this block."""
+        with self.lock:
+            yield self.settled()
+
+    def use_cudnn(self) -> None:
+        """The first convolution makes cuDNN's handle, which cannot use what PyTorch keeps reserved. Raises RuntimeError without room."""
+        if self.settled().free_on_gpu < CUDNN_HANDLE:
+            raise cudnn_not_initialized()
+        self.cudnn = True
+
+    def _collect(self) -> None:
+        while self._freed:
+            self.memory.free(*self._freed.popleft())
+
+    def __repr__(self) -> str:
+        return f"cuda:{self.index} ({self.spec.name}, virtual)"
+
+
+class _Timeline:
+    """What the allocator asks about time."""
+
+    def __init__(self, clock: Clock, gpu: int):
+        self.clock, self.gpu = clock, gpu
+
+    def now(self) -> float:
+        return self.clock.host
+
+    def ready(self, stream: int) -> float:
+        return self.clock.stream(self.gpu, stream).ready
+
+    def wait_until(self, moment: float) -> None:
+        self.clock.wait_until(moment)
+
+
+# -- What each thread is doing with the virtual GPUs.
+#
+# A dry run holds for the thread that is in it, and for the threads and a pool's work that it starts meanwhile, but not for others: two
+# threads may have dry runs that overlap, or one a dry run while another computes with numbers. It also outlives a call of gpus(), so it is
+# kept for the process; everything else is kept for one machine.
+
+
+class ThreadContext(threading.local):
+    """One thread's, on one machine.
+
+    current: torch.cuda.current_device(). seen: the machine whose dispatch mode the thread has. bypass, nccl, target, counts, replicas:
+    set by the blocks below.
+    """
+
+    current: int = 0
+    seen = None
+    bypass: bool = False
+    nccl: bool = False
+    target = None  # a GPU
+    counts: bool = False
+    replicas: int = 1
+
+    def saw(self, machine) -> None:
+        """See `seen`."""
+        self.seen = machine
+
+    def use_device(self, index: int) -> None:
+        """torch.cuda.set_device, unchecked."""
+        self.current = index
+
+    def untracked(self) -> contextlib.AbstractContextManager[None]:
+        """Operations in here are the bookkeeper's own: no place, no memory, no time, and devices are what they really are."""
+        return self._while("bypass", True)
+
+    def by_nccl(self) -> contextlib.AbstractContextManager[None]:
+        """Copies in here are NCCL's: whoever asked for them books their time."""
+        return self._while("nccl", True)
+
+    def made_on(self, gpu) -> contextlib.AbstractContextManager[None]:
+        """What C++ makes in here "on the CPU" is this GPU's: its options came from that GPU's tensors."""
+        return self._while("target", gpu)
+
+    def counted_by_cpp(self) -> contextlib.AbstractContextManager[None]:
+        """What C++ asks room for in here, it writes itself (lengths): a dry run gives it memory."""
+        return self._while("counts", True)
+
+    def replicating(self, replicas: int) -> contextlib.AbstractContextManager[None]:
+        """Threads that are started in here are so many that do the same, while this one waits for them."""
+        return self._while("replicas", replicas)
+
+    @contextlib.contextmanager
+    def _while(self, name: str, value) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+
+class _Dry(threading.local):
+    dry: bool | None = None  # None: as all of the machine's threads
+
+
+class DryRuns:
+    """The process's threads that are in a dry run. some: is there one? epoch: changes each time the last of them ends."""
+
+    def __init__(self):
+        self.some, self.epoch = False, 1
+        self._count, self._lock, self.thread = 0, threading.Lock(), _Dry()
+
+    @property
+    def here(self) -> bool | None:
+        """Does this thread work on shapes alone? None: as all of the machine's threads."""
+        return self.thread.dry
+
+    @contextlib.contextmanager
+    def set_here(self, dry: bool | None) -> Iterator[None]:
+        """In this block this thread works on shapes alone (True), with numbers (False), or as all of the machine's threads (None)."""
+        thread = self.thread
+        before, thread.dry = thread.dry, dry
+        self._add(bool(dry))
+        try:
+            yield
+        finally:
+            thread.dry = before
+            self._add(-bool(dry))
+
+    def _add(self, step: int) -> None:
+        with self._lock:
+            self._count = max(0, self._count + step)  # a forked process may leave a block that its parent entered
+            before, self.some = self.some, self._count > 0
+            self.epoch += before and not self.some
+
+    def begin_anew(self) -> None:
+        """In a process that was just forked: its one thread computes with numbers."""
+        self._count, self._lock, self.thread = 0, threading.Lock(), _Dry()
+        self.some, self.epoch = False, self.epoch + 1
+
+
+dry_runs = DryRuns()
+
+
+# -- All the virtual GPUs: the clock they share, which one is current, and what each thread is doing with them.
+
 
 __all__ = ["ALLOCATION", "CONTEXT", "GPU", "Allocation", "Machine", "gpu_of", "storage_of"]
 
@@ -259,7 +549,7 @@ class Machine:
             return
         wait = not (non_blocking and pinned)
         if source is not None and target is not None:
-            link = links.between(source.spec, target.spec, promised=self.settings.clock == DATASHEET)
+            link = datasheet.between(source.spec, target.spec, promised=self.settings.clock == DATASHEET)
             self.clock.between(source.index, target.index, link.seconds(nbytes))
         elif target is not None:
             seconds = self.host_link(target, "in", pinned).seconds(nbytes)
@@ -270,7 +560,7 @@ class Machine:
 
     def host_link(self, gpu: GPU, way: str, pinned: bool) -> Link:
         """What copies from the host ("in") or to it ("out") reach."""
-        return gpu.spec.host if self.settings.clock == DATASHEET else links.to_host(gpu.spec.host, way, pinned)
+        return gpu.spec.host if self.settings.clock == DATASHEET else datasheet.to_host(gpu.spec.host, way, pinned)
 
     def place(self, tensor: torch.Tensor, gpu: GPU | None) -> torch.Tensor:
         """Let this tensor's storage live on `gpu`. Raises torch.OutOfMemoryError where there is no room."""

@@ -3,17 +3,14 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine import half_fft, halves, histograms, host_waits, layer_norm, layouts, scaled_products, wider
-from virtualgpu.engine.allocation import gpu_of
+from virtualgpu.engine import cuda_differences, half_precision, host_waits
+from virtualgpu.engine.cuda_checks import ALERTS, LEGACY, check_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.in_place import NODES
-from virtualgpu.engine.nondeterministic import ALERTS
-from virtualgpu.engine.scalar_types import LEGACY
-from virtualgpu.engine.temporaries import RULES
-from virtualgpu.engine.unsupported import check_of
-from virtualgpu.engine.workspaces import USERS
-from virtualgpu.timing import host_weights
-from virtualgpu.timing.flops import CONVOLUTIONS, WRITE_ONLY, formula
+from virtualgpu.engine.scratch_memory import RULES, USERS
+from virtualgpu.engine.storage import gpu_of
+from virtualgpu.timing import host
+from virtualgpu.timing.flops import CONVOLUTIONS, WRITE_ONLY, formula, tf32_switch
 from virtualgpu.timing.memory_bound import ELEMENTWISE, KINDS, ORDINARY
 
 aten = torch.ops.aten
@@ -43,8 +40,8 @@ EMPTY_RESULTS = {aten.log_sigmoid_forward: 1}
 # Namespaces of PyTorch: ATen, and what FSDP2 and symmetric memory register for each device by itself
 OWN = {"aten", "prims", "prim", "fsdp", "symm_mem", "_native"}
 # What stands for an operation with numbers
-ON_GPU = {**half_fft.OPERATIONS, **histograms.OPERATIONS, **layer_norm.OPERATIONS, **layouts.OPERATIONS}
-ON_GPU |= {**scaled_products.OPERATIONS, **wider.OPERATIONS}
+ON_GPU = {**half_precision.FFT, **cuda_differences.HISTOGRAMS, **half_precision.LAYER_NORM, **cuda_differences.LAYOUTS}
+ON_GPU |= {**half_precision.SCALED_PRODUCTS, **cuda_differences.WIDER}
 RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 # Views without PyTorch's tag: what they return has the storage of what they are given
 VIEWS = {aten._unsafe_view, aten.lift_fresh, aten._values, aten._indices, aten.values, aten.indices}
@@ -77,17 +74,63 @@ class Operation:
     returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
     shape_from_values: the result's shape is one of values. override: how dispatch handles it, where not like
     the others. strict: see STRICT. takes_device: has an argument `device`. unsupported: raises what CUDA's kernel refuses; None for most.
-    waits: asks whether the host waits for it (host_waits.RULES); None: never. weight: what it costs the host. weight_of_view: what a view costs it, which starts no kernel. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
+    tf32_switch: which setting lets it round to TF32. waits: asks whether the host waits for it (host_waits.RULES); None: never. weighed_in_call: what it costs the host depends on its arguments. weight: what it costs the host. weight_of_view: what a view costs it, which starts no kernel. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
     one of them a list?
     """
 
     # fmt: off
     __slots__ = (
-        "alert", "apart", "cacheable", "composite", "converts", "convolves", "copies", "derives", "drawn_with", "empty_result", "extension",
-        "factory", "foreach", "formula", "func", "generator", "grows", "host_result", "indexes", "is_view", "kernel",
-        "kind", "may_be_large", "mixed", "name", "new", "on_cpu", "on_gpu", "override", "packs", "plain", "pointwise",
-        "product", "random", "resizes", "returns", "returns_value_to_host", "shape_from_values", "strict",
-        "takes_device", "temporaries", "unsupported", "waits", "weight", "weight_of_view", "workspace", "write_only", "writes", "writes_lists",
+        "alert",
+        "apart",
+        "cacheable",
+        "composite",
+        "converts",
+        "convolves",
+        "copies",
+        "derives",
+        "drawn_with",
+        "empty_result",
+        "extension",
+        "factory",
+        "foreach",
+        "formula",
+        "func",
+        "generator",
+        "grows",
+        "host_result",
+        "indexes",
+        "is_view",
+        "kernel",
+        "kind",
+        "may_be_large",
+        "mixed",
+        "name",
+        "new",
+        "on_cpu",
+        "on_gpu",
+        "override",
+        "packs",
+        "plain",
+        "pointwise",
+        "product",
+        "random",
+        "resizes",
+        "returns",
+        "returns_value_to_host",
+        "shape_from_values",
+        "strict",
+        "takes_device",
+        "temporaries",
+        "tf32_switch",
+        "unsupported",
+        "waits",
+        "weighed_in_call",
+        "weight",
+        "weight_of_view",
+        "workspace",
+        "write_only",
+        "writes",
+        "writes_lists",
     )
     # fmt: on
 
@@ -122,8 +165,10 @@ class Operation:
         self.writes_lists = any("List" in str(arguments[index].type) for index, _ in self.writes)
         self.formula = formula(func)
         self.kind = KINDS.get(self.name, ELEMENTWISE if torch.Tag.pointwise in func.tags else ORDINARY)
-        self.weight = host_weights.of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
-        self.weight_of_view = host_weights.WEIGHTS.get(self.name) if self.is_view else None
+        self.weight = host.weight_of(self.name, torch.Tag.pointwise in func.tags, self.kind.launches)
+        self.weighed_in_call = host.depends_on_call(self.name, self.kind)
+        self.tf32_switch = tf32_switch(func)
+        self.weight_of_view = host.WEIGHTS.get(self.name) if self.is_view else None
         self.write_only = func in WRITE_ONLY
         self.unsupported = check_of(func)
         self.waits = host_waits.rule_of(func)
@@ -134,7 +179,7 @@ class Operation:
         self.empty_result = EMPTY_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
         self.random = draws(func)
-        self.apart = self.random or func in halves.OPERATIONS
+        self.apart = self.random or func in half_precision.IN_FLOAT32
         self.drawn_with = with_generator(func) if self.random else None
         self.on_cpu = from_default(func) if self.random else func
         self.on_gpu = ON_GPU.get(func, func)
@@ -169,7 +214,9 @@ def tensors_of(args, kwargs) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            tensors.extend(item for item in value if isinstance(item, torch.Tensor))
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    tensors.append(item)  # noqa: PERF401: on the way of every operation, a function less
     return tensors
 
 

@@ -8,10 +8,10 @@ import opcode
 import torch
 
 from virtualgpu import errors
-from virtualgpu.engine import cells, lacking, mixed_batch_norm, recurrent, sdpa
-from virtualgpu.engine.allocation import gpu_of, gpu_of_storage, is_pinned, pin
+from virtualgpu.engine import attention, lacking, norms, rnn
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
+from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin
 
 aten = torch.ops.aten
 
@@ -114,10 +114,10 @@ def assert_metadata(dispatch, func, args, kwargs):
 
 _namespaces: dict = {}  # handlers of all operations of a namespace
 OPERATIONS = {
-    **cells.OPERATIONS,
-    **mixed_batch_norm.OPERATIONS,
-    **recurrent.OPERATIONS,
-    **sdpa.OPERATIONS,
+    **rnn.CELLS,
+    **norms.BATCH_NORM,
+    **rnn.RNNS,
+    **attention.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     aten._foreach_copy_.default: foreach_copy,

@@ -3,9 +3,9 @@
 import torch
 
 from virtualgpu.engine import overrides
-from virtualgpu.engine.allocation import Allocation, allocation_of, gpu_of, holders, label, sparse_parts
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation, mismatch
+from virtualgpu.engine.storage import Allocation, allocation_of, gpu_of, holders, label, sparse_parts
 
 UNSET = object()
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from virtualgpu import _compat, errors
-from virtualgpu.engine import words
-from virtualgpu.engine.allocation import reach
-from virtualgpu.engine.halves import HALVES
+from virtualgpu.engine import cuda_checks
+from virtualgpu.engine.half_precision import HALVES
 from virtualgpu.engine.host_waits import MASKS
 from virtualgpu.engine.operations import Operation, type_name
+from virtualgpu.engine.storage import reach
 
 ERRORS = (RuntimeError, IndexError, TypeError, ValueError)  # NotImplementedError is one of the first
 SMALL = 4096  # numbers of all operands, and how often they may be repeated
@@ -75,7 +75,7 @@ def check(op: Operation, args, kwargs, tensors, gpu) -> None:
         if error is None:
             _fine.add(kinds)
     if error is not None:
-        raise error if gpu is None else words.of_cuda(error)
+        raise error if gpu is None else cuda_checks.of_cuda(error)
 
 
 def in_its_words(op: Operation, args, kwargs, tensors, gpu, error: Exception) -> Exception:
@@ -84,7 +84,7 @@ def in_its_words(op: Operation, args, kwargs, tensors, gpu, error: Exception) ->
         return error
     own = _error(op, gpu, _filled(args), _filled(kwargs))
     said = error if own is None or _is_of_values(own) else own
-    return said if gpu is None else words.of_cuda(said)
+    return said if gpu is None else cuda_checks.of_cuda(said)
 
 
 def check_overlap(op: Operation, args, kwargs, tensors) -> None:

@@ -3,14 +3,15 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import allocation_of, gpu_of
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
+from virtualgpu.engine.storage import allocation_of, gpu_of
 from virtualgpu.hardware.datasheet import FLOAT32
-from virtualgpu.timing import flops, host_weights, memory_bound
+from virtualgpu.timing import flops, host, memory_bound
 from virtualgpu.timing.flops import OF_CUDNN, moved, parts, rate
 from virtualgpu.timing.memory_bound import KINDS, ORDINARY
 
+FLAGS, LISTS, STRIDED = (bool, int), (list, tuple), torch.strided
 KNOWN = 20_000  # operations of known shapes whose seconds are remembered; beyond that, start again
 
 # One kernel of a list: up to so many tensors, and chunks of so many numbers (aten/src/ATen/native/cuda/MultiTensorApply.cuh and
@@ -26,7 +27,9 @@ class Kernel:
     def __init__(self, func, formula):
         self.func, self.name, self.formula = func, func.name().removeprefix("aten::"), formula
         self.kind = KINDS.get(self.name, ORDINARY)
-        self.weight = host_weights.of(self.name, False, self.kind.launches)
+        self.weight = host.weight_of(self.name, False, self.kind.launches)
+        self.weighed_in_call = host.depends_on_call(self.name, self.kind)
+        self.tf32_switch = flops.tf32_switch(func)
         self.convolves = func in OF_CUDNN  # asks for cuDNN's handle, too
 
 
@@ -62,8 +65,7 @@ class Timing:
 
     def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
         """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
-        more, plain = 0.0, op.formula is None and op.kind.training is None
-        weight = op.weight if plain else host_weights.in_call(op, args)
+        more, weight = 0.0, host.in_call(op, args) if op.weighed_in_call else op.weight
         if op.writes_lists:  # a fused optimizer: what it writes it has read, too
             more = self.clock.costs.entry * len(tensors)
             tensors = [*tensors, *op.written(args, kwargs)]
@@ -113,41 +115,33 @@ class Timing:
             costs = self.clock.costs
             each = costs.entry * len(lists) + (0.0 if op.name.endswith("_") else costs.made)
             more = (kernels - 1) * costs.launch + len(own) * each
-            self.clock.launch(gpu.index, seconds, op.name, more=more, weight=host_weights.OF_LIST)
+            self.clock.launch(gpu.index, seconds, op.name, more=more, weight=host.OF_LIST)
 
     def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
         """A kernel that fills a new tensor; none where it is left as it is."""
         if op.kernel:
-            weight = op.weight if op.kind.launches > 1 else host_weights.AVERAGE
+            weight = op.weight if op.kind.launches > 1 else host.AVERAGE
             self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name, weight=weight)
 
     def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float) -> float:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
-        rates = rate(op.func, tensors)
-        known = gpu.kernels.known
-        settings = [tuple(arg) if type(arg) in LISTS else arg for arg in args if _sets(arg)]
-        key = (op, rates, share, *[_shape(tensor) for tensor in tensors], *settings)
-        seconds = known.get(key)
+        kernels = gpu.kernels
+        parts_of_key = [op, share, _compat.in_tf32(op.tf32_switch)]
+        for tensor in tensors:  # without a function for each: this is on the way of every product
+            layout = tensor.stride() if tensor.layout is STRIDED else sum(part.numel() for part in parts(tensor))
+            parts_of_key += tensor.shape, layout, tensor.dtype
+        for arg in args:  # a flag, a number or a few of these, such as the dilation of a convolution
+            if type(arg) in FLAGS:
+                parts_of_key.append(arg)
+            elif type(arg) in LISTS and arg and type(arg[0]) in FLAGS:
+                parts_of_key.append(tuple(arg))
+        key = tuple(parts_of_key)
+        seconds = kernels.known.get(key)
         if seconds is None:
-            if len(known) > KNOWN:
-                known.clear()
+            if len(kernels.known) > KNOWN:
+                kernels.known.clear()
             count = op.formula(*args, **kwargs, out_val=out) * (4 if tensors[0].is_complex() else 1)
-            if not count:
-                rates = FLOAT32
-            seconds = known[key] = flops.seconds(
-                gpu.kernels, op.name, args, tensors, count, moved(tensors), rates, share
-            )
+            rates = rate(op.func, tensors) if count else FLOAT32
+            seconds = flops.seconds(kernels, op.name, args, tensors, count, moved(tensors), rates, share)
+            kernels.known[key] = seconds
         return seconds
-
-
-FLAGS, LISTS = (bool, int), (list, tuple)
-
-
-def _sets(arg) -> bool:
-    """Is it a flag, a number or a few of these, such as the dilation of a convolution?"""
-    return type(arg) in FLAGS or (type(arg) in LISTS and len(arg) > 0 and type(arg[0]) in FLAGS)
-
-
-def _shape(tensor: torch.Tensor) -> tuple:
-    layout = tensor.stride() if tensor.layout is torch.strided else sum(part.numel() for part in parts(tensor))
-    return tensor.shape, layout, tensor.dtype

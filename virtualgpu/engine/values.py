@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat
-from virtualgpu.engine import histograms, wider
-from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of, storage_of
+from virtualgpu.engine import cuda_differences
+from virtualgpu.engine.machine import dry_runs
 from virtualgpu.engine.operations import EMPTY, RESIZING, Operation, tensors_of
-from virtualgpu.engine.thread_context import dry_runs
+from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, storage_of
 
-ON_GPU = {**histograms.OPERATIONS, **wider.OPERATIONS}
+ON_GPU = {**cuda_differences.HISTOGRAMS, **cuda_differences.WIDER}
 SHADOW = "_virtual_shadow"  # of a shape's storage: a storage of the CPU, as large, with the numbers; None
 ORIGIN = "_virtual_origin"  # of a storage: the operation whose result was the first without values; None: not known
 # Not all numbers are known. Of a shadow: of which type the nan, or 0, is that stands there instead. Of memory that came with numbers: the

@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from virtualgpu.hardware import links, tables
+from virtualgpu.hardware import datasheet, units
 from virtualgpu.hardware.datasheet import DTYPES, FLOAT32, PCIE3, Link, NVLink, Spec
 from virtualgpu.hardware.units import parse_size, quantity
 
@@ -42,7 +42,7 @@ def load(path: str | Path, find: Callable[[str], Spec]) -> Spec:
     """The card that the file says. `find` looks up its `base`. Raises ValueError, in a sentence that begins with the path."""
     path = Path(path)
     try:
-        values = tables.parse(path)
+        values = units.parse(path)
         if "base" not in values:
             return card(values)
         name = values.pop("base")
@@ -55,7 +55,7 @@ def load(path: str | Path, find: Callable[[str], Spec]) -> Spec:
 
 def card(values: dict[str, Any], base: Spec | None = None) -> Spec:
     """The card that these keys say. base: what it is apart from them. Raises ValueError, naming the key."""
-    tables.check_keys(values, ["base", *(field.name for field in fields(Spec))])
+    units.check_keys(values, ["base", *(field.name for field in fields(Spec))])
     missing = [key for key in NEEDED if key not in values]
     if base is None and missing:
         raise ValueError(
@@ -68,7 +68,7 @@ def card(values: dict[str, Any], base: Spec | None = None) -> Spec:
         changes = {"peer": changes["host"], "peer_access": False, **changes}
     if changes.get("peer") == STAGED:
         known = {**(vars(base) if base else {}), **changes}
-        changes = {"peer_access": False, **changes, "peer": links.copies(known["capability"], known["host"])}
+        changes = {"peer_access": False, **changes, "peer": datasheet.copies(known["capability"], known["host"])}
     if base is None:
         return Spec(**changes)
     # figures that follow from changed ones are no longer the base's
@@ -83,7 +83,7 @@ def _value(key: str, value: Any, base: Spec | None) -> Any:
     if key == "rates":
         if not isinstance(value, dict):
             raise ValueError('rates = {float32 = "48.7 TFLOPS", ...} says the rate of each dtype')
-        tables.check_keys(value, RATES, "dtype of rates")
+        units.check_keys(value, RATES, "dtype of rates")
         return {dtype: quantity(rate, "FLOP/s", name) for name, rate in value.items() for dtype in RATES[name]}
     if key == "peer" and value == STAGED:
         return STAGED
@@ -127,7 +127,7 @@ def _capability(value: Any) -> tuple[int, int]:
 
 def _link(key: str, value: Any, latency: float) -> Link:
     if isinstance(value, dict):
-        tables.check_keys(value, ["bandwidth", "latency"], f"key of {key}")
+        units.check_keys(value, ["bandwidth", "latency"], f"key of {key}")
         if "latency" in value:
             latency = quantity(value["latency"], "s", f"{key}.latency")
         if "bandwidth" not in value:
@@ -147,7 +147,7 @@ def _nvlink(key: str, value: Any) -> NVLink:
     names = [field.name for field in fields(NVLink)]
     if not isinstance(value, dict) or set(names) - {"bridge"} - set(value):
         raise ValueError(f'{key} = {{links = 12, bandwidth = "25 GB/s", switch = true}} says all three')
-    tables.check_keys(value, names, f"key of {key}")
+    units.check_keys(value, names, f"key of {key}")
     for name in ("switch", "bridge"):
         if not isinstance(value.get(name, False), bool):
             raise ValueError(f"{key}.{name} = {value[name]!r} must be true or false")

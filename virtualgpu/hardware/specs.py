@@ -1,7 +1,4 @@
-"""Which GPUs there are: looked up by the names that people write, from a file of one's own, or several for one machine.
-
-The table is in `cards`, what stands in it in `datasheet`, files in `files`.
-"""
+"""Which GPUs there are: looked up by the names that people write, from a file of one's own, or several; with NVLink bridges."""
 
 import difflib
 import os
@@ -9,10 +6,52 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from virtualgpu.hardware import achieved, bridges, files
+from virtualgpu.hardware import cards, files
 from virtualgpu.hardware.cards import SPECS
-from virtualgpu.hardware.datasheet import FLOAT8, FLOAT16, FLOAT32, PCIE3, PCIE4, PCIE5, TF32, Link, NVLink, Spec
+from virtualgpu.hardware.datasheet import (
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
+    NVLINK_LATENCY,
+    PCIE3,
+    PCIE4,
+    PCIE5,
+    TF32,
+    Link,
+    NVLink,
+    Spec,
+)
 from virtualgpu.hardware.units import GIB, MIB, parse_size
+
+# -- NVLink bridges, which are sold apart: they join two equal cards on PCI Express. `like="TITAN RTX NVLink"` asks for cards with theirs.
+#
+# A bridged pair reaches each other's memory, also where the card alone does not. NCCL counts less of a link than its data sheet does
+# (timing/nccl.py).
+
+BRIDGES = [key for key, spec in SPECS.items() if spec.bridge is not None]
+
+
+def bridged(spec: Spec) -> Spec:
+    """That card with its bridge; a card that has NVLink anyway as it is. Raises ValueError for one that takes none."""
+    if spec.nvlink is not None:
+        return spec
+    bridge = spec.bridge
+    if bridge is None:
+        raise ValueError(f"{spec.name} takes no NVLink bridge; there are bridges for {', '.join(BRIDGES)}")
+    return replace(spec, nvlink=bridge, peer=Link(bridge.links * bridge.bandwidth, NVLINK_LATENCY), peer_access=True)
+
+
+def check(cards: Sequence[Spec]) -> None:
+    """Raises ValueError for a machine that no bridge can join: NVLink on two cards, and on no third."""
+    joined = any(card.nvlink is not None and card.nvlink.bridge for card in cards)
+    if joined and (len(cards) > 2 or cards[0] != cards[-1]):
+        raise ValueError("an NVLink bridge joins two equal cards: ask for 2 GPUs, or leave NVLink out of their name")
+
+
+# -- Which GPUs there are: looked up by the names that people write, from a file of one's own, or several for one machine.
+#
+# The table is in `cards`, what stands in it in `datasheet`, files in `files`.
+
 
 __all__ = [
     "FLOAT32",
@@ -25,14 +64,14 @@ __all__ = [
     "Link",
     "NVLink",
     "Spec",
-    "find",
-    "find_all",
+    "find_spec",
+    "find_specs",
     "parse_size",
     "table",
 ]
 
 
-def find(like: str | os.PathLike | Spec, memory: int | str | None = None) -> Spec:
+def find_spec(like: str | os.PathLike | Spec, memory: int | str | None = None) -> Spec:
     """The card of that name, with another memory size where one is given (bytes, or "16 GB").
 
     like: a name in the table, as `torch.cuda.get_device_name` prints it or as people write it ("A100", "a100-80gb",
@@ -45,13 +84,13 @@ def find(like: str | os.PathLike | Spec, memory: int | str | None = None) -> Spe
     if isinstance(like, Spec):
         spec = like
     elif isinstance(like, os.PathLike) or (isinstance(like, str) and files.is_path(like)):
-        spec = files.load(os.fspath(like), find)
+        spec = files.load(os.fspath(like), find_spec)
     else:
         spec = _named(like)
     return spec if memory is None else replace(spec, memory=parse_size(memory))
 
 
-def find_all(n: int | None, like: str | os.PathLike | Spec | Sequence, memory: int | str | None = None) -> list[Spec]:
+def find_specs(n: int | None, like: str | os.PathLike | Spec | Sequence, memory: int | str | None = None) -> list[Spec]:
     """The cards of a machine with `n` GPUs: `like` one for all, or one for each ("T4,V100", or a list of names and Specs).
 
     n: None for as many as `like` names. memory: the size of each. Raises ValueError, as `find`, and where the numbers differ.
@@ -73,9 +112,9 @@ def find_all(n: int | None, like: str | os.PathLike | Spec | Sequence, memory: i
         raise ValueError(
             f"like names {len(like)} cards ({names}) for {n} GPU{'s' * (n > 1)}: name one for all, or one for each"
         )
-    specs = [find(card, memory) for card in like]
+    specs = [find_spec(card, memory) for card in like]
     specs = specs * n if len(specs) == 1 else specs
-    bridges.check(specs)
+    check(specs)
     return specs
 
 
@@ -84,7 +123,7 @@ def _named(like) -> Spec:
     if spec is not None:
         return spec
     if isinstance(like, str) and re.search(r"nv-?link\s*$", like, re.IGNORECASE):
-        return bridges.bridged(_named(re.sub(r"\W*nv-?link\s*$", "", like, flags=re.IGNORECASE)))
+        return bridged(_named(re.sub(r"\W*nv-?link\s*$", "", like, flags=re.IGNORECASE)))
     names = [*SPECS, *(spec.name for spec in SPECS.values())]
     model, form, gigabytes = _parts(str(like))
     for key, spec in SPECS.items():
@@ -135,7 +174,7 @@ def table() -> str:
         rates = [tera(spec.rates.get(dtype)) for dtype in (FLOAT32, TF32, FLOAT16, FLOAT8)]
         sizes = [f"{size / 1e9:.0f}" for size in (spec.bandwidth, spec.peer.bandwidth, spec.host.bandwidth)]
         card = [key, f"{spec.memory / GIB:.1f}", "{}.{}".format(*spec.capability), str(spec.processors)]
-        rows.append([*card, *rates, *sizes, achieved.basis(spec), spec.name])
+        rows.append([*card, *rates, *sizes, cards.basis(spec), spec.name])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:  # words to the left, figures to the right
@@ -145,7 +184,7 @@ def table() -> str:
     foot = (
         "Rates in TFLOPS, as the maker prints them: dense, accumulated in float32. What kernels reach of them is that of the card in the\n"
         'column "measured as" (virtualgpu/hardware/data/achieved.toml has each figure and its source). GB/s of its memory, to another GPU (one way) and to the host.\n'
-        f"Without bridges; with NVLink behind the name two cards have theirs ({', '.join(bridges.BRIDGES)}).\n"
+        f"Without bridges; with NVLink behind the name two cards have theirs ({', '.join(BRIDGES)}).\n"
         "A card of your own: a .toml file (virtualgpu.hardware.files says its keys)."
     )
     return "\n".join([*lines, "", foot])

@@ -1,10 +1,45 @@
-"""What an allocator's memory is made of: blocks, the lists of free ones, and the sizes that PyTorch rounds to.
+"""What an allocator's memory is made of: blocks, the lists of free ones, their addresses, and the sizes that PyTorch rounds to."""
 
-Sizes and addresses are in bytes. Sources: c10/core/AllocatorConfig.h (the constants),
-c10/cuda/CUDACachingAllocator.cpp.
-"""
+from bisect import bisect_left, insort
+from typing import Protocol
 
-from bisect import bisect_left
+# -- What the allocator asks about time: blocks that a stream still uses are not free yet.
+
+
+class Timeline(Protocol):
+    """What the allocator asks about time, in seconds."""
+
+    def now(self) -> float:
+        """As the host sees it."""
+
+    def ready(self, stream: int) -> float:
+        """When the stream is done with all that is queued on it so far."""
+
+    def wait_until(self, moment: float) -> None:
+        """The host waits."""
+
+
+class Untimed:
+    """All is done at once."""
+
+    def now(self) -> float:
+        """Always 0."""
+        return 0.0
+
+    def ready(self, stream: int) -> float:
+        """Always 0: every stream is done."""
+        return 0.0
+
+    def wait_until(self, moment: float) -> None:
+        """Returns at once."""
+        pass
+
+
+# -- What an allocator's memory is made of: blocks, the lists of free ones, and the sizes that PyTorch rounds to.
+#
+# Sizes and addresses are in bytes. Sources: c10/core/AllocatorConfig.h (the constants),
+# c10/cuda/CUDACachingAllocator.cpp.
+
 
 MIN_BLOCK = 512  # kMinBlockSize
 SMALL = 1 << 20  # kSmallSize: the largest request that counts as small
@@ -129,3 +164,40 @@ def format_size(size: int) -> str:
         if size <= 1 << (power + 10):
             return f"{size / (1 << power):.2f} {unit}"
     return f"{size / (1 << 30):.2f} GiB"
+
+
+# -- Where segments lie: the addresses that cudaMalloc gives, by which the allocator chooses among free blocks of one size.
+#
+# A new range lies below all others; one that was given back is taken again from its lowest address on. So it is on a real
+# GPU, as far as blocks tell: sharding a fresh model of 12 blocks by FSDP2 leaves 91,563,008 bytes on rank 0 of 8 with new
+# segments of 20 MiB each below the last, and 97,068,032 with each above it (which is so in a process that gave segments
+# back before). Measured on an H100, PyTorch 2.11, driver 580, 2026-11-26.
+
+
+class Addresses:
+    """One GPU's, in bytes, each a multiple of 2 MiB."""
+
+    def __init__(self, device: int):
+        self.device = device
+        self.lowest = (device + 1 << DEVICE_BITS) + ROUND_LARGE
+        self.holes: list[tuple[int, int]] = []  # (first, end) of what was given back, no two of them side by side
+
+    def take(self, size: int) -> int:
+        """The first of `size` addresses."""
+        size = -(-size // ROUND_LARGE) * ROUND_LARGE
+        for index, (first, end) in enumerate(self.holes):
+            if end - first >= size:
+                self.holes[index : index + 1] = [(first + size, end)] if end - first > size else []
+                return first
+        self.lowest -= size
+        return self.lowest
+
+    def give_back(self, first: int, size: int) -> None:
+        """What `take` gave for so many."""
+        end = first - (-size // ROUND_LARGE) * ROUND_LARGE
+        index = bisect_left(self.holes, (first, end))
+        if index < len(self.holes) and self.holes[index][0] == end:
+            end = self.holes.pop(index)[1]
+        if index and self.holes[index - 1][1] == first:
+            first = self.holes.pop(index - 1)[0]
+        insort(self.holes, (first, end))

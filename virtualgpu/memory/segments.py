@@ -10,19 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from virtualgpu.memory.addresses import Addresses
-from virtualgpu.memory.blocks import (
-    Block,
-    FreeList,
-    Pool,
-    format_size,
-    segment_size,
-)
+from virtualgpu.memory.blocks import Addresses, Block, FreeList, Pool, Timeline, Untimed, format_size, segment_size
 from virtualgpu.memory.config import UNLIMITED, Config, from_environment
 from virtualgpu.memory.expandable import Expandable
 from virtualgpu.memory.ledger import PLAYED_PID
 from virtualgpu.memory.statistics import Statistics
-from virtualgpu.memory.untimed import Timeline, Untimed
 
 EXABYTE = 1 << 60
 

@@ -27,12 +27,12 @@ class _Process:
     def record(self) -> None:
         """For --trace."""
         if self.settings.trace:
-            from virtualgpu.run import left, traces
+            from virtualgpu.run import results
             from virtualgpu.session import blocks
 
             self.recording = blocks.recording()  # it ends where nobody holds it
             spans = self.recording.__enter__()
-            self.leaves["trace"] = lambda folder: spans.save(left.path(folder, traces.LEFT))
+            self.leaves["trace"] = lambda folder: spans.save(results.path(folder, results.LEFT))
 
     def watch(self, machine) -> None:
         """For --report: what lies on the GPUs at their peak; for fit: the optimizer's steps; else: what to say of an out of memory."""
@@ -52,9 +52,9 @@ class _Process:
 
                 self.leaves["steps"] = watch.Watch(machine, settings.steps, settings.explain, self.folder).leave
         elif not settings.report:
-            from virtualgpu.run import out_of_memory
+            from virtualgpu.run import peaks
 
-            out_of_memory.explain_uncaught(machine)
+            peaks.explain_uncaught(machine)
 
     def forked(self) -> None:
         """In a process forked by multiprocessing, which ends without atexit: its finalizers run instead."""
@@ -104,9 +104,9 @@ def _start() -> None:
 
     _compat.hide_real_gpus()
     if sys.platform == "linux":
-        from virtualgpu.run import spawned
+        from virtualgpu.run import processes
 
-        spawned.WarmPython().install()
+        processes.WarmPython().install()
     if settings.folder:
         _Process(settings, settings.folder)
     else:
@@ -118,11 +118,11 @@ def activate(settings: environment.Settings, ledger: Ledger | None = None):
     from virtualgpu import session
     from virtualgpu.hardware import specs
 
-    cards = [specs.find(card.like, card.memory) for card in settings.cards]
+    cards = [specs.find_spec(card.like, card.memory) for card in settings.cards]
     if settings.explain:
-        from virtualgpu.run.explain import changes
+        from virtualgpu.run.explain import applied
 
-        cards = changes.cards(settings.explain, cards)
+        cards = applied.cards(settings.explain, cards)
     machine = session.activate(
         cards,
         settings.dry,

@@ -1,16 +1,352 @@
-"""The command line of `python -m virtualgpu`."""
+"""The command line of `python -m virtualgpu`: its options, the cards that it asks for, and how it starts a program and waits for it."""
 
+import ast
 import contextlib
+import importlib.util
 import os
+import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
-from virtualgpu import environment
+from virtualgpu import environment, scratch
 from virtualgpu.distributed import rank_config
-from virtualgpu.hardware import bridges, networks, settings, specs
-from virtualgpu.run import cards, options, shortage
+from virtualgpu.environment import Card
+from virtualgpu.hardware import specs
+from virtualgpu.hardware.network import find_network
+from virtualgpu.hardware.settings import find_settings, nodes
+from virtualgpu.memory.ledger import entries
+from virtualgpu.run import report
+from virtualgpu.run.processes import end_marked
+
+# -- What the command lines of `python -m virtualgpu` and its `fit` share: options, as a usage text lists them, before a program.
+#
+# Not argparse: it would take `-m`, `-c` and what stands behind them for options of its own.
+
+
+def listed(usage: str) -> dict[str, bool]:
+    """The options that the text has a line of, and whether a value (in capitals) follows each; and --help."""
+    return {name: bool(value) for name, value in re.findall(r"^  (--[a-z-]+)(?: ([A-Z]))?", usage, re.M)} | {
+        "--help": False
+    }
+
+
+def split(arguments: Sequence[str], options: Mapping[str, bool], usage: str) -> tuple[dict[str, list], list[str]]:
+    """Each option that was given, with its values (True for one that takes none); and the program with its arguments.
+
+    options: as `listed` gives them. usage: what lists them for people. Raises ValueError.
+    """
+    values: dict[str, list] = {}
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "-m", "-c"):
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = "--help" if name == "-h" else name
+        if name not in options or (equals and not options[name]):
+            raise ValueError(f"there is no option {word!r} ({usage} lists them; options of the program come after it)")
+        if options[name] and not equals:
+            if not rest:
+                raise ValueError(f"{name} needs a value after it")
+            value = rest.pop(0)
+        values.setdefault(name, []).append(value if options[name] else True)
+    if rest in (["-m"], ["-c"]):
+        raise ValueError(f"{rest[0]} needs {'a module' if rest == ['-m'] else 'code'} after it")
+    return values, rest
+
+
+def whole_number(name: str, text: str) -> int:
+    """The value of the option `name`. Raises ValueError."""
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{name} {text!r}: give a whole number")
+    return int(text)
+
+
+def number_of_gpus(text: str) -> int:
+    """Raises ValueError."""
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= number <= environment.MAX_GPUS:
+        raise ValueError(f"{text!r} GPUs: ask for 1 to {environment.MAX_GPUS}")
+    return number
+
+
+# -- Options of the runner that stand behind the program, which gets them: named where the program cannot have meant them.
+#
+# A program may have an option of the same name (--gpus is Lightning's as well). So a word is held to be ours where the program ends as
+# one that does not know its arguments, and its own file does not have the word; or where that file cannot look at its arguments at all.
+
+
+# From the standard library, or installed, and known to read no arguments
+HARMLESS = {"torch", "torchvision", "numpy", "virtualgpu", "matplotlib", "tqdm"}
+READERS = {"argparse", "optparse", "getopt", "runpy", "importlib", "subprocess"}
+LAUNCHERS = "torchrun accelerate torch.distributed.run torch.distributed.launch accelerate.commands.launch".split()  # noqa: SIM905
+USAGE_ERROR = 2  # what argparse and click end with
+
+
+def at_start(program: tuple[str, ...], options: Collection[str]) -> str | None:
+    """A sentence, where the program is a script that reads no arguments; also behind torchrun and its kind."""
+    program = _script(program)
+    words, text = _words(program, options), _source(program)
+    return _sentence(words[0], program, "reads no arguments") if words and text and _reads_nothing(text) else None
+
+
+def at_end(program: tuple[str, ...], status: int, options: Collection[str]) -> str | None:
+    """A sentence, where the program ended because of its arguments, perhaps of this one."""
+    if status != USAGE_ERROR:
+        return None
+    text = _source(program) or ""
+    word = next((word for word in _words(program, options) if word not in text), None)
+    return None if word is None else _sentence(word, program, "got it")
+
+
+def _sentence(word: str, program: tuple[str, ...], what: str) -> str:
+    name = program[1] if program[0] == "-m" else program[0]
+    return f"{word} stands behind {name}, which {what}: options of `python -m virtualgpu` come before the program"
+
+
+def _script(program: tuple[str, ...]) -> tuple[str, ...]:
+    """The script and what is behind it, where a launcher starts it."""
+    name, behind = (program[1], program[2:]) if program[0] == "-m" else (program[0], program[1:])
+    if os.path.basename(name) not in LAUNCHERS:
+        return program
+    start = next((index for index, word in enumerate(behind) if word.endswith(".py") and os.path.isfile(word)), None)
+    return program if start is None else behind[start:]
+
+
+def _words(program: tuple[str, ...], options: Collection[str]) -> list[str]:
+    """Those behind the program that are called as our options."""
+    words = program[2:] if program[0] in ("-m", "-c") else program[1:]
+    words = words[: words.index("--")] if "--" in words else words
+    return [name for word in words if (name := word.partition("=")[0]) in options]
+
+
+def _source(program: tuple[str, ...]) -> str | None:
+    """A script's text; None for anything else, and for what cannot be read."""
+    try:
+        return Path(program[0]).read_text("utf-8") if program[0].endswith(".py") else None
+    except (OSError, ValueError):
+        return None
+
+
+def _reads_nothing(text: str) -> bool:
+    """Does it import only what reads no arguments, and never speak of argv?"""
+    if "argv" in text or "__import__" in text:
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imported += ["" if node.level else str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in imported} <= (HARMLESS | sys.stdlib_module_names) - READERS
+
+
+# -- The cards of `virtualgpu.hardware`, as the runner asks for them.
+
+
+DEFAULT = 2  # GPUs, as virtualgpu.gpus()
+
+
+def find_cards(gpus: int | None, like: str, memory: str | None) -> tuple[Card, ...]:
+    """`gpus` cards like `like`: a name, a file, or several with commas. Raises ValueError, in a sentence."""
+    if gpus is None and ("," not in like or os.path.exists(like)):
+        gpus = DEFAULT
+    names = [like] if os.path.exists(like) else [name.strip() for name in like.split(",")]
+    cards = specs.find_specs(gpus, like, memory)
+    names = [
+        os.path.abspath(name) if os.path.isfile(name) else name for name in names
+    ]  # the program may change the folder
+    names = names * len(cards) if len(names) == 1 else names
+    return tuple(Card(name, spec.name, spec.memory, spec.capability) for name, spec in zip(names, cards, strict=True))
+
+
+# -- Start a program on virtual GPUs, wait for it, and tell what it did.
+
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SITE = os.path.join(HERE, "site")
+SMI = os.path.join(HERE, "smi", "__main__.py")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
+MACHINE_CODE = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # Linux, Windows, macOS
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[str]:
+    """A place for what processes leave, and for their nvidia-smi; removed at the end."""
+    path = scratch.folder()
+    try:
+        if os.name == "posix":
+            tool = os.path.join(path, "bin", "nvidia-smi")
+            os.mkdir(os.path.dirname(tool))
+            script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(SMI)} "$@"\n'
+            with open(tool, "wb") as file:  # without site and environment: it starts in a tenth of the time
+                file.write(os.fsencode(script))  # paths may have any letters, in any locale
+            os.chmod(tool, 0o755)
+        yield path
+    finally:
+        scratch.remove(path)
+
+
+def variables(settings: environment.Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """What to set in a process's environment so that it, and whatever it starts, has these virtual GPUs."""
+    names = {environment.VARIABLE: settings.text(), "PYTHONPATH": first(SITE, environ.get("PYTHONPATH"))}
+    if settings.folder:
+        names["PATH"] = first(os.path.join(settings.folder, "bin"), environ.get("PATH", os.defpath))
+    return names
+
+
+def defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a program gets that says nothing else.
+
+    Threads that wait for others sleep: by default OpenMP's turn in circles meanwhile, for as long as a processor's whole share of time
+    where ranks, or a neighbour, want it as well (on two shared cores a small GPT took 12 to 15 times as long). Their number stays what it
+    is, so that no sum changes. Triton's kernels are interpreted, which needs NumPy (torch_api/triton.py): there is no driver to compile for.
+    """
+    names = {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
+    if importlib.util.find_spec("numpy") is not None:
+        names["TRITON_INTERPRET"] = "1"
+    return names
+
+
+def environment_of(settings: environment.Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program on these virtual GPUs."""
+    return {**defaults(environ), **environ, **variables(settings, environ)}
+
+
+def first(path: str, others: str | None) -> str:
+    """A list of folders, such as PATH, with this one before all others."""
+    return os.pathsep.join([path, *(part for part in (others or "").split(os.pathsep) if part and part != path)])
+
+
+def run(settings: environment.Settings, arguments: list[str], trace: str | None, quiet: bool) -> int:
+    """The program's exit status, as Popen gives it (negative: the signal that ended it); 1 for 0 where its trace could not be written.
+    `arguments`: what Python would get, or a command.
+
+    Raises ValueError where this Python was told to heed no environment, or no site: then virtual GPUs could not be there;
+    OSError where there is no room for its folder, or no process more.
+    """
+    if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
+        raise ValueError("Python's -I, -E and -S keep virtual GPUs out of the program: start it without them")
+    with folder() as path:
+        settings = settings._replace(folder=path)
+        environ = environment_of(settings, os.environ)
+        started = command(arguments, environ["PATH"])
+        if os.name == "posix":
+            from virtualgpu.run.processes import Supervisor
+
+            supervisor = Supervisor(path)
+            try:
+                status = supervisor.wait(subprocess.Popen(started, env=environ))
+            finally:
+                supervisor.dismiss()
+            if status < 0 or 128 < status <= 128 + signal.NSIG:  # of itself, or of what a shell ran: ranks may be left
+                end_marked(path)
+        else:  # Windows knows neither groups nor these signals
+            with subprocess.Popen(started, env=environ) as program:
+                status = _wait(program)
+        complete = _tell(settings, path, trace, quiet, sys.stderr)
+    return status or int(not complete)
+
+
+def command(arguments: list[str], search: str | None = None) -> list[str]:
+    """What to start. A script goes to this Python, and so does a command that is one (torchrun); any other command runs by itself.
+    search: the PATH on which it is found; this process's own unless given.
+
+    Raises ValueError for a word that is neither a file nor a command.
+    """
+    name, *rest = arguments
+    path = None if name.startswith("-") else _find(name, search)
+    if path is None or _is_python(path):
+        return [sys.executable, *interpreter_flags(sys.orig_argv), path or name, *rest]
+    return [path, *rest]
+
+
+def _find(name: str, search: str | None) -> str:
+    """A file or a folder with a program in it, as Python takes them; otherwise a command, of this Python's environment or on PATH."""
+    if os.path.exists(name) and (not os.path.isdir(name) or os.path.exists(os.path.join(name, "__main__.py"))):
+        return name
+    if os.path.basename(name) != name or name.endswith(".py"):
+        return name  # a path: Python says that there is nothing
+    beside = os.path.dirname(os.path.abspath(sys.executable))
+    path = shutil.which(name, path=beside) or shutil.which(name, path=search)
+    if path is None and not os.path.exists(name):
+        raise ValueError(f"{name!r} is neither a file here nor a command on PATH")
+    return path or name
+
+
+def _is_python(path: str) -> bool:
+    """Source code, or something else that Python takes, rather than a program that runs by itself."""
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):
+        return True
+    try:
+        with open(path, "rb") as file:
+            first, second = file.readline(256), file.readline(256)
+    except OSError:  # not ours to read: Python says it
+        return True
+    if first.startswith(b"#!/bin/sh") and second.startswith(b"'''exec' "):
+        return True  # pip's way to start a Python whose path has a space
+    if first.startswith(b"#!"):
+        return any(os.path.basename(word).startswith(b"python") for word in first[2:].split())
+    return not first.startswith(MACHINE_CODE)
+
+
+def interpreter_flags(command: list[str]) -> list[str]:
+    """What stood between `python` and `-m virtualgpu`: -u, -X dev, -W error and their kind are meant for the program."""
+    for index, word in enumerate(command[1:-1], 1):
+        if command[index + 1] == "virtualgpu" and re.fullmatch("-[a-zA-Z]*m", word):
+            return command[1:index] + ([word[:-1]] if word != "-m" else [])
+    return []
+
+
+def _wait(program: subprocess.Popen) -> int:
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return program.wait()
+
+
+def _tell(settings: environment.Settings, folder: str, trace: str | None, quiet: bool, out: TextIO | None) -> bool:
+    """False where the trace could not be written."""
+    processes, complete = entries(folder), True
+    lines = [] if quiet else report.table_lines(processes, settings)
+    if trace is not None:
+        from virtualgpu.run import results
+
+        sentence = results.merge(folder, processes, trace)
+        complete = not sentence.startswith(results.NOT_WRITTEN)
+        lines += [] if quiet and complete else [sentence]
+    if settings.report:
+        lines += report.collect(folder)
+    if out is not None and lines:
+        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            out.write("\n".join(lines) + "\n")
+            out.flush()
+    return complete
+
+
+# -- What a system says that has no process, thread or open file more to give, and the cure.
+
+
+MORE_FILES = "raise this process's limit, by `ulimit -n 1024` before it starts"
+CURES = {
+    # unexpected EOF: multiprocessing's, of a forkserver that ended at once
+    r"can't start new thread|Resource temporarily unavailable|unexpected EOF": "no process or thread more: raise this user's limit, "
+    "`ulimit -u`, start fewer, or free memory of this machine",
+    r"Too many open files": MORE_FILES,
+}
+
+
+def cure(words: str) -> str:
+    """To add to those words, in brackets; nothing where it is another error."""
+    return next((f" ({sentence})" for said, sentence in CURES.items() if re.search(said, words)), "")
+
+
+# -- The command line of `python -m virtualgpu`.
+
 
 USAGE = """\
 usage: python -m virtualgpu [options] SCRIPT [arguments]
@@ -46,7 +382,7 @@ Run a program as if this machine had GPUs. They are there before its first line,
   --quiet        no table at the end
   --cards        list the cards there are, and end
 """
-OPTIONS = options.listed(USAGE)
+OPTIONS = listed(USAGE)
 OF_EXPLAIN = ("json", "steps", "jobs", "limit")
 NUMBERS = ("world_size", "rank", "gpus_per_node", "steps", "jobs", "limit")
 
@@ -68,25 +404,23 @@ def main(arguments: list[str]) -> int:
         if not line.program:
             raise ValueError("name a program to run: a script, a command, or -m and a module (--help says more)")
         settings = _settings(line)
-        from virtualgpu.run import misplaced, program
-
         if line.explain:
             from virtualgpu.run.explain import cli as explain
 
             return explain.main(line.program, settings, line.real, line.steps, line.jobs, line.limit, bool(line.json))
         names = OPTIONS.keys() - {"--help"}
-        _say(misplaced.at_start(line.program, names))
-        status = program.run(settings, list(line.program), line.trace, bool(line.quiet))
-        _say(misplaced.at_end(line.program, status, names))
+        _say(at_start(line.program, names))
+        status = run(settings, list(line.program), line.trace, bool(line.quiet))
+        _say(at_end(line.program, status, names))
     except (ValueError, OSError) as error:
-        print(f"python -m virtualgpu: {error}{shortage.cure(str(error))}", file=sys.stderr)
+        print(f"python -m virtualgpu: {error}{cure(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before there was a program, or after its end
         status = -signal.SIGINT
     if status < 0:
-        from virtualgpu.run import supervisor
+        from virtualgpu.run.processes import end_as
 
-        return supervisor.end_as(status)
+        return end_as(status)
     return status
 
 
@@ -112,12 +446,12 @@ def _print(text: str) -> int:
 
 def parse(arguments: list[str]) -> SimpleNamespace:
     """Each option before the program by its name, None where it was not given; and `program`, what Python gets. Raises ValueError."""
-    given, program = options.split(arguments, OPTIONS, "--help")
+    given, program = split(arguments, OPTIONS, "--help")
     values: dict[str, Any] = {name[2:].replace("-", "_"): words[-1] for name, words in given.items()}
     for name in values.keys() & NUMBERS:
-        values[name] = options.whole_number(f"--{name.replace('_', '-')}", values[name])
+        values[name] = whole_number(f"--{name.replace('_', '-')}", values[name])
     if "gpus" in values:
-        values["gpus"] = options.number_of_gpus(values["gpus"])
+        values["gpus"] = number_of_gpus(values["gpus"])
     if "trace" in values:
         values["trace"] = _writable(values["trace"])
     if "quiet" in values and "report" in values:
@@ -146,14 +480,14 @@ def _check_explain(values: dict) -> None:
 def _settings(line: SimpleNamespace) -> environment.Settings:
     """What the program's processes are told. Raises ValueError, in a sentence."""
     alone, per_node = _alone(line), line.gpus_per_node
-    gpus = cards.find(1 if alone and not line.gpus else line.gpus, line.like, line.memory)
+    gpus = find_cards(1 if alone and not line.gpus else line.gpus, line.like, line.memory)
     if alone is not None:
-        bridges.check([specs.find(gpus[0].like)] * min(alone.world_size, alone.gpus_per_node))
+        specs.check([specs.find_spec(gpus[0].like)] * min(alone.world_size, alone.gpus_per_node))
         per_node = None
     elif per_node is not None:
-        _checked(f"--gpus-per-node {per_node}", settings.nodes, len(gpus), per_node)
-    network = None if line.network is None else _checked("--network", networks.find, line.network).name
-    timed = _checked("--clock, --host", lambda: settings.find(clock=line.clock, host=line.host))
+        _checked(f"--gpus-per-node {per_node}", nodes, len(gpus), per_node)
+    network = None if line.network is None else _checked("--network", find_network, line.network).name
+    timed = _checked("--clock, --host", lambda: find_settings(clock=line.clock, host=line.host))
     return environment.Settings(
         gpus,
         dry=bool(line.dry),

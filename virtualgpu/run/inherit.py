@@ -13,7 +13,7 @@ from dataclasses import replace
 from virtualgpu import environment, scratch
 from virtualgpu.environment import Card, Settings
 from virtualgpu.memory.ledger import Ledger
-from virtualgpu.run import program, traces
+from virtualgpu.run import cli, results
 
 
 def export_state(dry: bool) -> bytes | None:
@@ -43,13 +43,13 @@ def variables() -> dict[str, str]:
     Raises ValueError for a card that is in no table: a program looks its cards up by name.
     """
     from virtualgpu import session
-    from virtualgpu.hardware import specs
+    from virtualgpu.hardware.specs import find_spec
 
     machine = _machine()
     if machine is None or session.of_the_runner():
         return {}
     for spec in machine.specs:
-        if specs.find(spec.name, spec.memory) != spec:
+        if find_spec(spec.name, spec.memory) != spec:
             raise ValueError(f"{spec.name} is a card of your own, which other programs cannot look up by its name")
     _open_ledger(machine)
     cards = tuple(Card(spec.name, spec.name, spec.memory, tuple(spec.capability)) for spec in machine.specs)
@@ -62,7 +62,7 @@ def variables() -> dict[str, str]:
         timers=session.timers_of_others(),
         **settings,
     )
-    return program.variables(settings, dict(os.environ))
+    return cli.variables(settings, dict(os.environ))
 
 
 def import_state(offered: bytes | None) -> None:
@@ -98,7 +98,7 @@ def export_trace(offered: bytes | None) -> bytes | None:
     machine.clock.wait()
     settings = environment.settings()
     if settings is not None and settings.trace:  # under the runner
-        traces.nothing(settings.folder or "")
+        results.nothing(settings.folder or "")
     return pickle.dumps((machine.clock.latest(), machine.clock.spans))
 
 

@@ -1,11 +1,13 @@
-"""What lies on each GPU when its memory stands highest, kept while the program runs: `python -m virtualgpu --report`.
+"""What lies on each GPU when its memory stands highest, or when it has run out: `python -m virtualgpu --report`.
 
 A listener on each allocator keeps the blocks that live, and what has changed since the peak; the blocks at the peak follow from
 both. A block made in a forward pass is an activation, in a backward pass a gradient, in an optimizer's step its state; what turns
 out to belong to a module is a parameter, and what is a parameter's `.grad` a gradient. What cuBLAS works in is a kind of its own.
 """
 
+import gc
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -14,9 +16,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from virtualgpu.engine.allocation import ALLOCATION, storage_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.run.report import Frame, LiveBlock, Peak, own_frames
+from virtualgpu.engine.storage import ALLOCATION, storage_of
+from virtualgpu.run.report import Frame, LiveBlock, Peak, kinds_and_verdict, own_frames
 
 DEPTH = 40  # frames looked through for the reader's line
 
@@ -132,3 +134,40 @@ def _frame() -> Frame | None:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return next(iter(own_frames(frames)), None)
+
+
+# -- An uncaught OutOfMemoryError under the runner ends with what lay on that GPU, by kind, and how much would have had to go.
+#
+# Nothing is watched before: at the error the program's frames still hold its tensors, and modules and optimizers say what is theirs.
+
+
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+REST = "activations"  # and whatever else neither module nor optimizer knows
+
+
+def explain_uncaught(machine: Machine) -> None:
+    """From now on, behind the traceback that Python prints."""
+    before = sys.excepthook
+
+    def hook(kind, error, trace) -> None:
+        before(kind, error, trace)
+        size = re.search(r"Tried to allocate ([\d.]+) (\w+)\. GPU (\d+) ", str(error))
+        if issubclass(kind, torch.OutOfMemoryError) and size and size[2] in UNITS and sys.stderr is not None:
+            gpu = machine.gpus[int(size[3])]
+            lines = kinds_and_verdict(peak(gpu, int(float(size[1]) * UNITS[size[2]])))
+            print(*lines, "  by the line that made them: python -m virtualgpu --report", sep="\n", file=sys.stderr)
+
+    sys.excepthook = hook
+
+
+def peak(gpu: GPU, asked: int) -> Peak:
+    """What lies on it now: a block a kind. asked: bytes that could not be had."""
+    seen, sizes = set(), dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    owners = [owner for owner in gc.get_objects() if issubclass(type(owner), (torch.nn.Module, torch.optim.Optimizer))]
+    for kind, tensor in itertools.chain.from_iterable(map(owned_by, owners)):
+        own, block = place_of(tensor)
+        if own is gpu and block is not None and block.address not in seen:
+            seen.add(block.address)
+            sizes[kind] += block.size
+    sizes[REST] = gpu.settled().allocated - sum(sizes.values())
+    return Peak.of(gpu, (LiveBlock(size, kind) for kind, size in sizes.items() if size > 0), asked)

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from virtualgpu.environment import MAX_GPUS, names_of_pytorch, visible_gpus
 from virtualgpu.hardware import settings as hardware_settings
 from virtualgpu.hardware import specs
-from virtualgpu.hardware.networks import Network
+from virtualgpu.hardware.network import Network
 from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
 
 with names_of_pytorch():
     from virtualgpu import _compat
-    from virtualgpu.engine.machine import Machine
-    from virtualgpu.engine.thread_context import dry_runs
+    from virtualgpu.engine.machine import Machine, dry_runs
     from virtualgpu.session.devices import Devices, real_ones, virtual_ones
     from virtualgpu.session.installed import Session
 
@@ -154,8 +153,8 @@ def gpus(
     """
     global _played
     check_number("gpus", n)
-    cards = tuple(specs.find_all(n, like, memory))
-    settings = hardware_settings.find(n, gpus_per_node, network, clock, host)
+    cards = tuple(specs.find_specs(n, like, memory))
+    settings = hardware_settings.find_settings(n, gpus_per_node, network, clock, host)
     kind = _wanted_kind()
     if _session is not None and not _session.impersonates_real:
         new = (_session.cards, _session.settings) != (cards, settings)
@@ -203,7 +202,7 @@ def activate(
         timers(stopwatches)
 
     choose = functools.partial(visible_gpus, len(cards), gpus_per_node=gpus_per_node)
-    settings = hardware_settings.find(len(cards), gpus_per_node, network, clock, host)
+    settings = hardware_settings.find_settings(len(cards), gpus_per_node, network, clock, host)
     machine = turn_on(cards, choose(), impersonates_real=True, settings=settings).machine
     machine.be_dry(dry)
     machine.choose_by(choose)

@@ -10,10 +10,10 @@ import torch
 
 from virtualgpu import session
 from virtualgpu.distributed import rank_config
-from virtualgpu.engine.thread_context import dry_runs
-from virtualgpu.hardware import bridges, networks, specs
+from virtualgpu.engine.machine import dry_runs
 from virtualgpu.hardware import settings as hardware_settings
-from virtualgpu.hardware.networks import Network
+from virtualgpu.hardware import specs
+from virtualgpu.hardware.network import Network, find_network
 from virtualgpu.hardware.specs import parse_size
 from virtualgpu.session import check_number, current, reset, turn_on
 from virtualgpu.timing.trace import Recording
@@ -50,17 +50,17 @@ def dry_run(
     if n is not None:
         check_number("dry_run", n)
     where = None if world_size is None else rank_config.make(world_size, rank, gpus_per_node)
-    joined = None if network is None else networks.find(network)
-    settings = hardware_settings.find(clock=clock, host=host)
+    joined = None if network is None else find_network(network)
+    settings = hardware_settings.find_settings(clock=clock, host=host)
     machine = current()
     own, cards = machine is None, ()
     if own:
         n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
-        cards = tuple(specs.find_all(n, like, memory))
+        cards = tuple(specs.find_specs(n, like, memory))
     elif (n, like, memory) == (None, None, None):
         cards = tuple(machine.specs)
     else:
-        cards = tuple(specs.find_all(n or len(machine.specs), like or machine.specs[0], memory))
+        cards = tuple(specs.find_specs(n or len(machine.specs), like or machine.specs[0], memory))
     if not own and _others_than(machine, cards, settings if (clock, host) != (None, None) else None):
         if _borrowed.blocks:
             there = ", ".join(card.name for card in machine.specs)
@@ -71,7 +71,7 @@ def dry_run(
             yield
         return
     if where is not None:
-        bridges.check([cards[0]] * min(world_size, gpus_per_node))
+        specs.check([cards[0]] * min(world_size, gpus_per_node))
     with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
         try:
             yield

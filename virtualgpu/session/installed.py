@@ -5,21 +5,20 @@ from collections.abc import Sequence
 
 from virtualgpu import _compat
 from virtualgpu.engine import lacking
-from virtualgpu.engine.allocation import holders
 from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.storage import holders
 from virtualgpu.hardware.settings import MachineSettings
 from virtualgpu.hardware.specs import Spec
-from virtualgpu.sanitizer import switch
-from virtualgpu.torch_api import threads
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.sanitizer import hooks
+from virtualgpu.torch_api import processes
+from virtualgpu.torch_api.patches import Patches
 
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 PATCH_MODULES = """
-    torch_api.memory torch_api.random torch_api.beside_real torch_api.streams torch_api.blas torch_api.cuda torch_api.tensor torch_api.constructors
-    torch_api.functions torch_api.fft torch_api.recurrent torch_api.optimizers torch_api.devices torch_api.storage torch_api.saving torch_api.modules torch_api.sending torch_api.legacy
-    torch_api.data_parallel torch_api.python_time distributed.patches torch_api.autocast torch_api.compiler torch_api.profiler
-    torch_api.triton torch_api.threads torch_api.loader torch_api.monitor torch_api.nvml torch_api.surface"""
+    torch_api.memory torch_api.random torch_api.beside_real torch_api.streams torch_api.cuda torch_api.tensor torch_api.construct
+    torch_api.fft torch_api.recurrent torch_api.storage torch_api.files torch_api.processes torch_api.data_parallel torch_api.host_time
+    distributed.process_group torch_api.autocast torch_api.hooks torch_api.triton torch_api.utilization torch_api.nvml torch_api.surface"""
 MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
 
 
@@ -61,14 +60,14 @@ class Session:
         self.enter()
         if holders.of_cpp is None:
             holders.learn()
-        threads.tell_main_thread(self.meet)
+        processes.tell_main_thread(self.meet)
 
     def look_for_races(self, on: bool) -> None:
         """From now on, or no longer."""
         self.sanitizer.restore()
         self.sanitize = on
         if on:
-            switch.install(self.machine, self.sanitizer)
+            hooks.install_switch(self.machine, self.sanitizer)
 
     def enter(self) -> None:
         """This thread sees the virtual GPUs from now on. Modes of others that are on may end before ours."""
@@ -90,7 +89,7 @@ class Session:
         """Each function of PyTorch back in its place. Threads that still have the mode are not disturbed: it lets all pass."""
         self.machine.close()
         _leave()
-        threads.tell_main_thread(_leave)
+        processes.tell_main_thread(_leave)
         _compat.lift_only_cpu_tensors(self.lifted)
         self.sanitizer.restore()
         self.patches.restore()

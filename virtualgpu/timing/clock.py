@@ -5,21 +5,20 @@ wait. A stream runs its work in order. The kernels of all streams of one GPU tak
 direction (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). A copy between two GPUs is ordered after the current
 streams of both (`aten/src/ATen/native/cuda/Copy.cu`: "we fully synchronize on both src and dst's current streams").
 
-Each thread of Python has its own time as a host (streams.py). Work on CPU tensors takes no time here unless it is measured (torch_api/own_work.py).
+Each thread of Python has its own time as a host (streams.py). Work on CPU tensors takes no time here unless it is measured (torch_api/host_time.py).
 All times are in seconds since the GPUs were made.
 """
 
 import sys
 from collections.abc import Callable, Iterable
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from virtualgpu.errors import device_assert
-from virtualgpu.hardware.hosts import DEFAULT as DEFAULT_HOST
-from virtualgpu.hardware.hosts import HOSTS, Host
-from virtualgpu.timing.collectives import Collectives
-from virtualgpu.timing.host import LAUNCH, HostTime
-from virtualgpu.timing.host_weights import AVERAGE, Weight
+from virtualgpu.hardware.settings import DEFAULT as DEFAULT_HOST
+from virtualgpu.hardware.settings import HOSTS, Host
+from virtualgpu.timing.host import AVERAGE, LAUNCH, UNRECORDED, HostTime, Weight
+from virtualgpu.timing.nccl import Collectives
 from virtualgpu.timing.streams import DEFAULT, Engine, HostThread, Queue, Span, graph_task
 
 __all__ = ["DEFAULT", "LAUNCH", "Clock", "Queue", "Span"]
@@ -120,7 +119,9 @@ class Clock(HostTime):
             cost = self._cost_in_backward(local, weight) if self._in_backward(local) else self._cost(weight)
             now = self._passed(local, gpu, more + cost)
         elif threads is None:
-            cost = self._cost(weight) if local.kind == "forward" else costs.optimizer
+            cost = costs.optimizer
+            if local.kind == "forward":
+                cost = costs.forward * weight.forward * (1.0 if is_grad_enabled() else UNRECORDED)  # as `_cost`
             now = local.now + more + cost
             if local.replicas > 1 or local.contends or self.lock is not None:
                 now = self._turn(local, now)

@@ -28,8 +28,11 @@ def formula(func) -> Callable | None:
 def moved(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that these tensors take to read or write once; an expanded one is no larger than its storage."""
     try:
-        sizes = [(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors]
-        return sum([nbytes if nbytes < held else held for nbytes, held in sizes])
+        total = 0
+        for tensor in tensors:
+            nbytes, held = tensor.nbytes, tensor.untyped_storage().nbytes()
+            total += nbytes if nbytes < held else held
+        return total
     except (NotImplementedError, RuntimeError):  # a sparse tensor: its parts, each
         return moved([part for tensor in tensors for part in parts(tensor) or [tensor]])
 
@@ -59,8 +62,14 @@ def rate(func, tensors: Iterable[torch.Tensor]) -> str:
     dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), None) or next(of_parts, torch.float32)
     if dtype != torch.float32:
         return KEYS.get(dtype, FLOAT32)
-    allowed = _compat.in_tf32("conv" if func in CONVOLUTIONS else "rnn" if func in RECURRENT else "matmul")
-    return TF32 if allowed else FLOAT32  # a card that has no such rate falls back to that of float32
+    return (
+        TF32 if _compat.in_tf32(tf32_switch(func)) else FLOAT32
+    )  # a card that has no such rate falls back to that of float32
+
+
+def tf32_switch(func) -> str:
+    """Which of PyTorch's settings decides whether this operation may round float32 to TF32."""
+    return "conv" if func in CONVOLUTIONS else "rnn" if func in RECURRENT else "matmul"
 
 
 def seconds(kernels: Kernels, name: str, args, tensors, flops: float, moved: float, key, share: float = 1.0) -> float:

@@ -1,30 +1,33 @@
-"""How long a collective of NCCL lasts: PyTorch's own analytic model (torch/_inductor/comm_analysis.py), for any card of the table.
-
-NCCL knows two algorithms and three protocols, estimates each, and takes the fastest (src/graph/tuning.cc). Written again because importing
-PyTorch's takes two seconds a process, older versions have another one, and it knows four models of GPU; a test compares both. What it has no
-formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root. Where we depart from it:
-
-- It takes 24 GB/s for all that is no NVLink. NCCL goes through the host's memory unless a switch or NCCL_P2P_LEVEL lets cards reach each other
-  (`Fabric.of`); what was measured there is in hardware.links.
-- It has all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120).
-- It has an all_to_all pass a ring twice. Here each GPU sends the others their parts once: so counted two RTX 2080 Ti reach 4.6 GB/s, for 4.0 in
-  an all_reduce, and four RTX 4090 18 in both (NVIDIA/nccl#1603).
-- Broadcast and reduce of a pair through the host's memory go one way, at what PCI Express carries: 11.1 GB/s on the 2080 Ti, whose ring has
-  4.0 (10 and 3.9 in NVIDIA/nccl#384; but on a slow host 0.96 and 0.89). No table of single messages was found: they have the ring's.
-
-It knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on eight A100 and
-H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB; through the host's memory, given
-a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on for 2 and 4 GPUs.
-
-Bandwidths in GB/s and latencies in us, as in hardware/data/nccl.toml; `seconds` takes bytes and returns seconds.
-"""
+"""How long NCCL's collectives last (PyTorch's analytic model), and what they take of a GPU beside other kernels."""
 
 import functools
 import itertools
 import math
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from virtualgpu.hardware.fabric import TABLE, VOLTA, Fabric
+from virtualgpu.hardware.network import TABLE, VOLTA, Fabric
+from virtualgpu.timing.streams import Engine, Queue, Span
+
+# -- How long a collective of NCCL lasts: PyTorch's own analytic model (torch/_inductor/comm_analysis.py), for any card of the table.
+#
+# NCCL knows two algorithms and three protocols, estimates each, and takes the fastest (src/graph/tuning.cc). Written again because importing
+# PyTorch's takes two seconds a process, older versions have another one, and it knows four models of GPU; a test compares both. What it has no
+# formula for (broadcast, reduce, gather, scatter) follows tuning.cc, or counts the bytes that leave the root. Where we depart from it:
+#
+# - It takes 24 GB/s for all that is no NVLink. NCCL goes through the host's memory unless a switch or NCCL_P2P_LEVEL lets cards reach each other
+#   (`Fabric.of`); what was measured there is in hardware.links.
+# - It has all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120).
+# - It has an all_to_all pass a ring twice. Here each GPU sends the others their parts once: so counted two RTX 2080 Ti reach 4.6 GB/s, for 4.0 in
+#   an all_reduce, and four RTX 4090 18 in both (NVIDIA/nccl#1603).
+# - Broadcast and reduce of a pair through the host's memory go one way, at what PCI Express carries: 11.1 GB/s on the 2080 Ti, whose ring has
+#   4.0 (10 and 3.9 in NVIDIA/nccl#384; but on a slow host 0.96 and 0.89). No table of single messages was found: they have the ring's.
+#
+# It knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on eight A100 and
+# H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB; through the host's memory, given
+# a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on for 2 and 4 GPUs.
+#
+# Bandwidths in GB/s and latencies in us, as in hardware/data/nccl.toml; `seconds` takes bytes and returns seconds.
 
 TREE, RING = "tree", "ring"
 LL, LL128, SIMPLE = "LL", "LL128", "simple"
@@ -112,3 +115,150 @@ def _latency(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str, 
         return base + 2 * ((ranks // nodes - 1) * inside + int(math.log2(nodes)) * between)
     crossing = 0 if nodes == 1 else (2 if kind == "all_reduce" else 1) * (nodes - 1)
     return base + (steps - crossing) * inside + crossing * between
+
+
+# -- Collectives on one process's clock: when its streams come to one, who waits for it, and what NCCL's kernels take of a GPU.
+#
+# When the other ranks come, and how long it lasts, is `virtualgpu.distributed`'s to say.
+#
+# A kernel of NCCL is there from the moment at which its rank has come to it, also while it waits for the last rank (it polls), so that
+# nvidia-smi counts all of it as busy. It holds a multiprocessor for each of its blocks, and the kernels beside it have the rest. When it ends is
+# known only after other ranks have come, and by then the kernels beside it are queued. So they stay where they are, and what they lose is made up
+# for in one piece: a delay of the stream that next waits for a collective, comes to one, or is waited for by the host (`charge`). A collective
+# that was launched behind slowed kernels is that much later itself (`lateness`).
+
+
+COMMUNICATION = 1 << 16  # ids from here on are streams of communicators, of which torch.cuda knows nothing
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """One kernel of NCCL. share: of the GPU's processors that it holds. charged: of the delay that it makes, so far."""
+
+    start: float
+    end: float
+    share: float
+    charged: float = 0.0
+
+    def shared(self, kernels: Engine, until: float = float("inf")) -> float:
+        """For how long kernels run beside it, slowed as they are."""
+        end = max(self.start, min(self.end, until))
+        return min(end - self.start, kernels.overlap(self.start, end) / (1 - self.share))
+
+    def delay(self, kernels: Engine, until: float = float("inf")) -> float:
+        """What kernels lose beside it."""
+        return self.share * self.shared(kernels, until) if self.share else 0.0
+
+
+class Beside:
+    """Of one GPU. kernels: when its kernels ran. Moments in seconds."""
+
+    def __init__(self, kernels: Engine):
+        self.kernels = kernels
+        self._covered = Engine()  # by kernels of NCCL
+        self._open: list[_Stretch] = []  # parts of it, beside which kernels may still be queued
+        self._alone = 0.0  # in the other parts, for how long nothing else ran
+        self._slowing: list[_Stretch] = []
+        self._past = 0.0  # delays of those that are over
+        self.charged = 0.0  # delays so far
+
+    def add(self, came: float, end: float, share: float) -> None:
+        """A kernel of NCCL is there then."""
+        for part in [part for part in self._open if part.end <= came]:  # kernels begin no earlier than this from now on
+            self._alone += part.end - part.start - part.shared(self.kernels)
+            self._open.remove(part)
+        self._open += [_Stretch(*part, share) for part in self._covered.cover(came, end)]
+        for one in [one for one in self._slowing if one.end <= came]:
+            if one.delay(self.kernels) <= one.charged:
+                self._past += one.charged
+                self._slowing.remove(one)
+        if share:
+            self._slowing.append(_Stretch(came, end, share))
+
+    def alone(self) -> float:
+        """For how long kernels of NCCL ran and no others, as far as is known."""
+        return self._alone + sum(part.end - part.start - part.shared(self.kernels) for part in self._open)
+
+    def charge(self) -> float:
+        """What the kernels queued so far lose, and have not been charged yet."""
+        more = 0.0
+        for one in self._slowing:
+            delay = max(one.charged, one.delay(self.kernels))
+            more, one.charged = more + delay - one.charged, delay
+        self.charged += more
+        return more
+
+    def lateness(self, issued: float, charged: float) -> float:
+        """Of a kernel of NCCL that was put behind kernels at `issued`, when so much had been charged."""
+        return max(0.0, self._past + sum(one.delay(self.kernels, issued) for one in self._slowing) - charged)
+
+
+class Collectives:
+    """Those of one clock, whose GPUs have a stream for each communicator beside their own."""
+
+    def __init__(self, clock):
+        self.clock, self.settle = clock, lambda: None
+        self.reset(0)
+
+    def reset(self, gpus: int) -> None:
+        """As new, with so many GPUs."""
+        self.streams: list[list[Queue]] = [[] for _ in range(gpus)]
+        self.beside = [Beside(self.clock.compute[gpu]) for gpu in range(gpus)]
+
+    def settle_by(self, settle: Callable[[], None]) -> None:
+        """`settle` makes the ends of all collectives known, for a host that waits for everything."""
+        self.settle = settle
+
+    def come_to(self, gpu: int) -> tuple[float, Queue]:
+        """The host launches a collective: the moment at which its stream has come to it, and that stream."""
+        self.clock.set(watched=True)
+        self.charge(gpu)
+        now, queue = self.clock.launched(gpu), self.clock.current(gpu)
+        return max(now, queue.ready), queue
+
+    def new_stream(self, gpu: int) -> Queue:
+        """A stream for a communicator, which runs beside the kernels."""
+        queue = Queue(gpu, COMMUNICATION + len(self.streams[gpu]))
+        self.streams[gpu].append(queue)
+        return queue
+
+    def run(self, queue: Queue, came: float, start: float, end: float, name: str, share: float = 0.0) -> None:
+        """A collective runs then, on that stream. came: this rank, which waits for the others until `start`. share: of the GPU's
+        processors, which kernels beside it do without.
+        """
+        queue.wait_until(end)
+        self.beside[queue.gpu].add(came, end, share)
+        if self.clock.spans is not None:
+            if start > came:
+                self.clock.spans.append(Span(queue.gpu, came, start, "waiting", f"{name} (waiting)", queue.id))
+            self.clock.spans.append(Span(queue.gpu, start, end, "communication", name, queue.id))
+
+    def together(self, gpus: Sequence[int], seconds: float, name: str, share: float) -> None:
+        """One of a single process, which launches a kernel on the current stream of each of these GPUs: these begin when all have come."""
+        clock, local, came = self.clock, self.clock.local, []
+        clock.set(watched=True)
+        now = max(clock.launched(gpu) for gpu in gpus)
+        for gpu in gpus:
+            self.charge(gpu)
+            if local.backward is not None:  # its thread comes to its next work only now
+                local.backward[gpu] = max(local.backward[gpu], now)
+            came.append(max(now, clock.current(gpu).ready))
+        start = max(came)
+        for gpu, moment in zip(gpus, came, strict=True):
+            self.run(clock.current(gpu), moment, start, start + seconds, name, share)
+
+    def charge(self, gpu: int) -> None:
+        """The current stream is as much later as kernels have lost beside collectives whose end is known."""
+        delay = self.beside[gpu].charge()
+        if delay:
+            self.clock.delay(gpu, delay)
+
+    def wait(self, gpu: int, end: float) -> None:
+        """The current stream waits for a moment; the host goes on."""
+        self.charge(gpu)
+        self.clock.current(gpu).wait_until(end)
+
+    def over(self, end: float) -> bool:
+        """Has the host's time passed that moment? Asking takes a moment of it."""
+        self.clock.pass_time()
+        return end <= self.clock.host

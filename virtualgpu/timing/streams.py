@@ -79,8 +79,11 @@ class Engine:
 
     def extend(self, start: float, end: float) -> None:
         """It was busy then, after all that it is known to have done."""
-        if not self.ends or start >= self.ends[-1]:
-            self._insert(len(self.ends), start, end)
+        ends = self.ends
+        if ends and start == ends[-1]:
+            ends[-1] = end
+        elif not ends or start > ends[-1]:
+            self._insert(len(ends), start, end)
 
     def cover(self, start: float, end: float) -> list[tuple[float, float]]:
         """It was busy then, in part perhaps as is known already: the parts that are new."""

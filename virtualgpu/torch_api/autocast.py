@@ -1,17 +1,4 @@
-"""torch.autocast("cuda") on virtual GPUs: CUDA's own rules, at a dispatch key of PyTorch's that is free.
-
-Autocast works below Python, by dispatch keys that a tensor's real device brings along: AutocastCPU has other lists, meta has none,
-and CUDA's kernels for AutocastCUDA ask C++ whether the tensor is CUDA's. A key that a thread includes is met by tensors of every
-device, though, also inside operations made of others. So while autocast is on, the thread includes AutocastPrivateUse1, where
-each operation of CUDA's lists gets a kernel from here that casts what lies on a virtual GPU, and hands on to the keys below: a cast
-is an operation of its own, with a gradient, memory and time. All other operations fall through at no cost.
-
-PyTorch's own flags stay the truth (is_autocast_enabled, dtype, cache, nesting; one of each in every thread), and its Python code
-runs unchanged: only the functions of C++ that set the flag, or clear the cache, are followed by ours. autocast("cpu") is PyTorch's
-for what is on the CPU; tensors on virtual GPUs really are the CPU's, so here they pass by its kernels.
-
-What is registered with PyTorch stays so when virtual GPUs go, and does nothing.
-"""
+"""torch.autocast("cuda"): CUDA's lists and rules, their casts and the casts' cache, at a dispatch key of PyTorch's that is free."""
 
 import contextlib
 import functools
@@ -23,8 +10,291 @@ import torch
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine.machine import Machine, gpu_of
-from virtualgpu.torch_api.autocast_rules import Rule, cache, forget, operation, registered, rules, tensors_of
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.engine.rnn import on_cudnn
+from virtualgpu.torch_api.patches import Patches
+
+# -- Which operation autocast("cuda") casts to what: the names of CUDA's lists, as ATen has them ("pow.Tensor_Scalar").
+#
+# Source: torch/include/ATen/autocast_mode.h and what PyTorch registers for the dispatch key AutocastCUDA, versions 2.11 to 2.15;
+# each list is the union over these versions (named dimensions went after 2.11, rms_norm and linalg_matrix_sqrth came later).
+# What the installed PyTorch does not register for AutocastCUDA is left out where the lists are used; a test compares them with it.
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Each floating-point tensor (not float64) becomes the dtype of autocast
+LOWER_PRECISION_FP = _names(
+    """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
+    chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution cudnn_convolution_transpose
+    """
+)
+
+# Each floating-point tensor (not float64) becomes float32
+FP32 = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa linalg_matrix_sqrth
+    """
+)
+
+# Tensors stay; the result becomes float32 by the argument dtype, unless the caller gave one
+FP32_SET_OPT_DTYPE = _names(
+    """
+    prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod
+    cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
+    sum.dim_IntList sum.dim_DimnameList
+    """
+)
+
+# Likewise, by the overload that has a dtype
+FP32_APPEND_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
+}
+
+# All tensors become float32 if one of them is
+PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+
+# Refused: what sigmoid gives in float16 is too coarse for the logarithm of this loss
+BANNED = ("binary_cross_entropy",)
+
+# cuDNN's recurrent layers have a rule of their own (aten/src/ATen/cudnn/AutocastRNN.cpp): float16, whatever the dtype of
+# autocast. TorchScript calls these operations, which would have called _cudnn_rnn.
+CUDNN_RNN = ("_cudnn_rnn",)
+RNN = tuple(f"{name}.{kind}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for kind in ("input", "data"))
+
+# The CPU's kernel that runs in place of CUDA's flash attention, where something calls it without the public function
+FLASH_ON_CPU = ("_scaled_dot_product_flash_attention_for_cpu",)
+
+
+# -- What CUDA's autocast does to the arguments of each operation, on tensors of virtual GPUs: the casts, their cache, the rules.
+#
+# A rule takes an operation's (args, kwargs), as the dispatcher hands them to a kernel in Python, and returns them cast. The lists that
+# say which operation has which rule are in autocast_lists.py. Source: aten/src/ATen/autocast_mode.h and .cpp, and cudnn/AutocastRNN.cpp.
+
+
+Rule = Callable[[tuple, dict], tuple[tuple, dict]]
+
+# What autocast takes for a floating-point tensor; float64 it leaves alone
+CASTABLE = {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and kind.is_floating_point}
+CASTABLE.remove(torch.float64)
+
+# The weight cache, shared by all threads as PyTorch's is: {identity of the weight: its cast}
+cache = SimpleNamespace(casts={})
+_rules_lock = threading.RLock()
+
+
+def forget() -> None:
+    """Empty the weight cache, for all threads."""
+    with _rules_lock:
+        cache.casts.clear()
+
+
+# -- casts
+
+
+def tensors_of(args, kwargs) -> list[torch.Tensor]:
+    """The tensors among the arguments, and in lists and tuples among them."""
+    values = []
+    for value in (*args, *kwargs.values()):
+        values.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _eligible(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE and gpu_of(value) is not None
+
+
+def _cast(value, dtype: torch.dtype, cached: bool = True):
+    """An argument in which each tensor of a virtual GPU is cast."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not _eligible(value):
+            return value
+        weight = cached and value.dtype is torch.float32 and value.requires_grad and value.is_leaf
+        if weight and dtype is torch.get_autocast_dtype("cuda") and not _compat.is_view(value):
+            return _cast_once(value, dtype)
+        return _copy(value, dtype)
+    if isinstance(value, (list, tuple)):
+        return [_cast(item, dtype, cached) for item in value]
+    return value
+
+
+def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The cast of a parameter: made once, kept until the outermost autocast ends. Gradients flow through it even where it was first
+    made in no_grad(), as in PyTorch since 2.11; what inference_mode() makes could not be used elsewhere, and is not kept."""
+    if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
+        return _copy(weight, dtype)
+    with _rules_lock:
+        known = cache.casts.get(_compat.address(weight))
+        if known is None:
+            with torch.enable_grad():  # so its graph keeps the weight, and no other tensor gets that identity meanwhile
+                known = cache.casts[_compat.address(weight)] = _copy(weight, dtype)
+    return known
+
+
+def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+    with _compat.without_function_subclasses():  # autocast is below what a subclass sees as functions
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+
+
+def _cast_all(args, kwargs, dtype: torch.dtype, cached: bool = True) -> tuple[tuple, dict]:
+    kwargs = {name: _cast(value, dtype, cached) for name, value in kwargs.items()} if kwargs else kwargs
+    return tuple([_cast(value, dtype, cached) for value in args]), kwargs
+
+
+# -- rules, each made for one operation
+
+
+def _lower(op) -> Rule:
+    return lambda args, kwargs: _cast_all(args, kwargs, torch.get_autocast_dtype("cuda"))
+
+
+def _float32(op) -> Rule:
+    return lambda args, kwargs: _cast_all(args, kwargs, torch.float32)
+
+
+def _float32_result(op) -> Rule:
+    index = [argument.name for argument in _compat.schema(op).arguments].index("dtype")
+
+    def rule(args, kwargs):
+        dtype = args[index] if index < len(args) else kwargs.get("dtype")
+        if dtype is not None or not _eligible(args[0]):
+            return args, kwargs
+        return args[:index], {**kwargs, "dtype": torch.float32}  # nothing in these schemas comes after dtype
+
+    return rule
+
+
+def _float32_appended(op) -> Rule:
+    defaults = [argument.default_value for argument in _compat.schema(op).arguments]
+
+    def rule(args, kwargs):
+        first = args[0]
+        result = torch.float32 if _eligible(first) else first.dtype
+        return (*args, *defaults[len(args) :]), {**kwargs, "dtype": result}  # the longer overload has no defaults
+
+    return rule
+
+
+def _promote(op) -> Rule:
+    def rule(args, kwargs):
+        kinds = {tensor.dtype for tensor in tensors_of(args, kwargs) if _eligible(tensor)}
+        if torch.float32 in kinds:
+            return _cast_all(args, kwargs, torch.float32)
+        if kinds - {torch.get_autocast_dtype("cuda")}:
+            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # PyTorch's words
+        return args, kwargs
+
+    return rule
+
+
+def _recurrent(op) -> Rule:
+    """The layers of cuDNN: float16, whatever autocast's dtype. Where cuDNN does not run them, their cells have autocast's."""
+    order = [argument.name for argument in _compat.schema(op).arguments]
+    data = order.index("data" if "data" in order else "input")
+
+    def rule(args, kwargs):
+        first, dtype = args[data], torch.get_autocast_dtype("cuda")
+        gpu = gpu_of(first)
+        if gpu is None:
+            return args, kwargs
+        if on_cudnn(first.dtype, gpu):
+            dtype = torch.float16
+        # no cache: PyTorch writes the cast weights into one flat buffer, anew each time
+        return _cast_all(args, kwargs, dtype, cached=False)
+
+    return rule
+
+
+def _refuse(op) -> Rule:
+    """PyTorch's own kernel for CUDA does nothing but raise the error that says what to use instead."""
+
+    def rule(args, kwargs):
+        if any(map(_eligible, tensors_of(args, kwargs))):
+            op.redispatch(_compat.KeySet(_compat.DispatchKey.AutocastCUDA), *args, **kwargs)
+        return args, kwargs
+
+    return rule
+
+
+def _unknown(op) -> Rule:
+    def rule(args, kwargs):
+        if any(map(_eligible, tensors_of(args, kwargs))):
+            raise NotImplementedError(
+                f"virtual GPUs do not know what autocast does to {op.name()} in this version of PyTorch; call it in "
+                'torch.autocast("cuda", enabled=False), with its arguments cast by hand'
+            )
+        return args, kwargs
+
+    return rule
+
+
+# -- which operation has which
+
+
+@functools.cache
+def rules() -> dict[str, tuple]:
+    """{name: (operation, the one to run in its place, maker of its rule)}, for what this PyTorch casts on CUDA."""
+    lists = {
+        _lower: LOWER_PRECISION_FP,
+        _float32: FP32,
+        _float32_result: FP32_SET_OPT_DTYPE,
+        _float32_appended: FP32_APPEND_DTYPE,
+        _promote: PROMOTE,
+        _refuse: BANNED,
+    }
+    rule_of = {name: rule for rule, names in lists.items() for name in names}
+    table = {}
+    for name in registered("AutocastCUDA") - set(CUDNN_RNN):
+        target = operation(FP32_APPEND_DTYPE.get(name, name))
+        table[name] = (operation(name), target, rule_of.get(name, _unknown))
+    for name in (*CUDNN_RNN, *RNN):
+        table[name] = (operation(name), operation(name), _recurrent)
+    for name in FLASH_ON_CPU:
+        table[name] = (operation(name), operation(name), _lower)
+    return {name: row for name, row in table.items() if row[0] is not None}
+
+
+def registered(key: str) -> set[str]:
+    """The names of ATen's operations that have a kernel of their own for a dispatch key."""
+    names = _compat.registrations(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def operation(name: str):
+    """The operation of ATen with this name ("mm", "pow.Scalar"), or None where this PyTorch has none."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+# -- torch.autocast("cuda") on virtual GPUs: CUDA's own rules, at a dispatch key of PyTorch's that is free.
+#
+# Autocast works below Python, by dispatch keys that a tensor's real device brings along: AutocastCPU has other lists, meta has none,
+# and CUDA's kernels for AutocastCUDA ask C++ whether the tensor is CUDA's. A key that a thread includes is met by tensors of every
+# device, though, also inside operations made of others. So while autocast is on, the thread includes AutocastPrivateUse1, where
+# each operation of CUDA's lists gets a kernel from here that casts what lies on a virtual GPU, and hands on to the keys below: a cast
+# is an operation of its own, with a gradient, memory and time. All other operations fall through at no cost.
+#
+# PyTorch's own flags stay the truth (is_autocast_enabled, dtype, cache, nesting; one of each in every thread), and its Python code
+# runs unchanged: only the functions of C++ that set the flag, or clear the cache, are followed by ours. autocast("cpu") is PyTorch's
+# for what is on the CPU; tensors on virtual GPUs really are the CPU's, so here they pass by its kernels.
+#
+# What is registered with PyTorch stays so when virtual GPUs go, and does nothing.
+
 
 KEY = "AutocastPrivateUse1"
 OURS, CPUS = _compat.DispatchKey.AutocastPrivateUse1, _compat.DispatchKey.AutocastCPU

@@ -7,10 +7,10 @@ with a device of its own. A process that never wants them back hides them from C
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.storage import gpu_of
 from virtualgpu.errors import of_real_gpu
-from virtualgpu.torch_api.registry import Patches, standing_in
+from virtualgpu.torch_api.patches import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:

@@ -12,13 +12,13 @@ import torch
 from torch.cuda import nccl
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine.allocation import allocation_of
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.storage import allocation_of
 from virtualgpu.engine.values import invalidate
-from virtualgpu.hardware.fabric import Fabric, slowest
-from virtualgpu.timing.host_weights import BROADCAST, REPLICATED
+from virtualgpu.hardware.network import Fabric, slowest
+from virtualgpu.timing.host import BROADCAST, REPLICATED
 from virtualgpu.timing.nccl import seconds
-from virtualgpu.torch_api.registry import Patches, standing_in
+from virtualgpu.torch_api.patches import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:

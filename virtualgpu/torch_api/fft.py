@@ -6,10 +6,10 @@ It is carried out in single precision, and rounded; on a virtual GPU that is thr
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import gpu_of
-from virtualgpu.engine.half_fft import NARROW, WIDE, check
+from virtualgpu.engine.half_precision import NARROW, WIDE, check
 from virtualgpu.engine.machine import Machine
-from virtualgpu.torch_api.registry import Patches, standing_in
+from virtualgpu.engine.storage import gpu_of
+from virtualgpu.torch_api.patches import Patches, standing_in
 
 OF_ONE = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 OF_TWO = tuple(f"{name}2" for name in OF_ONE)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import ALLOCATION
 from virtualgpu.engine.dispatch import operation_of
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.memory import config, history
+from virtualgpu.engine.storage import ALLOCATION
+from virtualgpu.memory import config, snapshot
 from virtualgpu.memory.allocator import Block
-from virtualgpu.memory.history import History
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.memory.snapshot import History
+from virtualgpu.torch_api.patches import Patches
 from virtualgpu.torch_api.streams import id_of
 
 
@@ -144,7 +144,7 @@ class Memory:
         record_pinned_host_memory: bool = False,
         record_cuda: bool = True,
     ) -> None:
-        level, entries = history.options(enabled, context, stacks, max_entries)
+        level, entries = snapshot.options(enabled, context, stacks, max_entries)
         if enabled is not None and record_pinned_host_memory:
             raise NotImplementedError(
                 "the history of pinned memory is not modelled on virtual GPUs; leave record_pinned_host_memory out"
@@ -178,7 +178,7 @@ class Memory:
         """pool: None, or the two numbers of a pool, which `include_traces` may follow."""
         with ExitStack() as locks:
             allocators = [locks.enter_context(gpu.only()) for gpu in self.machine.gpus]
-            return history.snapshot(allocators, include_traces=pool is None or len(pool) < 3 or bool(pool[2]))
+            return snapshot.snapshot(allocators, include_traces=pool is None or len(pool) < 3 or bool(pool[2]))
 
     def _cuda_attach_out_of_memory_observer(self, observer) -> None:
         """observer(device, bytes asked of the GPU, bytes allowed, bytes free), before the error is raised."""
@@ -190,15 +190,15 @@ class Memory:
         return True
 
     def _cuda_setMemoryMetadata(self, metadata: str) -> None:
-        history.metadata.text = metadata
+        snapshot.metadata.text = metadata
 
     def _cuda_getMemoryMetadata(self) -> str:
-        return history.metadata.text
+        return snapshot.metadata.text
 
     def _cuda_allocationTraceback(self, data_ptr: int) -> list[dict[str, Any]] | None:
         if data_ptr in self.raw:
             context = self.raw[data_ptr][1].context
-            return None if context is None else history.frames_of(context)
+            return None if context is None else snapshot.frames_of(context)
         raise NotImplementedError(
             "on virtual GPUs data_ptr() is an address of the host's memory, so no allocation is found by it; "
             "torch.cuda.memory._snapshot() has the frames of all blocks"

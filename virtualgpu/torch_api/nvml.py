@@ -22,7 +22,7 @@ from virtualgpu.memory.ledger import PLAYED_PID, Board, share
 
 if TYPE_CHECKING:
     from virtualgpu.engine.machine import Machine
-    from virtualgpu.torch_api.registry import Patches
+    from virtualgpu.torch_api.patches import Patches
 
 # nvml.h, nvmlReturn_t
 SUCCESS, UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE = 0, 1, 2, 3, 6, 7

@@ -3,11 +3,11 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.draws import GENERATORS, Plain
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.storage import gpu_of
 from virtualgpu.errors import no_device
-from virtualgpu.torch_api.registry import Patches, standing_in
+from virtualgpu.torch_api.patches import Patches, standing_in
 
 
 def install(machine: Machine, patches: Patches) -> None:

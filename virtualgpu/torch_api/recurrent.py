@@ -9,14 +9,14 @@ from torch import nn
 from torch.backends import cudnn
 
 from virtualgpu import _compat
-from virtualgpu.engine import recurrent
-from virtualgpu.engine.allocation import PLAIN_TYPES, gpu_of, is_plain
+from virtualgpu.engine import rnn
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.operations import tensors_of
+from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, is_plain
 from virtualgpu.torch_api import autocast
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches
 
-MODES = {"rnn_relu": recurrent.RELU, "rnn_tanh": recurrent.TANH, "lstm": recurrent.LSTM, "gru": recurrent.GRU}
+MODES = {"rnn_relu": rnn.RELU, "rnn_tanh": rnn.TANH, "lstm": rnn.LSTM, "gru": rnn.GRU}
 # The kernel of each, and how many gates it has
 CELLS = {
     "lstm_cell": (torch.ops.aten._thnn_fused_lstm_cell.default, 4),
@@ -39,7 +39,7 @@ def install(machine: Machine, patches: Patches) -> None:
 
 def _flatten(original, weights, *args):
     """What flatten_parameters calls, once it knows that cuDNN takes the weights."""
-    return recurrent.flatten(weights) if all(map(gpu_of, weights)) else original(weights, *args)
+    return rnn.flatten(weights) if all(map(gpu_of, weights)) else original(weights, *args)
 
 
 def _set_state(original, layers: nn.RNNBase, state) -> None:
@@ -56,7 +56,7 @@ def _layers(machine: Machine, mode: int, original, *args):
     packed = isinstance(args[3], (list, tuple))
     input, sizes, args = args[0], args[1].tolist() if packed else [], args[2:] if packed else args[1:]
     states, weights, biases, count, dropout, train, bidirectional, *batch_first = args
-    hx, cx = states if mode == recurrent.LSTM else (states, None)
+    hx, cx = states if mode == rnn.LSTM else (states, None)
     hidden = (hx if cx is None else cx).shape[2]
     projected = 0 if hx.shape[2] == hidden else hx.shape[2]
     stride = (4 if biases else 2) + bool(projected)
@@ -65,10 +65,10 @@ def _layers(machine: Machine, mode: int, original, *args):
         seed = torch.randint(1 << 62, (1,), device=input.device)
     settings = mode, hidden, projected, count, any(batch_first), dropout, train, bidirectional, sizes, seed
     flat = None
-    if recurrent.are_flat(weights):
+    if rnn.are_flat(weights):
         flat = torch.empty(0, dtype=torch.uint8, device=input.device)  # of a type that autocast leaves alone
     else:
-        warnings.warn(recurrent.APART, stacklevel=3)
+        warnings.warn(rnn.APART, stacklevel=3)
     made = torch.ops.aten._cudnn_rnn.default(input, weights, stride, flat, hx, cx, *settings)
     return made[: 3 if cx is not None else 2]
 
@@ -107,7 +107,7 @@ def _is_cell(machine: Machine, gates: int, states, w_ih, w_hh, b_ih, b_hh) -> bo
 def _taken_by_cudnn(args) -> bool:
     """Is cuDNN on, and does it know this input (at::cudnn_is_acceptable)? Tracing and wrapped tensors are left to C++."""
     input = args[0]
-    if type(input) not in PLAIN_TYPES or (gpu := gpu_of(input)) is None or not recurrent.on_cudnn(input.dtype, gpu):
+    if type(input) not in PLAIN_TYPES or (gpu := gpu_of(input)) is None or not rnn.on_cudnn(input.dtype, gpu):
         return False
     if input.dtype not in TYPES or not input.numel() or torch.jit.is_tracing():
         return False

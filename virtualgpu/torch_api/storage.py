@@ -3,11 +3,11 @@
 import torch
 
 from virtualgpu import _compat
-from virtualgpu.engine.allocation import ALLOCATION, PINNED, Allocation, gpu_of_storage, set_allocation
 from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.storage import ALLOCATION, PINNED, Allocation, gpu_of_storage, set_allocation
 from virtualgpu.engine.values import SHADOW
 from virtualgpu.errors import no_data
-from virtualgpu.torch_api.registry import Patches, standing_in
+from virtualgpu.torch_api.patches import Patches, standing_in
 
 CPU = torch.device("cpu")
 

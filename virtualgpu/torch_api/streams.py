@@ -8,7 +8,7 @@ import torch
 from virtualgpu import _compat, errors
 from virtualgpu.engine.machine import Machine
 from virtualgpu.timing.clock import DEFAULT, Queue
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches
 
 _Stream, _Event = torch.Stream, torch.Event
 CUDA = 1  # c10::DeviceType::CUDA

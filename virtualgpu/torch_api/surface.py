@@ -13,7 +13,7 @@ import torch
 
 from virtualgpu import _compat
 from virtualgpu.engine.machine import Machine
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches
 
 # Which names need a row. Those of other makers' GPUs do not.
 PATTERN = re.compile(
@@ -37,12 +37,11 @@ ANSWERED = {  # {the module of virtualgpu whose `install` puts the answers in pl
     "torch_api.streams": """
         _CudaEventBase _CudaStreamBase _accelerator_getStream _accelerator_setStream _cuda_getCurrentRawStream
         _cuda_getCurrentStream _cuda_getDefaultStream _cuda_getStreamFromExternal _cuda_setStream""",
-    "torch_api.blas": """
+    "torch_api.attention": "_can_use_cudnn_attention _can_use_flash_attention _can_use_mem_efficient_attention",
+    "torch_api.cuda": """
         _cuda_clearCublasWorkspaces _cuda_getCublasLtWorkspaceSize _cuda_getCublasWorkspaceSize _cuda_getCurrentBlasHandle
         _cuda_getCurrentSolverHandle _cuda_resetCublasLtWorkspaceSize _cuda_resetCublasWorkspaceSize
-        _cuda_setCublasLtWorkspaceSize _cuda_setCublasWorkspaceSize _set_blas_preferred_backend""",
-    "torch_api.fused": "_can_use_cudnn_attention _can_use_flash_attention _can_use_mem_efficient_attention",
-    "torch_api.cuda": """
+        _cuda_setCublasLtWorkspaceSize _cuda_setCublasWorkspaceSize _set_blas_preferred_backend
         _CudaDeviceProperties _accelerator_exchangeDevice _accelerator_getAccelerator _accelerator_getDeviceCapability
         _accelerator_getDeviceIndex _accelerator_hooks_device_count _accelerator_hooks_exchange_device
         _accelerator_hooks_get_current_device _accelerator_hooks_maybe_exchange_device _accelerator_hooks_set_current_device
@@ -53,7 +52,7 @@ ANSWERED = {  # {the module of virtualgpu whose `install` puts the answers in pl
         _is_cudnn_attention_decode_disabled _nvtx""",
     "torch_api.data_parallel": """
         _broadcast _broadcast_coalesced _broadcast_out _gather _gather_out _nccl_reduce _scatter _scatter_out""",
-    "distributed.patches": "_distributed_c10d.ProcessGroupNCCL _distributed_c10d._is_nvshmem_available",
+    "distributed.process_group": "_distributed_c10d.ProcessGroupNCCL _distributed_c10d._is_nvshmem_available",
 }
 
 REFUSED = [  # (what is or are not modelled, the cure, names)

@@ -11,12 +11,11 @@ import warnings
 import torch
 
 from virtualgpu.engine import values
-from virtualgpu.engine.allocation import gpu_of
 from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.engine.storage import gpu_of
 from virtualgpu.timing.flops import moved
 from virtualgpu.timing.memory_bound import ORDINARY
-from virtualgpu.torch_api.imports import when_imported
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches, when_imported
 
 REFUSED = (
     "Triton compiles a kernel for a GPU's driver, and virtual GPUs have none: set TRITON_INTERPRET=1 before triton is imported, and its "

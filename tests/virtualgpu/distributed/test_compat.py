@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import virtualgpu
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed import groups
+from virtualgpu.distributed import process_group
 from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -101,7 +101,7 @@ def test_backends_of_pytorch_say_so(alone):
 
 def test_the_backend_that_stands_in_for_nccl(on_gpu):
     backend = on_gpu._get_backend(torch.device("cuda"))
-    assert isinstance(backend, groups.ProcessGroupNCCL) and isinstance(backend, dist.ProcessGroupNCCL)
+    assert isinstance(backend, process_group.ProcessGroupNCCL) and isinstance(backend, dist.ProcessGroupNCCL)
     assert dist.get_backend() == "nccl" and {device.type for device in on_gpu._device_types} == {"cuda"}
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     assert options.is_high_priority_stream and options._timeout == timedelta(minutes=10)
@@ -115,7 +115,7 @@ def test_nccl_is_gone_afterwards():
     before = hasattr(dist, "ProcessGroupNCCL"), dist.is_nccl_available(), dict(dist.Backend._plugins)
     assert before[0] is (_compat.RealNCCL is not None)
     virtualgpu.gpus(1)
-    assert dist.is_nccl_available() and issubclass(dist.ProcessGroupNCCL, groups.ProcessGroupNCCL)
+    assert dist.is_nccl_available() and issubclass(dist.ProcessGroupNCCL, process_group.ProcessGroupNCCL)
     virtualgpu.reset()
     assert before == (hasattr(dist, "ProcessGroupNCCL"), dist.is_nccl_available(), dist.Backend._plugins)
 

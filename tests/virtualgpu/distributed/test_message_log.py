@@ -9,8 +9,7 @@ from datetime import timedelta
 import pytest
 
 from tests.processes import ranks
-from virtualgpu.distributed.arrivals import Arrivals, RankEnded
-from virtualgpu.distributed.message_log import RECV, SEND, MessageLog
+from virtualgpu.distributed.shared_clock import RECV, SEND, Arrivals, MessageLog, RankEnded
 
 
 class Store(dict):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.distributed.nodes import Layout, Where
-from virtualgpu.hardware import networks, settings
-from virtualgpu.hardware.fabric import Fabric
-from virtualgpu.hardware.specs import SPECS, find
+from virtualgpu.distributed.topology import Layout, Where
+from virtualgpu.hardware import settings
+from virtualgpu.hardware.network import NETWORKS, Fabric, find_network
+from virtualgpu.hardware.specs import SPECS, find_spec
 from virtualgpu.run.ranks import launch
 from virtualgpu.timing import nccl
 
@@ -16,13 +16,13 @@ LARGE = 8 << 20
 
 class GPU:
     def __init__(self, physical: int, like: str = "T4"):
-        self.physical, self.spec = physical, find(like)
+        self.physical, self.spec = physical, find_spec(like)
 
 
 class Machine:
     def __init__(self, gpus: int, gpus_per_node=None, network=None):
         self.specs, self.ledger = [None] * gpus, None
-        self.settings = settings.find(gpus, gpus_per_node, network)
+        self.settings = settings.find_settings(gpus, gpus_per_node, network)
 
 
 def layout(environs: list[dict], gpus: list[int], *machine) -> Layout:
@@ -97,7 +97,7 @@ def test_nodes_of_one_machine(capfd, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")  # cards of a node reach each other
     virtualgpu.gpus(4, like="A100-PCIE-40GB", gpus_per_node=2, network="RoCE 100")
     found = launch(timed, nprocs=4)
-    fabric = Fabric.of(SPECS["A100-PCIE-40GB"], networks.find("RoCE 100"), "SYS")
+    fabric = Fabric.of(SPECS["A100-PCIE-40GB"], find_network("RoCE 100"), "SYS")
     for (kind, seconds), *_ in found:
         assert kind == "all_reduce" and seconds == pytest.approx(nccl.seconds("all_reduce", LARGE, 4, fabric, 2))
     (_, inside), (_, across) = found[1][1:]
@@ -107,7 +107,7 @@ def test_nodes_of_one_machine(capfd, monkeypatch):
 
 def test_nvlink_and_without_peer_to_peer(on_gpus, monkeypatch):
     """What Hugging Face measured (transformers, perf_train_gpu_many): 2 TITAN RTX with their bridge, and NCCL_P2P_DISABLE=1."""
-    bridged = find("TITAN RTX NVLink")
+    bridged = find_spec("TITAN RTX NVLink")
 
     def expected(*how):
         fabric = Fabric.of(bridged, *how)
@@ -137,7 +137,7 @@ def test_one_rank_of_many(network, nodes, slower):
 
     with virtualgpu.dry_run(world_size=512, network=network):
         found = gather()
-    fabric = Fabric.of(SPECS["H100"], network and networks.find(network))
+    fabric = Fabric.of(SPECS["H100"], network and find_network(network))
     assert found == pytest.approx(nccl.seconds("all_gather", 4 * 512 * LARGE, 512, fabric, nodes))
     with virtualgpu.dry_run(world_size=512):
         assert found >= 0.99 * slower * gather()
@@ -167,7 +167,7 @@ def test_asking_for_another_network_starts_afresh():
     virtualgpu.gpus(2, network="HDR")
     first = virtualgpu.machine()
     virtualgpu.gpus(2, network="InfiniBand HDR")
-    assert virtualgpu.machine() is first and first.settings.network == networks.NETWORKS["InfiniBand HDR"]
+    assert virtualgpu.machine() is first and first.settings.network == NETWORKS["InfiniBand HDR"]
     with virtualgpu.dry_run(network="Ethernet 10"):
         assert first.settings.network.shared
     assert not first.settings.network.shared

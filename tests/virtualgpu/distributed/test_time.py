@@ -9,7 +9,7 @@ import torch
 
 import virtualgpu
 from virtualgpu.engine.machine import GAP
-from virtualgpu.hardware.fabric import Fabric
+from virtualgpu.hardware.network import Fabric
 from virtualgpu.monitor import VirtualSource
 from virtualgpu.run.ranks import launch
 from virtualgpu.timing import nccl

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import virtualgpu
 from tests.virtualgpu.rounded import RoundedProducts
-from virtualgpu.engine import sdpa_backends
+from virtualgpu.engine.attention import efficient_takes_groups
 from virtualgpu.timing.attention import causal_share
 
 FLASH, EFFICIENT, CUDNN = "Flash", "Efficient", "Cudnn"
@@ -57,7 +57,7 @@ def test_numbers_and_gradients_are_the_cpus_with_dropout_too(like):
             kernel, results = attend("cuda", **case, enable_gqa=True)
             if kernel is None:  # a Turing card in half precision, or PyTorch 2.11 with shared heads in single
                 turing = like == "T4" and (dtype is BRAIN or (dtype is HALF and size == 12))
-                assert turing or (heads == (4, 2) and not sdpa_backends.efficient_takes_groups())
+                assert turing or (heads == (4, 2) and not efficient_takes_groups())
             else:
                 assert all(map(torch.equal, results, expected)), case
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import virtualgpu
 from virtualgpu import _compat, session
-from virtualgpu.engine.allocation import Allocation
+from virtualgpu.engine.storage import Allocation
 from virtualgpu.memory.blocks import Block
 
 MIB = 1 << 20

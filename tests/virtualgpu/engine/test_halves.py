@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import virtualgpu
 from tests.virtualgpu.rounded import RoundedProducts
-from virtualgpu.engine import halves
+from virtualgpu.engine import half_precision
 
 HALF = torch.float16
 # what is called, and the shapes of its tensors
@@ -41,8 +41,8 @@ def tensors(shapes, device, last=False):
 def test_values_and_layout(name, last, gpus, monkeypatch):
     """Forward and backward, in every bit."""
     function, *shapes = PRODUCTS[name]
-    calls, run = [], halves.run
-    monkeypatch.setattr(halves, "run", lambda op, *rest: (calls.append(op.func), run(op, *rest))[1])
+    calls, run = [], half_precision.run
+    monkeypatch.setattr(half_precision, "run", lambda op, *rest: (calls.append(op.func), run(op, *rest))[1])
     both, cpu = [], RoundedProducts()
     for device, way in (("cpu", cpu), ("cuda", contextlib.nullcontext())):
         leaves = tensors(shapes, device, last)
@@ -89,7 +89,7 @@ def test_in_place_and_into_a_tensor(gpus):
 
 
 def test_other_types_keep_the_kernel_of_the_cpu(gpus, monkeypatch):
-    monkeypatch.setattr(halves, "run", None)
+    monkeypatch.setattr(half_precision, "run", None)
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(20, 20).to(dtype)
         assert torch.equal((a.cuda() @ a.cuda()).cpu(), a @ a)
@@ -118,11 +118,11 @@ def test_however_the_program_says_the_precision_of_float32(gpus):
 
 def test_no_less_exact_where_float32_is_let_be(gpus):
     """On processors that multiply in bfloat16, "medium" would be below float16: there it is float64."""
-    assert halves.accumulated_in() is torch.float32
+    assert half_precision.accumulated_in() is torch.float32
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert halves.accumulated_in() is torch.float64
+        assert half_precision.accumulated_in() is torch.float64
         a = torch.randn(20, 20).half()
         assert torch.equal((a.cuda() @ a.cuda()).cpu(), (a.double() @ a.double()).half())
     finally:

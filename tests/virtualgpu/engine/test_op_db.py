@@ -82,11 +82,11 @@ def test_the_sweep_notices(found, function):
 def test_the_sweep_notices_what_two_calls_share(monkeypatch):
     """A dry run in which True, 1 and 1.0 are one to the memory of results."""
     from tests.judges.one_operation import judge
-    from virtualgpu.engine import dry
+    from virtualgpu.engine import dry_run
 
-    describe = dry._describe
+    describe = dry_run._describe
     monkeypatch.setattr(
-        dry,
+        dry_run,
         "_describe",
         lambda values, key: describe([v for v in values if not isinstance(v, (bool, int, complex))], key),
     )

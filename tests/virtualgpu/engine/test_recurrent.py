@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import virtualgpu
-from virtualgpu.engine.recurrent import BFLOAT16, WORKSPACE
+from virtualgpu.engine.rnn import BFLOAT16, WORKSPACE
 
 SETTINGS = {
     "two layers": {"num_layers": 2},

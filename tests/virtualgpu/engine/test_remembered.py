@@ -11,8 +11,8 @@ from torch.autograd import forward_ad as fwAD
 from torch.utils._pytree import tree_leaves
 
 import virtualgpu
-from virtualgpu.engine import dry
-from virtualgpu.engine.dry import DryRun
+from virtualgpu.engine import dry_run
+from virtualgpu.engine.dry_run import DryRun
 
 NUMBERS = (True, 1, 1.0, 1 + 0j)  # equal to Python
 OPERATIONS = {
@@ -111,7 +111,7 @@ def test_the_crosscheck_finds_what_a_key_lacks(one, monkeypatch):
             else:
                 key.append(value)
 
-    monkeypatch.setattr(dry, "_describe", describe)
+    monkeypatch.setattr(dry_run, "_describe", describe)
     monkeypatch.setenv("VIRTUALGPU_CROSSCHECK", "1")
     one()
     with virtualgpu.dry_run():
@@ -132,7 +132,7 @@ def test_the_crosscheck_compares_strides_and_types(one, monkeypatch, wrong):
         x.sin()
         x.sin()
         (key,) = [key for key in DryRun.recipes if key[0].name == "sin"]
-        DryRun.recipes[key] = lambda args: dry._empty(*wrong)
+        DryRun.recipes[key] = lambda args: dry_run._empty(*wrong)
         with pytest.raises(RuntimeError, match="a dry run remembered"):
             x.sin()
 

@@ -180,7 +180,7 @@ def test_on_a_gpu_small_tensors_of_the_host_are_known():
     found = list(measured())
     virtualgpu.reset()
     virtualgpu.gpus(1)
-    with virtualgpu.engine.thread_context.dry_runs.set_here(False):
+    with virtualgpu.engine.machine.dry_runs.set_here(False):
         assert found == list(measured())
 
 

@@ -1,4 +1,4 @@
-"""cuBLAS's workspaces: their sizes, who asks for one, who keeps it, and where it shows. Sources: see engine/workspaces.py."""
+"""cuBLAS's workspaces: their sizes, who asks for one, who keeps it, and where it shows. Sources: see engine/scratch_memory.py."""
 
 import threading
 

@@ -7,7 +7,8 @@ import torch
 
 import virtualgpu
 from tests.accuracy.kernels import multiplied
-from virtualgpu.hardware import achieved, links, specs, tables
+from virtualgpu.hardware import datasheet, specs, units
+from virtualgpu.hardware.cards import basis
 from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
 from virtualgpu.timing.kernels import Kernels
 from virtualgpu.timing.memory_bound import ORDINARY
@@ -105,7 +106,7 @@ def test_narrower_types_are_twice_as_fast(key):
 def test_links_are_the_bus_or_nvlinks(key):
     spec = SPECS[key]
     if spec.nvlink is None:
-        assert spec.peer == (spec.host if spec.peer_access else links.copies(spec.capability, spec.host))
+        assert spec.peer == (spec.host if spec.peer_access else datasheet.copies(spec.capability, spec.host))
         assert spec.peer.bandwidth <= spec.host.bandwidth
         assert spec.peer_access == (key not in GEFORCE and key not in ("TITAN RTX", "T4"))
     else:
@@ -177,14 +178,14 @@ def test_the_table_names_every_card():
 
 
 def test_every_card_stands_on_one_that_was_measured():
-    assert {achieved.basis(spec) for spec in SPECS.values()} <= {key for key in SPECS}
-    assert achieved.basis(SPECS["T4"]) == "T4" and achieved.basis(SPECS["A100-PCIE-40GB"]) == "A100"
+    assert {basis(spec) for spec in SPECS.values()} <= {key for key in SPECS}
+    assert basis(SPECS["T4"]) == "T4" and basis(SPECS["A100-PCIE-40GB"]) == "A100"
     own = virtualgpu.Spec("mine", 1 << 34, (8, 9), 50, {torch.float32: 2e13}, 5e11, SPECS["L4"].peer, SPECS["L4"].host)
-    assert achieved.basis(own) == "A100"
+    assert basis(own) == "A100"
 
 
 def test_every_row_says_its_source():
-    cards = tables.rows("achieved")
+    cards = units.rows("achieved")
     rows = [(kind, row) for card in cards.values() for kind, row in card.items() if kind != "generation"]
     figures = [one for kind, row in rows for one in (row.values() if kind == "product" else [row])]
     assert cards.keys() <= SPECS.keys() and len(figures) > 60

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from virtualgpu.hardware import bridges, networks, tables
-from virtualgpu.hardware.specs import PCIE4, SPECS, TF32, Link, NVLink, find, find_all, parse_size
+from virtualgpu.hardware import network, specs, units
+from virtualgpu.hardware.specs import PCIE4, SPECS, TF32, Link, NVLink, find_spec, find_specs, parse_size
 
 
 @pytest.mark.parametrize("key", SPECS)
 def test_each_card_is_found_by_its_names(key):
     spec = SPECS[key]
     for name in (key, key.lower(), key.replace(" ", "").replace("-", "_"), spec.name, spec.name.upper(), spec):
-        assert find(name) is spec
+        assert find_spec(name) is spec
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_each_card_is_found_by_its_names(key):
     ],
 )
 def test_names_as_people_write_them(written, key):
-    assert find(written) is SPECS[key]
+    assert find_spec(written) is SPECS[key]
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_another_card_is_not_taken_for_it(name, nearest):
     with pytest.raises(
         ValueError, match=rf"no GPU called '{name}' here \(did you mean {nearest}\?\); choose one of T4, "
     ):
-        find(name)
+        find_spec(name)
 
 
 @pytest.mark.parametrize("name", ["", "RTX", "NVIDIA", 5, None])
 def test_what_is_no_name(name):
     with pytest.raises(ValueError, match=r"there is no GPU called .* here; choose one of T4, .*B200; or describe one"):
-        find(name)
+        find_spec(name)
 
 
 def test_memory_may_be_another():
-    assert find("RTX 4090", "8 GB").memory == 8 << 30
-    assert find(SPECS["T4"], 1 << 30).memory == 1 << 30 and SPECS["T4"].memory == 15095 << 20
+    assert find_spec("RTX 4090", "8 GB").memory == 8 << 30
+    assert find_spec(SPECS["T4"], 1 << 30).memory == 1 << 30 and SPECS["T4"].memory == 15095 << 20
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_sizes_as_people_write_them():
 
 
 def test_several_cards_in_one_machine():
-    t4, v100, own = SPECS["T4"], SPECS["V100"], find("A100", "1 GB")
-    assert find_all(None, "T4,V100") == find_all(2, " t4 , v100 ") == find_all(2, ["T4", v100]) == [t4, v100]
-    assert find_all(3, "T4") == find_all(3, [t4]) == [t4] * 3
-    assert find_all(None, own) == [own] and find_all(2, (own, "T4")) == [own, t4]
-    assert [spec.memory for spec in find_all(2, "T4,V100", "1 GB")] == [1 << 30] * 2
+    t4, v100, own = SPECS["T4"], SPECS["V100"], find_spec("A100", "1 GB")
+    assert find_specs(None, "T4,V100") == find_specs(2, " t4 , v100 ") == find_specs(2, ["T4", v100]) == [t4, v100]
+    assert find_specs(3, "T4") == find_specs(3, [t4]) == [t4] * 3
+    assert find_specs(None, own) == [own] and find_specs(2, (own, "T4")) == [own, t4]
+    assert [spec.memory for spec in find_specs(2, "T4,V100", "1 GB")] == [1 << 30] * 2
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_several_cards_in_one_machine():
 )
 def test_several_cards_that_cannot_be(n, like, message):
     with pytest.raises(ValueError, match=message):
-        find_all(n, like)
+        find_specs(n, like)
 
 
 WHOLE = """
@@ -140,7 +140,7 @@ def written(folder: Path, text: str, name: str = "mycard.toml") -> str:
 
 
 def test_a_card_from_a_file(tmp_path):
-    spec = find(written(tmp_path, "\ufeff" + WHOLE))  # the mark that Windows' editors begin a file with
+    spec = find_spec(written(tmp_path, "\ufeff" + WHOLE))  # the mark that Windows' editors begin a file with
     assert (spec.name, spec.memory, spec.capability) == ("NVIDIA GeForce RTX 4080", int(15.6 * 2**30), (8, 9))
     assert (spec.processors, spec.bandwidth, spec.kernel) == (76, 717e9, pytest.approx(3e-6))
     assert spec.rates == {
@@ -149,25 +149,25 @@ def test_a_card_from_a_file(tmp_path):
     }
     assert spec.host == spec.peer == PCIE4 and not spec.peer_access
     assert (spec.clock_rate, spec.L2_cache_size, spec.power) == (2_505_000, 64 << 20, 320)
-    assert find(tmp_path / "mycard.toml", "1 GB").memory == 1 << 30
-    assert [card.name for card in find_all(2, f"T4,{tmp_path / 'mycard.toml'}")] == ["Tesla T4", spec.name]
+    assert find_spec(tmp_path / "mycard.toml", "1 GB").memory == 1 << 30
+    assert [card.name for card in find_specs(2, f"T4,{tmp_path / 'mycard.toml'}")] == ["Tesla T4", spec.name]
 
 
 def test_a_card_from_json(tmp_path):
     figures = {"name": "Mine", "memory": 2**33, "capability": [9, 0], "processors": 4, "bandwidth": 1e12}
     links = {"host": "PCIe 3.0 x8", "peer": {"bandwidth": "200 GB/s", "latency": "4 us"}, "rates": {"float32": 1e12}}
     nvlink = {"links": 8, "bandwidth": "25 GB/s", "switch": True}
-    spec = find(written(tmp_path, json.dumps({**figures, **links, "nvlink": nvlink}), "mine.JSON"))
+    spec = find_spec(written(tmp_path, json.dumps({**figures, **links, "nvlink": nvlink}), "mine.JSON"))
     assert (spec.memory, spec.capability, spec.bandwidth) == (2**33, (9, 0), 1e12)
     assert spec.host == Link(7.875e9, 10e-6) and spec.peer == Link(200e9, pytest.approx(4e-6)) and spec.peer_access
     assert spec.nvlink == NVLink(8, 25e9, True)
 
 
 def test_a_base_gives_the_rest(tmp_path):
-    spec, a100 = find(written(tmp_path, 'base = "a100"\nmemory = "20 GB"\npeer = "100 GB/s"')), SPECS["A100"]
+    spec, a100 = find_spec(written(tmp_path, 'base = "a100"\nmemory = "20 GB"\npeer = "100 GB/s"')), SPECS["A100"]
     assert spec.memory == 20 << 30 and spec.peer == Link(100e9, a100.peer.latency)
     assert {**vars(spec), "memory": a100.memory, "peer": a100.peer} == vars(a100)
-    spec = find(written(tmp_path, 'base = "A100"\nbandwidth = 2e12\nrates = {float32 = "39 TFLOPS"}'))
+    spec = find_spec(written(tmp_path, 'base = "A100"\nbandwidth = 2e12\nrates = {float32 = "39 TFLOPS"}'))
     assert spec.rates == {**a100.rates, "float32": 39e12} and spec.bandwidth == 2e12
     assert spec.memory_clock_rate == 0 and spec.clock_rate == pytest.approx(
         2_820_000, rel=0.001
@@ -178,7 +178,7 @@ def test_the_documented_example_is_a_card(tmp_path):
     from virtualgpu.hardware import files
 
     lines = [line for line in files.__doc__.splitlines() if line.startswith("    ")]
-    assert find(written(tmp_path, "\n".join(lines))).name == "NVIDIA GeForce RTX 4080"
+    assert find_spec(written(tmp_path, "\n".join(lines))).name == "NVIDIA GeForce RTX 4080"
 
 
 @pytest.mark.parametrize(
@@ -219,17 +219,17 @@ def test_the_documented_example_is_a_card(tmp_path):
 )
 def test_files_that_say_no_card(tmp_path, text, message):
     with pytest.raises(ValueError, match=rf"mycard\.toml: .*{message}"):
-        find(written(tmp_path, text))
+        find_spec(written(tmp_path, text))
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.toml: there is no such file"):
-        find("nowhere.toml")
+        find_spec("nowhere.toml")
     with pytest.raises(ValueError, match=r"\[1\]\.json: it must hold keys"):
-        find(written(tmp_path, "[1]", "[1].json"))
+        find_spec(written(tmp_path, "[1]", "[1].json"))
     with pytest.raises(ValueError, match="it cannot be read"):
         (tmp_path / "folder.toml").mkdir()
-        find(tmp_path / "folder.toml")
+        find_spec(tmp_path / "folder.toml")
 
 
 @pytest.mark.parametrize(
@@ -241,16 +241,16 @@ def test_a_file_that_is_not_there(tmp_path):
 )
 def test_a_table_of_ours_that_says_something_else(tmp_path, monkeypatch, text, message):
     (tmp_path / "mine.toml").write_text(text)
-    monkeypatch.setattr(tables, "DATA", tmp_path)
-    tables.rows.cache_clear()
+    monkeypatch.setattr(units, "DATA", tmp_path)
+    units.rows.cache_clear()
     with pytest.raises(ValueError, match=rf"mine\.toml: {message}"):
-        tables.read("mine", networks._network)
-    tables.rows.cache_clear()
+        units.read("mine", network._network)
+    units.rows.cache_clear()
 
 
 def test_a_card_whose_copies_are_those_that_were_measured(tmp_path):
-    spec = find(written(tmp_path, WHOLE + 'peer = "staged"\nbridge = {links = 4, bandwidth = "14 GB/s"}'))
+    spec = find_spec(written(tmp_path, WHOLE + 'peer = "staged"\nbridge = {links = 4, bandwidth = "14 GB/s"}'))
     assert spec.peer == SPECS["RTX 4090"].peer and not spec.peer_access
-    assert bridges.bridged(spec).peer == Link(56e9, 2e-6) and bridges.bridged(spec).peer_access
-    based = find(written(tmp_path, 'base = "L4"\npeer = "staged"'))
+    assert specs.bridged(spec).peer == Link(56e9, 2e-6) and specs.bridged(spec).peer_access
+    based = find_spec(written(tmp_path, 'base = "L4"\npeer = "staged"'))
     assert based.peer == SPECS["RTX 4090"].peer and not based.peer_access

@@ -2,16 +2,16 @@
 
 import pytest
 
-from virtualgpu.hardware.networks import NETWORKS, Network, find
-from virtualgpu.hardware.specs import SPECS, Link, NVLink, find_all
-from virtualgpu.hardware.specs import find as find_card
+from virtualgpu.hardware.network import NETWORKS, Network, find_network
+from virtualgpu.hardware.specs import SPECS, Link, NVLink, find_specs
+from virtualgpu.hardware.specs import find_spec as find_card
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_each_is_found_by_its_name(name):
     network = NETWORKS[name]
     for written in (name, name.lower(), name.replace(" ", ""), name.replace("InfiniBand", "IB"), network):
-        assert find(written) is network
+        assert find_network(written) is network
     assert network.bandwidth * 8e-9 == float("".join(filter(str.isdigit, name)) or {"HDR": 200, "NDR": 400}[name[-3:]])
     assert network.shared == name.startswith("Ethernet")
 
@@ -36,10 +36,10 @@ def test_each_is_found_by_its_name(name):
 def test_rates_of_ones_own(written, bandwidth, shared):
     if bandwidth is None:
         with pytest.raises(ValueError, match=r"there is no network called .*InfiniBand NDR.*\"100 Gb/s\""):
-            find(written)
+            find_network(written)
     else:
-        network = find(written)
-        assert network == Network(written, bandwidth, shared) and find(network.name) == network
+        network = find_network(written)
+        assert network == Network(written, bandwidth, shared) and find_network(network.name) == network
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_a_card_with_its_bridge(written, key, links, gigabytes):
 
 def test_bridges_join_two_equal_cards():
     assert find_card("A100 NVLink") is SPECS["A100"]  # it has NVLink as it is
-    assert len(find_all(2, "TITAN RTX NVLink")) == 2
+    assert len(find_specs(2, "TITAN RTX NVLink")) == 2
     for n, like in ((3, "TITAN RTX NVLink"), (2, "TITAN RTX NVLink,T4"), (2, "TITAN RTX,TITAN RTX NVLink")):
         with pytest.raises(ValueError, match="NVLink bridge joins two equal cards: ask for 2 GPUs"):
-            find_all(n, like)
+            find_specs(n, like)
     with pytest.raises(
         ValueError, match="Tesla T4 takes no NVLink bridge; there are bridges for TITAN RTX, RTX 2080 Ti, RTX 3090"
     ):

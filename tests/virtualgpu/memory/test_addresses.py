@@ -5,8 +5,8 @@ from torch import nn
 
 import virtualgpu
 from tests.virtualgpu.memory.test_allocator import MIB
-from virtualgpu.memory.addresses import Addresses
 from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.memory.blocks import Addresses
 
 
 def test_a_new_range_lies_below_and_holes_are_filled_from_below():

@@ -20,7 +20,7 @@ from tests.virtualgpu.memory.programs import KIB, MIB, Time
 from virtualgpu.memory.allocator import CachingAllocator
 from virtualgpu.torch_api import memory as patch
 from virtualgpu.torch_api import surface
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches
 
 HERE = __file__
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from virtualgpu.memory.phases import kinds
+from virtualgpu.memory.snapshot import kinds
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from tests import forks
-from virtualgpu.run.trials import programs
-from virtualgpu.run.trials.warm import WarmPython
+from virtualgpu.run.trials import forked
+from virtualgpu.run.trials.forked import WarmPython
 
 
 @pytest.fixture(scope="session")
@@ -66,4 +66,4 @@ def shared():
 @pytest.fixture
 def warm(monkeypatch, shared):
     """What `fit` and `--explain` try in this test starts from the session's warm Python."""
-    monkeypatch.setattr(programs, "WarmPython", lambda: shared)
+    monkeypatch.setattr(forked, "WarmPython", lambda: shared)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from virtualgpu import environment
-from virtualgpu.run import cards, cli, program
+from virtualgpu.run import cli
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_what_processes_are_told_of_nodes():
 
 
 def test_cards_for_each_gpu(tmp_path, monkeypatch):
-    assert [card.name for card in cards.find(None, "T4", None)] == ["Tesla T4"] * 2
-    mixed = cards.find(None, "T4, A100", "16 GB")
+    assert [card.name for card in cli.find_cards(None, "T4", None)] == ["Tesla T4"] * 2
+    mixed = cli.find_cards(None, "T4, A100", "16 GB")
     assert [(card.name, card.memory) for card in mixed] == [("Tesla T4", 16 << 30), ("NVIDIA A100-SXM4-40GB", 16 << 30)]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('base = "T4"\nname = "Mine"\n')
-    (mine,) = cards.find(1, "mine.toml", None)
+    (mine,) = cli.find_cards(1, "mine.toml", None)
     assert (mine.name, mine.like) == ("Mine", str(tmp_path / "mine.toml"))  # wherever the program goes
 
 
@@ -97,10 +97,10 @@ def test_help(capsys):
 def test_the_runner_itself_imports_no_torch():
     code = """if True:
         import sys
-        from virtualgpu.run import cards, cli, program
+        from virtualgpu.run import cli
         import virtualgpu.run.explain.cli, virtualgpu.run.fit.cli
         cli._settings(cli.parse("--dry --world-size 8 --network NDR --like A100 x.py".split()))
-        print(cards.find(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
+        print(cli.find_cards(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == [str(16 << 30), "False"]
 
@@ -112,7 +112,7 @@ def test_python_told_to_heed_no_environment(capsys):
 
 
 def test_flags_of_python_are_the_programs():
-    flags = program.interpreter_flags
+    flags = cli.interpreter_flags
     assert flags(["python", "-X", "dev", "-u", "-m", "virtualgpu", "-m", "virtualgpu"]) == ["-X", "dev", "-u"]
     assert flags(["python", "-um", "virtualgpu", "x.py"]) == ["-u"]
     assert flags(["python", "-m", "virtualgpu", "x.py"]) == flags(["pytest", "x"]) == []

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from virtualgpu.run import cli, program
+from virtualgpu.run import cli
 
 
 def script(path, text):
@@ -50,26 +50,26 @@ def test_which_program_is_started(tmp_path, monkeypatch):
     python = [sys.executable, "-u"]
     console = script(commands / "trainer", "#!/opt/some/python3.11\nprint(1)\n")
     shell = script(commands / "shelly", "#!/bin/sh /home/python/x\n")
-    assert program.command(["trainer", "fit", "--gpus", "2"]) == [*python, console, "fit", "--gpus", "2"]
-    assert program.command(["shelly", "x"]) == [shell, "x"]
-    assert program.command(["bash", "run.sh"])[0].endswith("/bash")
-    assert program.command(["-m", "trainer"]) == [*python, "-m", "trainer"]
-    assert program.command(["-"]) == [*python, "-"]
+    assert cli.command(["trainer", "fit", "--gpus", "2"]) == [*python, console, "fit", "--gpus", "2"]
+    assert cli.command(["shelly", "x"]) == [shell, "x"]
+    assert cli.command(["bash", "run.sh"])[0].endswith("/bash")
+    assert cli.command(["-m", "trainer"]) == [*python, "-m", "trainer"]
+    assert cli.command(["-"]) == [*python, "-"]
     (tmp_path / "shelly").mkdir()  # a folder without a program does not hide a command
-    assert program.command(["shelly"]) == [shell]
+    assert cli.command(["shelly"]) == [shell]
     (tmp_path / "shelly" / "__main__.py").write_text("")
-    assert program.command(["shelly"]) == [*python, "shelly"]
+    assert cli.command(["shelly"]) == [*python, "shelly"]
     spaced = script(
         commands / "spaced", "#!/bin/sh\n'''exec' \"/a b/python3\" \"$0\" \"$@\"\n' '''\n"
     )  # as pip writes it
-    assert program.command(["spaced", "x"]) == [*python, spaced, "x"]
+    assert cli.command(["spaced", "x"]) == [*python, spaced, "x"]
     (tmp_path / "trainer").write_text("print(2)\n")
-    assert program.command(["trainer"]) == [*python, "trainer"]
+    assert cli.command(["trainer"]) == [*python, "trainer"]
     script(tmp_path / "x.py", "print(3)\n")  # executable, and without a first line that says by what
-    assert program.command(["./x.py", "1"]) == [*python, "./x.py", "1"]
+    assert cli.command(["./x.py", "1"]) == [*python, "./x.py", "1"]
     (tmp_path / "plain.sh").write_text("#!/bin/sh\n")  # not executable
-    assert program.command(["plain.sh"]) == [*python, "plain.sh"]
-    assert program.command([script(tmp_path / "run.sh", "#!/bin/sh\n")]) == [str(tmp_path / "run.sh")]
+    assert cli.command(["plain.sh"]) == [*python, "plain.sh"]
+    assert cli.command([script(tmp_path / "run.sh", "#!/bin/sh\n")]) == [str(tmp_path / "run.sh")]
 
 
 def test_torchrun_of_this_python_without_a_path(monkeypatch):
@@ -77,7 +77,7 @@ def test_torchrun_of_this_python_without_a_path(monkeypatch):
     beside = os.path.join(os.path.dirname(sys.executable), "torchrun")
     if not os.path.exists(beside):
         pytest.skip("this Python has no torchrun beside it")
-    assert program.command(["torchrun", "x.py"]) == [sys.executable, beside, "x.py"]
+    assert cli.command(["torchrun", "x.py"]) == [sys.executable, beside, "x.py"]
 
 
 def test_neither_a_file_nor_a_command(capsys):
@@ -94,4 +94,4 @@ def test_what_a_program_gets_that_says_nothing(run):
     theirs = {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3", "TRITON_INTERPRET": "0"}
     assert run("--quiet", "-c", code, environ=theirs).stdout == "active 3 0\n"
     for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert "OMP_WAIT_POLICY" not in program.defaults({name: "1"})
+        assert "OMP_WAIT_POLICY" not in cli.defaults({name: "1"})

@@ -12,12 +12,11 @@ import pytest
 from tests.processes import family, runs, wait_until
 from virtualgpu import environment
 from virtualgpu.hardware import specs
-from virtualgpu.run import cards, cli, left
-from virtualgpu.run.explain import candidates, nvlink
+from virtualgpu.run import cli, results
+from virtualgpu.run.explain import changes
 from virtualgpu.run.explain import runs as explain
 from virtualgpu.run.explain import table as explain_table
-from virtualgpu.run.explain.explained import Explained
-from virtualgpu.run.explain.parts import Parts
+from virtualgpu.run.explain.changes import Explained, Parts
 
 PROGRAM = """
 import sys, torch
@@ -38,7 +37,7 @@ for step in range({"half": 2, "one": 1}.get(fault, 10**6)):
 
 
 def start(script, *arguments, like="T4"):
-    return explain.run([script, *arguments], environment.Settings(cards.find(1, like, None)))
+    return explain.run([script, *arguments], environment.Settings(cli.find_cards(1, like, None)))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_a_program_that_uses_no_gpu(script, warm):
 def test_a_program_that_steps_no_optimizer_is_ended(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("import time\ntime.sleep(1000)\n")
-    settings = environment.Settings(cards.find(1, "T4", None))
+    settings = environment.Settings(cli.find_cards(1, "T4", None))
     assert explain.run([str(path)], settings, limit=0.5).failed == explain.NOT_ENDED
 
 
@@ -107,15 +106,15 @@ def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch)
         raise OSError(28, "No space left on device")
 
     ended = SimpleNamespace(output_of=lambda *args: (0, ""))
-    settings = environment.Settings(cards.find(1, "T4", None))
+    settings = environment.Settings(cli.find_cards(1, "T4", None))
     assert explain.once(ended, settings, ["a.py"]).failed.startswith("the program ended after 0 steps of an optimizer")
-    monkeypatch.setattr(left, "leave", full)
+    monkeypatch.setattr(results, "leave", full)
     failed = explain.once(ended, settings, ["a.py"]).failed
     assert failed.startswith("its figures could not be written: No space left on device in ") and "TMPDIR" in failed
 
 
 def test_what_is_not_known_is_said():
-    change = candidates.Change("half precision", "In half precision", candidates.COMPUTING)
+    change = changes.Change("half precision", "In half precision", changes.COMPUTING)
     found = explain.Explanation(1.0, (), (explain.Tried(change, None, "out of memory: 1 GiB"),))
     assert explain_table.sentences(found)[-1].startswith(
         "Not known: half precision, for the run with it failed (out of memory"
@@ -158,8 +157,8 @@ def of(step, rank=0, computing=0.0, **idle):
     ],
 )
 def test_what_is_tried(explained, names):
-    settings = environment.Settings(cards.find(2, "T4", None))
-    tries = candidates.candidates(explained, settings, {})
+    settings = environment.Settings(cli.find_cards(2, "T4", None))
+    tries = changes.candidates(explained, settings, {})
     assert [change.name for change in tries] == names
 
 
@@ -173,10 +172,10 @@ def test_what_is_tried(explained, names):
     ],
 )
 def test_whose_nvlink(like, gpus, words):
-    spec, told = nvlink.nvlinked(specs.find(like), gpus)
+    spec, told = changes.nvlinked(specs.find_spec(like), gpus)
     assert told == words and spec.nvlink and spec.peer_access
     with pytest.raises(ValueError, match="has NVLink"):
-        nvlink.nvlinked(spec, gpus)
+        changes.nvlinked(spec, gpus)
 
 
 @pytest.mark.parametrize(
@@ -189,27 +188,25 @@ def test_whose_nvlink(like, gpus, words):
     ],
 )
 def test_nvlink_joins_the_gpus_of_a_node(gpus, settings, joined):
-    settings = environment.Settings(cards.find(gpus, "RTX 3090", None), **settings)
-    (change,) = (
-        one for one in candidates.candidates([of(1.0, communication=0.5)], settings, {}) if one.name == "NVLink"
-    )
+    settings = environment.Settings(cli.find_cards(gpus, "RTX 3090", None), **settings)
+    (change,) = (one for one in changes.candidates([of(1.0, communication=0.5)], settings, {}) if one.name == "NVLink")
     assert change.setting["link"] == joined and ("two such cards" in change.words) == (joined == 2)
 
 
 def test_where_a_variable_holds_nccl_up():
-    settings = environment.Settings(cards.find(2, "V100", None))
+    settings = environment.Settings(cli.find_cards(2, "V100", None))
     environ = {"NCCL_P2P_DISABLE": "1"}
-    tries = candidates.candidates([of(1.0, communication=0.5)], settings, environ)
+    tries = changes.candidates([of(1.0, communication=0.5)], settings, environ)
     assert [change.name for change in tries] == ["no communication", "peer to peer"]
     assert "NCCL_P2P_DISABLE" in tries[1].words and "NCCL_P2P_DISABLE" in tries[1].without
-    assert [change.name for change in candidates.candidates([of(1.0, communication=0.5)], settings, {})] == [
+    assert [change.name for change in changes.candidates([of(1.0, communication=0.5)], settings, {})] == [
         "no communication"
     ]
 
 
 def test_equal_work_is_the_mean_of_the_ranks():
     one, two = of(3.0, waiting=2.0, computing=1.0), of(3.0, 1, computing=3.0)
-    assert candidates._factors([one, two]) == {"0": [2.0] * 4, "1": [pytest.approx(2 / 3)] * 4}
+    assert changes._factors([one, two]) == {"0": [2.0] * 4, "1": [pytest.approx(2 / 3)] * 4}
 
 
 def test_many_ranks_are_three_columns():

@@ -6,8 +6,8 @@ import pytest
 
 from virtualgpu import environment
 from virtualgpu.hardware import specs
-from virtualgpu.run import cards
-from virtualgpu.run.explain import changes as explain_changes
+from virtualgpu.run import cli
+from virtualgpu.run.explain import applied
 from virtualgpu.run.explain import runs as explain
 from virtualgpu.run.explain import table as explain_table
 
@@ -100,7 +100,7 @@ def told(tmp_path, warm):
         path = tmp_path / "train.py"
         path.write_text(program)
         command = [str(path), *map(str, arguments)]
-        settings = environment.Settings(cards.find(gpus, like, None), host=host, single_rank=of and (of, 0, 8))
+        settings = environment.Settings(cli.find_cards(gpus, like, None), host=host, single_rank=of and (of, 0, 8))
         if only:
             settings = settings._replace(dry=True, steps=explain.STEPS, explain={})
             with explain.Programs() as programs:
@@ -154,9 +154,9 @@ def test_gradients_that_take_long_on_their_way(told):
 @pytest.mark.parametrize("here", [1, 2])
 def test_a_bridge_is_the_card_with_the_bridge(here):
     """Also where one rank of the two plays alone."""
-    bridged = explain_changes.cards({"link": 2}, [specs.find("TITAN RTX")] * here)
-    assert [card.peer for card in bridged] == [specs.find("TITAN RTX NVLink").peer] * here
-    assert explain_changes.cards({"link": 4}, [specs.find("TITAN RTX")])[0].peer == specs.find("V100").peer
+    bridged = applied.cards({"link": 2}, [specs.find_spec("TITAN RTX")] * here)
+    assert [card.peer for card in bridged] == [specs.find_spec("TITAN RTX NVLink").peer] * here
+    assert applied.cards({"link": 4}, [specs.find_spec("TITAN RTX")])[0].peer == specs.find_spec("V100").peer
 
 
 def test_a_collective_for_each_parameter(told):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from virtualgpu.run.explain.parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, OTHER, WAITING, kind_of, mean, parts
+from virtualgpu.run.explain.changes import COMMUNICATION, COPIES, LAUNCHES, LOADER, OTHER, WAITING, kind_of, mean, parts
 from virtualgpu.timing.trace import Span
 
 

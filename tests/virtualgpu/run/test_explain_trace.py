@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from virtualgpu.run.explain import real, real_trace
+from virtualgpu.run.explain import real
 from virtualgpu.run.explain import table as explain_table
 
 TRACES = json.loads(Path(__file__).with_name("explain_traces.json").read_text("utf-8"))
 
 
 def test_a_trace_is_read():
-    trace = real_trace.read(TRACES["0"])
+    trace = real.read_trace(TRACES["0"])
     assert trace.ends == pytest.approx([0.0001, 0.0011, 0.0021])
     assert trace.loading == [pytest.approx((0.00015, 0.00025))]
     kinds = {(span.kind, span.name) for span in trace.spans}
@@ -39,8 +39,8 @@ def test_what_ranks_wait_for_each_other_is_no_communication():
 
 
 def test_the_optimizer_marks_steps_where_nobody_else_does():
-    events = [event for event in TRACES["1"] if event["name"] != real_trace.MARK]
-    assert len(real_trace.read(events).ends) == 2
+    events = [event for event in TRACES["1"] if event["name"] != real.MARK]
+    assert len(real.read_trace(events).ends) == 2
 
 
 @pytest.mark.parametrize("events", [[], [{"ph": "M", "name": "process_name", "pid": 0}]])

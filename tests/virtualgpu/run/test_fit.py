@@ -11,11 +11,11 @@ import pytest
 
 from tests.processes import family, runs, wait_until
 from virtualgpu import environment
-from virtualgpu.run import cards, left
+from virtualgpu.run import cli, results
 from virtualgpu.run.fit import cli as fit_cli
 from virtualgpu.run.fit import search as fit
 from virtualgpu.run.fit import table as fit_table
-from virtualgpu.run.fit.prices import Price
+from virtualgpu.run.fit.table import Price
 from virtualgpu.run.trials import steps
 
 PROGRAM = """
@@ -68,9 +68,9 @@ def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch)
         raise OSError(28, "No space left on device")
 
     ended = SimpleNamespace(output_of=lambda *args: (0, ""))
-    tried = ended, environment.Settings(cards.find(1, "T4", None)), ["a.py"], fit.Trial("T4", 1, {}, "fits"), None
+    tried = ended, environment.Settings(cli.find_cards(1, "T4", None)), ["a.py"], fit.Trial("T4", 1, {}, "fits"), None
     assert fit._trial(*tried).words == "the program used no GPU"
-    monkeypatch.setattr(left, "leave", full)
+    monkeypatch.setattr(results, "leave", full)
     trial = fit._trial(*tried)
     assert trial.status == "failed" and trial.words.startswith("its figures could not be written: No space left")
 

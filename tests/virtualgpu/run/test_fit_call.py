@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import virtualgpu
-from virtualgpu.run.fit import call, progress
+from virtualgpu.run.fit import cli, progress
 from virtualgpu.run.fit import search as fit
 from virtualgpu.run.fit.search import Range, Trial
 
@@ -41,7 +41,7 @@ def test_a_search_for_the_largest(here, warm):
     (best,) = trials.largest
     assert best.fits and best.values == {"batch-size": "70000"}
     assert "Largest that fits: T4: batch-size=70000." in repr(trials)
-    assert call.Trials(trials, {}, None, "").largest == []
+    assert cli.Trials(trials, {}, None, "").largest == []
 
 
 @pytest.mark.parametrize(

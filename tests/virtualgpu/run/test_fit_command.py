@@ -2,8 +2,8 @@
 
 import pytest
 
-from virtualgpu.run.fit import command as fit_command
-from virtualgpu.run.trials import messages, programs
+from virtualgpu.run.fit import search as fit_command
+from virtualgpu.run.trials import forked, steps
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
     ],
 )
 def test_the_error_that_ended_a_program(said, words):
-    found = messages.error(said)
+    found = steps.error(said)
     assert found.endswith(words) and bool(found) == bool(words)
 
 
@@ -104,6 +104,6 @@ def test_the_error_that_ended_a_program(said, words):
     ],
 )
 def test_programs_that_might_meet_at_a_port_run_one_after_the_other(monkeypatch, command, gpus, several):
-    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: range(4), raising=False)
-    monkeypatch.setattr(programs, "ROOM", 1)
-    assert programs.side_by_side(command.split(), gpus) == (4 if several else 1)
+    monkeypatch.setattr(forked.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(forked, "ROOM", 1)
+    assert forked.side_by_side(command.split(), gpus) == (4 if several else 1)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.processes import wait_until
 from virtualgpu.run.fit import cli
-from virtualgpu.run.trials import programs as trials
-from virtualgpu.run.trials.programs import Programs, ended_by_sigterm
+from virtualgpu.run.trials import forked as trials
+from virtualgpu.run.trials.forked import Programs, ended_by_sigterm
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX threads")

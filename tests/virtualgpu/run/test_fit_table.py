@@ -3,10 +3,10 @@
 import pytest
 
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.run.fit import prices as fit_prices
+from virtualgpu.run.fit import table as fit_prices
 from virtualgpu.run.fit import table as fit_table
-from virtualgpu.run.fit.prices import Price
 from virtualgpu.run.fit.search import Trial
+from virtualgpu.run.fit.table import Price
 
 GIB = 2**30
 

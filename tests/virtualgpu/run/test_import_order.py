@@ -5,16 +5,16 @@ import pytest
 FIRST = [
     "from virtualgpu.torch_api import streams",
     "import importlib.util; assert importlib.util.find_spec('virtualgpu.session'); from virtualgpu.hardware import specs; "
-    "import virtualgpu.session as s; assert s._session.cards[0] == specs.find('T4')",
+    "import virtualgpu.session as s; assert s._session.cards[0] == specs.find_spec('T4')",
 ]
 THEN = """
 import torch
 from virtualgpu import session
-from virtualgpu.engine import allocation, machine
+from virtualgpu.engine import machine, storage
 assert torch.cuda.device_count() == 2
 assert session._session is not None
 there = torch.ones(2, device="cuda:1")
-assert isinstance(allocation.gpu_of(there), machine.GPU)
+assert isinstance(storage.gpu_of(there), machine.GPU)
 print(there.device, end="")
 """
 

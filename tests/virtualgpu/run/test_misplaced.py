@@ -2,7 +2,7 @@
 
 import pytest
 
-from virtualgpu.run import cli, misplaced
+from virtualgpu.run import cli
 
 OURS = cli.OPTIONS.keys() - {"--help"}
 READS_NOTHING = "import torch, os\nfrom torch import nn\nx = torch.ones(3, device='cuda')\n"
@@ -32,7 +32,7 @@ def test_said_at_the_start(text, words, named, tmp_path, monkeypatch):
     """A script that cannot look at its arguments got them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text(text)
-    said = misplaced.at_start(tuple(words.split()), OURS)
+    said = cli.at_start(tuple(words.split()), OURS)
     if named is None:
         assert said is None
     else:
@@ -58,7 +58,7 @@ def test_said_at_the_end(text, words, status, named, tmp_path, monkeypatch):
     """A program that ended as one ends that does not know its arguments."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text(text)
-    said = misplaced.at_end(tuple(words.split()), status, OURS)
+    said = cli.at_end(tuple(words.split()), status, OURS)
     assert said is None if named is None else said.startswith(named)
 
 

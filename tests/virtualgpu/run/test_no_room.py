@@ -11,7 +11,7 @@ import pytest
 from tests.virtualgpu.run.test_environment import T4
 from virtualgpu import scratch
 from virtualgpu.environment import Settings
-from virtualgpu.run import left, program, report, traces
+from virtualgpu.run import cli, report, results
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,7 +75,7 @@ def test_no_process_or_file_more(monkeypatch, capsys, number, words, cure):
     def full(settings, *arguments):
         raise OSError(number, words)
 
-    monkeypatch.setattr(program, "run", full)
+    monkeypatch.setattr(cli, "run", full)
     assert cli.main(["-c", "print('never')"]) == 2
     error = capsys.readouterr().err
     assert words in error and cure in error and error.count("\n") == 1
@@ -83,9 +83,9 @@ def test_no_process_or_file_more(monkeypatch, capsys, number, words, cure):
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_trace_that_was_not_written_is_said_even_to_the_quiet(tmp_path, capsys, quiet):
-    program._tell(Settings((T4,)), str(tmp_path), str(tmp_path / "gone" / "t.json"), quiet, sys.stderr)
+    cli._tell(Settings((T4,)), str(tmp_path), str(tmp_path / "gone" / "t.json"), quiet, sys.stderr)
     assert "The trace was not written: " in capsys.readouterr().err
-    program._tell(Settings((T4,)), str(tmp_path), str(tmp_path / "t.json"), quiet, sys.stderr)
+    cli._tell(Settings((T4,)), str(tmp_path), str(tmp_path / "t.json"), quiet, sys.stderr)
     assert bool(capsys.readouterr().err) is not quiet
 
 
@@ -104,13 +104,13 @@ def test_an_earlier_trace_stays_where_there_is_no_room(tmp_path, monkeypatch):
         file.write('{"trace')
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(traces.json, "dump", full)
+    monkeypatch.setattr(results.json, "dump", full)
     assert (
-        traces.merge(str(tmp_path), [], str(path)) == "The trace was not written: [Errno 28] No space left on device."
+        results.merge(str(tmp_path), [], str(path)) == "The trace was not written: [Errno 28] No space left on device."
     )
     assert (os.listdir(tmp_path), path.read_text()) == (["t.json"], "earlier")
     monkeypatch.undo()
-    assert traces.merge(str(tmp_path), [], os.devnull).startswith("Trace of 0 processes") and not os.path.isfile(
+    assert results.merge(str(tmp_path), [], os.devnull).startswith("Trace of 0 processes") and not os.path.isfile(
         os.devnull
     )
 
@@ -136,7 +136,7 @@ def test_fit_and_explain_tell_a_full_disk(monkeypatch, status, output):
         def output_of(self, *arguments):
             return status, output
 
-    monkeypatch.setattr(left, "leave", full)
+    monkeypatch.setattr(results, "leave", full)
     assert "No space left on device" in runs.once(Programs(), Settings((T4,)), ["x.py"]).failed
     words = search._trial(Programs(), Settings((T4,)), ["x.py"], search.Trial("T4", 1, {}, ""), None).words
     assert "No space left on device" in words and "TMPDIR" in words
@@ -145,7 +145,7 @@ def test_fit_and_explain_tell_a_full_disk(monkeypatch, status, output):
 FULL = """
 import os, sys, warnings
 from datetime import timedelta
-from virtualgpu.distributed.arrivals import Arrivals
+from virtualgpu.distributed.shared_clock import Arrivals
 from virtualgpu.memory.ledger import Ledger, entries
 
 folder = sys.argv[1]

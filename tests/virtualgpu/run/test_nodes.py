@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.processes import free_port
-from virtualgpu.hardware import networks
-from virtualgpu.hardware.fabric import Fabric
+from virtualgpu.hardware.network import Fabric, find_network
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing import nccl
 
@@ -66,7 +65,7 @@ def check(found: list[list], seconds: float, gpus: list[tuple[int, int]]) -> Non
 
 
 def expected(network: str | None = None) -> float:
-    fabric = Fabric.of(SPECS["T4"], network and networks.find(network)).shared_by(1, 1)
+    fabric = Fabric.of(SPECS["T4"], network and find_network(network)).shared_by(1, 1)
     return nccl.seconds("all_reduce", 4_000_000, 2, fabric, 2)
 
 

@@ -148,11 +148,11 @@ def test_a_signal_before_there_is_a_program(clean_environ, tmp_path, number, kil
 def test_interrupted_before_anything_is_started(clean_environ):
     code = """if True:
         import os, signal, sys
-        from virtualgpu.run import cards, cli
+        from virtualgpu.run import cli
         def find(*arguments):
             signal.raise_signal(signal.SIGINT)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        cards.find = find
+        cli.find_cards = find
         sys.exit(cli.main(["-c", ""]))"""
     found = subprocess.run([sys.executable, "-c", code], env=clean_environ, capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (-signal.SIGINT, "")

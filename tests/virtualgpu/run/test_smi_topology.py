@@ -9,17 +9,17 @@ import pytest
 
 from tests.virtualgpu.run.test_tools import smi
 from virtualgpu.environment import Settings
-from virtualgpu.run import cards, program
+from virtualgpu.run import cli
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Call it: this process is under a runner with so many cards of that name."""
-    with program.folder() as folder:
+    with cli.folder() as folder:
 
         def call(count, like, **settings):
-            given = Settings(cards.find(count, like, None), folder=folder, **settings)
-            for name, value in program.variables(given, os.environ).items():
+            given = Settings(cli.find_cards(count, like, None), folder=folder, **settings)
+            for name, value in cli.variables(given, os.environ).items():
                 monkeypatch.setenv(name, value)
 
         yield call

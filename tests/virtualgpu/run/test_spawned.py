@@ -69,7 +69,7 @@ def look(context, times):
             getattr(child, act)()
     mp.spawn(reduces, nprocs=2)
     codes = [child.exitcode for child in children]
-    return {"found": found[-1], "codes": codes, "drawn": drawn, "forked": ["spawned" in command for command in commands]}
+    return {"found": found[-1], "codes": codes, "drawn": drawn, "forked": ["import processes" in command for command in commands]}
 
 if __name__ == "__main__":
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=sys.argv[1])
@@ -118,7 +118,7 @@ def test_each_draws_numbers_of_its_own(looks):
 
 def test_the_commands_of_these_tests_are_forked_too():
     """By tests/forks.py, which starts anew what it cannot fork: the runner, its program, and what that starts."""
-    told = "import subprocess, sys; print('spawned' in open('/proc/self/cmdline').read(), 'torch' in sys.modules, flush=True); "
+    told = "import subprocess, sys; print('import processes' in open('/proc/self/cmdline').read(), 'torch' in sys.modules, flush=True); "
     leaf = [sys.executable, "-c", told + "print(sys.stdin.read(), end='', flush=True); 1 / 0"]
     ended = forks.run(
         "-m", "virtualgpu", "--quiet", "-c", f"{told}sys.exit(4 + subprocess.call({leaf!r}))", input="read"

@@ -11,7 +11,7 @@ from tests.virtualgpu.run.test_environment import H100, T4
 from virtualgpu import environment
 from virtualgpu.environment import Settings
 from virtualgpu.memory.ledger import Ledger
-from virtualgpu.run import program
+from virtualgpu.run import cli
 from virtualgpu.torch_api import nvml
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -20,8 +20,8 @@ GIB, MIB = 1 << 30, 1 << 20
 @pytest.fixture
 def ledger(monkeypatch):
     """This process under a runner with a T4 and an H100; it holds 3 GiB of the H100, which was busy for 1 s of 4."""
-    with program.folder() as folder:
-        for name, value in program.variables(Settings((T4, H100), folder=folder), os.environ).items():
+    with cli.folder() as folder:
+        for name, value in cli.variables(Settings((T4, H100), folder=folder), os.environ).items():
             monkeypatch.setenv(name, value)
         ledger = Ledger(folder, 2)
         ledger.note(1, used=3 * GIB)
@@ -223,7 +223,7 @@ def test_nvml_of_one_process_without_a_runner(monkeypatch):
     import torch
 
     import virtualgpu
-    from virtualgpu.torch_api.registry import Patches
+    from virtualgpu.torch_api.patches import Patches
 
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
     before = pynvml.nvmlLib

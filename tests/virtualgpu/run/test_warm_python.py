@@ -9,8 +9,8 @@ import pytest
 
 from tests.processes import wait_until
 from virtualgpu import environment
-from virtualgpu.run import cards, program
-from virtualgpu.run.trials.warm import Forked, WarmPython
+from virtualgpu.run import cli
+from virtualgpu.run.trials.forked import Forked, WarmPython
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no warm Python here")
 
@@ -55,9 +55,11 @@ def python():
 
 @pytest.fixture
 def environ(clean_environ, tmp_path):
-    settings = environment.Settings(tuple(cards.find(2, "T4", None)), dry=True, steps=3, folder=str(tmp_path / "left"))
+    settings = environment.Settings(
+        tuple(cli.find_cards(2, "T4", None)), dry=True, steps=3, folder=str(tmp_path / "left")
+    )
     os.mkdir(settings.folder)
-    return program.environment_of(settings, clean_environ | {"PYTEST_CURRENT_TEST": ""})
+    return cli.environment_of(settings, clean_environ | {"PYTEST_CURRENT_TEST": ""})
 
 
 def plainly(command, environ, output):

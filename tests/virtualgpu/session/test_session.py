@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import virtualgpu
 from tests import forks
 from virtualgpu import session
-from virtualgpu.engine.thread_context import dry_runs
-from virtualgpu.hardware.specs import find_all
+from virtualgpu.engine.machine import dry_runs
+from virtualgpu.hardware.specs import find_specs
 
 ONE = torch.device("cuda:1")
 
@@ -437,7 +437,7 @@ def test_ctrl_c_in_an_operation_leaves_the_gpus_usable(gpus, ctrl_c):
 def test_gpus_that_pass_for_real_ones_are_virtual_in_a_dry_run(monkeypatch):
     """Real GPUs cannot do one: where a machine has them, a dry run makes virtual ones, which a Monitor and a Timeline ask."""
     monkeypatch.setenv("HELPERS_GPUS", "real")
-    session.activate(find_all(2, "T4", None))
+    session.activate(find_specs(2, "T4", None))
     try:
         assert virtualgpu.machine() is None
         with virtualgpu.dry_run():
@@ -450,7 +450,7 @@ def test_gpus_that_pass_for_real_ones_are_virtual_in_a_dry_run(monkeypatch):
 def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
     """As beside real ones: and those are as they were, after it."""
     monkeypatch.setenv("HELPERS_GPUS", "real")
-    session.activate(find_all(2, "T4", None))
+    session.activate(find_specs(2, "T4", None))
     try:
         x = torch.ones(3, device="cuda:1")
         with virtualgpu.dry_run(3, like="A100"):
@@ -468,7 +468,7 @@ def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
 def test_more_gpus_than_the_runner_plays(monkeypatch, capsys):
     """As where a notebook asks for two on a machine with one: `reset` turns off its own, twice if need be."""
     monkeypatch.setenv("HELPERS_GPUS", "real")
-    session.activate(find_all(1, "T4", None))
+    session.activate(find_specs(1, "T4", None))
     try:
         x = torch.ones(3, device="cuda:0")
         for _ in range(2):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from virtualgpu.timing.collectives import Beside
+from virtualgpu.timing.nccl import Beside
 from virtualgpu.timing.streams import Engine
 
 

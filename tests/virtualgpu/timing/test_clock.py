@@ -10,10 +10,10 @@ import virtualgpu
 from tests import tutorial
 from tests.virtualgpu.memory.test_events import MODELS, steps
 from tests.virtualgpu.programs import SplitResNet, train
-from virtualgpu.hardware.hosts import DEFAULT, HOSTS
+from virtualgpu.hardware.settings import DEFAULT, HOSTS
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing.clock import Clock
-from virtualgpu.timing.host_weights import WEIGHTS
+from virtualgpu.timing.host import WEIGHTS
 
 T4 = SPECS["T4"]
 FORWARD = HOSTS[DEFAULT].forward

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import virtualgpu
-from virtualgpu.hardware import links
+from virtualgpu.hardware import datasheet
 from virtualgpu.hardware.datasheet import PCIE3, PCIE4, PCIE5, Link
 
 NBYTES = 1 << 28
@@ -79,12 +79,12 @@ def test_copies_between_gpus_reach_what_others_measured(run, card, clock, expect
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_a_slot_with_fewer_lanes_and_one_that_nobody_measured(way):
     half = Link(PCIE4.bandwidth / 2, 10e-6)
-    assert links.to_host(half, way, True).bandwidth < links.to_host(PCIE4, way, True).bandwidth
+    assert datasheet.to_host(half, way, True).bandwidth < datasheet.to_host(PCIE4, way, True).bandwidth
     for link in (PCIE3, half, PCIE4, PCIE5, Link(4e9, 10e-6)):
-        pageable, pinned = (links.to_host(link, way, memory) for memory in (False, True))
+        pageable, pinned = (datasheet.to_host(link, way, memory) for memory in (False, True))
         assert pageable.bandwidth <= pinned.bandwidth < link.bandwidth and pinned.latency == link.latency
     chip_to_chip = Link(450e9, 2e-6)
-    assert links.to_host(chip_to_chip, way, False) == chip_to_chip
+    assert datasheet.to_host(chip_to_chip, way, False) == chip_to_chip
 
 
 @pytest.mark.parametrize("way", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])

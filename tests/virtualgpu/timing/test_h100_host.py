@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import virtualgpu
 from tests.accuracy.kernels import within
-from virtualgpu.hardware.hosts import HOSTS
+from virtualgpu.hardware.settings import HOSTS
 
 GPU = Path(__file__).parents[2] / "gpu"
 TABLE, MIXED = GPU / "h100_host.csv", GPU / "mixed_host.csv"

@@ -6,11 +6,9 @@ import torch.utils.checkpoint
 
 import virtualgpu
 from tests.gpu import host_table
-from virtualgpu.hardware.hosts import HOSTS
-from virtualgpu.hardware.settings import DATASHEET, find
+from virtualgpu.hardware.settings import DATASHEET, HOSTS, find_settings
 from virtualgpu.run import cli
-from virtualgpu.timing import host_weights
-from virtualgpu.timing.host_weights import BEGUN, ELEMENTWISE, FURTHER, WEIGHTS
+from virtualgpu.timing.host import BEGUN, ELEMENTWISE, FURTHER, STEP, WEIGHTS, weight_of
 
 resnet50 = pytest.importorskip("torchvision").models.resnet50
 
@@ -184,7 +182,7 @@ def test_a_step_inside_a_backward_pass_costs_its_python():
 
         alone = backward(weight * 2)
         weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
-        once, each, _ = host_weights.STEP
+        once, each, _ = STEP
         assert backward(weight * 2) - alone > 1e6 * HOSTS["2026"].optimizer * (once + each)
 
 
@@ -193,7 +191,7 @@ def test_unknown_names_say_what_there_is(names):
     with pytest.raises(
         ValueError, match="measured or datasheet|measured .* or datasheet" if "clock" in names else ", ".join(HOSTS)
     ):
-        find(**names)
+        find_settings(**names)
 
 
 def test_settings_reach_other_processes(monkeypatch):
@@ -218,10 +216,8 @@ def test_a_dry_run_keeps_the_clock_that_is_on(monkeypatch):
 
 
 def test_an_operation_of_many_kernels_costs_the_host_their_launches():
-    assert host_weights.of("embedding_dense_backward", False, 12) == pytest.approx((1 + 11 * 0.2, 1 + 11 * 0.25))
-    assert (
-        host_weights.of("add", True) == ELEMENTWISE and host_weights.of("mm", False, 3) == WEIGHTS["mm"]
-    )  # measured whole
+    assert weight_of("embedding_dense_backward", False, 12) == pytest.approx((1 + 11 * 0.2, 1 + 11 * 0.25))
+    assert weight_of("add", True) == ELEMENTWISE and weight_of("mm", False, 3) == WEIGHTS["mm"]  # measured whole
 
 
 def test_the_table_is_what_the_chains_say():

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 import virtualgpu
-from virtualgpu.hardware import networks, tables
-from virtualgpu.hardware.fabric import Fabric, slowest
-from virtualgpu.hardware.specs import Link, find
+from virtualgpu.hardware import units
+from virtualgpu.hardware.network import Fabric, find_network, slowest
+from virtualgpu.hardware.specs import Link, find_spec
 from virtualgpu.timing import nccl
 
 SIZES = (1, 100, 5000, 65536, 10**6, 25 << 20, 10**9)
@@ -33,7 +33,7 @@ def test_costs_are_those_of_pytorchs_model(card, network, monkeypatch):
     virtualgpu.gpus(8, like=spec)
     monkeypatch.setattr(theirs, "_has_nvlink", lambda: spec.nvlink is not None)
     theirs.get_gpu_type.cache_clear()
-    joined = network and networks.find(network)
+    joined = network and find_network(network)
     if joined:
         monkeypatch.setattr(theirs, "get_inter_node_bw", lambda: joined.bandwidth / 1e9)
     kinds = theirs.NCCL_COLL
@@ -55,11 +55,13 @@ def test_costs_are_those_of_pytorchs_model(card, network, monkeypatch):
         theirs.get_gpu_type.cache_clear()
 
 
-REACHING = replace(find("T4"), peer=find("T4").host, peer_access=True)  # as on a machine that is no virtual one
+REACHING = replace(
+    find_spec("T4"), peer=find_spec("T4").host, peer_access=True
+)  # as on a machine that is no virtual one
 
 
 def test_other_collectives_and_cards():
-    h100, t4, titan = (Fabric.of(card, None, "SYS") for card in (find("H100"), REACHING, find("TITAN RTX")))
+    h100, t4, titan = (Fabric.of(card, None, "SYS") for card in (find_spec("H100"), REACHING, find_spec("TITAN RTX")))
     assert (h100.nvlink, t4.nvlink) == (True, False) and t4.inside == pytest.approx(12)  # NCCL's PCI Express 3.0
     large = 10**9
     for kind in ("broadcast", "reduce", "gather", "scatter", "p2p", "all_reduce"):
@@ -76,26 +78,30 @@ def test_within_a_node():
     Through the host's memory it is what was measured (hardware.links), of that capability where there is more than one figure.
     """
     of = Fabric.of
-    bridged, titan, geforce = find("TITAN RTX NVLink"), find("TITAN RTX"), find("RTX 3090 NVLink")
+    bridged, titan, geforce = (
+        find_spec("TITAN RTX NVLink"),
+        find_spec("TITAN RTX"),
+        find_spec("RTX 3090 NVLink"),
+    )
     assert (of(bridged).inside, of(titan).inside, of(geforce).inside) == (40, pytest.approx(3.23), 48)
     assert of(bridged, None, "LOC") == of(titan) == of(titan, None, "SYS")
     assert of(REACHING, None, "SYS").inside == pytest.approx(12)  # by default NCCL does not pass the host's bridge
-    assert of(REACHING) == of(REACHING, None, "LOC") == of(find("T4")) == of(titan)  # of one PCI Express
-    h100 = of(find("H100"), None, "LOC")
-    assert of(find("H100")).nvlink and not h100.nvlink and h100.inside == pytest.approx(26.56)
-    staged = [of(find(card)).inside for card in ("RTX 5090", "RTX 4090", "RTX 3090")]
+    assert of(REACHING) == of(REACHING, None, "LOC") == of(find_spec("T4")) == of(titan)  # of one PCI Express
+    h100 = of(find_spec("H100"), None, "LOC")
+    assert of(find_spec("H100")).nvlink and not h100.nvlink and h100.inside == pytest.approx(26.56)
+    staged = [of(find_spec(card)).inside for card in ("RTX 5090", "RTX 4090", "RTX 3090")]
     assert staged == pytest.approx([26.56, 3.52, 3.04])
-    narrow = replace(find("T4"), host=Link(2e9, 1e-5), peer_access=False)
+    narrow = replace(find_spec("T4"), host=Link(2e9, 1e-5), peer_access=False)
     assert of(narrow).inside == pytest.approx(2 * 18 / 31.5)  # no more of it than the most that was measured
 
 
 def test_through_the_hosts_memory():
     """Also copies of cards without peer access (cudaMemcpyPeer)."""
     seconds = [
-        find(card).peer.seconds(10**9) for card in ("TITAN RTX", "RTX 3090", "RTX 4090", "RTX 5090", "RTX A6000")
+        find_spec(card).peer.seconds(10**9) for card in ("TITAN RTX", "RTX 3090", "RTX 4090", "RTX 5090", "RTX A6000")
     ]
     assert [round(1 / duration, 1) for duration in seconds] == [4.4, 6.1, 22.1, 38.5, 31.5]
-    for row in tables.rows("links")["measured"]:
+    for row in units.rows("links")["measured"]:
         assert row["source"] and row["licence"] and row["rate"] > 0
 
 
@@ -106,7 +112,7 @@ def test_through_the_hosts_memory():
 def test_a_pair_through_the_host_as_measured(kind, sent, measured):
     """GB/s on the bus of two RTX 2080 Ti behind one switch, 1 GiB (links.toml), whose host is faster than the median. With a third card a broadcast
     has the ring's rate, for the one between sends and receives."""
-    fabric = Fabric.of(find("RTX 2080 Ti"))
+    fabric = Fabric.of(find_spec("RTX 2080 Ti"))
     assert sent * 10 / nccl.seconds(kind, 10**10, 2, fabric) == pytest.approx(measured, rel=0.31)
     assert nccl.seconds("broadcast", 10**10, 3, fabric) == pytest.approx(10 / fabric.inside, rel=0.01)
 
@@ -114,7 +120,7 @@ def test_a_pair_through_the_host_as_measured(kind, sent, measured):
 def test_a_small_message_through_the_host_as_measured():
     """us of an all_reduce of 1 KiB: 2 and 8 RTX 2080 Ti, 2, 4 and 8 RTX 4090 (links.toml)."""
     for like, measured in (("RTX 2080 Ti", {2: 12.1, 8: 37.5}), ("RTX 4090", {2: 12.2, 4: 21.0, 8: 44.0})):
-        fabric = Fabric.of(find(like))
+        fabric = Fabric.of(find_spec(like))
         told = [1e6 * nccl.seconds("all_reduce", 1024, ranks, fabric) for ranks in measured]
         assert told == pytest.approx([*measured.values()], rel=0.15)
 
@@ -123,19 +129,19 @@ def test_a_pair_of_v100s_has_two_links_of_six():
     """And half of the cube of a DGX-1 four; measured were 130 to 135 GB/s over all eight, and 122 where a switch joins them."""
 
     def bus(like: str, members: int) -> float:
-        fabric = Fabric.of(find(like)).shared_by(members, 8)
+        fabric = Fabric.of(find_spec(like)).shared_by(members, 8)
         return 2 * (members - 1) / members * 10 / nccl.seconds("all_reduce", 10**10, members, fabric)
 
     assert [round(bus("V100", members)) for members in (2, 4, 8)] == [40, 80, 120]
     assert [round(bus("A100", members)) for members in (2, 4, 8)] == [240, 240, 240]
-    pair = Fabric.of(find("V100")).shared_by(8, 8)
+    pair = Fabric.of(find_spec("V100")).shared_by(8, 8)
     assert nccl.seconds("p2p", 10**10, 2, pair) == pytest.approx(10 / 40, rel=0.01)
 
 
 def test_between_nodes():
     def gather(network: str | None, nodes: int, like: str = "A100", members: int = 8) -> float:
-        card = like if like is REACHING else find(like)
-        fabric = Fabric.of(card, network and networks.find(network), "SYS").shared_by(members, 8)
+        card = like if like is REACHING else find_spec(like)
+        fabric = Fabric.of(card, network and find_network(network), "SYS").shared_by(members, 8)
         return nccl.seconds("all_gather", 10**9, nodes * members, fabric, nodes)
 
     assert gather("HDR", 4) == gather(None, 4) == gather("200 Gb/s", 4) == gather("25 GB/s", 4)  # of that generation
@@ -150,14 +156,14 @@ def test_between_nodes():
     assert gather("Ethernet 100", 4, REACHING) == pytest.approx(once / 12e9, rel=0.01)  # within the node it is slower
     mixed = slowest(
         [
-            Fabric.of(find("H100"), networks.find("RoCE 100")),
-            Fabric.of(find("A100-PCIE-40GB"), None, "SYS"),
+            Fabric.of(find_spec("H100"), find_network("RoCE 100")),
+            Fabric.of(find_spec("A100-PCIE-40GB"), None, "SYS"),
         ]
     )
     assert (mixed.inside, mixed.between) == (pytest.approx(24), 12.5)
 
 
 def test_two_nodes_of_cards_without_peer_access_are_no_faster_than_one():
-    t4 = Fabric.of(find("T4"))
+    t4 = Fabric.of(find_spec("T4"))
     one, two = (nccl.seconds("all_reduce", 10**9, 8 * nodes, t4.shared_by(8, 8), nodes) for nodes in (1, 2))
     assert two > one

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 import virtualgpu
 from tests.virtualgpu.torch_api.autocast_samples import SAMPLES
 from virtualgpu.torch_api import autocast as face
-from virtualgpu.torch_api.autocast_rules import registered
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.autocast import registered
+from virtualgpu.torch_api.patches import Patches
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PYTORCHS_OWN = torch.amp.autocast_mode.autocast.__init__

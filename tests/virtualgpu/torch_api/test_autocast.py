@@ -27,8 +27,8 @@ from tests.virtualgpu.torch_api.autocast_tools import (
     kinds,
     on,
 )
-from virtualgpu.torch_api import autocast_lists as lists
-from virtualgpu.torch_api.autocast_rules import operation, registered, rules
+from virtualgpu.torch_api import autocast as lists
+from virtualgpu.torch_api.autocast import operation, registered, rules
 
 
 @pytest.fixture(autouse=True)

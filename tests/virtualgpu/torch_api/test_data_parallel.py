@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 
 import virtualgpu
-from virtualgpu.hardware.fabric import Fabric
+from virtualgpu.hardware.network import Fabric
 from virtualgpu.timing import nccl
-from virtualgpu.timing.host_weights import BROADCAST, LOCKED, REPLICATED
+from virtualgpu.timing.host import BROADCAST, LOCKED, REPLICATED
 
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import virtualgpu
-from virtualgpu.engine.thread_context import dry_runs
+from virtualgpu.engine.machine import dry_runs
 
 WHERE = {
     "name": "cuda:1",

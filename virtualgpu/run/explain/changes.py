@@ -1,120 +1,351 @@
-"""What a run of `--explain` has otherwise, in each of its processes: one change, to see what the step would gain by it.
+"""Where a step went, in parts that add up to it, and which changes could gain by it."""
 
-`Settings.explain` says it; nothing of the program is changed but by these:
-
-    launches: 0            the host launches in no time, as CUDA graphs come near to
-    link: 2                so many GPUs of a node are joined by NVLink (nvlink.py says of which card)
-    communication: 0       collectives and copies between GPUs take no time
-    buckets: 100           DistributedDataParallel's bucket_cap_mb; None: PyTorch's own
-    compress: 1            DistributedDataParallel sends gradients by fp16_compress_hook
-    together: {kind: n}    a collective takes its share of one with so many bytes
-    half: "float16"        autocast, around all of the program
-    tf32: 1                products of float32 in TF32
-    copies: 0              copies from the host take no time
-    factors: {rank: [...]} each rank's own work in its steps, times this
-    loader: 0              a batch is there when it is asked for
-    batches: {rank: s}     what a batch takes the loader, as an earlier run measured it
-"""
-
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
+from virtualgpu import environment
+from virtualgpu.environment import Settings
+from virtualgpu.hardware import specs
+from virtualgpu.hardware.datasheet import Spec
+from virtualgpu.hardware.specs import SPECS
+from virtualgpu.run import results
+from virtualgpu.timing.trace import Span
 
-from virtualgpu._compat import distributed as _compat
-from virtualgpu.hardware.datasheet import Link, Spec
-from virtualgpu.hardware.hosts import FREE, Host
-from virtualgpu.run.explain.nvlink import nvlinked
-from virtualgpu.timing.clock import Clock
-from virtualgpu.torch_api.registry import Patches
+# -- Where a step went, by what one GPU did from its beginning to its end: parts that add up to it.
+#
+# A moment in which a kernel computes is computing, by the kind of the kernel. In the others the GPU idles: there a collective may run
+# (communication in the open), a copy, or a collective that waits for other ranks; what is left the host spends in the loader, or it has not
+# launched the next kernel yet. Communication beside which kernels compute is hidden, and told apart: it is no part of the step.
 
-
-def cards(change: Mapping, specs: Sequence[Spec]) -> list[Spec]:
-    """The machine's, as the change has them."""
-    if "link" in change:
-        return [spec if spec.nvlink else nvlinked(spec, change["link"])[0] for spec in specs]
-    if "communication" in change:
-        return [replace(spec, peer=Link(float("inf"), 0.0)) for spec in specs]
-    return list(specs)
-
-
-def apply(change: Mapping, machine, patches: Patches, rank: Callable[[], int]) -> Callable[[int], None]:
-    """Before the program begins. What it returns is called before each step, numbered from 0."""
-    clock, before = machine.clock, []
-    if "launches" in change:
-        clock.set(costs=FREE)
-    if "buckets" in change:
-        patches.stand_in(DistributedDataParallel, "__init__", _bucketed, change["buckets"])
-    if "compress" in change:
-        register_module_forward_pre_hook(_compress)
-    if "half" in change:
-        torch.set_autocast_dtype("cuda", getattr(torch, change["half"]))
-        torch.set_autocast_enabled("cuda", True)
-        before.append(lambda step: torch.clear_autocast_cache())
-    if "tf32" in change:
-        before.append(lambda step: torch.set_float32_matmul_precision("high"))
-    if "copies" in change or "factors" in change:
-        clock.become(ChangedClock, copies_ahead="copies" in change)
-    if "factors" in change:
-        costs = clock.costs
-
-        def scale(step: int) -> None:
-            factors = of_rank(change["factors"], rank()) or [1.0]
-            factor = factors[min(step, len(factors) - 1)]
-            clock.become(ChangedClock, factor=factor)
-            clock.set(costs=Host(*[value * factor if isinstance(value, float) else value for value in costs]))
-
-        before.append(scale)
-
-    def step(number: int) -> None:
-        for function in before:
-            function(number)
-
-    return step
+PARTS = ("communication", "copies", "waiting", "loader", "launches", "other")
+COMMUNICATION, COPIES, WAITING, LOADER, LAUNCHES, OTHER = PARTS
+OPTIMIZER, ELEMENTWISE = "optimizer", "elementwise and others"
+# Kinds of kernels by what is in the operation's name; the first that fits
+KINDS = (
+    ("casts and copies", ("copy", "clone", "chunk_cat")),
+    ("attention", ("attention", "flex")),
+    ("convolutions", ("conv",)),
+    ("recurrent layers", ("rnn", "lstm", "gru")),
+    ("softmax and loss", ("softmax", "loss", "entropy")),
+    ("normalization", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")),
+    ("embedding and indexing", ("embedding", "index", "gather", "scatter", "nonzero", "topk", "sort")),
+)
+PRODUCTS = "matrix products"
+MULTIPLY = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul", "addr", "ger"}
+MULTIPLY |= {"_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_addmm_activation", "_int_mm", "outer"}
+NAMES = (PRODUCTS, *(name for name, _ in KINDS), ELEMENTWISE, OPTIMIZER)
+PAUSE = 1e-6  # seconds: one kernel after the other (engine.machine.GAP) counts with the other
+BETWEEN = "copy cuda:"  # how the clock calls a copy from one GPU to another
+Interval = tuple[float, float]
 
 
-def of_rank(table: Mapping, rank: int):
-    """What the table has for that rank, or for the one process without a rank (-1); None where it has nothing."""
-    return table.get(str(max(0, rank)))
+class Parts(NamedTuple):
+    """Of one step on one GPU, in seconds. computing: by kind of kernel. idle: by cause, of PARTS; with computing they add up to `step`.
+    hidden: communication beside which kernels computed."""
+
+    step: float
+    computing: dict[str, float]
+    idle: dict[str, float]
+    hidden: float
+
+    @property
+    def work(self) -> float:
+        """What this rank takes by itself: all but communication and waiting for others."""
+        return self.step - sum(self.idle.get(name, 0.0) for name in (COMMUNICATION, WAITING, OTHER))
 
 
-def seconds(change: Mapping, kind: str, nbytes: int, real: Callable[[int], float]) -> float:
-    """What a collective lasts with the change. real: what one with so many bytes lasts without."""
-    if "communication" in change:
-        return 0.0
-    together = change.get("together", {}).get(kind, 0)
-    return real(together) * nbytes / together if together > nbytes else real(nbytes)
+def kind_of(span: Span) -> str:
+    """The name of a kernel's kind, one of NAMES."""
+    if span.kind == "optimizer":
+        return OPTIMIZER
+    name = span.name.partition(".")[0]
+    if name in MULTIPLY:
+        return PRODUCTS
+    return next((kind for kind, words in KINDS if any(word in name for word in words)), ELEMENTWISE)
 
 
-class ChangedClock(Clock):
-    """Kernels and copies from and to the host take `factor` times as long; copies from the host take no time where they are `ahead`."""
+def parts(spans: Iterable[Span], loading: Iterable[Interval], begin: float, end: float) -> Parts:
+    """Of one GPU between two moments. spans: all that it did, also before and after. loading: when the host was in the loader."""
+    kernels: list[Span] = []
+    beside: dict[str, list[Span]] = {"communication": [], "copy": [], "waiting": []}
+    for span in spans:
+        if span.end > begin and (span.start < end or span.kind not in beside):
+            kind = "communication" if span.name.startswith(BETWEEN) else span.kind
+            beside.get(kind, kernels).append(span)
+    kernels.sort(key=lambda span: span.start)
+    computing: dict[str, float] = {}
+    gaps, cursor = [], begin  # a gap: from, to, and until when the host had not launched what follows
+    for span in kernels:
+        start = cursor if 0 < span.start - cursor <= PAUSE else span.start
+        if start > cursor:
+            gaps.append((cursor, min(start, end), min(span.issued or end, end)))
+        if start >= end:
+            cursor = end
+            break
+        seconds = min(span.end, end) - max(start, cursor)
+        if seconds > 0:
+            kind = kind_of(span)
+            computing[kind] = computing.get(kind, 0.0) + seconds
+        cursor = max(cursor, min(span.end, end))
+    if cursor < end:
+        gaps.append((cursor, end, end))
+    causes = {
+        COMMUNICATION: _merged((span.start, span.end) for span in beside["communication"]),
+        COPIES: _merged((span.start, span.end) for span in beside["copy"]),
+        WAITING: _merged((span.start, span.end) for span in beside["waiting"]),
+        LOADER: _merged(loading),
+        LAUNCHES: [(start, issued) for start, _, issued in gaps if issued > start],
+    }
+    left, idle = [(start, until) for start, until, _ in gaps], {}
+    for name, intervals in causes.items():
+        idle[name], left = _split(left, intervals)
+    idle[OTHER] = sum(until - start for start, until in left)
+    total = sum(min(until, end) - max(start, begin) for start, until in causes[COMMUNICATION])
+    return Parts(end - begin, computing, idle, max(0.0, total - idle[COMMUNICATION]))
 
-    factor = 1.0
-    copies_ahead = False
 
-    def launch(self, gpu: int, seconds: float, *args, **kwargs) -> float:
-        """As the clock's."""
-        return super().launch(gpu, seconds * self.factor, *args, **kwargs)
+def mean(steps: Sequence[Parts]) -> Parts:
+    """Of several steps, or of several ranks' steps."""
 
-    def host_copy(self, gpu: int, seconds: float, wait: bool, name: str, way: str, aloud: bool = True) -> None:
-        """As the clock's."""
-        takes_time = not self.copies_ahead or way != "in"
-        super().host_copy(gpu, seconds * self.factor * takes_time, wait and takes_time, name, way, aloud)
+    def of(values: Sequence[dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: sum(value.get(name, 0.0) for value in values) / len(values) for name in names}
 
-
-def _compress(module: torch.nn.Module, _) -> None:
-    """Before each module's forward."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    if isinstance(module, DistributedDataParallel) and not _compat.comm_hooks(module):
-        module.register_comm_hook(None, fp16_compress_hook)
+    return Parts(
+        sum(step.step for step in steps) / len(steps),
+        of([step.computing for step in steps]),
+        of([step.idle for step in steps]),
+        sum(step.hidden for step in steps) / len(steps),
+    )
 
 
-def _bucketed(megabytes: float | None, original: Callable, *args, **kwargs) -> None:
-    """In place of DistributedDataParallel's constructor: there is no other time for it, and no hook."""
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.arguments["bucket_cap_mb"] = megabytes
-    original(*bound.args, **bound.kwargs)
+def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """In order, and none of them over another."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _split(gaps: list[Interval], intervals: list[Interval]) -> tuple[float, list[Interval]]:
+    """How much of the gaps the intervals cover, and what is left of them. Both are in order, and overlap nothing of their own."""
+    taken, left, index = 0.0, [], 0
+    for start, end in gaps:
+        while index < len(intervals) and intervals[index][1] <= start:
+            index += 1
+        while index < len(intervals) and intervals[index][0] < end:
+            first, last = max(start, intervals[index][0]), min(end, intervals[index][1])
+            if first > start:
+                left.append((start, first))
+            taken, start = taken + last - first, last
+            if intervals[index][1] > end:
+                break
+            index += 1
+        if start < end:
+            left.append((start, end))
+    return taken, left
+
+
+# -- What each process of `--explain` leaves for the runner, which reads it without PyTorch (`watch` makes it).
+
+
+LEFT = "explained"
+
+
+class Explained(NamedTuple):
+    """One process's. gpus: {index: its steps}. together: what its collectives of each kind come to in a step: how many, bytes, seconds, and
+    seconds as one. bucket_cap: DDP's smallest, in MB; None without DDP. compressible: DDP sends gradients of float32, without a hook of the
+    program's. half: it has parameters in half precision, or autocasts. tf32: products of float32 are in TF32. batch: seconds of the loader."""
+
+    rank: int
+    gpus: dict[str, list[Parts]]
+    together: dict[str, list[float]]
+    bucket_cap: float | None
+    compressible: bool
+    half: bool
+    tf32: bool
+    batch: float | None
+
+
+def collect(folder: str) -> list[Explained]:
+    """What the processes left that stepped, by rank."""
+    processes = [Explained(*record) for _, record in results.collect(folder, LEFT) if record is not None]
+    read = [
+        one._replace(gpus={gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()}) for one in processes
+    ]
+    return sorted((one for one in read if one.gpus), key=lambda one: one.rank)
+
+
+# -- A card that has no NVLink, with it: what `--explain` asks for, and the run with that change has.
+
+
+NVLINKS = {6: "P100-SXM2", 7: "V100", 8: "A100", 9: "H100"}  # by the first number of the capability; later ones: B200
+
+
+def nvlinked(spec: Spec, gpus: int) -> tuple[Spec, str]:
+    """The card with NVLink, and a word for it: its own bridge, where there is one for so many; otherwise the links of the server
+    card of its generation. Raises ValueError for a card that has NVLink."""
+    if spec.nvlink is not None:
+        raise ValueError(f"{spec.name} has NVLink")
+    try:
+        bridged, why = specs.bridged(spec), "its bridge joins two"
+        if gpus == 2:
+            return bridged, "NVLink (the bridge of two such cards)"
+    except ValueError:
+        why = "this card takes none"
+    like = NVLINKS.get(spec.capability[0], "B200")
+    article, other = "an" if like[0] in "AH" else "a", SPECS[like]
+    linked = replace(spec, nvlink=other.nvlink, peer=other.peer, peer_access=True)
+    return linked, f"NVLink as {article} {like} has it ({why})"
+
+
+# -- Which changes `--explain` tries: those that what it found could gain by. A part under a fiftieth of the step cannot.
+
+
+LEAST = 0.02  # of the step
+DEFAULT_BUCKET = 25  # MB: DistributedDataParallel's bucket_cap_mb where a program says none
+LARGE_BUCKET = 100  # MB
+COMPUTING = "computing"
+FASTEST = "InfiniBand NDR"
+P2P = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
+
+
+class Change(NamedTuple):
+    """name: for machines. words: as a sentence begins. cause: the part of the step that it is about. setting: for changes.
+    without: variables that the program does not get. bound: it cannot be had, but tells how much there is to gain."""
+
+    name: str
+    words: str
+    cause: str
+    setting: Mapping = MappingProxyType({})
+    without: tuple[str, ...] = ()
+    network: str | None = None
+    bound: bool = False
+
+    def of(self, settings: Settings) -> Settings:
+        """The first run's settings, changed."""
+        return settings._replace(explain=dict(self.setting), network=self.network or settings.network)
+
+
+def candidates(explained: Sequence[Explained], settings: Settings, environ: Mapping[str, str]) -> list[Change]:
+    """What is worth a run, after a first one that came to this."""
+    shares = _shares(explained)
+    changes: list[Change] = []
+    if shares[LAUNCHES] >= LEAST:
+        words = "With launches that cost nothing (CUDA graphs and torch.compile come near to it)"
+        changes.append(Change("no launches", words, LAUNCHES, {"launches": 0}))
+    if shares[COMMUNICATION] >= LEAST:
+        changes += _communication(explained, settings, environ)
+    if shares[COMPUTING] >= LEAST:
+        changes += _precision(explained, settings)
+    if shares[WAITING] >= LEAST and len(explained) > 1:
+        changes.append(
+            Change("equal ranks", "With equal work for all ranks", WAITING, {"factors": _factors(explained)})
+        )
+    if shares[LOADER] >= LEAST:
+        changes.append(Change("no loader", "With a loader that keeps up", LOADER, {"loader": 0}))
+    if shares[COPIES] >= LEAST:
+        words = "With copies from the host in the background (pinned memory, on a stream of their own)"
+        changes.append(Change("copies ahead", words, COPIES, {"copies": 0}))
+    return [change._replace(setting={**change.setting, "batches": _batches(explained, change)}) for change in changes]
+
+
+def _shares(explained: Sequence[Explained]) -> dict[str, float]:
+    """Of each part: the largest share of any GPU's step."""
+    shares = dict.fromkeys((COMPUTING, COMMUNICATION, COPIES, WAITING, LOADER, LAUNCHES), 0.0)
+    for one in explained:
+        for steps in one.gpus.values():
+            length = sum(step.step for step in steps) or 1.0
+            for name in shares:
+                shares[name] = max(shares[name], sum(amount(step, name) for step in steps) / length)
+    return shares
+
+
+def amount(parts: Parts, name: str) -> float:
+    """Seconds of one part; COMPUTING is all kinds of kernels together."""
+    return sum(parts.computing.values()) if name == COMPUTING else parts.idle.get(name, 0.0)
+
+
+def _communication(explained: Sequence[Explained], settings: Settings, environ: Mapping[str, str]) -> list[Change]:
+    from virtualgpu.hardware import specs
+
+    changes = [Change("no communication", "Without any communication", COMMUNICATION, {"communication": 0}, bound=True)]
+    spec = specs.find_spec(settings.cards[0].like)
+    if environment.peer_to_peer(environ) == "LOC" and spec.nvlink:
+        names = " and ".join(name for name in P2P if name in environ)
+        changes.append(Change("peer to peer", f"Without {names} in the environment", COMMUNICATION, without=P2P))
+    elif spec.nvlink is None:
+        gpus = settings.gpus_per_node or len(settings.cards)
+        if settings.single_rank:
+            world_size, _, per_node = settings.single_rank
+            gpus = min(world_size, per_node)
+        changes.append(Change("NVLink", f"Over {nvlinked(spec, gpus)[1]}", COMMUNICATION, {"link": gpus}))
+    if settings.network is not None and settings.network != FASTEST:
+        changes.append(Change("network", f"Over {FASTEST} between nodes", COMMUNICATION, network=FASTEST))
+    caps = [one.bucket_cap for one in explained if one.bucket_cap is not None]
+    if caps and min(caps) < DEFAULT_BUCKET:
+        words = f"With DDP's own buckets (bucket_cap_mb={DEFAULT_BUCKET})"
+        changes.append(Change("larger buckets", words, COMMUNICATION, {"buckets": None}))
+    elif caps:
+        words = f"With larger buckets (bucket_cap_mb={LARGE_BUCKET})"
+        changes.append(Change("larger buckets", words, COMMUNICATION, {"buckets": LARGE_BUCKET}))
+    elif together := _together(explained):
+        words = "With one large collective in place of many small ones"
+        changes.append(Change("fewer collectives", words, COMMUNICATION, {"together": together}))
+    if any(one.compressible for one in explained):
+        words = "With gradients sent in half precision (DDP's fp16_compress_hook)"
+        changes.append(Change("half gradients", words, COMMUNICATION, {"compress": 1}))
+    return changes
+
+
+def _together(explained: Sequence[Explained]) -> dict[str, int]:
+    """Bytes a step of each kind of collective that is small, and would be faster as one, where that could gain."""
+    step = min(parts.step for one in explained for steps in one.gpus.values() for parts in steps)
+    together = {}
+    for one in explained:
+        for kind, (count, nbytes, seconds, as_one) in one.together.items():
+            small = nbytes < count * DEFAULT_BUCKET * (1 << 20)
+            if small and count >= 2 and seconds - as_one >= LEAST * step:
+                together[kind] = int(nbytes)
+    return together
+
+
+def _precision(explained: Sequence[Explained], settings: Settings) -> list[Change]:
+    from virtualgpu.hardware import specs
+
+    if any(one.half for one in explained):
+        return []
+    spec = specs.find_spec(settings.cards[0].like)
+    half = "bfloat16" if spec.capability >= (8, 0) else "float16"
+    changes = [Change("half precision", f"In half precision (torch.autocast, {half})", COMPUTING, {"half": half})]
+    if spec.rates.get(specs.TF32, 0.0) > spec.rates[specs.FLOAT32] and not any(one.tf32 for one in explained):
+        words = 'With products in TF32 (torch.set_float32_matmul_precision("high"))'
+        changes.append(Change("TF32", words, COMPUTING, {"tf32": 1}))
+    return changes
+
+
+def _factors(explained: Sequence[Explained]) -> dict[str, list[float]]:
+    """For each rank and step: the mean of all ranks' work over its own."""
+    works = [[max(parts.work for parts in step) for step in zip(*one.gpus.values(), strict=True)] for one in explained]
+    steps = min(map(len, works))
+    means = [sum(work[index] for work in works) / len(works) for index in range(steps)]
+    factors = {}
+    for one, work in zip(explained, works, strict=True):
+        own = [means[index] / work[index] if work[index] else 1.0 for index in range(steps)]
+        factors[str(max(0, one.rank))] = [sum(own) / len(own)] * 2 + own  # the first two steps are not told of
+    return factors
+
+
+def _batches(explained: Sequence[Explained], change: Change) -> dict[str, float]:
+    factors = change.setting.get("factors", {})
+    batches = {}
+    for one in explained:
+        rank = str(max(0, one.rank))
+        if one.batch is not None:
+            batches[rank] = one.batch * factors.get(rank, [1.0])[0]
+    return batches

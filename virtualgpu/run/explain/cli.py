@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from virtualgpu.environment import Settings
 from virtualgpu.run.explain import real, runs, table
-from virtualgpu.run.trials import progress
-from virtualgpu.run.trials.programs import ended_by_sigterm
+from virtualgpu.run.trials import steps as steps_
+from virtualgpu.run.trials.forked import ended_by_sigterm
 
 
 def main(
@@ -27,7 +27,7 @@ def main(
     """
     steps = runs.STEPS if steps is None else steps
     try:
-        with ended_by_sigterm(), progress.line() as show:
+        with ended_by_sigterm(), steps_.line() as show:
             if on_real and real.gpus():
                 machine, explanation = table.REAL, real.run(command, steps, limit, show)
             else:

@@ -18,8 +18,8 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 
 from virtualgpu import _compat
-from virtualgpu.torch_api.python_time import measuring
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.host_time import measuring
+from virtualgpu.torch_api.patches import Patches
 
 SUFFIX = ".fetched"
 NUMBER = struct.Struct("d")

@@ -1,8 +1,4 @@
-"""`python -m virtualgpu --explain`: where a step of a program goes, and which changes would gain most.
-
-The unchanged program runs dry for a few steps of its optimizer; each rank tells where its steady steps went (parts). Then it
-runs again for each change that could gain (candidates), with that change simulated, and what its step takes then is the answer.
-"""
+"""In each process of `--explain`: what its GPUs did in each step, left for the runner; with a change (`changes`) where it asks for one."""
 
 import itertools
 import os
@@ -11,13 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from virtualgpu import environment
-from virtualgpu.run import left, program
-from virtualgpu.run.explain import candidates
-from virtualgpu.run.explain.candidates import Change
-from virtualgpu.run.explain.explained import Explained, collect
-from virtualgpu.run.explain.parts import Parts, mean
-from virtualgpu.run.trials import messages, steps
-from virtualgpu.run.trials.programs import Programs, side_by_side
+from virtualgpu.run import cli, results
+from virtualgpu.run.explain.changes import Change, Explained, Parts, candidates, collect, mean
+from virtualgpu.run.trials import steps
+from virtualgpu.run.trials.forked import Programs, side_by_side
+
+# -- `python -m virtualgpu --explain`: where a step of a program goes, and which changes would gain most.
+#
+# The unchanged program runs dry for a few steps of its optimizer; each rank tells where its steady steps went (parts). Then it
+# runs again for each change that could gain (candidates), with that change simulated, and what its step takes then is the answer.
+
 
 STEPS = 5
 TAKEN = "address already in use"  # what a program says whose port is its own, where another run of it has it: it runs again, alone
@@ -87,7 +86,7 @@ def run(
         patience = min(patience, limit or patience)
         if base.failed:
             return Explanation(failed=base.failed, reads=base.reads)
-        changes = candidates.candidates(base.explained, settings, os.environ)
+        changes = candidates(base.explained, settings, os.environ)
         ended = itertools.count(1)
 
         def again(change: Change) -> Tried:
@@ -123,15 +122,15 @@ def once(
     limit: float | None = None,
 ) -> Run:
     """The program with these settings, in an environment without these variables."""
-    with program.folder() as path:
+    with cli.folder() as path:
         environ = {name: value for name, value in os.environ.items() if name not in without}
-        environ = program.environment_of(settings._replace(folder=path), environ)
+        environ = cli.environment_of(settings._replace(folder=path), environ)
         status, output = programs.output_of(command, environ, path, limit)
         stepped, explained = steps.collect(path), collect(path)
         failed = _failed(status, output, stepped, explained)
         if failed:
-            failed = left.lost(path, status, output) or failed
-    return Run(explained, failed, messages.reads(output))
+            failed = results.lost(path, status, output) or failed
+    return Run(explained, failed, steps.reads(output))
 
 
 def _failed(status: int | None, output: str, stepped: Sequence[steps.Steps], explained: Sequence[Explained]) -> str:
@@ -140,7 +139,7 @@ def _failed(status: int | None, output: str, stepped: Sequence[steps.Steps], exp
     if status:
         if lacking := steps.lacking(stepped, output):
             return f"out of memory: {lacking}"
-        return messages.end(status, output)
+        return steps.end(status, output)
     if explained:
         return ""
     made = max((len(one.ends) for one in stepped), default=0)

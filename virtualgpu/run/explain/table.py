@@ -5,12 +5,24 @@ import json
 from collections.abc import Callable, Sequence
 
 from virtualgpu.environment import Settings
-from virtualgpu.run.explain.candidates import COMPUTING, LEAST, amount
-from virtualgpu.run.explain.parts import COMMUNICATION, COPIES, LAUNCHES, LOADER, NAMES, OTHER, WAITING, Parts, mean
+from virtualgpu.run.explain.changes import (
+    COMMUNICATION,
+    COMPUTING,
+    COPIES,
+    LAUNCHES,
+    LEAST,
+    LOADER,
+    NAMES,
+    OTHER,
+    WAITING,
+    Parts,
+    amount,
+    mean,
+)
 from virtualgpu.run.explain.runs import Explanation, Row, Tried
-from virtualgpu.run.table import columns as aligned
-from virtualgpu.run.table import names
-from virtualgpu.run.trials import messages
+from virtualgpu.run.report import columns as aligned
+from virtualgpu.run.report import names
+from virtualgpu.run.trials import steps
 
 COLUMNS = 2  # of more ranks than so many: those with the least and the most work of their own, and the mean
 NAMED = 2  # changes that are told in a sentence
@@ -54,7 +66,7 @@ def lines(explanation: Explanation, where: str) -> list[str]:
         text.append("The loader was measured on this machine; all other times are simulated.")
     text += sentences(explanation)
     if explanation.reads:
-        text.append(messages.not_known([explanation.reads]))
+        text.append(steps.not_known([explanation.reads]))
     return text
 
 

@@ -12,16 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from virtualgpu import environment
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import in_tf32
-from virtualgpu.distributed.nodes import Layout
-from virtualgpu.engine.halves import HALVES
-from virtualgpu.run import left
-from virtualgpu.run.explain import changes
-from virtualgpu.run.explain.explained import LEFT, Explained
+from virtualgpu.distributed.topology import Layout
+from virtualgpu.engine.half_precision import HALVES
+from virtualgpu.run import results
+from virtualgpu.run.explain import applied
+from virtualgpu.run.explain.changes import LEFT, Explained, parts
 from virtualgpu.run.explain.loader import Loader
-from virtualgpu.run.explain.parts import parts
 from virtualgpu.run.trials import steps
 from virtualgpu.timing.trace import Recording
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches
 
 
 class Watch(steps.Watch):
@@ -31,7 +30,7 @@ class Watch(steps.Watch):
         super().__init__(machine, most)
         batches, patches = change.get("batches", {}), Patches()
         self.rank = environment.rank()
-        measured = functools.partial(changes.of_rank, batches)
+        measured = functools.partial(applied.of_rank, batches)
         self.loader = Loader(machine, patches, folder, lambda: 0.0 if "loader" in change else measured(rank()))
         self.half = False
         self.collectives: dict[str, tuple[int, int, float, Callable[[int], float]]] = {}
@@ -39,7 +38,7 @@ class Watch(steps.Watch):
         self.marks: list[tuple[int, dict]] = []  # batches and collectives until the end of each step
         self.change, Layout.duration = change, self._seconds
         register_module_forward_pre_hook(self._note_module)
-        self.before_step = changes.apply(change, machine, patches, rank)
+        self.before_step = applied.apply(change, machine, patches, rank)
         machine.clock.record(Recording())
         self.before_step(0)
 
@@ -79,7 +78,7 @@ class Watch(steps.Watch):
             tf32=in_tf32("matmul"),
             batch=self._batch(first),
         )
-        left.leave(folder, LEFT, explained)
+        results.leave(folder, LEFT, explained)
 
     def _note_module(self, module: torch.nn.Module, _) -> None:
         if isinstance(module, DistributedDataParallel) and not any(other is module for other in self.wrapped):
@@ -94,7 +93,7 @@ class Watch(steps.Watch):
         if ranks > 1 and kind not in ("barrier", "p2p"):
             count, size, seconds, _ = self.collectives.get(kind, (0, 0, 0.0, real))
             self.collectives[kind] = count + 1, size + nbytes, seconds + real(nbytes), real
-        return changes.seconds(self.change, kind, nbytes, real)
+        return applied.seconds(self.change, kind, nbytes, real)
 
     def _compressible(self) -> bool:
         plain = (ddp for ddp in self.wrapped if not _compat.comm_hooks(ddp))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from virtualgpu.run.fit.search import Range, Trial
-from virtualgpu.run.trials.progress import line
+from virtualgpu.run.trials.steps import line
 
 
 @contextlib.contextmanager

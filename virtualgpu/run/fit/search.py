@@ -1,20 +1,108 @@
-"""`python -m virtualgpu fit`: a program, dry, over cards, numbers of GPUs and values of its own options: what fits, and how fast.
-
-Each trial is the unchanged program in processes of its own, ended after a few steps of its optimizer (run/trials/steps.py). `run` gives the
-trials as `Trial`s.
-"""
+"""A program, dry, over cards, numbers of GPUs and values of its own options: what fits, and how fast."""
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
-from virtualgpu.run import cards, left, program
-from virtualgpu.run.fit.command import batch, filled, product, put, rows
-from virtualgpu.run.trials import messages, steps
-from virtualgpu.run.trials.programs import Programs, side_by_side
+from virtualgpu.run import cli, results
+from virtualgpu.run.trials import steps
+from virtualgpu.run.trials.forked import Programs, side_by_side
+
+# -- The command of a trial: values put into it, and how many samples a step of it has.
+
+PRODUCT = re.compile(r"\d+(\.\d+)?(\s*[*/]\s*\d+(\.\d+)?)*")
+OF_EVALUATION = re.compile(r"eval|valid|val_|val-|test|predict")
+
+
+def put(word: str, values: Mapping[str, str]) -> str:
+    """The word with each {name} in it replaced by that one's value."""
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", value)
+    return word
+
+
+def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """The command with these values: for {name}, for the option --name (or --na_me, or name=), or added as --name=value."""
+    words = [put(word, values) for word in command]
+    used = {"gpus", *(name for name in values if any("{" + name + "}" in word for word in command))}
+    for name, value in values.items():
+        if name in used:
+            continue
+        names = {name, name.replace("-", "_"), name.replace("_", "-")}
+        for index, word in enumerate(words):
+            option, equals, _ = word.partition("=")
+            if equals and option in names | {f"--{name}" for name in names}:
+                words[index] = f"{option}={value}"
+            elif not equals and option.startswith("--") and option[2:] in names and index + 1 < len(words):
+                words[index + 1] = value
+            else:
+                continue
+            break
+        else:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def batch(words: Sequence[str], values: Mapping[str, str]) -> int | None:
+    """The batch size: of the one among `values`, or else among the command's options, that has "batch" in its name and a number for it.
+
+    Options of evaluation do not count. None without one, or with several.
+    """
+    options = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        if option.startswith("--") or equals:
+            options[option] = value if equals else after
+    for named in (values, options):
+        numbers = [
+            int(value)
+            for name, value in named.items()
+            if "batch" in name.lower() and value.isdigit() and not OF_EVALUATION.search(name)
+        ]
+        if numbers:
+            return numbers[0] if len(numbers) == 1 else None
+    return None
+
+
+def product(formula: str) -> int:
+    """Of "8*16*2". Raises ValueError where it is none."""
+    if not PRODUCT.fullmatch(formula.strip()):
+        raise ValueError(f"--samples: {formula!r} is no product of numbers, such as '{{batch-size}}*{{gpus}}*4'")
+    number = Fraction(1)
+    for sign, factor in re.findall(r"([*/]?)\s*([\d.]+)", formula):
+        if sign == "/" and not Fraction(factor):
+            raise ValueError(f"--samples: {formula!r} divides by 0")
+        number = number / Fraction(factor) if sign == "/" else number * Fraction(factor)
+    return round(number)
+
+
+def rows(shapes: Iterable[tuple[Sequence[int], int]], passes: int, batch: int, ranks: int, gpus: int) -> int | None:
+    """Samples of one rank's step, where the program's own batch size is `batch`; None where no shape has it.
+
+    shapes: a rank's, each with its calls; passes: its backward passes. The batch stands first or second in them; as it is, divided among the ranks, or, in a program of
+    one process, times the GPUs that it is spread over.
+    """
+    shapes = list(shapes)
+    sizes = [(0, batch), (1, batch)]
+    if ranks > 1:
+        sizes += [(0, batch // ranks)] * (batch % ranks == 0)
+    else:
+        sizes += [(0, batch * gpus)]
+    for place, size in sizes:
+        if size and shapes and all(len(shape) > place and shape[place] == size for shape, _ in shapes):
+            return size * max(1, min(passes, sum(calls for _, calls in shapes)))
+    return None
+
+
+# -- `python -m virtualgpu fit`: a program, dry, over cards, numbers of GPUs and values of its own options: what fits, and how fast.
+#
+# Each trial is the unchanged program in processes of its own, ended after a few steps of its optimizer (run/trials/steps.py). `run` gives the
+# trials as `Trial`s.
 
 
 class Range(NamedTuple):
@@ -89,7 +177,7 @@ def run(
             raise ValueError(f"{name}={low}..{high}: the first number is to be 1 or more, and not above the second")
     if world_size is not None and list(gpus) != [1]:
         raise ValueError(f"with a world size of {world_size} one rank plays alone, on one GPU: give no number of GPUs")
-    known = {name: cards.find(1, name, memory) for name in like}  # a wrong name is said before anything runs
+    known = {name: cli.find_cards(1, name, memory) for name in like}  # a wrong name is said before anything runs
     with Programs() as programs:
 
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
@@ -148,11 +236,11 @@ def _search(low: int, high: int, trial: Callable[[int], Trial]) -> Iterator[Tria
 def _trial(
     programs: Programs, settings: environment.Settings, command: list[str], trial: Trial, limit: float | None
 ) -> Trial:
-    with program.folder() as path:
+    with cli.folder() as path:
         settings = settings._replace(folder=path)
-        status, output = programs.output_of(command, program.environment_of(settings, os.environ), path, limit)
+        status, output = programs.output_of(command, cli.environment_of(settings, os.environ), path, limit)
         processes, used = steps.collect(path), entries(path)
-        lost = "" if processes else left.lost(path, status, output)
+        lost = "" if processes else results.lost(path, status, output)
     peaks = [max(usages) for usages in zip(*([u.peak_reserved for u in e.gpus] for e in used), strict=True)]
     stepped = [rank for rank in processes if rank.ends]
     timed = [rank for rank in processes if rank.seconds is not None]
@@ -165,13 +253,13 @@ def _trial(
         working=slowest and slowest.working,
         ranks=len(stepped),
         samples=_samples(stepped, batch(command, trial.values), settings),
-        reads=messages.reads(output),
-        notes=tuple(messages.warnings(output)),
+        reads=steps.reads(output),
+        notes=tuple(steps.warnings(output)),
     )
     if lost:
         return trial._replace(status="failed", words=lost)
     if status == 0 and not trial.used:
-        last = messages.last_line(output)
+        last = steps.last_line(output)
         return trial._replace(
             status="failed", words="the program used no GPU" + (f", and said at its end: {last}" if last else "")
         )
@@ -182,7 +270,7 @@ def _trial(
         return trial._replace(status="failed", words=f"it had not ended after {limit:g} s: does it step an optimizer?")
     if lacking := steps.lacking(processes, output):
         return trial._replace(status="out of memory", words=lacking)
-    return trial._replace(status="failed", words=messages.end(status, output))
+    return trial._replace(status="failed", words=steps.end(status, output))
 
 
 def _samples(stepped: Sequence[steps.Steps], batch: int | None, settings: environment.Settings) -> int | None:

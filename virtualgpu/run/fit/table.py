@@ -1,12 +1,86 @@
-"""What `fit` prints: a row a trial, the cheapest marked, and what is to be known beside it; or all of it as JSON."""
+"""What `fit` prints and draws: a row a trial, with prices per hour (a dated table, which the reader may replace)."""
 
+import csv
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from virtualgpu.run.fit.prices import Price, price_of, whose
 from virtualgpu.run.fit.search import Trial, largest
-from virtualgpu.run.table import columns, size
-from virtualgpu.run.trials import messages
+from virtualgpu.run.report import columns, size
+from virtualgpu.run.trials import steps
+
+# -- What a GPU costs per hour: a dated table, which the reader may replace.
+
+TABLE = str(Path(__file__).parents[2] / "hardware" / "data" / "prices.csv")
+
+
+class Price(NamedTuple):
+    """US dollars per hour and GPU; who asked that, and when, as far as the table says it."""
+
+    usd_per_hour: float
+    provider: str = ""
+    as_of: str = ""
+
+
+def load(path: str | None = None) -> dict[str, Price]:
+    """Of each card, from the file, or from TABLE. Raises ValueError where it has no columns card and usd_per_hour, or for the first row
+    that says no price above 0, names a card again, or has more fields than there are columns."""
+    path = TABLE if path is None else path
+    prices: dict[str, Price] = {}
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets begin a file with a mark
+            rows = csv.DictReader(file)
+            if missing := {"card", "usd_per_hour"} - set(rows.fieldnames or ()):
+                raise ValueError(f"there is no {' and no '.join(sorted(missing))}")
+            for row in rows:
+                if wrong := _wrong(row, prices):
+                    raise ValueError(f"line {rows.line_num}: {wrong}")
+                said_by = (row.get("provider") or "", row.get("as_of") or "")
+                prices[row["card"].strip()] = Price(float(row["usd_per_hour"]), *said_by)
+        if not prices:
+            raise ValueError("there is no row below them")
+    except (OSError, csv.Error, ValueError) as error:
+        raise ValueError(f"{path}: a table of prices has the columns card and usd_per_hour ({error})") from None
+    return prices
+
+
+def _wrong(row: dict, prices: Mapping[str, Price]) -> str:
+    """What is the matter with this row; empty where nothing is."""
+    card, price = (row["card"] or "").strip(), row["usd_per_hour"]
+    try:
+        figure = float(price)
+    except (TypeError, ValueError):
+        figure = 0.0
+    # "T4,0,35": the price is in two fields
+    if None in row or (row.get("provider") or "").strip().isdigit():
+        return f"{card} has a field too many: write a price's decimals behind a point, as in 0.35"
+    if not card or not 0 < figure < math.inf:
+        return f"{card or 'a card without a name'} at {price!r}: write a name, and dollars above 0, as in 0.35"
+    return f"{card} has a price already: leave one row of each card" if price_of(card, prices) else ""
+
+
+def price_of(card: str, prices: Mapping[str, Price]) -> Price | None:
+    """That card's, whichever way its name is written: "A100", "a100". None where the table has none."""
+    names = {name.casefold(): price for name, price in prices.items()}
+    return names.get(card.strip().casefold())
+
+
+def whose(cards: Iterable[str], prices: Mapping[str, Price]) -> str:
+    """Whose prices they are, and of when."""
+    words = []
+    for card in dict.fromkeys(cards):
+        price = price_of(card, prices)
+        source = ", ".join(filter(None, price[1:])) if price else ""
+        words.append(
+            f"{card} {price.usd_per_hour:.2f}" + f" ({source})" * bool(source) if price else f"{card} no price"
+        )
+    return f"$ per GPU and hour: {'; '.join(words)}. --prices FILE takes yours."
+
+
+# -- What `fit` prints: a row a trial, the cheapest marked, and what is to be known beside it; or all of it as JSON.
+
 
 STEPS, SAMPLES = 1000, 1_000_000  # of which a price is told
 TIGHT = 0.1  # of the card: what a real program may take beyond what is counted
@@ -141,7 +215,7 @@ def _remarks(trials: Sequence[Trial]) -> list[str]:
     ]
     remarks += dict.fromkeys(note for trial in trials for note in trial.notes)
     if reads := sorted({trial.reads for trial in trials if trial.reads}):
-        remarks.append(messages.not_known(reads))
+        remarks.append(steps.not_known(reads))
     return remarks
 
 
@@ -177,3 +251,38 @@ def as_json(trials: Sequence[Trial], prices: Mapping[str, Price], world_size: in
         }
         rows.append({**trial._asdict(), "tight": tight(trial), "efficiency": efficiency(trial, trials), **costs})
     return json.dumps(rows, indent=1)
+
+
+# -- The picture of what `fit` tried: memory beside the card's, and speed. Drawn with matplotlib on axes that are given.
+
+
+def draw(memory, speed, trials: Sequence[Trial], colors: Sequence[str]) -> None:
+    """A row a trial, a color a card, the last one for what went wrong. `memory`: the peak, with a line where the card ends, pale where it is
+    not enough. `speed`: samples (where all are known, else steps) per simulated second, or what went wrong."""
+    counted = all(trial.samples for trial in trials if trial.fits and trial.step)
+    cards = list(dict.fromkeys(trial.card for trial in trials))
+    for row, trial in enumerate(trials):
+        color = colors[cards.index(trial.card) % (len(colors) - 1)]
+        peak, capacity = (trial.reserved or 0) / 2**30, trial.capacity / 2**30
+        memory.barh(row, peak, 0.7, color=color, alpha=1 if trial.fits else 0.3)
+        memory.plot([capacity] * 2, [row - 0.5, row + 0.5], color="#333333", linewidth=2)
+        if not trial.fits:
+            style = {"textcoords": "offset points", "va": "center", "color": colors[-1], "weight": "bold"}
+            speed.annotate(trial.status, (0, row), (5, 0), **style)
+        elif trial.step:
+            drawn = speed.barh(row, (trial.samples or 0 if counted else 1) / trial.step, 0.7, color=color)
+            speed.bar_label(drawn, fmt=lambda value: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}", padding=3)
+    memory.set(xlabel="peak reserved, GiB (line: the card's end)", ylim=(len(trials) - 0.5, -0.5))
+    memory.set_yticks(range(len(trials)), [_name(trial) for trial in trials])
+    speed.set(xlabel="samples per second, all GPUs" if counted else "optimizer steps per second")
+    speed.margins(x=0.18)
+    speed.locator_params(axis="x", nbins=4)  # numbers of five digits are wide
+    speed.xaxis.set_major_formatter("{x:,g}")
+    for axes in (memory, speed):
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(left=False)
+
+
+def _name(trial: Trial) -> str:
+    number = f"{trial.gpus} x " if trial.gpus > 1 else ""
+    return ", ".join([f"{number}{trial.card}", *(f"{name} {value}" for name, value in trial.values.items())])

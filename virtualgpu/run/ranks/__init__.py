@@ -9,8 +9,7 @@
 
 Processes come from a forkserver that has PyTorch loaded: the first call takes seconds, further calls a fraction of
 one. They are fresh: nothing of the notebook is in them but the function, its arguments and the globals that it uses.
-`rank` is one of them as the notebook sees it, `worker` what it does; `output` is how its lines come back, `watch` who failed first and
-where each stands, `places` which sockets and folders there are. `recorded` records a step of each.
+`watch` is what the notebook sees of them, `worker` what each does, `forkserver` where they come from. `recorded` records a step of each.
 """
 
 import math
@@ -18,9 +17,8 @@ import numbers
 from pathlib import Path
 
 from virtualgpu.run import inherit
-from virtualgpu.run.ranks import output, places, watch
-from virtualgpu.run.ranks.rank import Rank
-from virtualgpu.run.ranks.watch import WorkerError
+from virtualgpu.run.ranks import forkserver, worker
+from virtualgpu.run.ranks.watch import Rank, WorkerError, until_done
 from virtualgpu.run.ranks.worker import import_cloudpickle
 
 __all__ = ["WorkerError", "launch"]
@@ -43,21 +41,21 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
 
     cloudpickle = import_cloudpickle()
     offered = inherit.export_state(dry)
-    payload = cloudpickle.dumps((offered, places.interface(), cloudpickle.dumps((fn, args, kwargs))))
-    places.require_files(places.FILES + places.FILES_PER_RANK * nprocs, f"{nprocs} processes")
-    with places.room_for_processes():
-        store = places.store(nprocs)
-    with places.folder() as folder:
+    payload = cloudpickle.dumps((offered, forkserver.interface(), cloudpickle.dumps((fn, args, kwargs))))
+    forkserver.require_files(forkserver.FILES + forkserver.FILES_PER_RANK * nprocs, f"{nprocs} processes")
+    with forkserver.room_for_processes():
+        store = forkserver.store(nprocs)
+    with forkserver.folder() as folder:
         ranks = [Rank(i, Path(folder)) for i in range(nprocs)]
         try:
-            with places.room_for_processes():
+            with forkserver.room_for_processes():
                 for rank in ranks:
                     rank.start(nprocs, store.port, payload)
-            watch.until_done(ranks, timeout)
+            until_done(ranks, timeout)
         finally:
             for rank in ranks:
                 rank.end()
             for rank in ranks:
-                output.show(f"[rank {rank.index}] {line}" for line in rank.lines())
+                worker.show(f"[rank {rank.index}] {line}" for line in rank.lines())
     inherit.merge_traces([rank.left for rank in ranks])
     return [cloudpickle.loads(rank.result) for rank in ranks]

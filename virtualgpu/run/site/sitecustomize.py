@@ -100,9 +100,9 @@ class _Later:
         self._nvml = nvml
 
     def __getattr__(self, name):
-        from virtualgpu.torch_api import nvml
+        from virtualgpu.torch_api.nvml import of_the_runner
 
-        self._nvml.nvmlLib = library = nvml.of_the_runner()
+        self._nvml.nvmlLib = library = of_the_runner()
         return getattr(library, name)
 
 

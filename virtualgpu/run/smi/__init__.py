@@ -1,1 +1,1 @@
-"""The program's `nvidia-smi`: `__main__` is the command, `fields` what it can be asked of a GPU, `topology` its topo and nvlink."""
+"""The program's `nvidia-smi`: `__main__` is the command, `fields` what it can be asked."""

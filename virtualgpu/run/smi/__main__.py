@@ -25,7 +25,7 @@ if __name__ == "__main__":  # a script: the package without its __init__
 from virtualgpu import environment
 from virtualgpu.hardware import specs
 from virtualgpu.memory.ledger import Board, share
-from virtualgpu.run.smi import topology
+from virtualgpu.run.smi import fields as fields_
 from virtualgpu.run.smi.fields import APPS, FIELDS, MIB, NONE, columns_of
 from virtualgpu.torch_api import nvml
 
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         """what: the answer that is asked for."""
         if arguments[:1] in (["topo"], ["nvlink"]):
             options, unknown = self.parse_known_args([])
-            options.what = topology.read(arguments)
+            options.what = fields_.read(arguments)
         else:
             options, unknown = self.parse_known_args(arguments)
         if unknown or options.what is None:
@@ -159,7 +159,7 @@ def answer(options: argparse.Namespace, board: Board, gpus_per_node: int | None 
         return "".join(f"{title}\n" for title in titles)
     if options.what.startswith(("topo", "nvlink")):
         nodes = [i // (gpus_per_node or len(board.cards)) for i in chosen]
-        return topology.answer(options.what, [specs.find(card.like) for card in board.cards], nodes, titles)
+        return fields_.answer(options.what, [specs.find_spec(card.like) for card in board.cards], nodes, titles)
     before = _asked(board, options.fields)
     gpus = [GPU(board, index, before[index]) for index in chosen]
     if options.what == "table":

@@ -2,8 +2,7 @@
 for all, for each of several micro-batches).
 
 Kept are the shapes of what goes into the module that each step calls first: the model, called once for a micro-batch, and the number of
-backward passes: a program that shows a batch to the model twice (contrastive learning) makes one of both.
-"""
+backward passes: a program that shows a batch to the model twice (contrastive learning) makes one of both."""
 
 import threading
 from collections import Counter
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from virtualgpu import _compat
-from virtualgpu.torch_api.registry import Patches
+from virtualgpu.torch_api.patches import Patches
 
 
 class Rows:

@@ -1,0 +1,78 @@
+"""How far a call goes through the house: which files of virtualgpu a product, an all-reduce and a step of DDP pass through.
+
+Who changes the way of a call reads it whole. These limits may only fall, and docs/ddp_step.md names each file on the longest of them.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import virtualgpu
+
+ROOT = Path(virtualgpu.__file__).parent
+PAGE = ROOT.parent / "docs" / "ddp_step.md"
+
+
+def walk_of(function) -> list[str]:
+    """The file of each call that `function` makes below virtualgpu/, in order."""
+    files = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
+            files.append(Path(frame.f_code.co_filename).relative_to(ROOT).as_posix())
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def of_a_product() -> list[str]:
+    a = torch.ones(64, 64, device="cuda")
+    for _ in range(3):  # what is asked once is known then
+        a @ a
+    return walk_of(lambda: a @ a)
+
+
+def of_a_rank() -> tuple[list[str], list[str]]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    x = torch.ones(1024, device="cuda")
+    for _ in range(3):
+        dist.all_reduce(x)
+    dist.barrier()
+    all_reduce = walk_of(lambda: dist.all_reduce(x))
+
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
+    model, texts = nn.parallel.DistributedDataParallel(net, [rank]), torch.randn(4, 32, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(texts).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    dist.barrier()
+    return all_reduce, walk_of(step)
+
+
+def test_the_walk_of_a_product(gpus):
+    walk = of_a_product()
+    assert len(walk) <= 22 and len(set(walk)) <= 13, walk
+
+
+def test_the_walks_of_an_all_reduce_and_of_a_ddp_step(on_gpus):
+    """Who waits for the other rank looks several times: files are counted, not calls."""
+    all_reduce, step = on_gpus(of_a_rank, n=2)[0]
+    assert len(set(all_reduce)) <= 18 and len(set(step)) <= 42, (sorted(set(all_reduce)), sorted(set(step)))
+    page = PAGE.read_text("utf-8")
+    assert not [name for name in sorted(set(step)) if f"`{name}`" not in page]

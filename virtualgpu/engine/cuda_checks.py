@@ -1,0 +1,451 @@
+"""What CUDA's kernels refuse and the CPU's take, in CUDA's words: types, sizes, options, and nondeterministic kernels."""
+
+import re
+import warnings
+
+import torch
+from torch import Tensor
+
+from virtualgpu import _compat
+from virtualgpu.engine.half_precision import HALVES
+
+# -- CUDA's words for what the CPU's kernels refuse: the name of the kernel, and the names of types on a GPU.
+
+# {the CPU's name of a kernel in an error: CUDA's}, as an H100 said them (PyTorch 2.11, 2026-11-26)
+KERNELS = {
+    "log_softmax_lastdim_kernel_impl": "host_softmax",
+    "log_softmax_kernel_impl": "host_softmax",
+    "softmax_lastdim_kernel_impl": "host_softmax",
+    "softmax_kernel_impl": "host_softmax",
+    "add_stub": "ufunc_add_CUDA",
+    "mse_cpu": "mse_cuda",
+    "ctc_loss_cpu": "ctc_loss_cuda",
+    "ctc_loss_meta": "ctc_loss_cuda",
+    "bincount_cpu": "bincount_cuda",
+    "normal_kernel_cpu": "normal_kernel_cuda",
+    "GeluKernelImpl": "GeluCUDAKernelImpl",
+    "silu_cpu": "silu_cuda",
+    "max_all": "max_all_cuda",
+    "min_all": "min_all_cuda",
+    "bitwise_and_cpu": "bitwise_and_cuda",
+    "bitwise_or_cpu": "bitwise_or_cuda",
+    "bitwise_xor_cpu": "bitwise_xor_cuda",
+    "lshift_cpu": "lshift_cuda",
+    "rshift_cpu": "rshift_cuda",
+    "geqrf_cpu": "geqrf_cuda",
+    "lu_cpu": "lu_factor_cusolver",
+    "cholesky_cpu": "cholesky_cusolver",
+    "linalg_svd_cpu": "svd_cuda_gesvdjBatched",
+    "upsample_nearest2d_channels_last": "upsample_nearest2d_out_frame",
+    "adaptive_avg_pool2d": "adaptive_avg_pool2d_cuda",
+    "im2col_out_cpu": "im2col_out_cuda",
+    "lerp_kernel_scalar": "lerp_cuda",
+    "kthvalue_cpu": "kthvalue_cuda",
+}
+KERNEL = re.compile(r'^"(\w+)" not implemented')
+TYPE = re.compile(r"\btorch\.(?=[A-Z]\w*Tensor\b)|\bCPU(?=\w+Type\b)")
+ON_GPU = {"torch.": "torch.cuda.", "CPU": "CUDA"}
+
+
+def of_cuda(error: Exception) -> Exception:
+    """The same error, or one of its type in CUDA's words."""
+    said = str(error)
+    found = KERNEL.match(said)
+    if found is not None and found[1] in KERNELS:
+        said = said.replace(found[1], KERNELS[found[1]], 1)
+    if "Expected tensor for argument" in said:
+        said = TYPE.sub(lambda prefix: ON_GPU[prefix[0]], said)
+    return error if said == str(error) else type(error)(said)
+
+
+# -- What PyTorch's errors call the types of numbers: 'Half' in most of them, c10::Half where C++ prints the type itself, and HalfTensor.
+
+
+NAMES = {
+    torch.uint8: "Byte",
+    torch.int8: "Char",
+    torch.int16: "Short",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.float16: "Half",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.complex32: "ComplexHalf",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+    torch.bool: "Bool",
+    torch.bfloat16: "BFloat16",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
+}
+for _name, _value in vars(torch).items():
+    if isinstance(_value, torch.dtype):
+        NAMES.setdefault(_value, _name[0].upper() + _name[1:])  # float8_e4m3fn: Float8_e4m3fn
+C_NAMES = {
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.uint8: "unsigned char",
+    torch.int8: "signed char",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "long",
+    torch.bool: "bool",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+# of Tensor.type()
+LEGACY = {
+    torch.float32: "FloatTensor",
+    torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.int64: "LongTensor",
+    torch.int32: "IntTensor",
+    torch.int16: "ShortTensor",
+    torch.int8: "CharTensor",
+    torch.uint8: "ByteTensor",
+    torch.bool: "BoolTensor",
+}
+
+
+# -- torch.use_deterministic_algorithms(True): CUDA's kernels that have no deterministic implementation, and say so.
+#
+# The list is that of its documentation; the names are those of PyTorch's messages. What alerts on the CPU, too (put_, MaxUnpool), does so by
+# itself. reflection_pad2d_backward is in that list, and an H100 (PyTorch 2.11, 2026-11-26) carries it out.
+
+
+MAX = 2  # embedding_bag's number of mode="max"
+
+
+def _reduces(args, kwargs) -> bool:
+    """scatter with reduce=, of a tensor; that of a number says nothing."""
+    return "reduce" in kwargs and len(args) > 3 and isinstance(args[3], torch.Tensor)
+
+
+# {operation of ATen: (name in the message, whether these arguments need it)}
+ALERTS = {
+    f"{name}_backward": (f"{name.removeprefix('_')}_backward_{end}", None)
+    for end, names in {
+        "cuda": "avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d fractional_max_pool2d fractional_max_pool3d "
+        "grid_sampler_2d grid_sampler_3d",
+        "out_cuda": "reflection_pad1d reflection_pad3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d",
+        "gpu": "_ctc_loss",
+    }.items()
+    for name in names.split()
+}
+ALERTS |= {
+    "nll_loss2d_forward": ("nll_loss2d_forward_out_cuda_template", None),
+    "histc": ("_histc_cuda with floating point input", lambda args, kwargs: args[0].is_floating_point()),
+    "bincount": ("_bincount_cuda", lambda args, kwargs: len(args) > 1 and args[1] is not None),
+    "_embedding_bag_backward": ("embedding_bag_backward_cuda_max", lambda args, kwargs: args[8] == MAX),
+    "put": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
+    "put_": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
+    "scatter": ("scatter_reduce_cuda_kernel", _reduces),
+    "scatter_": ("scatter_reduce_cuda_kernel", _reduces),
+    "median": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
+    "nanmedian": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
+}
+
+
+def check(op, args, kwargs) -> None:
+    """Raises PyTorch's RuntimeError for an operation in ALERTS, or warns, where `warn_only` was asked for."""
+    name, needed = op.alert
+    if needed is not None and not needed(args, kwargs):
+        return
+    message = (
+        f"{name} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
+    )
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        warnings.warn(f"{message}, warn_only=True)'.", stacklevel=5)
+        return
+    raise RuntimeError(
+        f"{message})'. You can turn off determinism just for this operation, or you can use the 'warn_only=True' option, if that's acceptable "
+        "for your application."
+    )
+
+
+# -- What CUDA's kernels refuse and the CPU's, or those for shapes alone, take: types, sizes, options.
+#
+# Asked before an operation on a GPU is carried out, with numbers and in a dry run alike. The words are CUDA's, as an H100 said them (PyTorch
+# 2.11, 2026-11-26); the types are those of the AT_DISPATCH lists in aten/src/ATen/native/cuda/ (Blas.cpp, DilatedMaxPool2d.cu,
+# UpSampleBilinear2d.cu and so on). An operation that is not here is refused by the CPU's kernel or by none.
+
+
+aten = torch.ops.aten
+REAL = {*HALVES, torch.float32, torch.float64}
+NUMBERS = REAL | {torch.complex64, torch.complex128}
+WITHOUT_BFLOAT = REAL - {torch.bfloat16}
+EXACT = frozenset((torch.float32, torch.float64))
+FLOAT8 = frozenset(value for name, value in vars(torch).items() if name.startswith("float8"))
+UNSIGNED = frozenset((torch.uint16, torch.uint32, torch.uint64))
+MM, BMM = "addmm_cuda", "baddbmm_cuda"
+# Types that cuDNN has a name for, without a convolution of them
+NAMED_BY_CUDNN = frozenset((torch.int32, torch.uint8, torch.int8))
+
+
+def _not_implemented(kernel: str, tensor: Tensor) -> NotImplementedError:
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{NAMES[tensor.dtype]}'")
+
+
+def _expected(tensor: Tensor, other: Tensor) -> RuntimeError:
+    return RuntimeError(f"expected scalar type {NAMES[tensor.dtype]} but found {NAMES[other.dtype]}")
+
+
+def _only(kernel: str, types, at: int = 0):
+    """The kernel has this name, and takes these types of the argument `at`, where there is anything in it."""
+
+    def check(*args, **kwargs):
+        tensor = args[at] if at < len(args) else None
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return
+        if tensor.dtype not in types and tensor.numel():
+            raise _not_implemented(kernel, tensor)
+
+    return check
+
+
+def _all_but(kernel: str, types):
+    """The kernel takes none of these types."""
+
+    def check(*args, **kwargs):
+        for tensor in args[:2]:
+            if isinstance(tensor, Tensor) and tensor.dtype in types and tensor.numel():
+                raise _not_implemented(kernel, tensor)
+
+    return check
+
+
+def _product(kernel: str, left: int, right: int):
+    """Matrices of floating point alone; both of one type, in CUDA's words."""
+    types = _only(kernel, NUMBERS, left)
+
+    def check(*args, **kwargs):
+        first, second = args[left], args[right]
+        if second.dtype is first.dtype and first.dtype not in NUMBERS:
+            types(*args)
+        elif second.dtype is not first.dtype and kernel == MM and first.layout is second.layout is torch.strided:
+            _one_type(first, second, args[0] if left else None)
+        elif first.layout is torch.sparse_coo and first.dtype in HALVES and second.layout is torch.strided:
+            raise _not_implemented("addmm_sparse_cuda", first)  # s_addmm_out_sparse_dense_cuda (cuda/SparseCUDABlas.cu)
+
+    return check
+
+
+def _one_type(first: Tensor, second: Tensor, added: Tensor | None) -> None:
+    """addmm_out_cuda_impl (cuda/Blas.cpp); addmm looks at what is added first."""
+    names = [(NAMES[tensor.dtype], C_NAMES.get(tensor.dtype, str(tensor.dtype))) for tensor in (first, second)]
+    if added is None:
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {names[0][1]} != {names[1][1]}")
+    if added.dtype is second.dtype:
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {names[0][0]} and {names[1][0]}")
+
+
+def _convolution(input, weight, bias=None, *rest, **kwargs):
+    """Of floating point alone, and all of one type."""
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.dtype is not input.dtype:
+            kinds = [f"torch.cuda.{LEGACY.get(tensor.dtype, tensor.dtype)}" for tensor in (input, other)]
+            raise RuntimeError(f"Input type ({kinds[0]}) and {name} type ({kinds[1]}) should be the same")
+    if input.dtype is weight.dtype and input.dtype not in NUMBERS and input.numel():
+        if input.dtype in NAMED_BY_CUDNN:
+            raise RuntimeError("GET was unable to find an engine to execute this computation")
+        raise RuntimeError(f"getCudnnDataTypeFromScalarType() not supported for {NAMES[input.dtype]}")
+
+
+def _norm(weights_at: int):
+    """layer_norm and group_norm read weights as their input's type (aten/src/ATen/native/cuda/layer_norm_kernel.cu, group_norm_kernel.cu)."""
+
+    def check(*args, **kwargs):
+        for weight in args[weights_at : weights_at + 2]:
+            if isinstance(weight, Tensor) and weight.dtype is not args[0].dtype and args[0].dtype in REAL:
+                if weights_at == 1 and args[0].dtype not in HALVES:
+                    return  # is_mixed_type: the same words for all devices
+                raise _expected(args[0], weight)
+
+    return check
+
+
+def _embedding_bag(weight, indices, offsets, scale=False, mode=0, sparse=False, per_sample=None, *rest, **kwargs):
+    """The weights of samples have the type of what they weigh (cuda/EmbeddingBag.cu)."""
+    if isinstance(per_sample, Tensor) and per_sample.dtype is not weight.dtype:
+        raise _expected(weight, per_sample)
+
+
+def _int_mm(left, right, **kwargs):
+    """Sizes that cuBLASLt can do (cuda/Blas.cpp)."""
+    if left.dim() != 2 or right.dim() != 2:
+        return
+    if left.shape[0] <= 16:
+        raise RuntimeError(f"self.size(0) needs to be greater than 16, but got {left.shape[0]}")
+    if not left.shape[1] or left.shape[1] % 8:
+        raise RuntimeError(f"self.size(1) needs to be greater than 0 and a multiple of 8, but got {left.shape[1]}")
+    if not right.shape[1] or right.shape[1] % 8:
+        raise RuntimeError(f"mat2.size(1) needs to be greater than 0 and a multiple of 8, but got {right.shape[1]}")
+
+
+def _scaled_mm(left, right, *rest, **kwargs):
+    """Rows of whole 16 bytes (cuda/ScaledBlas.cpp)."""
+    if left.dim() != 2 or right.dim() != 2 or left.dtype not in FLOAT8:
+        return
+    if left.shape[1] % 16:
+        size = "x".join(map(str, left.shape))
+        raise RuntimeError(f"Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: ({size}).")
+    if right.shape[0] % 16 or right.shape[1] % 16:
+        raise RuntimeError(f"mat2 shape ({right.shape[0]}x{right.shape[1]}) must be divisible by 16")
+
+
+def _histc(tensor, *rest, **kwargs):
+    if tensor.dtype is torch.float16:
+        raise RuntimeError("HalfTensor is not supported")
+
+
+def _lstsq(left, right, rcond=None, *, driver=None, **kwargs):
+    if left.dim() < 2:
+        raise RuntimeError("torch.linalg.lstsq: input must have at least 2 dimensions.")
+    if driver not in (None, "gels"):
+        raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
+
+
+def _ldl_solve(factors, pivots, other, *, hermitian=False, **kwargs):
+    if hermitian and other.is_complex():
+        raise RuntimeError(
+            "torch.linalg.ldl_solve: complex tensors with hermitian=True flag are not supported on CUDA."
+        )
+
+
+def _masked_select(tensor, mask, **kwargs):
+    if mask.dtype is not torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
+
+
+def _index(tensor, indices, *rest, **kwargs):
+    """A mask has the sizes of what it chooses from."""
+    at = 0
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            at += 1
+            continue
+        for dim in range(index.dim()):
+            if at + dim < tensor.dim() and index.shape[dim] != tensor.shape[at + dim]:
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {dim} does not match the shape of the indexed tensor "
+                    f"{list(tensor.shape)} at index {at + dim}"
+                )
+        at += index.dim()
+
+
+def _nll_loss(tensor, target, *rest, **kwargs):
+    """Targets of int64 or uint8 (cuda/NLLLoss.cu)."""
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise _not_implemented("nll_loss_forward_reduce_cuda_kernel_2d_index", target)
+
+
+def _allclose(tensor, other, *rest, **kwargs):
+    if other.dtype is not tensor.dtype:
+        raise RuntimeError(f"{NAMES[tensor.dtype]} did not match {NAMES[other.dtype]}")
+
+
+def _median(tensor, *rest, **kwargs):
+    if tensor.dim() > 25:
+        raise RuntimeError("CUDA Tensors cannot have more than 25 dimensions")
+
+
+def _multinomial(tensor, *rest, **kwargs):
+    if tensor.dim() and tensor.shape[-1] > 1 << 24:
+        raise RuntimeError("number of categories cannot exceed 2^24")
+
+
+# -- what is drawn: these numbers decide over no shape, and what a dry run remembers does not know them
+
+
+def _drawn(name: str, at: int, argument: str, default, is_fine, wanted: str):
+    def check(*args, **kwargs):
+        value = args[at] if at < len(args) else kwargs.get(argument, default)
+        if not is_fine(value):
+            raise RuntimeError(f"{name} expects {wanted}={value:g}")
+
+    return check
+
+
+def _uniform(tensor, low=0.0, high=1.0, **kwargs):
+    if tensor.dtype not in REAL:
+        raise _not_implemented("check_uniform_bounds", tensor)
+    if low > high:
+        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low:g} > to={high:g}")
+
+
+def _geometric(tensor, p, **kwargs):
+    if not 0 < p < 1:
+        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p:g}")
+
+
+def _new(kernel: str):
+    """A factory draws floating point alone."""
+
+    def check(*args, dtype=None, **kwargs):
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise NotImplementedError(f"\"{kernel}\" not implemented for '{NAMES[dtype]}'")
+
+    return check
+
+
+def _is_positive(value) -> bool:
+    return value > 0
+
+
+CHECKS = {
+    "mm": _product(MM, 0, 1),
+    **dict.fromkeys(("addmm", "addmm_", "_addmm_activation"), _product(MM, 1, 2)),
+    "bmm": _product(BMM, 0, 1),
+    **dict.fromkeys(("baddbmm", "baddbmm_"), _product(BMM, 1, 2)),
+    "mv": _only("addmv_impl_cuda", NUMBERS),
+    "addmv": _only("addmv_impl_cuda", NUMBERS, 1),
+    "dot": _only("dot", NUMBERS),
+    "vdot": _only("vdot", NUMBERS),
+    "_int_mm": _int_mm,
+    "_scaled_mm": _scaled_mm,
+    "convolution": _convolution,
+    "native_layer_norm": _norm(2),
+    "native_group_norm": _norm(1),
+    "max_pool2d_with_indices": _only("max_pool2d_with_indices_out_cuda_frame", REAL),
+    "avg_pool2d": _only("avg_pool2d_out_cuda_frame", REAL),
+    "max_pool3d_with_indices": _only("max_pool3d_with_indices_out_frame", REAL),
+    "upsample_linear1d": _only("upsample_linear1d_out_frame", REAL),
+    "upsample_bilinear2d": _only("upsample_bilinear2d_out_frame", REAL),
+    "upsample_bicubic2d": _only("upsample_bicubic2d_out_frame", REAL),
+    "upsample_trilinear3d": _only("upsample_trilinear3d_out_frame", REAL),
+    "_embedding_bag": _embedding_bag,
+    "_embedding_bag_forward_only": _embedding_bag,
+    "_embedding_bag_per_sample_weights_backward": _only(
+        "_embedding_bag_per_sample_weights_backward_cuda", WITHOUT_BFLOAT
+    ),
+    "_cdist_forward": _only("cdist_cuda", EXACT),
+    **dict.fromkeys(("add", "add_", "sub", "sub_"), _all_but("ufunc_add_CUDA", FLOAT8)),
+    **dict.fromkeys(("mul", "mul_"), _all_but("mul_cuda", FLOAT8)),
+    **dict.fromkeys(("sort", "argsort"), _all_but("sortKeyValueInplace", UNSIGNED)),
+    "histc": _histc,
+    "linalg_lstsq": _lstsq,
+    "linalg_ldl_solve": _ldl_solve,
+    "masked_select": _masked_select,
+    "index": _index,
+    "nll_loss_forward": _nll_loss,
+    "median": _median,
+    "nanmedian": _median,
+    "multinomial": _multinomial,
+    "allclose": _allclose,
+    "rand": _new("check_uniform_bounds"),
+    "randn": _new("normal_kernel_cuda"),
+    "uniform_": _uniform,
+    "geometric_": _geometric,
+    "exponential_": _drawn("exponential_", 1, "lambd", 1.0, _is_positive, "lambda > 0.0, but found lambda"),
+    "cauchy_": _drawn("cauchy_", 2, "sigma", 1.0, _is_positive, "sigma > 0.0, but found sigma"),
+    "log_normal_": _drawn("log_normal_", 2, "std", 2.0, _is_positive, "std > 0.0, but found std"),
+}
+
+
+def check_of(func):
+    """What raises CUDA's error for the arguments of this operation; None for most."""
+    return CHECKS.get(_compat.packet(func).__name__) if func.namespace == "aten" else None

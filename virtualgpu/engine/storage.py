@@ -1,0 +1,279 @@
+"""Where a tensor lives: a label on its storage; and memory that a collective still fills or reads."""
+
+import sys
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from virtualgpu import _compat
+from virtualgpu.engine.frames import below_another_mode, call_site
+from virtualgpu.timing.flops import parts as sparse_parts
+
+# -- Where a tensor lives: a label on its storage.
+#
+# A storage on a GPU carries an `Allocation` as its Python attribute; it dies with the storage, wherever that was kept (a variable, the
+# autograd graph, an optimizer), and gives its block back. A storage without one is the CPU's.
+#
+# Why a label, and not a subclass of Tensor, or a device of one's own: the tensors stay PyTorch's plain CPU tensors, so that its C++
+# (autograd, DDP's reducer, foreach kernels) works on them as it is, numbers equal the CPU's to the last bit, and an operation costs
+# microseconds. The price is that C++ itself believes they are on the CPU; where that shows, a stand-in says otherwise.
+
+ALLOCATION, PINNED = "_virtual_allocation", "_virtual_pinned"  # attributes of a storage
+
+
+class Allocation:
+    """Lives on `gpu`, with so many bytes. Gives its memory back when it goes.
+
+    done: when the last operation that wrote here ends; kept where several streams are used. inferred: C++ made it in a backward
+    pass without saying where; it moves to whatever it meets. used_on: the stream of a leaf's first use, on which autograd adds up
+    its gradient. chunk: of a recurrent layer's weight, which buffer of cuDNN's it is in, and where (`engine.recurrent.flatten`).
+    """
+
+    __slots__ = ("block", "chunk", "done", "gpu", "inferred", "nbytes", "used_on")
+
+    def __init__(self, gpu, nbytes: int, inferred: bool = False):
+        self.gpu, self.nbytes, self.done, self.inferred = gpu, nbytes, 0.0, inferred
+        self.used_on = self.chunk = None
+        self.block = None  # so that a failing malloc leaves nothing to free
+        self.block = gpu.malloc(nbytes)
+
+    def used_in_forward(self, stream) -> None:
+        """A leaf was used on this stream; the first use counts."""
+        self.used_on = self.used_on or stream
+
+    def written_until(self, end: float) -> None:
+        """An operation that wrote here ends then."""
+        self.done = end
+
+    def __del__(self):
+        if self.block is not None:
+            self.gpu.free(self.block)
+
+
+class MadeByCpp:
+    """On a storage that PyTorch's own C++ made for its use: zeros for a gradient that is missing, the canvas of one_hot.
+
+    Options that C++ copies from a GPU tensor say CPU here. Such a tensor belongs with whatever it meets, inside the call of Python
+    that it was made in (`site`), or inside the same backward pass. Once Python has it, it is the CPU's: `Holders` tells, where the next
+    call comes from the same instruction.
+    """
+
+    __slots__ = ("call_site",)
+    gpu = None
+    nbytes = 0
+    block = None
+    inferred = False
+
+    def __init__(self):
+        self.call_site = call_site()
+
+    @property
+    def in_creating_call(self) -> bool:
+        """Are we still where it was made?"""
+        return self.call_site == call_site()
+
+    @property
+    def in_backward(self) -> bool:
+        """Was it made in a backward pass, which hands it to functions of Python as well?"""
+        return self.call_site[:1] == ("backward",)
+
+
+class Holders:
+    """Does Python hold a tensor that C++ made, or C++ alone? Then an operation's arguments are all that refers to it.
+
+    How many references that makes depends on the versions of Python and PyTorch: `learn` looks once.
+    """
+
+    of_cpp: int | None = None  # None: not known yet
+    seen: list[int] | None = None
+
+    def learn(self) -> None:
+        """Look at what torch.vander hands from one operation to the next. It needs our dispatch mode, and no GPU."""
+        self.seen = []
+        try:
+            torch.vander(torch.ones(2))
+            self.of_cpp = min(self.seen, default=None)
+        finally:
+            self.seen = None
+
+    def in_python(self, tensor: torch.Tensor, tensors: list) -> bool:
+        """Of a tensor among `tensors`, an operation's arguments. False where it cannot be told: below a dispatch mode of somebody else,
+        which holds what it passes on."""
+        count = sys.getrefcount(tensor)
+        if self.of_cpp is None:
+            if self.seen is not None:
+                self.seen.append(count)
+            return False
+        if count <= self.of_cpp:
+            return False
+        more = sum(other is tensor for other in tensors) - 1  # in the arguments, and in `tensors`
+        return count - 2 * more > self.of_cpp and not below_another_mode()
+
+
+holders = Holders()
+
+
+# The CPU's, unless it says otherwise; stays, so that no thread ever misses it
+torch.UntypedStorage._virtual_allocation = None
+torch.UntypedStorage._virtual_pinned = False
+
+
+def storage_of(tensor: torch.Tensor):
+    """A tensor's storage, through wrappers (torch.func's, DTensor and its kind) and, for a sparse tensor, that of its values.
+
+    None where there is none.
+    """
+    plain = type(tensor) in PLAIN_TYPES
+    if not plain and hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            return storage_of(getattr(tensor, name))
+    try:
+        if plain:
+            return tensor.untyped_storage()
+        with _compat.without_function_subclasses():  # nobody's concern: a lazy module's parameter refuses it
+            return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        if _compat.is_functorch_wrapped(tensor):
+            return storage_of(_compat.functorch_unwrap(tensor))
+        parts = sparse_parts(tensor)
+        return storage_of(parts[-1]) if parts else None
+
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # of tensors that are no subclass
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Is it neither a subclass nor what torch.func wraps?"""
+    return type(tensor) in PLAIN_TYPES and not _compat.is_functorch_wrapped(tensor)
+
+
+def gpu_of_storage(storage):
+    """The GPU on which a storage is; None: on the CPU."""
+    allocation = getattr(storage, ALLOCATION, None)
+    return None if allocation is None else allocation.gpu
+
+
+def gpu_of(tensor: torch.Tensor):
+    """The GPU on which a tensor lives; None: on the CPU."""
+    if type(tensor) in PLAIN_TYPES:  # as storage_of, written out for speed
+        try:
+            allocation = tensor.untyped_storage()._virtual_allocation
+        except RuntimeError:
+            allocation = getattr(storage_of(tensor), ALLOCATION, None)
+    else:
+        allocation = getattr(storage_of(tensor), ALLOCATION, None)
+    return None if allocation is None else allocation.gpu
+
+
+def allocation_of(tensor: torch.Tensor):
+    """The label of a plain tensor's storage; of a sparse one, that of its values. None: the CPU's."""
+    try:
+        return tensor.untyped_storage()._virtual_allocation
+    except NotImplementedError:
+        parts = sparse_parts(tensor)
+        return allocation_of(parts[-1]) if parts else None
+
+
+def set_allocation(storage, allocation) -> None:
+    """Put a label on a storage; None: the CPU's."""
+    storage._virtual_allocation = allocation
+
+
+def label(tensor: torch.Tensor, allocation) -> None:
+    """Put a label on a tensor's storage, or those of a sparse one's parts, without asking for memory."""
+    try:
+        tensor.untyped_storage()._virtual_allocation = allocation
+    except NotImplementedError:
+        for part in sparse_parts(tensor):
+            label(part, allocation)
+
+
+def made_by_cpp(tensor: torch.Tensor) -> bool:
+    """Did C++ make it for the call that Python is in? See MadeByCpp."""
+    allocation = allocation_of(tensor)
+    return allocation is not None and allocation.gpu is None and allocation.in_creating_call
+
+
+def stream_of_leaf(tensor: torch.Tensor):
+    """The stream of a leaf's first use; None where it was not noted."""
+    return getattr(tensor.untyped_storage()._virtual_allocation, "used_on", None)
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Elements of memory from a tensor's first to its last, of a tensor that has some: fewer than it has where these share memory (expand)."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def pin(tensor: torch.Tensor) -> None:
+    """Mark a tensor's storage as pinned memory of the host."""
+    setattr(storage_of(tensor), PINNED, True)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Is its storage marked so?"""
+    return getattr(storage_of(tensor), PINNED, False)
+
+
+# -- Numbers on their way: the memory that a collective fills, or reads, until they have come.
+#
+# Collectives of one communicator run one after the other on a GPU, so several may be of one tensor. And all is computed in the program's
+# order here, so who uses a tensor without wait() (a race: the sanitizer's concern) gets the numbers that the collective brings. In both
+# cases whoever comes second lets the first finish.
+
+
+class _Part(NamedTuple):
+    """Bytes of a storage, from `begin` to `end`."""
+
+    begin: int
+    end: int
+    fills: bool
+    work: object
+
+
+class InFlight:
+    """Of one machine. parts: of each storage, by its address in C++; the work that uses it keeps it alive."""
+
+    def __init__(self):
+        self.parts: dict[int, list[_Part]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, work, filled: Iterable[torch.Tensor], read: Iterable[torch.Tensor]) -> None:
+        """From now on until `remove`, `work` fills and reads these."""
+        with self._lock:
+            for fills, tensors in ((True, filled), (False, read)):
+                for tensor in tensors:
+                    self.parts.setdefault(_storage(tensor), []).append(_Part(*_extent(tensor), fills, work))
+
+    def remove(self, work, tensors: Iterable[torch.Tensor]) -> None:
+        """It is done with them."""
+        with self._lock:
+            for storage in set(map(_storage, tensors)):
+                rest = [part for part in self.parts.pop(storage, []) if part.work is not work]
+                if rest:
+                    self.parts[storage] = rest
+
+    def let_finish(self, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor] = ()) -> None:
+        """Somebody uses `tensors`, and writes to `written`: what fills the former, or reads the latter, finishes first."""
+        for writes, used in ((False, tensors), (True, written)):
+            for tensor in used:
+                known = self.parts.get(_storage(tensor))
+                if known is None:
+                    continue
+                begin, end = _extent(tensor)
+                for part in list(known):
+                    if (writes or part.fills) and part.begin < end and begin < part.end:
+                        part.work.finish()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    storage = storage_of(tensor)
+    return 0 if storage is None else _compat.address(storage)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    size, begin = tensor.element_size(), tensor.storage_offset()
+    if not tensor.numel():
+        return 0, 0
+    return begin * size, (begin + reach(tensor)) * size

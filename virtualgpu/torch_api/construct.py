@@ -1,0 +1,477 @@
+"""What makes tensors or is asked for devices before the dispatch mode sees it: torch.tensor, one_hot, cov, torch.device, FloatTensor."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from virtualgpu import _compat
+from virtualgpu.engine.cuda_checks import LEGACY
+from virtualgpu.engine.dry_run import put_on_meta
+from virtualgpu.engine.machine import Machine
+from virtualgpu.engine.storage import gpu_of
+from virtualgpu.engine.values import is_known, know
+from virtualgpu.errors import foreign, on_real_gpu
+from virtualgpu.torch_api.patches import Patches, standing_in
+
+# -- torch.tensor, as_tensor and asarray: tensors of the program's numbers, which C++ reads, and of other tensors, about whose place it would be
+# told: on the CPU.
+
+
+def install_constructors(machine: Machine, patches: Patches) -> None:
+    """Replace the three."""
+    _compat.device_constructors()  # torch.set_default_device remembers PyTorch's own functions, not those here
+    for name, function in {"tensor": _tensor, "as_tensor": _as_tensor, "asarray": _asarray}.items():
+        patches.stand_in_builtin((torch,), name, function, machine)
+
+
+def is_on_gpu(machine: Machine, data) -> bool:
+    """Raises RuntimeError for a tensor of a real GPU."""
+    if not isinstance(data, torch.Tensor) or machine.local.bypass:
+        return False
+    if machine.is_on_real_gpu(data):
+        raise on_real_gpu(_compat.real_device(data))
+    return gpu_of(data) is not None
+
+
+def _with_numbers(machine: Machine, data):
+    """In a dry run C++ cannot look into a list of tensors: in place of each, one with the number that it reads there."""
+    if not isinstance(data, (list, tuple)) or not machine.dry or machine.local.bypass:
+        return data
+    return [(_number if isinstance(item, torch.Tensor) else _with_numbers)(machine, item) for item in data]
+
+
+def _number(machine: Machine, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() != 1 or not _compat.is_really_meta(tensor):
+        return tensor
+    number = tensor.item()
+    with machine.untracked():
+        return torch.full(tensor.shape, number, dtype=tensor.dtype, device="cpu")
+
+
+def _as_tensor(machine: Machine, original, data, dtype=None, device=None):
+    """Of a tensor: itself, where neither dtype nor device ask for another."""
+    data = _with_numbers(machine, data)
+    if not is_on_gpu(machine, data):
+        return _marked(machine, original(data, dtype=dtype, device=device), device)
+    device = device if device is not None else _compat.default_device()
+    return data.to(data.device if device is None else device, data.dtype if dtype is None else dtype)
+
+
+def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=None, requires_grad=False):
+    """Of a tensor: the same memory, where nothing asks for another."""
+    if is_on_gpu(machine, obj):
+        device = device if device is not None else _compat.default_device()
+        if device is not None and machine.gpu(device) is not gpu_of(obj):
+            if copy is False:
+                raise ValueError(f"can't alias tensor from device '{obj.device}' to '{torch.device(device)}'.")
+            obj, copy = obj.to(device), None
+        device = None
+        if dtype is not None and dtype is not obj.dtype:
+            if copy is False:
+                kinds = [LEGACY.get(kind, str(kind)).removesuffix("Tensor") for kind in (obj.dtype, dtype)]
+                raise ValueError(f"can't alias tensor with dtype '{kinds[0]}' into dtype '{kinds[1]}'.")
+            obj, copy = obj.to(dtype), None
+        dtype = None
+    obj = _with_numbers(machine, obj)
+    options = {"dtype": dtype, "copy": copy, "requires_grad": requires_grad}
+    if machine.dry and isinstance(obj, torch.UntypedStorage):  # safetensors: a file's, which keeps its numbers
+        with machine.untracked():
+            made = original(obj, **options)
+        return made if device is None else made.to(device)
+    return _marked(machine, original(obj, device=device, **options), device)
+
+
+def _tensor(machine: Machine, original, data, *args, device=None, pin_memory=False, **kwargs):
+    """Of a tensor: a copy where that is. pin_memory=True pins below the dispatch mode."""
+    if device is None and is_on_gpu(machine, data) and _compat.default_device() is None:
+        device = data.device
+    data = _with_numbers(machine, data)
+    made = _marked(machine, original(data, *args, device=device, **kwargs), device)
+    return made.pin_memory() if pin_memory else made
+
+
+def _marked(machine: Machine, made: torch.Tensor, device) -> torch.Tensor:
+    """Where the program has asked for meta in a dry run: C++ copies it there, and dispatch cannot tell that from copies of its own."""
+    device = device if device is not None else _compat.default_device()
+    asked = device is not None and torch.device(device).type == "meta"
+    return put_on_meta(made) if asked and machine.dry else made
+
+
+# -- Functions of torch that ask C++ where a tensor is before they come to the dispatch mode, and would be told: on the CPU; and those in
+# which C++ writes numbers of its own, for which a dry run has no memory.
+
+
+def install_functions(machine: Machine, patches: Patches) -> None:
+    """Replace ctc_loss, one_hot, cov, corrcoef, sparse_coo_tensor, linearize, what is behind pad_packed_sequence and SyncBatchNorm, DLPack's
+    capsules, and what groups tensors by device for foreach operations."""
+    patches.stand_in_builtin((torch,), "ctc_loss", _ctc_loss, machine)
+    for owner in (functional, _compat.NN):
+        patches.stand_in(owner, "one_hot", _one_hot, machine)
+    for name in ("cov", "corrcoef"):
+        patches.stand_in_builtin((torch,), name, _cov, machine)
+        patches.stand_in(torch.Tensor, name, _cov, machine)
+    patches.stand_in_builtin((torch,), "sparse_coo_tensor", _sparse_coo_tensor, machine)
+    patches.stand_in(_compat.VF, "_pad_packed_sequence", _pad_packed_sequence, machine)
+    batch_norm = _compat.SyncBatchNormFunction
+    patches.replace(batch_norm, "forward", staticmethod(standing_in(batch_norm.forward, _sync_batch_norm, machine)))
+    patches.replace(_compat.C, "_group_tensors_by_device_and_dtype", group_by_device)
+    for owner, name in (
+        (_compat.C, "_to_dlpack"),
+        (_compat.C, "_to_dlpack_versioned"),
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (_compat.C, "_torchDeviceToDLDevice"),
+    ):
+        patches.stand_in(owner, name, _to_dlpack)
+    patches.stand_in(torch.autograd, _compat.MAKE_GRADS, _make_grads)
+    linearize = standing_in(torch.func.linearize, _linearize, machine)
+    patches.replace_everywhere(torch.func, "linearize", linearize)
+
+
+def _make_grads(original, outputs, gradients, *args, **kwargs):
+    """What backward and grad start from: a gradient lies where its tensor does (validate_outputs in torch/csrc/autograd/engine.cpp)."""
+    made = original(outputs, gradients, *args, **kwargs)
+    for index, (out, gradient) in enumerate(zip(outputs, gradients, strict=False)):
+        plain = type(out) is type(gradient) is torch.Tensor
+        if plain and gradient.dim() and out.device != gradient.device:
+            raise RuntimeError(
+                f"invalid gradient at index {index} - expected device {out.device} but got {gradient.device}"
+            )
+    return made
+
+
+def _ctc_loss(machine: Machine, original, log_probs, targets, input_lengths, target_lengths, *args, **kwargs):
+    """Lengths in tensors: PyTorch reads them on the host, but not where a mode is on; then it would divide by them."""
+    if machine.dry or is_on_gpu(machine, log_probs):
+        input_lengths, target_lengths = map(_read, (input_lengths, target_lengths))
+    with machine.local.counted_by_cpp():
+        return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+
+
+def _read(lengths):
+    if not isinstance(lengths, torch.Tensor):
+        return lengths
+    if not is_known(lengths):
+        raise NotImplementedError(
+            "ctc_loss needs as much memory as its lengths say, which this dry run does not know. Give them as numbers"
+        )
+    return lengths.flatten().tolist()  # without a batch it may be a number
+
+
+def _one_hot(machine: Machine, original, tensor, num_classes=-1):
+    """As for CUDA (aten/src/ATen/native/Onehot.cpp): only who gives no number of classes waits for the GPU to know it."""
+    if not is_on_gpu(machine, tensor) or tensor.dtype is not torch.int64 or (num_classes < 0 and not tensor.numel()):
+        return original(tensor, num_classes)
+    if num_classes == -1:
+        if not is_known(tensor):
+            raise NotImplementedError(
+                "one_hot takes the number of classes from values, which this dry run does not know. Give num_classes"
+            )
+        num_classes = int(tensor.max()) + 1
+    if num_classes < 1:
+        raise RuntimeError("num_classes should be positive")
+    made = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _cov(machine: Machine, original, input, *args, **kwargs):
+    """C++ asks whether degrees of freedom are left, of a number that it makes where the input is."""
+    out = original(input, *args, **kwargs)
+    if is_on_gpu(machine, input):
+        machine.clock.wait_for(machine.clock.current(gpu_of(input).index))
+    return out
+
+
+def _sparse_coo_tensor(machine: Machine, original, *args, **kwargs):
+    """Without a size C++ copies the largest indices to the host."""
+    out = original(*args, **kwargs)
+    if len(args) < 3 and kwargs.get("size") is None and is_on_gpu(machine, out):
+        machine.clock.wait_for(machine.clock.current(gpu_of(out).index))
+    return out
+
+
+def _pad_packed_sequence(machine: Machine, original, *args):
+    """It tells the lengths, too, which C++ counts."""
+    with machine.local.counted_by_cpp():
+        return original(*args)
+
+
+def group_by_device(lists, with_indices=False):
+    """What torch.optim asks before it calls foreach operations: {(device, dtype): (lists, indices)}, by each first tensor.
+
+    Raises RuntimeError for a state that is elsewhere than its parameter (aten/src/ATen/native/ForeachUtils.h)."""
+    groups: dict = {}
+    for index, first in enumerate(lists[0]):
+        columns, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        for column, values in zip(columns, lists, strict=True):
+            if values:
+                value = values[index]
+                if value is not None and value is not first and not _may_join(first, value):
+                    raise RuntimeError(
+                        "Tensors of the same index must be on the same device and the same dtype except `step` tensors that can be "
+                        "CPU and float32/64 notwithstanding"
+                    )
+                column.append(value)
+        if with_indices:
+            indices.append(index)
+    return groups
+
+
+def _may_join(first: torch.Tensor, value: torch.Tensor) -> bool:
+    counts = value.dtype in (torch.float32, torch.float64)  # a count of steps is so, whatever the parameter's type
+    place = value.device
+    return (place.type == "cpu" and counts) or (place == first.device and (counts or value.dtype == first.dtype))
+
+
+def _to_dlpack(original, what, *args, **kwargs):
+    """A capsule says to C where numbers lie, or a device its number: on a GPU no library but PyTorch could read it."""
+    gpu = gpu_of(what) if isinstance(what, torch.Tensor) else torch.device(what).type == "cuda" or None
+    if gpu is not None:
+        raise NotImplementedError(
+            "DLPack of a GPU's tensors is not modelled on virtual GPUs: hand on tensor.cpu(), and move what comes back"
+        )
+    return original(what, *args, **kwargs)
+
+
+def _sync_batch_norm(machine: Machine, original, *args):
+    """torch.nn.SyncBatchNorm leaves out ranks that have no rows, by a mask whose values a dry run does not have: there all have some."""
+    with _EachHasRows(machine) if machine.dry else contextlib.nullcontext():
+        return original(*args)
+
+
+class _EachHasRows(_compat.TorchDispatchMode):
+    """What is compared in here is True."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.ge.Scalar:
+            with self.machine.untracked():
+                know(out, True)
+        return out
+
+
+def _linearize(machine: Machine, original, *args, **kwargs):
+    """It traces what it is given, and folds what does not depend on tangents: in a dry run that would be all."""
+    if machine.dry:
+        raise NotImplementedError(
+            "torch.func.linearize is not modelled in a dry run. Use torch.func.jvp, or run this line outside dry_run()"
+        )
+    return original(*args, **kwargs)
+
+
+# -- Devices that C++ cannot tell: "cuda" without an index where it asks CUDA for the current one, and, on some wheels, `device=1`.
+#
+# What makes a tensor from Python's numbers (torch.tensor and its kind) does not leave "cuda" to the dispatcher: it asks C++'s CUDA for
+# the current device, which is 0 for ever without a driver, and an error on wheels without CUDA. So "cuda" becomes the current GPU
+# before C++ meets it, also where torch.set_default_device or `with torch.device("cuda")` say it.
+#
+# Wheels without CUDA do not know either which device a bare number means: `torch.device(1)` and `torch.ones(2, device=1)` raise (on a
+# Mac they mean mps). There a number becomes cuda:number in each function that takes a device. torch.device is another class then than
+# the one that a library imported earlier may have as an annotation; isinstance knows both as one, TorchScript does not.
+
+
+ASKING = ["as_tensor", "asarray", "tensor"]
+SPARSE = [f"sparse_{kind}_tensor" for kind in ("bsc", "bsr", "compressed", "coo", "csc", "csr")]
+# Besides those that torch.set_default_device knows
+LIKE = ["empty_like", "full_like", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
+METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
+
+
+def install_devices(machine: Machine, patches: Patches) -> None:
+    """Replace what asks C++ for the current GPU; on wheels without CUDA torch.device and what takes one, too."""
+    spelling = Spelling(machine)
+    for name, function in spelling.functions().items():
+        builtin = _compat.builtin_name(getattr(torch, name))
+        if builtin is not None:
+            patches.undo(_compat.register_as_builtin(function, builtin))
+        patches.replace(torch, name, function)
+    patches.stand_in(_compat.DeviceContext, "__torch_function__", spelling.in_context)
+    patches.stand_in(_compat.NN, "_parse_to", parse_to)
+    if spelling.cuda_wheel:
+        return
+    patches.stand_in(_compat.fake_tensor.FakeTensorConverter, "from_real_tensor", from_real_tensor)
+    for owner, names in ((torch.fft, ("fftfreq", "rfftfreq")), (torch.Tensor, METHODS)):
+        for name in names:
+            patches.wrap(owner, name, spelling.spells)
+    patches.replace(torch, "device", Device)
+
+
+class Spelling:
+    """What makes each function write the device that it is given as C++ understands it."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.known, self.cuda_wheel = _compat.device_constructors(), _compat.numbers_are_gpus()
+        # These make C++'s current device theirs first, which fails even with an index without CUDA, and where there are fewer real GPUs:
+        # made on the CPU, and copied
+        made_by_device = machine.real_gpus or not self.cuda_wheel
+        originals = [getattr(torch, name) for name in [*SPARSE, "range"]] if made_by_device else []
+        self.copied = {original: standing_in(original, self.copy) for original in originals}
+
+    def functions(self) -> dict[str, Callable]:
+        """{name in torch: what stands in for it}."""
+        names = {*ASKING, *SPARSE} | ({"range"} if self.copied else set())
+        if not self.cuda_wheel:
+            names |= {*LIKE, *(made.__name__ for made in self.known if hasattr(torch, made.__name__))}
+        functions = {}
+        for name in sorted(names):
+            original = getattr(torch, name)
+            function = self.copied.get(original) or self.spells(original)
+            functions[name] = standing_in(function, self.not_dry) if name in SPARSE else function
+        return functions
+
+    def spelled(self, device):
+        """A torch.device with an index for a number, and for "cuda"; what else it may be stays."""
+        device = numbered(device)
+        if isinstance(device, str) and device.partition(":")[0] == "cuda":
+            device = _compat.Device(device)
+        plain = type(device) is not _compat.Device or device.type != "cuda" or device.index is not None
+        return device if plain or self.machine.local.bypass else _compat.Device("cuda", self.machine.local.current)
+
+    def spells(self, original):
+        """A function that gives `original` its device spelled."""
+
+        @functools.wraps(original)
+        def function(*args, **kwargs):
+            __tracebackhide__ = True
+            if kwargs.get("device") is not None:
+                kwargs["device"] = self.spelled(kwargs["device"])
+            try:
+                return original(*args, **kwargs)
+            except RuntimeError as error:
+                frames = foreign(error.__traceback__)
+                raise error.with_traceback(frames) from error.__cause__  # PyTorch's error, for the line above
+
+        return function
+
+    def copy(self, original, *args, device=None, requires_grad=False, **kwargs):
+        """Made on the CPU, and copied from there."""
+        made = original(*args, **kwargs)
+        return (made if device is None else made.to(self.spelled(device))).requires_grad_(requires_grad)
+
+    def not_dry(self, function, *args, **kwargs):
+        """C++ looks for a sparse tensor's size among the indices before it comes to a dispatch mode."""
+        if self.machine.dry and not self.machine.local.bypass:
+            raise NotImplementedError(
+                f"sparse tensors are not modelled in a dry run ({function.__name__}). Run this line outside dry_run()"
+            )
+        return function(*args, **kwargs)
+
+    def in_context(self, run, context, func, types, args=(), kwargs=None):
+        """What is made inside `with torch.device("cuda")` reaches C++ from here."""
+        kwargs = kwargs or {}
+        if func in self.known and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.spelled(context.device)}
+        return run(context, self.copied.get(func, func), types, args, kwargs)
+
+
+def parse_to(original, *args, **kwargs):
+    """What nn.Module.to(1) and nn.Module.to(tensor) are given."""
+    other = args[0] if args else kwargs.pop("tensor", None)
+    if isinstance(other, torch.Tensor):
+        args = (other.device, other.dtype, *args[1:])
+    if kwargs.get("device") is not None:
+        kwargs["device"] = numbered(kwargs["device"])
+    return original(*map(numbered, args[:1]), *args[1:], **kwargs)
+
+
+def from_real_tensor(original, converter, mode, tensor, *args, **kwargs):
+    """Of a fake tensor that says cuda and wants gradients, autograd's C++ asks a stream, and ends the process where it finds no CUDA."""
+    if tensor.requires_grad and tensor.is_cuda:
+        raise NotImplementedError(
+            "torch.export and other users of fake tensors need a wheel of PyTorch with CUDA (no driver) for parameters on a "
+            "virtual GPU; or move the model to the CPU first"
+        )
+    return original(converter, mode, tensor, *args, **kwargs)
+
+
+def numbered(device):
+    """cuda:1 for 1; anything else as it is."""
+    if isinstance(device, (str, bool, torch.Tensor, _compat.Device, torch.dtype)) or not hasattr(device, "__index__"):
+        return device
+    return _compat.Device("cuda", device.__index__())
+
+
+class _Kind(type):
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, _compat.Device)
+
+    def __subclasscheck__(cls, other) -> bool:
+        return issubclass(other, _compat.Device) or other is cls
+
+    def __call__(cls, *args, **kwargs):
+        if len(args) + len(kwargs) == 1 and "type" not in kwargs:
+            return _compat.Device(numbered(*args, **kwargs))
+        return _compat.Device(*args, **kwargs)
+
+
+Device = _Kind("device", (), {"__module__": "torch", "__doc__": _compat.Device.__doc__})
+
+
+# -- torch.cuda.FloatTensor and its kind: constructors, and the types that isinstance asks for.
+
+
+def install_legacy(machine: Machine, patches: Patches) -> None:
+    """Add the types of torch.cuda; replace those of torch, and set_default_tensor_type."""
+    plain_types = {}
+    for dtype, name in LEGACY.items():
+        plain = plain_types[f"torch.{name}"] = getattr(torch, name)
+        shared = {"machine": machine, "plain": plain, "dtype": dtype}
+        patches.add(torch.cuda, name, OnGPU(name, (), shared | {"__module__": "torch.cuda", "is_cuda": True}))
+        on_cpu = {"__module__": "torch", "is_cuda": False, "layout": torch.strided}
+        patches.replace(torch, name, OnCPU(name, (), shared | on_cpu))
+    patches.stand_in(torch, "set_default_tensor_type", _set_default, plain_types)
+
+
+def _set_default(plain_types: dict[str, type], original, t) -> None:
+    """torch.cuda.FloatTensor: new tensors are float32, and on the GPU."""
+    name = t if isinstance(t, str) else f"{t.__module__}.{t.__name__}"
+    if not name.startswith("torch.cuda."):
+        torch.set_default_device(None)
+        original(plain_types.get(name, t))
+        return
+    kind = name.rpartition(".")[2]
+    torch.set_default_dtype(next(dtype for dtype, other in LEGACY.items() if other == kind))
+    torch.set_default_device("cuda")
+
+
+class OnCPU(type):
+    """torch.FloatTensor itself takes every tensor here for its own, and none that has no values (torchvision's ToTensor asks it)."""
+
+    def __instancecheck__(cls, instance) -> bool:
+        if cls.machine.dry and isinstance(instance, torch.Tensor):
+            return (instance.dtype, instance.device.type, instance.layout) == (cls.dtype, "cpu", torch.strided)
+        return isinstance(instance, cls.plain) and gpu_of(instance) is None
+
+    def __call__(cls, *args, **kwargs):
+        """As PyTorch's."""
+        return cls.plain(*args, **kwargs)
+
+
+class OnGPU(type):
+    """torch.cuda.FloatTensor."""
+
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.dtype is cls.dtype and gpu_of(instance) is not None
+
+    def __call__(cls, *args, device=None):
+        """FloatTensor(2, 3): of that size, uninitialized; FloatTensor([1, 2]): of those values."""
+        gpu = cls.machine.gpu("cuda" if device is None else device)
+        with cls.machine.untracked():
+            made = cls.plain(*args)
+        return made.to(gpu.device)
+
+
+def install(machine: Machine, patches: Patches) -> None:
+    """All of this file's stand-ins."""
+    install_constructors(machine, patches)
+    install_functions(machine, patches)
+    install_devices(machine, patches)
+    install_legacy(machine, patches)
