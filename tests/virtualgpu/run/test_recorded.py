@@ -39,3 +39,9 @@ def test_all_ranks_begin_the_recorded_step_at_one_moment():
     """Also where the first step, which is not recorded, ended at another moment on each."""
     rows = record(unequal_first_steps, [()], nprocs=2)[()].timeline.rows
     assert [row[0].start for row in rows.values()] == pytest.approx([0, 0], abs=1e-4)
+
+
+def test_the_gpus_that_were_on_are_back(gpus):
+    x, before = torch.ones(2, device="cuda"), virtualgpu.machine()
+    record(averaged, [(64,)], nprocs=3)
+    assert virtualgpu.machine() is before and (x + 1).device == x.device

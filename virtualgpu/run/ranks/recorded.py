@@ -34,13 +34,11 @@ class Recorded(NamedTuple):
 def record(build: Callable[..., Callable[[], object]], jobs: Iterable[tuple], nprocs: int) -> dict[tuple, Recorded]:
     """``build(*job)``, called on each rank with its own GPU current, returns a step; of its second call all is recorded.
 
-    Virtual T4s, also where there are real GPUs; those that are on before are put away. Raises WorkerError where a rank fails, or all
-    jobs together take more than ten minutes.
+    Virtual T4s, also where there are real GPUs; those that are on before wait, and are back afterwards. Raises WorkerError where a rank
+    fails, or all jobs together take more than ten minutes.
     """
-    if session.machine():
-        session.deactivate()
     jobs = list(jobs)
-    with blocks.dry_run(nprocs):
+    with session.suspended(), blocks.dry_run(nprocs):
         ranks = launch(_on_rank, build, jobs, nprocs=nprocs, timeout=600)
     runs = {}
     for job, recorded in zip(jobs, zip(*ranks, strict=True), strict=True):
