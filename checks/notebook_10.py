@@ -26,7 +26,7 @@ MOST_SENT = 1.75  # numbers per parameter and step: 1.5, and room for padding; w
 class Trained(NamedTuple):
     """What one rank found. apart: from one process's weights, relative to how far those moved. far: how far it moved, relative to them."""
 
-    weights: list[torch.Tensor]
+    weights: torch.Tensor
     apart: float
     far: float
     made: int
@@ -65,7 +65,7 @@ def _as_one_process(kind: str, found: list[Trained]) -> str | None:
     first = found[0]
     if max(rank.far for rank in found) == 0:
         return "after three steps no weight of the model has changed"
-    if any(not torch.equal(a, b) for rank in found[1:] for a, b in zip(first.weights, rank.weights, strict=True)):
+    if not all(torch.equal(first.weights, rank.weights) for rank in found[1:]):
         return f"with {kind} the ranks end with different weights: does each get what the others have updated?"
     if first.apart < 0.01:
         return None
@@ -121,7 +121,7 @@ def _trained_by(make: Callable, kind: type, options: dict, seed: int) -> Trained
         t.nbytes for own in made for s in own.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
     )
     return Trained(
-        [weights],
+        weights,
         (weights - goal).norm().item() / way,
         (weights - start).norm().item() / way,
         len(made),
@@ -156,9 +156,8 @@ def tensor_plan(plan: Mapping, make: Callable[[], nn.Module], timeout: float = 6
     names = [name for name, _ in make().named_children()]
     if not isinstance(plan, Mapping):
         return f"the plan is {plan!r}; a dictionary is wanted: the name of a layer, and how it is cut"
-    if unknown := [
-        key for key in plan if not fnmatch.filter(names, str(key))
-    ]:  # as parallelize_module takes them: `u*` is a name
+    # as parallelize_module takes them: `u*` is a name
+    if unknown := [key for key in plan if not fnmatch.filter(names, str(key))]:
         return f"the plan names {unknown}; the layers are {names}"
     found = launched_on_gpus(_by_plan, plan, make, timeout=timeout, ask="does forward come to an end?")
     if isinstance(found, str):

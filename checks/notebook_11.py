@@ -44,9 +44,7 @@ def _graded(run: Run, rows: Callable[[random.Random], int], words: str) -> str |
         found = launched_on_gpus(
             _on_rank, run, orders, rows(drawn), drawn.getrandbits(30), nprocs=p, like="T4", timeout=20, ask=ASK
         )
-        if isinstance(
-            found, str
-        ):  # which of the ranks that wait for each other was the first to see it does not matter
+        if isinstance(found, str):  # which of the waiting ranks was the first to see it does not matter
             found = re.sub(r"^(rank \d) raised but got <class 'NoneType'> instead", rf"\1 {NO_GRADIENT}", found)
             return here + re.sub(r"^rank \d raised \S+DistBackendError: [^:]*: ", "", found)
         for rank, (order, one) in enumerate(zip(orders, found, strict=True)):
@@ -131,9 +129,8 @@ def _on_rank(run: Run, orders: list[list[str]], rows: int, seed: int) -> tuple:
     part = _Part(*layers[own])
     wanted = [parameter.grad for parameter in part.parameters()]
     part.zero_grad()
-    inputs, targets = ((numbers if there else torch.full_like(numbers, torch.nan)).cuda() for numbers, there in (
-        (x, rank == 0), (y, rank == p - 1)
-    ))  # fmt: skip
+    inputs = (x if rank == 0 else torch.full_like(x, torch.nan)).cuda()
+    targets = (y if rank == p - 1 else torch.full_like(y, torch.nan)).cuda()
     returned = run(list(orders[rank]), part.cuda(), inputs.chunk(m), targets.chunk(m))
     got = [None if parameter.grad is None else parameter.grad.cpu() for parameter in part.parameters()]
     return plain(returned), "".join(part.notes), got, wanted

@@ -178,12 +178,6 @@ computation_dtype = torch._prims_common.get_computation_dtype  # (dtype) -> that
 flex = importlib.import_module("torch._higher_order_ops.flex_attention")
 
 
-class Copy:
-    """The base of what passes for the operation of a copy, in the eyes of who reads its schema."""
-
-    _schema = torch.ops.aten._to_copy.default._schema
-
-
 def flop_formula(operator):
     """What PyTorch's own counter of FLOPs calls for an operation, with its arguments and out_val; None where it counts none."""
     formula = flop_registry.get(operator._overloadpacket)
