@@ -13,6 +13,7 @@ What no test of the room notices is printed, and not kept: such a change may be 
 import argparse
 import ast
 import csv
+import os
 import random
 import re
 import subprocess
@@ -96,27 +97,16 @@ def killer(row: dict[str, str], where: list[str]) -> str | None:
         return f"GONE from {row['file']}: give its row the new line, or draw another"
     try:
         path.write_text(source.replace(row["before"] + "\n", row["after"] + "\n"))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-m",
-            "not judge",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            *where,
-        ]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
+        command = f"{sys.executable} -m pytest -q -x --no-header -p no:cacheprovider -m".split()
+        result = subprocess.run([*command, "not judge", *where], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                                capture_output=True, text=True, timeout=LIMIT, check=False)  # fmt: skip
         output = result.stdout + result.stderr
     except subprocess.TimeoutExpired:
         return NO_END
     finally:
         path.write_text(source)
     named = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)*)", output, re.MULTILINE)
-    if result.returncode in (0, 5):
+    if result.returncode in (0, 5) or "ERROR: not found:" in output:
         return None
     return named[1] if named else where[0]  # the interpreter died, or nothing could be imported
 
@@ -168,8 +158,9 @@ def main() -> int:
         )
         found = (known and killer(row, known)) or killer(row, [tests_of(row["file"]), *args.pytest])
         print(f"{found or 'SURVIVES'}: {row['file']}: {row['before'].strip()}  ->  {row['after'].strip()}", flush=True)
-        survivors += not found
-        row["killed_by"] = found or row["killed_by"]
+        gone = not found or found.startswith("GONE")
+        survivors += gone
+        row["killed_by"] = row["killed_by"] if gone else found
     write(rows)
     return bool(survivors)
 
