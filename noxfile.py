@@ -41,7 +41,9 @@ def test(session: nox.Session, versions: str) -> None:
         session.run_install(
             "uv", "pip", "compile", "-q", "requirements.txt", "-o", constraints, "--resolution", which, *python
         )
-    session.install("-e", ".[dev]", "pip", "-c", constraints)  # pip: tools/wheel.py builds with it
+    session.install(
+        "-e", "./virtualgpu", "-e", ".[dev]", "pip", "-c", constraints
+    )  # pip: a test builds the wheel with it
     options = [] if versions == "pinned" else ["--nbval-sanitize-with=tests/sanitize_versions.cfg"]
     chosen = session.posargs or ["-m", "not judge", "--nbval", "tests", "notebooks"]
     session.run(
@@ -61,7 +63,7 @@ PROCESSORS = {
 @nox.parametrize("processor", list(PROCESSORS), ids=list(PROCESSORS))
 def processors(session: nox.Session, processor: str) -> None:
     """Every stored output on another processor: a sum in another order must not show in what is compared."""
-    session.install("-e", ".[dev]", "-c", "constraints.txt")
+    session.install("-e", "./virtualgpu", "-e", ".[dev]", "-c", "constraints.txt")
     session.run(
         *("pytest", "-n", "2", "--dist", "loadfile", "--nbval", *(session.posargs or ["notebooks"])),
         env=PROCESSORS[processor],
@@ -78,5 +80,5 @@ def colab(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def browser(session: nox.Session) -> None:
     """JupyterLab and the site in a real browser: chromium or Chrome must be there. Screenshots under build/."""
-    session.install("-e", ".[dev,browser]", "-c", "constraints.txt")
+    session.install("-e", "./virtualgpu", "-e", ".[dev,browser]", "-c", "constraints.txt")
     session.run("pytest", "tests/browser", *session.posargs)

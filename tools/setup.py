@@ -7,6 +7,7 @@ project is installed in it, and never removed.
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,13 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "finished"
 MARK = VENV / "made-by-make"  # the first thing in it, and the last to go
-INPUTS = ("requirements.txt", "constraints.txt", "pyproject.toml")
+INPUTS = ("requirements.txt", "constraints.txt", "pyproject.toml", "virtualgpu/pyproject.toml")
+INSTALLED = ("-e", "./virtualgpu", "-e", ".[dev]")
 # GB wanted on the disk, and what stays: Linux gets torch's CUDA build (9.7 with pip's download beside it), other systems one without
 SPACE = {"linux": (10, 6), "elsewhere": (3, 2)}
 
 
 def wanted() -> str:
-    """What a finished set-up was made from: the Python version, then a digest of the three files."""
+    """What a finished set-up was made from: the Python version, then a digest of what says what is wanted."""
     digest = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in INPUTS)).hexdigest()
     return f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
 
@@ -74,7 +76,7 @@ def use_as_it_is() -> int:
         print(".venv was made by hand: make uses it as it is. Where make should keep it up to date, remove it first.")
         return 0
     else:
-        pip = f"{python_in_venv().relative_to(ROOT)} -m pip install -c constraints.txt -e '.[dev]'"
+        pip = f"{python_in_venv().relative_to(ROOT)} -m pip install -c constraints.txt {shlex.join(INSTALLED)}"
         print(f".venv was made by hand, and the project is not installed in it: {pip}, or remove it, then try again.")
     return 1
 
@@ -102,7 +104,7 @@ def install(fresh: bool) -> int:
     STAMP.unlink(missing_ok=True)
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     pip = [python_in_venv(), "-m", "pip", "install", "--disable-pip-version-check", *quiet]
-    if subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[dev]"], cwd=ROOT).returncode:
+    if subprocess.run([*pip, "-c", "constraints.txt", *INSTALLED], cwd=ROOT).returncode:
         print("pip could not install the requirements; its own message is above. Is there a network? Then try again.")
         return 1
     half_written = STAMP.with_suffix(".part")

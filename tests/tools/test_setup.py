@@ -3,14 +3,18 @@
 import errno
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import series
+
+import virtualgpu
 
 
 @pytest.fixture
@@ -20,6 +24,7 @@ def setup(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for name in module.INPUTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("one")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
@@ -218,3 +223,11 @@ def test_it_needs_the_standard_library_only():
     """It runs before anything is installed: -I -S leaves it no third-party module at all."""
     code = "import runpy, sys; sys.argv = ['x']; runpy.run_path('tools/setup.py', run_name='not main')"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=Path(series.ROOT), check=True)
+
+
+def test_one_version_of_the_engine_and_one_of_pytorch():
+    newest = re.search(r"^## (\S+)", (series.ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1]
+    assert newest == virtualgpu.__version__
+    of_the_package = tomllib.loads((series.ROOT / "virtualgpu/pyproject.toml").read_text("utf-8"))["project"]
+    (torch,) = of_the_package["dependencies"]
+    assert torch in (series.ROOT / "requirements.txt").read_text("utf-8").splitlines()
