@@ -26,7 +26,7 @@ store: setup       ## write the notebooks from the texts of lessons/, executed: 
 browser: setup     ## JupyterLab and the site in chromium; screenshots under build/browser/
 	@$(PY) -m pip install -q --disable-pip-version-check -e '.[browser]' -c constraints.txt && $(PY) -m pytest tests/browser
 
-accuracy: setup    ## figures that others published against simulated ones; table, build/accuracy.png, and the READMEs'
+accuracy: setup    ## figures that others published against simulated ones; table, build/accuracy.png, and those of README.md and virtualgpu/docs/accuracy.md
 	@$(PY) -m tests.accuracy --write
 
 gpu: setup         ## what only a real GPU can tell: the same bytes and types as virtual ones, its kernels for the clock (nothing without one)

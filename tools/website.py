@@ -1,7 +1,7 @@
 """The site: the lessons with their outputs, the engine's guide and its API, by Sphinx; under build/site/, opened from the disk as well.
 
-The sources are put together under build/site-source/: docs/ as it is, each lesson (`lesson_page`), a page for each section of the
-engine's README, and what Sphinx cannot know: the table of lessons and the front page's picture.
+The sources are put together under build/site-source/: docs/ as it is, each lesson (`lesson_page`), the engine's
+README and docs/, and what Sphinx cannot know: the table of lessons and the front page's picture.
 """
 
 import html
@@ -23,7 +23,7 @@ from virtualgpu.run import cli
 from virtualgpu.run.fit import cli as fit_cli
 
 ENGINE = "virtualgpu"
-ENGINE_README = f"{ENGINE}/README.md"
+ENGINE_README, ENGINE_DOCS = f"{ENGINE}/README.md", f"{ENGINE}/docs"
 MOVED = {  # pages that had another name: where the old address leads
     "08_ddp_in_the_wild": "08_when_ddp_goes_wrong",
     "09_models_that_do_not_fit": "10_models_that_do_not_fit",
@@ -95,10 +95,10 @@ def sphinx(builder: str, source: Path, target: Path, *options: str) -> None:
 
 
 def engine_pages() -> list[tuple[str, str]]:
-    """The engine's README as pages, one for each section: their names, as GitHub calls the section, and texts."""
-    opening, *sections = re.split(r"^## ", (series.ROOT / ENGINE_README).read_text(encoding="utf-8"), flags=re.M)
-    pages = [(ENGINE, opening)] + [(anchor(text.split("\n", 1)[0]), f"# {text}") for text in sections]
-    return [(name, onward(text, ENGINE)) for name, text in pages]
+    """The engine's README and its docs/: name and text of each page."""
+    pages = sorted((series.ROOT / ENGINE_DOCS).glob("*.md"))
+    texts = [(page.stem, onward(page.read_text(encoding="utf-8"), ENGINE_DOCS)) for page in pages]
+    return [(ENGINE, onward((series.ROOT / ENGINE_README).read_text(encoding="utf-8"), ENGINE)), *texts]
 
 
 def options() -> str:
@@ -133,10 +133,12 @@ def onward(text: str, folder: str) -> str:
         if folder == "notebooks" or target.endswith(".ipynb"):
             section = anchor(section.replace("-", " "))  # JupyterLab keeps a heading's capitals and signs
         if not target:  # within the same text
-            return f"](/engine/{section}.md)" if folder == ENGINE else f"](#{section})"
+            return f"](#{section})"
         target = posixpath.normpath(posixpath.join(folder, target))
         if target == ENGINE_README:
-            return f"](/engine/{section or ENGINE}.md)"
+            return f"](/engine/{ENGINE}.md)"
+        if posixpath.dirname(target) == ENGINE_DOCS:
+            return f"](/engine/{posixpath.basename(target)}{section and f'#{section}'})"
         if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb", target):
             return f"](/{target}{section and f'#{section}'})"
         if target.startswith("docs/"):

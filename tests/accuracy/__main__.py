@@ -2,7 +2,7 @@
 
     python -m tests.accuracy                  every program, each in a process of its own
     python -m tests.accuracy zero_recipe ...  these; the others' rows are those of the last time
-    --write                                   the table into virtualgpu/README.md and README.md, the picture into docs/, and simulated.json
+    --write                                   the table into virtualgpu/docs/accuracy.md and README.md, the picture into docs/, and simulated.json
 
 A program is a module beside this one with a docstring that says the settings, URL, and rows() -> list[Row].
 """
@@ -98,7 +98,7 @@ def keep(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
-    parser.add_argument("--write", action="store_true", help="the READMEs' tables and docs/accuracy.png as well")
+    parser.add_argument("--write", action="store_true", help="the tables and docs/accuracy.png as well")
     parser.add_argument("--rows", metavar="PROGRAM", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rows:

@@ -1,4 +1,4 @@
-"""The rows as text, and as the READMEs' tables."""
+"""The rows as text, and as the tables of the README and of the engine's docs."""
 
 import math
 from collections import Counter
@@ -186,9 +186,9 @@ def verdict(rows: list[Row]) -> str:
 
 
 def write(rows: list[Row], root: Path) -> None:
-    """Between the two marks of each README: in words in the first, all tables in the engine's. Raises ValueError where a mark is missing."""
+    """Between the two marks of each file: in words in the README, all tables in the engine's page. Raises ValueError where a mark is missing."""
     tables = [by_kind(rows), by_source(rows), confusion(rows), verdict(rows)]
-    for name, parts in (("README.md", [in_words(rows)]), ("virtualgpu/README.md", tables)):
+    for name, parts in (("README.md", [in_words(rows)]), ("virtualgpu/docs/accuracy.md", tables)):
         path = root / name
         text = path.read_text(encoding="utf-8")
         if text.count(BEGIN) != 1 or text.count(END) != 1:

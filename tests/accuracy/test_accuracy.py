@@ -185,12 +185,12 @@ def test_tables_are_written_between_their_marks(tmp_path):
         Row("a", "memory", "GiB", 80.0, 82.0, 1, source="gpt2", url="https://x.org"),
         Row("b", "speed", "/s", 56, 100, source="gpt2"),
     ]
-    (tmp_path / "virtualgpu").mkdir()
-    for name in ("README.md", "virtualgpu/README.md"):
+    (tmp_path / "virtualgpu/docs").mkdir(parents=True)
+    for name in ("README.md", "virtualgpu/docs/accuracy.md"):
         assert (ROOT / name).read_text(encoding="utf-8").count(table.BEGIN) == 1
         (tmp_path / name).write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
     table.write(rows, tmp_path)
-    text = (tmp_path / "virtualgpu/README.md").read_text(encoding="utf-8")
+    text = (tmp_path / "virtualgpu/docs/accuracy.md").read_text(encoding="utf-8")
     assert (
         "](https://x.org) | memory | 1 | 100 % | 100 % | 100 % | 100 % | 0.98 | a: 80.00 GiB, simulated 82.00 GiB (x 0.98) |"
         in text

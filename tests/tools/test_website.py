@@ -153,9 +153,10 @@ def test_links_of_the_repository_are_the_sites():
     def led(target: str, folder: str = "notebooks") -> str:
         return website.onward(f"[x]({target})", folder).removeprefix("[x](").removesuffix(")")
 
-    assert led("../virtualgpu/README.md#how-near-it-comes") == "/engine/how-near-it-comes.md"
+    assert led("../virtualgpu/docs/accuracy.md#other-peoples-programs") == "/engine/accuracy.md#other-peoples-programs"
     assert led("../virtualgpu/README.md") == "/engine/virtualgpu.md"
-    assert led("#races", "virtualgpu") == "/engine/races.md"
+    assert led("docs/races.md", "virtualgpu") == led("races.md", "virtualgpu/docs") == "/engine/races.md"
+    assert led("#a-section", "virtualgpu/docs") == "#a-section"
     assert (
         led("04_dataparallel_vs_ddp.ipynb#A-Section,-named")
         == "/notebooks/04_dataparallel_vs_ddp.ipynb#a-section-named"
