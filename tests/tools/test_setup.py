@@ -32,7 +32,7 @@ def setup(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MARK", tmp_path / ".venv" / "made-by-make")
     # What this machine's disk has free is not what is tested.
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100e9))
-    calls = SimpleNamespace(made=0, installed=0, fail=None)
+    calls = SimpleNamespace(made=0, installed=0, fail=None, last=None)
     run = subprocess.run
 
     def fake_run(command, **options):
@@ -43,10 +43,17 @@ def setup(tmp_path, monkeypatch):
             module.python_in_venv().parent.mkdir(parents=True)
             module.python_in_venv().symlink_to(sys.executable)
             return SimpleNamespace(returncode=0)
+        if "config" in command:
+            return SimpleNamespace(returncode=0, stdout="global.index-url='https://a.company/simple'\n")
+        if command[-1] == "uv":
+            return SimpleNamespace(returncode=int(calls.fail == "no uv"))
         calls.installed += 1
+        calls.last = [str(word) for word in command], options.get("env")
         if isinstance(calls.fail, BaseException):
             raise calls.fail
-        return SimpleNamespace(returncode=0 if calls.fail is None else 1)
+        return SimpleNamespace(
+            returncode=int(calls.fail == "no network" or (calls.fail == "uv fails" and "uv" in command))
+        )
 
     monkeypatch.setattr(module.subprocess, "run", fake_run)
     return module, calls, tmp_path
@@ -56,6 +63,32 @@ def test_a_second_call_does_not_install_again(setup):
     module, calls, _ = setup
     assert module.main() == 0 and module.main() == 0
     assert (calls.made, calls.installed) == (1, 1)
+
+
+@pytest.mark.parametrize("fail, installer", [(None, "uv"), ("no uv", "pip"), ("uv fails", "pip")])
+def test_uv_installs_from_where_pip_would_and_pip_where_uv_cannot(setup, monkeypatch, fail, installer):
+    module, calls, _ = setup
+    monkeypatch.delenv("UV_DEFAULT_INDEX", raising=False)
+    calls.fail = fail
+    assert module.main() == 0
+    command, environ = calls.last
+    assert command[2] == installer and command[-1] == "--quiet" and "--extra-index-url" not in command
+    assert environ is None or environ["UV_DEFAULT_INDEX"] == "https://a.company/simple"
+
+
+@pytest.mark.parametrize("driver", [None, "/usr/bin/nvidia-smi"])
+def test_pytorch_without_cuda_is_an_option_which_is_offered_where_there_is_no_driver(
+    setup, monkeypatch, capsys, driver
+):
+    module, calls, root = setup
+    monkeypatch.setattr(module.shutil, "which", lambda name: driver)
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    module.main()
+    assert ("make CPU=1 setup" in capsys.readouterr().out) == (driver is None)
+    (root / "constraints.txt").write_text("two")
+    monkeypatch.setenv("CPU", "1")
+    module.main()
+    assert calls.last[0][calls.last[0].index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
 
 
 def test_a_changed_requirement_is_installed_into_what_is_there(setup):
