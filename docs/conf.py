@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 repository = f"https://github.com/{pyproject['tool']['series']['repository']}"
-branch = pyproject["tool"]["series"]["branch"]
+tag = pyproject["tool"]["series"]["tag"]
 
 project = "Beyond One GPU"
 author = "the Beyond One GPU authors"
@@ -45,7 +45,7 @@ html_theme_options = {
     "navbar_center": [],
     "navbar_end": [],
     "repository_url": repository,
-    "repository_branch": branch,
+    "repository_branch": tag,
     "path_to_docs": "",
     "use_repository_button": True,
     "use_issues_button": True,

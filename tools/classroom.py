@@ -52,7 +52,7 @@ def release(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    pages = "](https://github.com/{repository}/blob/{branch}/".format(**stamp.settings())
+    pages = "](https://github.com/{repository}/blob/{tag}/".format(**stamp.settings())
     for path in series.notebooks():
         lesson = series.read(path)
         for at, exercise in exercises(lesson, path.name[:2]).items():

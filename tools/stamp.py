@@ -1,5 +1,5 @@
 """What is generated: the opening of each lesson, from the facts at the top of its text; its set-up cell, from pyproject's repository
-name and branch; in the README the table of lessons, and two pictures, which are notebooks' covers. And the older file of each lesson
+and tag; in the README the table of lessons, and two pictures, which are notebooks' covers. And the older file of each lesson
 is brought up to the newer one, its text or its notebook.
 
     stamp.py --fix      write them
@@ -21,9 +21,9 @@ import nbformat
 import series
 
 BADGES = (
-    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/{branch}/notebooks/{name})",
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/{tag}/notebooks/{name})",
     # Kaggle lends two T4s for nothing; it opens a notebook by the address of its file
-    "[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/{branch}/notebooks/{name})",
+    "[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/{tag}/notebooks/{name})",
 )
 
 BEGIN, END = "<!-- lessons: written by tools/stamp.py -->", "<!-- lessons end -->"
@@ -40,25 +40,42 @@ LESSONS_NEED = {
     "optuna": "optuna",
 }
 
+# What the set-up cell fetches: two MB, where a whole clone would be 58
+FETCHED = [
+    "/checks/",
+    "/data/",
+    "/helpers/",
+    "/notebooks/figures/",
+    "/notebooks/scripts/",
+    "/virtualgpu/",
+    "!/virtualgpu/tests/",
+]
+
 # The notebook's own checkout comes first, so that no other package called helpers can stand in for it; then one that
 # `pip install -e` put on sys.path, then what is fetched.
 BOOTSTRAP = """# @title Set-up: finds the helpers; fetches them where they are missing, as on Colab and Kaggle {{ display-mode: "form" }}
-import importlib.util, os, pathlib, subprocess, sys
+import importlib.util, os, pathlib, shutil, subprocess, sys
 
 here = pathlib.Path.cwd()
 home = next((p for p in map(pathlib.Path, (here, *here.parents, *sys.path)) if (p / "checks" / "grader.py").exists()), here / "{project}")
 if str(home) not in sys.path:
-    try:
-        if not home.exists():
-            subprocess.run(["git", "clone", "-q", "--depth", "1", "-b", "{branch}", "https://github.com/{repository}", home], check=True)
-        missing = [pip for name, pip in {needs}.items() if importlib.util.find_spec(name) is None]
-        if missing:
-            subprocess.run([sys.executable, "-m", "pip", "install", "-q", *missing], check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"The helpers could not be fetched ({{error}}). Is there a network? On Kaggle: Settings, Internet on. Then run this cell again.") from None
+    missing = [pip for name, pip in {needs}.items() if importlib.util.find_spec(name) is None]
+    git, address = ["git", "-C", str(home)], "https://github.com/{repository}"
+    steps = [["git", "clone", "-q", "--depth", "1", "--filter=blob:none", "--sparse", "-b", "{tag}", address, str(home)],
+             [*git, "sparse-checkout", "set", "--no-cone", *{fetched}]] if not (home / "checks").exists() else []
+    steps += [[sys.executable, "-m", "pip", "install", "-q", *missing]] if missing else []
+    for step in steps:
+        done = subprocess.run(step, capture_output=True, text=True, env={{**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}})
+        if done.returncode:
+            if step[0] == "git":
+                shutil.rmtree(home, ignore_errors=True)
+            why = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+            cure = (f"{{address}} or its tag {tag} does not exist: is there a newer notebook?" if "not found" in why else
+                    "Is there a network? On Kaggle: Settings, Internet on. Then run this cell again.")
+            raise SystemExit(f"What this lesson needs could not be fetched ({{why}}). {{cure}}")
     sys.path.insert(0, str(home))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))  # programs that cells start
-    if missing or home.parent == here:
+    if steps or home.parent == here:
         print(f"helpers from {{home.name}}/; installed: {{', '.join(missing) or 'nothing, all was there'}}")
 try:
     importlib.import_module("virtualgpu.environment").check_pytorch()
@@ -91,7 +108,9 @@ def badges(name: str) -> str:
 def bootstrap(notebook) -> str:
     lesson = {name: pip for name, pip in LESSONS_NEED.items() if name in imports(notebook)}
     repository = settings()["repository"]
-    return BOOTSTRAP.format(needs={**HELPERS_NEED, **lesson}, project=repository.split("/")[-1], **settings())
+    return BOOTSTRAP.format(
+        needs={**HELPERS_NEED, **lesson}, project=repository.split("/")[-1], fetched=FETCHED, **settings()
+    )
 
 
 def opening(notebook, name: str) -> str:

@@ -151,7 +151,7 @@ def onward(text: str, folder: str) -> str:
 def in_repository(target: str) -> str:
     """The address of a file of the project."""
     project = stamp.settings()
-    return f"https://github.com/{project['repository']}/blob/{project['branch']}/{target}"
+    return f"https://github.com/{project['repository']}/blob/{project['tag']}/{target}"
 
 
 def contents(lessons: list, seconds: dict[str, float]) -> str:

@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +30,8 @@ import stamp  # noqa: E402
 
 def main(only: list[str]) -> int:
     before = versions()
-    os.environ.update(environment())
+    repository = tempfile.TemporaryDirectory()
+    os.environ.update(environment(repository.name))
     failures = []
     for path in series.notebooks():
         if not only or path.name.startswith(tuple(only)):
@@ -72,11 +74,15 @@ def open_alone(path: Path) -> tuple[str, list[str]]:
     return told, failures
 
 
-def environment() -> dict[str, str]:
-    """github.com/<repository> is this working copy; no bars, virtual GPUs: as the outputs were stored."""
+def environment(repository: str) -> dict[str, str]:
+    """github.com/<repository> is this working copy's last commit, tagged; no bars, virtual GPUs: as the outputs were stored."""
+    subprocess.run(["git", "clone", "-q", "--bare", ROOT, repository], check=True)
+    subprocess.run(
+        ["git", "-C", repository, "tag", "-f", stamp.settings()["tag"]], check=True, stdout=subprocess.DEVNULL
+    )
     return {
         "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": f"url.file://{ROOT}.insteadOf",
+        "GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf",
         "GIT_CONFIG_VALUE_0": f"https://github.com/{stamp.settings()['repository']}",
         "TQDM_DISABLE": "1",
         "HELPERS_GPUS": "virtual",

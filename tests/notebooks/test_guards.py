@@ -223,14 +223,14 @@ def test_each_sanitizer_pair_is_still_needed():
 
 
 def test_the_exact_versions_satisfy_the_ranges():
-    """constraints.txt pins what requirements.txt asks for, within its ranges."""
+    """constraints.txt pins what requirements.txt asks for, within its ranges, and names no registry."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    pins = dict(
-        line.split("==") for line in (series.ROOT / "constraints.txt").read_text("utf-8").splitlines() if "==" in line
-    )
-    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    lines = (series.ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert all(not pin.url and [one.operator for one in pin.specifier] == ["=="] for pin in found)
+    pins = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in found}
     for line in (series.ROOT / "requirements.txt").read_text("utf-8").splitlines():
         if line and not line.startswith("#"):
             wanted = Requirement(line)

@@ -60,10 +60,10 @@ def test_the_networks_boundaries_of_writers_are_where_the_digits_begin_anew():
 def repository(tmp_path):
     """What git would clone: helpers, virtualgpu and data in a repository of one commit, reached under the name in pyproject."""
     origin = tmp_path / "origin"
-    for folder in ("helpers", "virtualgpu", "checks", "data"):
+    for folder in ("helpers", "virtualgpu", "checks", "data", "notebooks/scripts", "docs"):
         shutil.copytree(series.ROOT / folder, origin / folder, ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(origin), "-c", "user.name=t", "-c", "user.email=t@t"]
-    subprocess.run(["git", "init", "-q", "-b", stamp.settings()["branch"], str(origin)], check=True)
+    subprocess.run(["git", "init", "-q", "-b", stamp.settings()["tag"], str(origin)], check=True)
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "all"], check=True)
     return {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{origin}.insteadOf",
@@ -101,6 +101,8 @@ def test_without_helpers_the_set_up_cell_clones_them(tmp_path, repository):
     done = bootstrap(folder, repository)
     assert done.stdout.splitlines() == [FETCHED, "again", "1797", FOUND], done.stderr
     assert os.listdir(folder) == ["beyond-one-gpu"]
+    fetched = {"checks", "data", "helpers", "notebooks", "virtualgpu", ".git"}
+    assert set(os.listdir(folder / "beyond-one-gpu")) == fetched, "what lessons need"
     done = bootstrap(folder, then="")  # the kernel was started again: nothing is fetched
     assert done.stdout.splitlines() == [FETCHED, "again"], done.stderr
 
@@ -140,9 +142,17 @@ def test_an_old_pytorch_is_named(tmp_path):
 
 
 def test_without_helpers_and_network_it_names_the_cure(tmp_path, repository):
-    done = bootstrap(tmp_path, {**repository, "GIT_CONFIG_KEY_0": "url.file:///nowhere/.insteadOf"})
+    done = bootstrap(tmp_path, {**repository, "GIT_CONFIG_KEY_0": "url.http://127.0.0.1:9/.insteadOf"})
     assert done.returncode == 1
-    assert "The helpers could not be fetched" in done.stderr and "Is there a network?" in done.stderr
+    assert "could not be fetched" in done.stderr and "Is there a network?" in done.stderr
+    assert not (tmp_path / "beyond-one-gpu").exists()
+
+
+def test_a_tag_that_does_not_exist_is_not_taken_for_a_missing_network(tmp_path, repository):
+    origin = repository["GIT_CONFIG_KEY_0"].removeprefix("url.file://").removesuffix(".insteadOf")
+    subprocess.run(["git", "-C", origin, "branch", "-m", "2025.1"], check=True)
+    done = bootstrap(tmp_path, repository)
+    assert done.returncode == 1 and "or its tag 2026.1 does not exist" in done.stderr and "network" not in done.stderr
     assert not (tmp_path / "beyond-one-gpu").exists()
 
 
@@ -163,6 +173,8 @@ def test_a_fork_changes_one_line(tmp_path, monkeypatch):
     assert stamp.main(["--check"]) == 1, "a set-up cell that lost its fold is noticed too"
     assert stamp.main(["--fix"]) == 0 and stamp.main(["--check"]) == 0
     stamped = nbformat.read(tmp_path / "notebooks" / PATH.name, 4)
-    assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in stamped.cells[0].source
-    assert f"github/someone/fork/blob/main/notebooks/{PATH.name}" in (tmp_path / "README.md").read_text("utf-8")
+    assert f"github/someone/fork/blob/{stamp.settings()['tag']}/notebooks/{PATH.name}" in stamped.cells[0].source
+    assert f"github/someone/fork/blob/{stamp.settings()['tag']}/notebooks/{PATH.name}" in (
+        tmp_path / "README.md"
+    ).read_text("utf-8")
     assert "https://github.com/someone/fork" in next(c.source for c in stamped.cells if "bootstrap" in series.tags(c))

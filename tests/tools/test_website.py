@@ -14,6 +14,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 import virtualgpu
 
+TAG = stamp.settings()["tag"]
+
 ELSEWHERE = re.compile(r"^(https?:|data:|mailto:|#$|javascript:)")
 
 
@@ -161,8 +163,8 @@ def test_links_of_the_repository_are_the_sites():
         led("04_dataparallel_vs_ddp.ipynb#A-Section,-named")
         == "/notebooks/04_dataparallel_vs_ddp.ipynb#a-section-named"
     )
-    assert led("scripts/llama.py").endswith("/blob/main/notebooks/scripts/llama.py")
-    assert led("../tests/judges/README.md#what-fit-says").endswith("/blob/main/tests/judges/README.md#what-fit-says")
+    assert led("scripts/llama.py").endswith(f"/blob/{TAG}/notebooks/scripts/llama.py")
+    assert led("../tests/judges/README.md#what-fit-says").endswith(f"/blob/{TAG}/tests/judges/README.md#what-fit-says")
     assert led("../docs/accuracy.png") == "/accuracy.png"
     assert led("https://a.b/c") == "https://a.b/c"
 
