@@ -12,7 +12,7 @@ tag = pyproject["tool"]["series"]["tag"]
 
 project = "Beyond One GPU"
 author = "the Beyond One GPU authors"
-copyright = f"{author}; MIT"
+copyright = f"{author}; text CC BY 4.0, code MIT"
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design", "sphinx_copybutton"]

@@ -88,6 +88,8 @@ class Summary:
 
     title: str
     teaches: list[str]
+    builds: str  # what the reader has made at its end
+    gpus: int  # so many real ones it uses, where they are there
     level: str  # beginner, intermediate or advanced
     needs: str  # what the reader has read before, with links
     runs: str  # how long the machine takes
@@ -106,7 +108,8 @@ def summary(notebook) -> Summary:
     return Summary(
         title=title[1] if title else "Untitled",
         teaches=list(facts.get("goals", {}).values()),
-        **{name: facts.get(name, "") for name in ("level", "needs", "runs", "note")},
+        gpus=facts.get("gpus", 0),
+        **{name: facts.get(name, "") for name in ("builds", "level", "needs", "runs", "note")},
         picture=picture,
         picture_says=says,
     )

@@ -1,5 +1,5 @@
 """What is generated: the opening of each lesson, from the facts at the top of its text; its set-up cell, from pyproject's repository
-and tag; in the README the table of lessons, and two pictures, which are notebooks' covers. And the older file of each lesson
+and tag; in the README the first links, the table of lessons, and a picture, which is a notebook's cover. And the older file of each lesson
 is brought up to the newer one, its text or its notebook.
 
     stamp.py --fix      write them
@@ -20,13 +20,16 @@ import lesson_text
 import nbformat
 import series
 
-BADGES = (
-    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/{tag}/notebooks/{name})",
+ADDRESSES = {
+    "Colab": "https://colab.research.google.com/github/{repository}/blob/{tag}/notebooks/{name}",
     # Kaggle lends two T4s for nothing; it opens a notebook by the address of its file
-    "[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/{tag}/notebooks/{name})",
-)
+    "Kaggle": "https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/{tag}/notebooks/{name}",
+}
+BADGES = {
+    "Colab": "https://colab.research.google.com/assets/colab-badge.svg",
+    "Kaggle": "https://kaggle.com/static/images/open-in-kaggle.svg",
+}
 
-BEGIN, END = "<!-- lessons: written by tools/stamp.py -->", "<!-- lessons end -->"
 PICTURES = {"03_pipeline_parallel.ipynb": "pipeline.png"}  # under docs/
 
 # Import name -> what pip installs, for what Colab does not have. The helpers themselves need the first two.
@@ -40,7 +43,7 @@ LESSONS_NEED = {
     "optuna": "optuna",
 }
 
-# What the set-up cell fetches: two MB, where a whole clone would be 58
+# What the set-up cell fetches: 4 MB, where a whole clone is 60
 FETCHED = [
     "/checks/",
     "/data/",
@@ -101,8 +104,16 @@ def imports(notebook) -> set[str]:
     return found
 
 
-def badges(name: str) -> str:
-    return " ".join(badge.format(name=name, **settings()) for badge in BADGES)
+def addresses(notebook, name: str) -> dict[str, str]:
+    """Where this notebook opens: on Kaggle where its two GPUs are used."""
+    found = {where: address.format(name=name, **settings()) for where, address in ADDRESSES.items()}
+    return found if series.summary(notebook).gpus in (1, 2) else {"Colab": found["Colab"]}
+
+
+def badges(notebook, name: str) -> str:
+    return " ".join(
+        f"[![Open in {where}]({BADGES[where]})]({address})" for where, address in addresses(notebook, name).items()
+    )
 
 
 def bootstrap(notebook) -> str:
@@ -120,14 +131,14 @@ def opening(notebook, name: str) -> str:
         lines = [line for line in first.splitlines() if not line.startswith("[![Open in ")]
         while len(lines) > 1 and not lines[1].strip():
             del lines[1]
-        return "\n".join([lines[0], "", badges(name), "", *lines[1:]]).rstrip()
+        return "\n".join([lines[0], "", badges(notebook, name), "", *lines[1:]]).rstrip()
     goals = "\n".join(f"- {goal}" for goal in facts.teaches)
     words = (
         f"**Time:** runs in {facts.runs} on 2 CPU cores; plan {minutes(notebook)} minutes. **Level:** {facts.level}. "
         f"**Before this:** {facts.needs}. {facts.note}"
     )
     title = f"# {name[:2]} · {notebook.metadata.lesson.title}"
-    return "\n\n".join([title, badges(name), "**You will**", goals, textwrap.fill(words, 140, **UNBROKEN)])
+    return "\n\n".join([title, badges(notebook, name), "**You will**", goals, textwrap.fill(words, 140, **UNBROKEN)])
 
 
 UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
@@ -179,27 +190,42 @@ def stamp_lesson(path: Path, fix: bool) -> list[str]:
 
 def lessons() -> str:
     """The table of the README: a row a lesson, from its opening."""
-    rows = ["| lesson | level | plan | |", "| --- | --- | --- | --- |"]
+    rows = ["| lesson | you build | level, minutes | open |", "| --- | --- | --- | --- |"]
     for path in series.notebooks():
         notebook = series.read(path)
         found = series.summary(notebook)
-        rows.append(
-            f"| [{found.title}](notebooks/{path.name}) | {found.level} | {minutes(notebook)} minutes | {badges(path.name)} |"
-        )
+        opened = " · ".join(f"[{where}]({address})" for where, address in addresses(notebook, path.name).items())
+        page = f"{site()}/notebooks/{path.stem}.html"
+        rows.append(f"| [{found.title}]({page}) | {found.builds} | {found.level}, {minutes(notebook)} | {opened} |")
     return "\n".join(rows)
 
 
+def start() -> str:
+    """The README's first links."""
+    first = series.notebooks()[0]
+    colab, kaggle = addresses(series.read(first), first.name).values()
+    return f"**[Read the course]({site()})** · **[Start lesson 01 in Colab]({colab})** (nothing to install) · [on Kaggle]({kaggle})"
+
+
+def site() -> str:
+    """GitHub's pages of the repository."""
+    owner, name = settings()["repository"].split("/")
+    return f"https://{owner}.github.io/{name}"
+
+
 def stamp_readme(fix: bool) -> list[str]:
-    """The README's table of lessons; return what had to change."""
+    """The README's first links and its table of lessons; return what had to change."""
     readme = series.ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    before, rest = old.split(BEGIN)
-    new = "".join([before, BEGIN, "\n", lessons(), "\n", END, rest.split(END)[1]])
+    new = old = readme.read_text(encoding="utf-8")
+    for name, write in {"start": start, "lessons": lessons}.items():
+        begin, end = f"<!-- {name}: written by tools/stamp.py -->\n", f"<!-- {name} end -->"
+        before, rest = new.split(begin)
+        new = "".join([before, begin, write(), "\n", end, rest.split(end)[1]])
     if new == old:
         return []
     if fix:
         readme.write_text(new, encoding="utf-8")
-    return ["table of lessons"]
+    return ["links and table of lessons"]
 
 
 def stamp_pictures(fix: bool) -> list[str]:

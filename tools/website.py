@@ -50,8 +50,12 @@ def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
     for name, text in engine_pages():
         (source / "engine" / f"{name}.md").write_text(text, encoding="utf-8")
     (source / "engine" / "options.md").write_text(options(), encoding="utf-8")
+    (source / "changelog.md").write_text(
+        onward((series.ROOT / "CHANGELOG.md").read_text("utf-8"), ""), encoding="utf-8"
+    )
     (source / "engine" / "cards.md").write_text(card_table(), encoding="utf-8")
     (source / "lessons.md").write_text(contents(lessons, seconds or {}), encoding="utf-8")
+    (source / "buttons.md").write_text(buttons(*lessons[0]), encoding="utf-8")
     (source / "plays.html").write_text(plays(lessons, source / "_static"), encoding="utf-8")
     site = series.BUILD / "site"
     sphinx("html", source, site, "-W", "--keep-going", "-j", "2")
@@ -105,7 +109,7 @@ def options() -> str:
     """Every option of the runner, in its own words."""
     texts = {"python -m virtualgpu": cli.USAGE, "python -m virtualgpu fit": fit_cli.USAGE}
     sections = (f"## {command}\n\n```text\n{usage.strip()}\n```\n" for command, usage in texts.items())
-    return "# Options\n\n" + "\n".join(sections)
+    return "# Command line\n\n" + "\n".join(sections)
 
 
 def card_table() -> str:
@@ -152,6 +156,15 @@ def in_repository(target: str) -> str:
     """The address of a file of the project."""
     project = stamp.settings()
     return f"https://github.com/{project['repository']}/blob/{project['tag']}/{target}"
+
+
+def buttons(path: Path, notebook) -> str:
+    """To the first lesson, where it can be run, and to the other ways to begin."""
+    colab = stamp.addresses(notebook, path.name)["Colab"]
+    return (
+        f"```{{button-link}} {colab}\n:color: primary\nStart lesson {path.name[:2]} in Colab\n```\n"
+        "```{button-ref} start\n:ref-type: doc\n:color: primary\n:outline:\nGet started elsewhere\n```\n"
+    )
 
 
 def contents(lessons: list, seconds: dict[str, float]) -> str:

@@ -261,6 +261,8 @@ def test_it_needs_the_standard_library_only():
 def test_one_version_of_the_engine_and_one_of_pytorch():
     newest = re.search(r"^## (\S+)", (series.ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1]
     assert newest == virtualgpu.__version__
+    course = tomllib.loads((series.ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["series"]
+    assert f'version: "{course["tag"]}"' in (series.ROOT / "CITATION.cff").read_text("utf-8")
     of_the_package = tomllib.loads((series.ROOT / "virtualgpu/pyproject.toml").read_text("utf-8"))["project"]
     (torch,) = of_the_package["dependencies"]
     assert torch in (series.ROOT / "requirements.txt").read_text("utf-8").splitlines()

@@ -37,7 +37,7 @@ def pages(site):
 def test_each_lesson_has_a_page_with_a_button_for_colab(pages):
     for path in series.notebooks():
         page = pages[f"notebooks/{path.stem}.html"]
-        in_colab = re.search(r"https://colab[^)]*/github/[^)]*", stamp.badges(path.name))[0]
+        in_colab = re.search(r"https://colab[^)]*/github/[^)]*", stamp.badges(series.read(path), path.name))[0]
         assert page.find("a", href=in_colab), path.stem
         assert page.select_one(".next-page, .right-next, .prev-next-footer a"), "the way to the next page"
 
@@ -106,7 +106,11 @@ def test_the_table_of_lessons(pages):
 
 
 def test_options_and_cards_are_those_of_the_runner(pages):
-    assert "--gpus-per-node" in pages["engine/options.html"].text and "--vary" in pages["engine/options.html"].text
+    assert (
+        "Changes" in pages["changelog.html"].text
+        and "--gpus-per-node" in pages["engine/options.html"].text
+        and "--vary" in pages["engine/options.html"].text
+    )
     assert "NVIDIA T4 data sheet (2019)" in pages["engine/cards.html"].text, "with sources"
 
 
