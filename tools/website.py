@@ -59,10 +59,29 @@ def build(paths: list[Path], seconds: dict[str, float] | None = None) -> Path:
     (source / "plays.html").write_text(plays(lessons, source / "_static"), encoding="utf-8")
     site = series.BUILD / "site"
     sphinx("html", source, site, "-W", "--keep-going", "-j", "2")
+    leave_unused_icons(site)
     for old, new in MOVED.items():
         moved = f'<!doctype html>\n<title>Moved</title>\n<meta http-equiv="refresh" content="0; url={new}.html">\n<a href="{new}.html">This lesson has moved.</a>\n'
         (site / "notebooks" / f"{old}.html").write_text(moved, encoding="utf-8")
     return site / "index.html"
+
+
+ICON = re.compile(r'"?([a-z0-9-]+)"?:\[\d+,\d+,(\[[^\]]*\]),"[0-9a-f]+",(?:"[^"]*"|\["[^\]]*\])\],?')
+
+
+def leave_unused_icons(site: Path) -> None:
+    """Each page loads the theme's icons, two thousand of them in 1.5 MB: those that no page uses go."""
+    scripts = site / "_static" / "scripts"
+    icons = scripts / "fontawesome.js"
+    texts = [path.read_text("utf-8") for kind in ("*.html", "*.js") for path in site.rglob(kind) if path != icons]
+    used = {name for text in texts for name in re.findall(r"\bfa-([a-z0-9-]+)", text)}
+
+    def kept(icon: re.Match) -> str:
+        return icon[0] if {icon[1], *re.findall(r'"([\w-]+)"', icon[2])} & used else ""
+
+    icons.write_text(ICON.sub(kept, icons.read_text("utf-8")), encoding="utf-8")
+    for source_map in scripts.glob("*.map"):
+        source_map.unlink()
 
 
 def catalogues(paths: list[Path]) -> Path:

@@ -146,6 +146,17 @@ def test_the_front_page_moves(tmp_path):
     assert website.plays([(series.NOTEBOOKS / "04_x.ipynb", notebook)], tmp_path) == ""
 
 
+def test_only_icons_that_are_used_are_loaded(site, pages):
+    icons = (site / "_static/scripts/fontawesome.js").read_text("utf-8")
+    assert 50_000 < len(icons) < 200_000
+    shown = {
+        name
+        for page in pages.values()
+        for name in re.findall(r"fa-(bars|magnifying-glass|circle-half-stroke|chevron-right)\b", str(page))
+    }
+    assert len(shown) > 2 and all(re.search(rf'"?{name}"?:\[', icons) or f'"{name}"' in icons for name in shown)
+
+
 def test_a_broken_link_is_said(tmp_path):
     source = tmp_path / "source"
     (source / "_static").mkdir(parents=True)
