@@ -30,9 +30,8 @@ def made_of(notebook, stem: str, static: Path, onward: Callable[[str, str], str]
     names = (f"{stem}-{number}.png" for number in itertools.count(1))
     for cell in page.cells:
         if cell.cell_type == "markdown":
-            cell.source = onward(
-                re.sub(r"\[!\[(.+?)\]\(.+?\)\]", r"[\1]", cell.source), series.NOTEBOOKS.name
-            )  # a badge's words do
+            badges_as_buttons = re.sub(r"\[!\[(.+?)\]\(.+?\)\](\(.+?\))", r"[\1]\2{.open-in}", cell.source)
+            cell.source = onward(badges_as_buttons, series.NOTEBOOKS.name)
             continue
         if "exercise" in series.tags(cell) and "[not yet]" in str(cell.outputs):
             cell.outputs = []  # the grader's word to who has not begun

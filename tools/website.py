@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import lesson_page
@@ -200,8 +201,41 @@ def contents(lessons: list, seconds: dict[str, float]) -> str:
             + (f'<img src="{picture}" alt="{html.escape(summary.picture_says)}">\n' if picture else "")
             + f"::::\n:::::\n\n{{.lesson-facts}}\n{summary.level.capitalize()}; runs in {summary.runs or 'a minute'} on two cores{here}; plan {stamp.minutes(notebook)} minutes. Before it: {summary.needs or 'nothing'}.\n"
         )
-    text = "# The lessons\n\nIn the order of reading, which is that of their numbers.\n\n" + "\n".join(cards)
+    text = (
+        f"# The lessons\n\nIn the order of reading, which is that of their numbers. What comes before what:\n\n{series_map(lessons)}\n\n"
+        + "\n".join(cards)
+    )
     return onward(text, series.NOTEBOOKS.name)
+
+
+def series_map(lessons: list) -> str:
+    """Which lesson builds on which, as a drawing: a column for each step of the way, from the openings' links."""
+    needs = {path.stem: re.findall(r"\]\((\w+)\.ipynb\)", series.summary(notebook).needs) for path, notebook in lessons}
+    column: dict[str, int] = {}
+    for name, before in sorted(needs.items()):
+        column[name] = 1 + max((column[other] for other in before if other in column), default=-1)
+    rows = [sum(column[other] == column[name] for other in column if other < name) for name in column]
+    corner = {name: (190 * column[name], 62 * row) for name, row in zip(column, rows, strict=True)}
+    arrows = [
+        f'<path d="M{corner[other][0] + 160} {corner[other][1] + 22} L{x - 2} {y + 22}" marker-end="url(#tip)"/>'
+        for name, (x, y) in corner.items()
+        for other in needs[name]
+        if other in corner
+    ]
+    boxes = []
+    for path, notebook in lessons:
+        (x, y), found = corner[path.stem], series.summary(notebook)
+        short = found.title.partition(":")[0].partition(" · ")[2]
+        first, _, second = textwrap.fill(short, 22, max_lines=2, placeholder=" …").partition("\n")
+        lines = f'<tspan x="{x + 8}" dy="0">{path.stem[:2]} {html.escape(first)}</tspan><tspan x="{x + 8}" dy="16">{html.escape(second)}</tspan>'
+        boxes.append(
+            f'<a href="notebooks/{path.stem}.html"><title>{html.escape(found.title)}, {found.level}</title>'
+            f'<rect x="{x}" y="{y}" width="160" height="44" rx="6"/><text x="{x + 8}" y="{y + 18}">{lines}</text></a>'
+        )
+    width, height = 190 * max(column.values()) + 162, 62 * max(rows) + 46
+    tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8"/></marker>'
+    drawing = f'<svg class="series-map" viewBox="-1 -1 {width} {height}" width="{width}" role="img" aria-label="Which lesson builds on which"><defs>{tip}</defs>{"".join(arrows + boxes)}</svg>'
+    return f"```{{raw}} html\n{drawing}\n```"
 
 
 def plays(lessons: list, static: Path) -> str:

@@ -229,3 +229,13 @@ def test_the_examples_of_the_names_run():
         )
     finally:
         virtualgpu.reset()
+
+
+def test_the_map_shows_what_builds_on_what():
+    drawing = website.series_map([(path, series.read(path)) for path in series.notebooks()])
+    assert drawing.count("<a href=") == len(series.notebooks())
+    needed = sum(
+        len(re.findall(r"\]\(\d\d_\w+\.ipynb\)", series.summary(series.read(path)).needs))
+        for path in series.notebooks()
+    )
+    assert drawing.count("marker-end") == needed > 8
