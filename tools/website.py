@@ -215,9 +215,9 @@ def series_map(lessons: list) -> str:
     for name, before in sorted(needs.items()):
         column[name] = 1 + max((column[other] for other in before if other in column), default=-1)
     rows = [sum(column[other] == column[name] for other in column if other < name) for name in column]
-    corner = {name: (190 * column[name], 62 * row) for name, row in zip(column, rows, strict=True)}
+    corner = {name: (212 * column[name], 62 * row) for name, row in zip(column, rows, strict=True)}
     arrows = [
-        f'<path d="M{corner[other][0] + 160} {corner[other][1] + 22} L{x - 2} {y + 22}" marker-end="url(#tip)"/>'
+        f'<path d="M{corner[other][0] + 182} {corner[other][1] + 22} L{x - 2} {y + 22}" marker-end="url(#tip)"/>'
         for name, (x, y) in corner.items()
         for other in needs[name]
         if other in corner
@@ -226,13 +226,13 @@ def series_map(lessons: list) -> str:
     for path, notebook in lessons:
         (x, y), found = corner[path.stem], series.summary(notebook)
         short = found.title.partition(":")[0].partition(" · ")[2]
-        first, _, second = textwrap.fill(short, 22, max_lines=2, placeholder=" …").partition("\n")
+        first, _, second = textwrap.fill(short, 23, max_lines=2, placeholder=" …").partition("\n")
         lines = f'<tspan x="{x + 8}" dy="0">{path.stem[:2]} {html.escape(first)}</tspan><tspan x="{x + 8}" dy="16">{html.escape(second)}</tspan>'
         boxes.append(
             f'<a href="notebooks/{path.stem}.html"><title>{html.escape(found.title)}, {found.level}</title>'
-            f'<rect x="{x}" y="{y}" width="160" height="44" rx="6"/><text x="{x + 8}" y="{y + 18}">{lines}</text></a>'
+            f'<rect x="{x}" y="{y}" width="182" height="44" rx="6"/><text x="{x + 8}" y="{y + 18}">{lines}</text></a>'
         )
-    width, height = 190 * max(column.values()) + 162, 62 * max(rows) + 46
+    width, height = 212 * max(column.values()) + 184, 62 * max(rows) + 46
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8"/></marker>'
     drawing = f'<svg class="series-map" viewBox="-1 -1 {width} {height}" width="{width}" role="img" aria-label="Which lesson builds on which"><defs>{tip}</defs>{"".join(arrows + boxes)}</svg>'
     return f"```{{raw}} html\n{drawing}\n```"
