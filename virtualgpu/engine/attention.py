@@ -16,8 +16,8 @@ from virtualgpu.engine import draws, half_precision, values
 from virtualgpu.engine.draws import Plain
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.half_precision import HALVES
-from virtualgpu.engine.operations import tensors_of, wrong_device
-from virtualgpu.engine.storage import Allocation, gpu_of
+from virtualgpu.engine.operations import wrong_device
+from virtualgpu.engine.storage import Allocation, gpu_of, tensors_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.timing import attention

@@ -25,13 +25,13 @@ from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.host_waits import ALOUD
 from virtualgpu.engine.machine import GPU, Machine, dry_runs
-from virtualgpu.engine.operations import Operation, tensors_of, with_tensors
+from virtualgpu.engine.operations import Operation, with_tensors
 from virtualgpu.engine.placement import Placement, place_output, place_outputs
-from virtualgpu.engine.storage import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
+from virtualgpu.engine.storage import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp, tensors_of
 from virtualgpu.engine.timing import Timing
 
 TENSORS_ALONE = (Tensor,)  # what types are where nothing is a subclass
-STRIDED = torch.strided
+STRIDED, EXACT = torch.strided, cuda_checks.EXACT
 _operations: dict = {}  # what is known of each, for all threads
 
 
@@ -150,7 +150,9 @@ class Dispatch(_compat.TorchDispatchMode):
         if op.alert is not None and gpu is not None and torch.are_deterministic_algorithms_enabled():
             cuda_checks.check(op, args, kwargs)
         if op.unsupported is not None and gpu is not None:
-            op.unsupported(*args, **kwargs)
+            kind = tensors[0].dtype if op.product is not None else None
+            if kind not in EXACT or tensors[1].dtype is not kind or tensors[-1].dtype is not kind:
+                op.unsupported(*args, **kwargs)  # a product in one of these types needs no question
         waits = 0 if op.waits is None else op.waits(args, kwargs)
         asserts = ""
         if (dry_runs.some or machine.always_dry) and machine.dry:

@@ -6,8 +6,7 @@ what they are, the CPU's, and is one kernel of the GPU.
 """
 
 from virtualgpu import _compat
-from virtualgpu.engine.operations import tensors_of
-from virtualgpu.engine.storage import gpu_of
+from virtualgpu.engine.storage import gpu_of, tensors_of
 
 EVERY, CPU, CUDA = "CompositeExplicitAutograd", "CPU", "CUDA"
 

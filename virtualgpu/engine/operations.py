@@ -8,7 +8,7 @@ from virtualgpu.engine.cuda_checks import ALERTS, LEGACY, check_of
 from virtualgpu.engine.draws import draws, from_default, with_generator
 from virtualgpu.engine.in_place import NODES
 from virtualgpu.engine.scratch_memory import RULES, USERS
-from virtualgpu.engine.storage import gpu_of
+from virtualgpu.engine.storage import gpu_of, tensors_of
 from virtualgpu.timing import host
 from virtualgpu.timing.flops import CONVOLUTIONS, WRITE_ONLY, formula, tf32_switch
 from virtualgpu.timing.memory_bound import ELEMENTWISE, KINDS, ORDINARY
@@ -205,19 +205,6 @@ class Operation:
 def _alias(info) -> str | None:
     """The letter by which a schema says that a result is an argument: "a" of Tensor(a!)."""
     return min(info.before_set) if info is not None and info.is_write and info.before_set else None
-
-
-def tensors_of(args, kwargs) -> list[torch.Tensor]:
-    """Every tensor among the arguments, those in lists included, in order."""
-    tensors = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    tensors.append(item)  # noqa: PERF401: on the way of every operation, a function less
-    return tensors
 
 
 # Numbers as the tensors that stand for them

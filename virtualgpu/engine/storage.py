@@ -120,6 +120,19 @@ torch.UntypedStorage._virtual_allocation = None
 torch.UntypedStorage._virtual_pinned = False
 
 
+def tensors_of(args, kwargs) -> list[torch.Tensor]:
+    """Every tensor among the arguments, those in lists included, in order."""
+    tensors = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    tensors.append(item)  # noqa: PERF401: on the way of every operation, a function less
+    return tensors
+
+
 def storage_of(tensor: torch.Tensor):
     """A tensor's storage, through wrappers (torch.func's, DTensor and its kind) and, for a sparse tensor, that of its values.
 
