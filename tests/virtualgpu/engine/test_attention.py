@@ -1,21 +1,18 @@
+# ruff: noqa: F403, F405
 """scaled_dot_product_attention: the kernel that a card takes, its numbers, its bytes, the layout of its result, and what its mask leaves."""
 
 import itertools
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-import virtualgpu
+from tests.virtualgpu.engine.tools import *
 from tests.virtualgpu.rounded import RoundedProducts
 from virtualgpu.engine.attention import efficient_takes_groups
 from virtualgpu.timing.attention import causal_share
 
 FLASH, EFFICIENT, CUDNN = "Flash", "Efficient", "Cudnn"
-HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def inputs(device, dtype=SINGLE, heads=(4, 4), lengths=(48, 48), size=16):
@@ -73,17 +70,8 @@ def test_nan_is_learned_from_with_dropout_too():
     assert kernel_of(out) is not None and grads[0][0, 0, 0].isnan().all() and not grads[0][1].isnan().any()
 
 
-def test_plain_operations_are_those_of_the_cpu():
-    expected = []
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = attend("cpu", dtype=BRAIN)[1]
-        with virtualgpu.gpus(1, like="T4"):
-            kernel, results = attend("cuda", dtype=BRAIN)
-    assert kernel is None
-    assert all(map(torch.equal, results, expected))
-
-
 PLAIN_CASES = {
+    "nothing": {},
     "dropout": {"dropout_p": 0.25},
     "causal": {"is_causal": True},
     "shared heads": {"heads": (4, 2), "enable_gqa": True},
@@ -102,6 +90,12 @@ def test_plain_operations_one_by_one(name, dtype):
         with virtualgpu.gpus(1):
             kernel, results = attend("cuda", dtype=dtype, **PLAIN_CASES[name])
     assert kernel is None and all(map(torch.equal, results, expected))
+
+
+def test_a_card_without_a_kernel_of_bfloat16_takes_plain_operations(gpus):
+    kernel, results = attend("cuda", dtype=BRAIN)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert kernel is None and all(map(torch.equal, results, attend("cpu", dtype=BRAIN)[1]))
 
 
 def test_what_plain_operations_refuse_is_refused(gpus):
