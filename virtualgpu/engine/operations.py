@@ -5,8 +5,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine import cuda_differences, half_precision, host_waits
 from virtualgpu.engine.cuda_checks import ALERTS, LEGACY, check_of
-from virtualgpu.engine.draws import draws, from_default, with_generator
-from virtualgpu.engine.in_place import NODES
+from virtualgpu.engine.rng import draws, from_default, with_generator
 from virtualgpu.engine.scratch_memory import RULES, USERS
 from virtualgpu.engine.storage import gpu_of, tensors_of
 from virtualgpu.timing import host
@@ -61,8 +60,8 @@ SAME_DEVICE = "Expected all tensors to be on the same device"
 class Operation:
     """What the schema tells about one operation, once.
 
-    alert: see nondeterministic.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
-    halves.OPERATIONS. cacheable: a dry run may remember its result's shape. composite: made of other
+    alert: see cuda_checks.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
+    half_precision.IN_FLOAT32. cacheable: a dry run may remember its result's shape. composite: made of other
     operations, for all devices alike.
     converts: `_to_copy`. copies: `copy_`. derives: in some derivatives it works in place on a GPU. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
     empty_result: see EMPTY_RESULTS. extension: not of PyTorch's own. factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
@@ -174,7 +173,7 @@ class Operation:
         self.waits = host_waits.rule_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.temporaries = RULES.get(self.name) if func.namespace == "aten" else None
-        self.derives = self.name in NODES and func.namespace == "aten"
+        self.derives = self.name in cuda_differences.NODES and func.namespace == "aten"
         self.host_result = HOST_RESULTS.get(packet)
         self.empty_result = EMPTY_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)

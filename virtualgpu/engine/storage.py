@@ -28,7 +28,7 @@ class Allocation:
 
     done: when the last operation that wrote here ends; kept where several streams are used. inferred: C++ made it in a backward
     pass without saying where; it moves to whatever it meets. used_on: the stream of a leaf's first use, on which autograd adds up
-    its gradient. chunk: of a recurrent layer's weight, which buffer of cuDNN's it is in, and where (`engine.recurrent.flatten`).
+    its gradient. chunk: of a recurrent layer's weight, which buffer of cuDNN's it is in, and where (`engine.rnn.flatten`).
     """
 
     __slots__ = ("block", "chunk", "done", "gpu", "inferred", "nbytes", "used_on")
