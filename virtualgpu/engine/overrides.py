@@ -8,7 +8,7 @@ import opcode
 import torch
 
 from virtualgpu import errors
-from virtualgpu.engine import attention, cuda_only_ops, rnn
+from virtualgpu.engine import attention, cuda_only_ops, rnn, values
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin
@@ -60,6 +60,14 @@ def fill(dispatch, func, args, kwargs):
     tensor, value = args
     if gpu_of(tensor) is gpu_of(value) or value.dim():  # PyTorch refuses more than a number
         return NotImplemented
+    if dispatch.machine.dry and func is aten.fill_.Tensor:
+        known = values.known_of(value)
+        with dispatch.machine.untracked():
+            if known is None:
+                values.invalidate([tensor], values.origin_of([value]) or "fill_")
+            else:
+                values.know(tensor, known.item())
+        return tensor
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 
 

@@ -49,6 +49,9 @@ def test_the_host_computes_with_them():
     out = torch.empty(0)
     torch.add(x, 1, out=out)
     assert out.tolist() == [2, 7, 2]
+    there = torch.zeros(2, device="cuda")
+    assert there.fill_(x[1]).tolist() == x[:2].fill_(there[0]).tolist() == [6, 6] and x.tolist() == [6, 6, 1]
+    assert unknown(*x.fill_(on_gpu(1)[0]).tolist(), *x.tolist(), *there.fill_(x[0]).tolist())
     assert torch.log(torch.tensor([1.0, math.e]))[1].item() == pytest.approx(1)
     # a number that C++ makes beside numbers has one: torch.utils.benchmark asks for its median
     assert torch.tensor([1.0, 2.0, 4.0], dtype=DOUBLE).quantile(0.5).item() == 2
