@@ -25,8 +25,8 @@ def gpus():
 
 @pytest.fixture
 def without_workspaces(monkeypatch):
-    """Kernels work without memory of their own: for figures that are about something else. engine/test_workspaces.py and
-    engine/test_temporaries.py have it."""
+    """Kernels work without memory of their own: for figures that are about something else. engine/test_scratch_memory.py
+    has it."""
     monkeypatch.setattr(GPU, "lend", lambda *args, **options: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")

@@ -272,7 +272,7 @@ built_with_cuda = C._has_cuda  # C++ of other wheels has no guard for CUDA's dev
 parallel_functions = torch.nn.parallel._functions  # where DataParallel keeps its streams
 REPLICATE = "_replicate_for_data_parallel"  # of a Module: () -> its replica, without children and parameters
 
-_fp32_precision = C._get_fp32_precision_getter
+fp32_precision = C._get_fp32_precision_getter  # (backend, operation) -> "tf32", "ieee", "bf16", "none"
 
 # Which kernel attention takes: SDPBackend's numbers in the order in which they are asked, and as it is before anybody changes it
 attention_priority, ATTENTION_PRIORITY = C._get_sdp_priority_order, [1, 2, 0, 3, 4]
@@ -294,12 +294,12 @@ SETS_WORKSPACES = VERSION >= (2, 13)  # torch.backends.cuda.cublas_workspace_siz
 def in_tf32(operation: str) -> bool:
     """May float32 be rounded to TF32 in a GPU's "matmul", "conv" or "rnn"? As cuBLAS and cuDNN are told, whether the program said so by
     fp32_precision, allow_tf32 or set_float32_matmul_precision; whoever asks by another of these than the program used gets an error."""
-    return _fp32_precision("cuda", operation) == "tf32"
+    return fp32_precision("cuda", operation) == "tf32"
 
 
 def cpu_multiplies_in_bfloat16() -> bool:
     """Numbers of float32, where the processor can."""
-    return _fp32_precision("mkldnn", "matmul") == "bf16"
+    return fp32_precision("mkldnn", "matmul") == "bf16"
 
 
 def real_gpus() -> int:

@@ -6,7 +6,7 @@ fill; `frames` where in the program it is.
 it out with numbers, `dry_run` on shapes alone, with `values`, the shadow values of small tensors; `timing` tells the clock, `host_waits` for
 what the host waits. `scratch_memory` is memory that kernels take while they run.
 `factories` are operations that make a tensor, or copy one from place to place, `overrides` those that are like no other, with `rnn`,
-`attention`, `norms` and `nested`; `extensions` is for other people's. Where CUDA differs from the CPU: `half_precision`, `cuda_differences`,
-`in_place` (derivatives), `draws` (random numbers), `lacking` (kernels that PyTorch has for CUDA alone). `cuda_checks` refuses what CUDA
-does, in its words, `refused` what a dry run does not take.
+`attention` and `nested`. Where CUDA differs from the CPU: `half_precision`, `cuda_differences` (other types, layouts, derivatives in place),
+`cuda_only_ops` (kernels that PyTorch has for CUDA alone), `rng` (random numbers). `cuda_checks` refuses what CUDA does, in its words,
+`dry_checks` what a dry run does not take.
 """

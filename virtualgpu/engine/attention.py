@@ -12,12 +12,12 @@ from torch.backends import cuda as settings
 from torch.nn.attention import SDPBackend
 
 from virtualgpu import _compat
-from virtualgpu.engine import draws, half_precision, values
-from virtualgpu.engine.draws import Plain
+from virtualgpu.engine import half_precision, rng, values
 from virtualgpu.engine.eager import require_room
 from virtualgpu.engine.half_precision import HALVES
-from virtualgpu.engine.operations import tensors_of, wrong_device
-from virtualgpu.engine.storage import Allocation, gpu_of
+from virtualgpu.engine.operations import wrong_device
+from virtualgpu.engine.rng import Plain
+from virtualgpu.engine.storage import Allocation, gpu_of, tensors_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.hardware.specs import Spec
 from virtualgpu.timing import attention
@@ -364,7 +364,7 @@ def _attend(call: Call, machine, gpu, out, logsumexp) -> list[torch.Tensor]:
     else:
         args = (*values, bias)
         if call.dropout:
-            attended = draws.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
+            attended = rng.as_default(machine, torch.cuda.default_generators[gpu.index], call.on_cpu, args, {})
         else:
             attended = call.on_cpu(*args)
         sums = _sums(call, *args) if logsumexp.numel() else None
@@ -406,7 +406,7 @@ def _differentiate(call: Call, machine, grad_out, out, logsumexp, wants_bias: bo
     with torch.enable_grad(), _compat.with_autograd():
         args = (*values, bias)
         if call.dropout:
-            again = draws.as_default(machine, generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
+            again = rng.as_default(machine, generator_at(call.values["philox_seed"]), call.on_cpu, args, {})
         else:
             again = call.on_cpu(*args)
         # nan is nan, as where a pipeline learns shapes from memory that nobody has written. Another result: a part of a longer sequence,

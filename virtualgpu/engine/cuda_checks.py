@@ -1,7 +1,12 @@
-"""What CUDA's kernels refuse and the CPU's take, in CUDA's words: types, sizes, options, and nondeterministic kernels."""
+"""What CUDA's kernels refuse and the CPU's take, in CUDA's words: types, sizes, options, and nondeterministic kernels.
+
+`data/cuda_checks.toml` has the checks of one type or number, and the names of kernels; here are the others.
+"""
 
 import re
+import tomllib
 import warnings
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,37 +16,8 @@ from virtualgpu.engine.half_precision import HALVES
 
 # -- CUDA's words for what the CPU's kernels refuse: the name of the kernel, and the names of types on a GPU.
 
-# {the CPU's name of a kernel in an error: CUDA's}, as an H100 said them (PyTorch 2.11, 2026-11-26)
-KERNELS = {
-    "log_softmax_lastdim_kernel_impl": "host_softmax",
-    "log_softmax_kernel_impl": "host_softmax",
-    "softmax_lastdim_kernel_impl": "host_softmax",
-    "softmax_kernel_impl": "host_softmax",
-    "add_stub": "ufunc_add_CUDA",
-    "mse_cpu": "mse_cuda",
-    "ctc_loss_cpu": "ctc_loss_cuda",
-    "ctc_loss_meta": "ctc_loss_cuda",
-    "bincount_cpu": "bincount_cuda",
-    "normal_kernel_cpu": "normal_kernel_cuda",
-    "GeluKernelImpl": "GeluCUDAKernelImpl",
-    "silu_cpu": "silu_cuda",
-    "max_all": "max_all_cuda",
-    "min_all": "min_all_cuda",
-    "bitwise_and_cpu": "bitwise_and_cuda",
-    "bitwise_or_cpu": "bitwise_or_cuda",
-    "bitwise_xor_cpu": "bitwise_xor_cuda",
-    "lshift_cpu": "lshift_cuda",
-    "rshift_cpu": "rshift_cuda",
-    "geqrf_cpu": "geqrf_cuda",
-    "lu_cpu": "lu_factor_cusolver",
-    "cholesky_cpu": "cholesky_cusolver",
-    "linalg_svd_cpu": "svd_cuda_gesvdjBatched",
-    "upsample_nearest2d_channels_last": "upsample_nearest2d_out_frame",
-    "adaptive_avg_pool2d": "adaptive_avg_pool2d_cuda",
-    "im2col_out_cpu": "im2col_out_cuda",
-    "lerp_kernel_scalar": "lerp_cuda",
-    "kthvalue_cpu": "kthvalue_cuda",
-}
+TABLES = tomllib.loads((Path(__file__).parent / "data" / "cuda_checks.toml").read_text("utf-8"))
+KERNELS = TABLES["kernels"]  # {the CPU's name of a kernel in an error: CUDA's}
 KERNEL = re.compile(r'^"(\w+)" not implemented')
 TYPE = re.compile(r"\btorch\.(?=[A-Z]\w*Tensor\b)|\bCPU(?=\w+Type\b)")
 ON_GPU = {"torch.": "torch.cuda.", "CPU": "CUDA"}
@@ -49,13 +25,13 @@ ON_GPU = {"torch.": "torch.cuda.", "CPU": "CUDA"}
 
 def of_cuda(error: Exception) -> Exception:
     """The same error, or one of its type in CUDA's words."""
-    said = str(error)
-    found = KERNEL.match(said)
+    message = str(error)
+    found = KERNEL.match(message)
     if found is not None and found[1] in KERNELS:
-        said = said.replace(found[1], KERNELS[found[1]], 1)
-    if "Expected tensor for argument" in said:
-        said = TYPE.sub(lambda prefix: ON_GPU[prefix[0]], said)
-    return error if said == str(error) else type(error)(said)
+        message = message.replace(found[1], KERNELS[found[1]], 1)
+    if "Expected tensor for argument" in message:
+        message = TYPE.sub(lambda prefix: ON_GPU[prefix[0]], message)
+    return error if message == str(error) else type(error)(message)
 
 
 # -- What PyTorch's errors call the types of numbers: 'Half' in most of them, c10::Half where C++ prints the type itself, and HalfTensor.
@@ -96,25 +72,13 @@ C_NAMES = {
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }
-# of Tensor.type()
-LEGACY = {
-    torch.float32: "FloatTensor",
-    torch.float64: "DoubleTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.int64: "LongTensor",
-    torch.int32: "IntTensor",
-    torch.int16: "ShortTensor",
-    torch.int8: "CharTensor",
-    torch.uint8: "ByteTensor",
-    torch.bool: "BoolTensor",
-}
+OF_TENSOR_TYPE = (
+    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"  # those that have a name for Tensor.type()
+)
+LEGACY = {kind: f"{NAMES[kind]}Tensor" for kind in (getattr(torch, name) for name in OF_TENSOR_TYPE.split())}
 
 
 # -- torch.use_deterministic_algorithms(True): CUDA's kernels that have no deterministic implementation, and say so.
-#
-# The list is that of its documentation; the names are those of PyTorch's messages. What alerts on the CPU, too (put_, MaxUnpool), does so by
-# itself. reflection_pad2d_backward is in that list, and an H100 (PyTorch 2.11, 2026-11-26) carries it out.
 
 
 MAX = 2  # embedding_bag's number of mode="max"
@@ -125,29 +89,25 @@ def _reduces(args, kwargs) -> bool:
     return "reduce" in kwargs and len(args) > 3 and isinstance(args[3], torch.Tensor)
 
 
+def _accumulates(args, kwargs) -> bool:
+    return len(args) > 3 and args[3]
+
+
+def _along_one_dimension(args, kwargs) -> bool:
+    return len(args) > 1
+
+
+# Of those that alert for some arguments alone: do these?
+SOMETIMES = {
+    "histc": lambda args, kwargs: args[0].is_floating_point(),
+    "bincount": lambda args, kwargs: len(args) > 1 and args[1] is not None,
+    "_embedding_bag_backward": lambda args, kwargs: args[8] == MAX,
+    **dict.fromkeys(("put", "put_"), _accumulates),
+    **dict.fromkeys(("scatter", "scatter_"), _reduces),
+    **dict.fromkeys(("median", "nanmedian"), _along_one_dimension),
+}
 # {operation of ATen: (name in the message, whether these arguments need it)}
-ALERTS = {
-    f"{name}_backward": (f"{name.removeprefix('_')}_backward_{end}", None)
-    for end, names in {
-        "cuda": "avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d fractional_max_pool2d fractional_max_pool3d "
-        "grid_sampler_2d grid_sampler_3d",
-        "out_cuda": "reflection_pad1d reflection_pad3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d",
-        "gpu": "_ctc_loss",
-    }.items()
-    for name in names.split()
-}
-ALERTS |= {
-    "nll_loss2d_forward": ("nll_loss2d_forward_out_cuda_template", None),
-    "histc": ("_histc_cuda with floating point input", lambda args, kwargs: args[0].is_floating_point()),
-    "bincount": ("_bincount_cuda", lambda args, kwargs: len(args) > 1 and args[1] is not None),
-    "_embedding_bag_backward": ("embedding_bag_backward_cuda_max", lambda args, kwargs: args[8] == MAX),
-    "put": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
-    "put_": ("put_", lambda args, kwargs: len(args) > 3 and args[3]),
-    "scatter": ("scatter_reduce_cuda_kernel", _reduces),
-    "scatter_": ("scatter_reduce_cuda_kernel", _reduces),
-    "median": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
-    "nanmedian": ("median CUDA with indices output", lambda args, kwargs: len(args) > 1),
-}
+ALERTS = {operation: (name, SOMETIMES.get(operation)) for operation, name in TABLES["alerts"].items()}
 
 
 def check(op, args, kwargs) -> None:
@@ -169,18 +129,23 @@ def check(op, args, kwargs) -> None:
 
 # -- What CUDA's kernels refuse and the CPU's, or those for shapes alone, take: types, sizes, options.
 #
-# Asked before an operation on a GPU is carried out, with numbers and in a dry run alike. The words are CUDA's, as an H100 said them (PyTorch
-# 2.11, 2026-11-26); the types are those of the AT_DISPATCH lists in aten/src/ATen/native/cuda/ (Blas.cpp, DilatedMaxPool2d.cu,
-# UpSampleBilinear2d.cu and so on). An operation that is not here is refused by the CPU's kernel or by none.
+# Asked before an operation on a GPU is carried out, with numbers and in a dry run alike. An operation that is not here is refused by the
+# CPU's kernel or by none.
 
 
-aten = torch.ops.aten
 REAL = {*HALVES, torch.float32, torch.float64}
 NUMBERS = REAL | {torch.complex64, torch.complex128}
-WITHOUT_BFLOAT = REAL - {torch.bfloat16}
 EXACT = frozenset((torch.float32, torch.float64))
 FLOAT8 = frozenset(value for name, value in vars(torch).items() if name.startswith("float8"))
 UNSIGNED = frozenset((torch.uint16, torch.uint32, torch.uint64))
+SETS = {
+    "real": REAL,
+    "numbers": NUMBERS,
+    "without bfloat16": REAL - {torch.bfloat16},
+    "exact": EXACT,
+    "float8": FLOAT8,
+    "unsigned": UNSIGNED,
+}
 MM, BMM = "addmm_cuda", "baddbmm_cuda"
 # Types that cuDNN has a name for, without a convolution of them
 NAMED_BY_CUDNN = frozenset((torch.int32, torch.uint8, torch.int8))
@@ -361,11 +326,11 @@ def _multinomial(tensor, *rest, **kwargs):
 # -- what is drawn: these numbers decide over no shape, and what a dry run remembers does not know them
 
 
-def _drawn(name: str, at: int, argument: str, default, is_fine, wanted: str):
+def _positive(at: int, argument: str, default: float, message: str):
     def check(*args, **kwargs):
         value = args[at] if at < len(args) else kwargs.get(argument, default)
-        if not is_fine(value):
-            raise RuntimeError(f"{name} expects {wanted}={value:g}")
+        if not value > 0:
+            raise RuntimeError(f"{message}={value:g}")
 
     return check
 
@@ -392,57 +357,32 @@ def _new(kernel: str):
     return check
 
 
-def _is_positive(value) -> bool:
-    return value > 0
-
-
 CHECKS = {
+    **{name: _only(row["kernel"], SETS[row["types"]], row.get("at", 0)) for name, row in TABLES["takes"].items()},
+    **{name: _all_but(row["kernel"], SETS[row["types"]]) for name, row in TABLES["refuses"].items()},
+    **{name: _positive(**row) for name, row in TABLES["positive"].items()},
+    **{name: _new(kernel) for name, kernel in TABLES["draws"].items()},
     "mm": _product(MM, 0, 1),
     **dict.fromkeys(("addmm", "addmm_", "_addmm_activation"), _product(MM, 1, 2)),
     "bmm": _product(BMM, 0, 1),
     **dict.fromkeys(("baddbmm", "baddbmm_"), _product(BMM, 1, 2)),
-    "mv": _only("addmv_impl_cuda", NUMBERS),
-    "addmv": _only("addmv_impl_cuda", NUMBERS, 1),
-    "dot": _only("dot", NUMBERS),
-    "vdot": _only("vdot", NUMBERS),
     "_int_mm": _int_mm,
     "_scaled_mm": _scaled_mm,
     "convolution": _convolution,
     "native_layer_norm": _norm(2),
     "native_group_norm": _norm(1),
-    "max_pool2d_with_indices": _only("max_pool2d_with_indices_out_cuda_frame", REAL),
-    "avg_pool2d": _only("avg_pool2d_out_cuda_frame", REAL),
-    "max_pool3d_with_indices": _only("max_pool3d_with_indices_out_frame", REAL),
-    "upsample_linear1d": _only("upsample_linear1d_out_frame", REAL),
-    "upsample_bilinear2d": _only("upsample_bilinear2d_out_frame", REAL),
-    "upsample_bicubic2d": _only("upsample_bicubic2d_out_frame", REAL),
-    "upsample_trilinear3d": _only("upsample_trilinear3d_out_frame", REAL),
-    "_embedding_bag": _embedding_bag,
-    "_embedding_bag_forward_only": _embedding_bag,
-    "_embedding_bag_per_sample_weights_backward": _only(
-        "_embedding_bag_per_sample_weights_backward_cuda", WITHOUT_BFLOAT
-    ),
-    "_cdist_forward": _only("cdist_cuda", EXACT),
-    **dict.fromkeys(("add", "add_", "sub", "sub_"), _all_but("ufunc_add_CUDA", FLOAT8)),
-    **dict.fromkeys(("mul", "mul_"), _all_but("mul_cuda", FLOAT8)),
-    **dict.fromkeys(("sort", "argsort"), _all_but("sortKeyValueInplace", UNSIGNED)),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
     "histc": _histc,
     "linalg_lstsq": _lstsq,
     "linalg_ldl_solve": _ldl_solve,
     "masked_select": _masked_select,
     "index": _index,
     "nll_loss_forward": _nll_loss,
-    "median": _median,
-    "nanmedian": _median,
+    **dict.fromkeys(("median", "nanmedian"), _median),
     "multinomial": _multinomial,
     "allclose": _allclose,
-    "rand": _new("check_uniform_bounds"),
-    "randn": _new("normal_kernel_cuda"),
     "uniform_": _uniform,
     "geometric_": _geometric,
-    "exponential_": _drawn("exponential_", 1, "lambd", 1.0, _is_positive, "lambda > 0.0, but found lambda"),
-    "cauchy_": _drawn("cauchy_", 2, "sigma", 1.0, _is_positive, "sigma > 0.0, but found sigma"),
-    "log_normal_": _drawn("log_normal_", 2, "std", 2.0, _is_positive, "std > 0.0, but found std"),
 }
 
 

@@ -12,10 +12,9 @@ from virtualgpu import _compat, errors
 from virtualgpu.engine import (
     attention,
     cuda_checks,
+    cuda_differences,
     dry_run,
-    extensions,
     factories,
-    in_place,
     nested,
     overrides,
     values,
@@ -25,13 +24,13 @@ from virtualgpu.engine.eager import Eager
 from virtualgpu.engine.factories import Factories
 from virtualgpu.engine.host_waits import ALOUD
 from virtualgpu.engine.machine import GPU, Machine, dry_runs
-from virtualgpu.engine.operations import Operation, tensors_of, with_tensors
+from virtualgpu.engine.operations import Operation, with_tensors
 from virtualgpu.engine.placement import Placement, place_output, place_outputs
-from virtualgpu.engine.storage import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp
+from virtualgpu.engine.storage import MadeByCpp, gpu_of, is_pinned, label, made_by_cpp, tensors_of
 from virtualgpu.engine.timing import Timing
 
 TENSORS_ALONE = (Tensor,)  # what types are where nothing is a subclass
-STRIDED = torch.strided
+STRIDED, EXACT = torch.strided, cuda_checks.EXACT
 _operations: dict = {}  # what is known of each, for all threads
 
 
@@ -100,7 +99,7 @@ class Dispatch(_compat.TorchDispatchMode):
                     return _compat.implementation(func)(*args, **kwargs)
             op = Operation(func, overrides.handler(func))
             if op.extension:
-                op.on_gpu = extensions.on_gpu(func)
+                op.on_gpu = extension_on_gpu(func)
             _operations[func] = op
         if nested.some or op.name in nested.MAKERS:
             self._let_finish(op, args, kwargs)
@@ -126,7 +125,7 @@ class Dispatch(_compat.TorchDispatchMode):
             out = op.override(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        if op.extension and (out := extensions.run(self, func, args, kwargs)) is not NotImplemented:
+        if op.extension and (out := run_extension(self, func, args, kwargs)) is not NotImplemented:
             return out
         if op.factory:
             return self.factories.make(op, args, kwargs)
@@ -150,7 +149,9 @@ class Dispatch(_compat.TorchDispatchMode):
         if op.alert is not None and gpu is not None and torch.are_deterministic_algorithms_enabled():
             cuda_checks.check(op, args, kwargs)
         if op.unsupported is not None and gpu is not None:
-            op.unsupported(*args, **kwargs)
+            kind = tensors[0].dtype if op.product is not None else None
+            if kind not in EXACT or tensors[1].dtype is not kind or tensors[-1].dtype is not kind:
+                op.unsupported(*args, **kwargs)  # a product in one of these types needs no question
         waits = 0 if op.waits is None else op.waits(args, kwargs)
         asserts = ""
         if (dry_runs.some or machine.always_dry) and machine.dry:
@@ -179,7 +180,7 @@ class Dispatch(_compat.TorchDispatchMode):
             self.timing.note_streams(tensors, gpu)
         if type(out) is Tensor:
             if op.derives and _compat.graph_task() != -1:
-                in_place.take_over(op, args, out)
+                cuda_differences.take_over(op, args, out)
             place_output(op, out, gpu)
             tensors.append(out)
         elif isinstance(out, (tuple, list)):
@@ -259,3 +260,60 @@ def has_dispatch(kind: type) -> bool:
             own is not None and own is not _compat.no_dispatch and own is not torch.Tensor.__torch_dispatch__
         )
     return known
+
+
+# -- Operations that others wrote in Python, by torch.library: which of their kernels runs here, and whether what it calls comes by.
+#
+# A kernel for every device (`custom_op`, `default`, CompositeExplicitAutograd) sees tensors on GPUs, and each operation of it comes by;
+# so does one for CUDA, where it is the only one. A kernel for the CPU may hand addresses to C or arrays to NumPy: it sees the tensors as
+# what they are, the CPU's, and is one kernel of the GPU.
+
+
+EVERY, CPU, CUDA = "CompositeExplicitAutograd", "CPU", "CUDA"
+
+
+def run_extension(dispatch, func, args, kwargs):
+    """What an operation's kernel in Python makes; NotImplemented where it has none that sees the GPUs."""
+    on_gpu = any(gpu_of(tensor) is not None for tensor in tensors_of(args, kwargs))
+    by_key = _kernels(func)
+    if EVERY in by_key:
+        kernel = by_key[EVERY]
+    elif CPU in by_key:
+        dry = dispatch.machine.dry
+        kernel = None if (dry and _has_meta(func)) or (on_gpu and not dry) else by_key[CPU]
+    else:
+        kernel = by_key.get(CUDA) if on_gpu else None
+    if kernel is None:
+        return NotImplemented
+    with dispatch:  # what it calls comes by
+        return kernel(*args, **kwargs)
+
+
+def extension_on_gpu(func):
+    """The operation, for a GPU's tensors: a kernel for the CPU finds the CPU's."""
+
+    def carry_out(*args, **kwargs):
+        gpu = next((gpu for tensor in tensors_of(args, kwargs) if (gpu := gpu_of(tensor)) is not None), None)
+        if gpu is None:
+            return func(*args, **kwargs)
+        with gpu.machine.untracked():
+            return func(*args, **kwargs)
+
+    return carry_out
+
+
+def _kernels(func) -> dict:
+    """{dispatch key: function} of the kernels that Python registered. Asked anew at every call: a notebook's next cell may add one."""
+    custom = _compat.custom_kernels(func)
+    if custom is not None:
+        keys = {None: EVERY, "cpu": CPU, "cuda": CUDA}
+        return {keys[device]: kernel for device, kernel in custom.items() if device in keys}
+    name = func.name().partition("::")[2]
+    registered = _compat.registered_in_python()
+    return {
+        key: _compat.kernel(func, key) for key in (EVERY, CPU, CUDA) if f"{func.namespace}/{name}/{key}" in registered
+    }
+
+
+def _has_meta(func) -> bool:
+    return _compat.has_kernel(func.name(), "Meta")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin
 
 from virtualgpu import _compat, environment
-from virtualgpu.engine import cuda_differences, half_precision, refused, values
+from virtualgpu.engine import cuda_differences, dry_checks, half_precision, values
 from virtualgpu.engine.host_waits import MASKS
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
@@ -348,7 +348,7 @@ class DryRun:
         if op.host_result is not None:
             return self.packed(op, args)
         if op.writes and len(tensors) > 1:
-            refused.check_overlap(op, args, kwargs, tensors)
+            dry_checks.check_overlap(op, args, kwargs, tensors)
         key = [op, *[setting() for setting in SETTINGS]]
         try:
             _describe(args, key)
@@ -366,11 +366,11 @@ class DryRun:
                     crosscheck(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
             return made(args)
         with self.machine.untracked():
-            refused.check(op, args, kwargs, tensors, gpu)
+            dry_checks.check(op, args, kwargs, tensors, gpu)
             try:
                 out = self._by_meta_kernel(op, args, kwargs, tensors)
-            except refused.ERRORS as error:
-                raise refused.in_its_words(op, args, kwargs, tensors, gpu, error) from None
+            except dry_checks.ERRORS as error:
+                raise dry_checks.in_its_words(op, args, kwargs, tensors, gpu, error) from None
             # numbers are not in the key: that of arange's steps, say, decides over a shape
             again = _recipe(op, out, tensors) if op.cacheable and (tensors or not op.kernel) else None
         if again is not None:

@@ -6,9 +6,9 @@ import torch
 
 from virtualgpu import _compat, errors
 from virtualgpu.engine import cuda_checks, half_precision
-from virtualgpu.engine.draws import GENERATORS, as_default
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.operations import Operation
+from virtualgpu.engine.rng import GENERATORS, as_default
 from virtualgpu.engine.storage import gpu_of
 
 # A result below this is made first and counted afterwards: the host can hold it in any case

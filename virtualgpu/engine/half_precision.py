@@ -51,7 +51,7 @@ IN_FLOAT32 = {**dict.fromkeys(PRODUCTS, (HALF,)), **dict.fromkeys(GRIDS | ABSENT
 
 
 def run(op, args, kwargs, tensors):
-    """One of OPERATIONS, its first tensor of one of its types. Where others are not, it is PyTorch's to say what it thinks of that."""
+    """One of IN_FLOAT32, its first tensor of one of its types. Where others are not, it is PyTorch's to say what it thinks of that."""
     narrow = tensors[0].dtype
     if any(_is_other(tensor, narrow) or tensor.layout is not STRIDED for tensor in tensors):
         return op.func(*args, **kwargs)

@@ -105,7 +105,7 @@ class GPU:
         clock = self.machine.clock
         stream = clock.current(self.index).id if clock.multi else 0  # as `stream`, written out for speed
         with self.lock:
-            while self._freed:
+            while self._freed:  # as `_collect`, which is a call more for every result
                 self.memory.free(*self._freed.popleft())
             return self.memory.malloc(nbytes, stream)
 
@@ -123,8 +123,8 @@ class GPU:
         clock = self.machine.clock
         stream = clock.current(self.index).id if clock.multi else 0  # as `stream`
         with self.lock:
-            while self._freed:
-                self.memory.free(*self._freed.popleft())
+            if self._freed:
+                self._collect()
             self.makes_workspace = True
             try:
                 self.memory.lend(nbytes, stream)

@@ -10,10 +10,11 @@ import math
 import torch
 from torch import Tensor
 
-from virtualgpu.engine.draws import as_default
 from virtualgpu.engine.frames import warn_at_the_program
-from virtualgpu.engine.operations import Operation, tensors_of
+from virtualgpu.engine.operations import Operation
 from virtualgpu.engine.placement import place_output
+from virtualgpu.engine.rng import as_default
+from virtualgpu.engine.storage import tensors_of
 
 aten, CPU = torch.ops.aten, torch.device("cpu")
 FROM_LIST = "_nested_tensor_from_tensor_list"

@@ -5,10 +5,9 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine import cuda_differences, half_precision, host_waits
 from virtualgpu.engine.cuda_checks import ALERTS, LEGACY, check_of
-from virtualgpu.engine.draws import draws, from_default, with_generator
-from virtualgpu.engine.in_place import NODES
+from virtualgpu.engine.rng import draws, from_default, with_generator
 from virtualgpu.engine.scratch_memory import RULES, USERS
-from virtualgpu.engine.storage import gpu_of
+from virtualgpu.engine.storage import gpu_of, tensors_of
 from virtualgpu.timing import host
 from virtualgpu.timing.flops import CONVOLUTIONS, WRITE_ONLY, formula, tf32_switch
 from virtualgpu.timing.memory_bound import ELEMENTWISE, KINDS, ORDINARY
@@ -61,78 +60,28 @@ SAME_DEVICE = "Expected all tensors to be on the same device"
 class Operation:
     """What the schema tells about one operation, once.
 
-    alert: see nondeterministic.ALERTS; None for most. apart: with numbers it may need more than its function: it draws, or is one of
-    halves.OPERATIONS. cacheable: a dry run may remember its result's shape. composite: made of other
-    operations, for all devices alike.
-    converts: `_to_copy`. copies: `copy_`. derives: in some derivatives it works in place on a GPU. drawn_with: draws the same from a generator that it is given by name; None: nothing does.
-    empty_result: see EMPTY_RESULTS. extension: not of PyTorch's own. factory: makes a tensor from no other. foreach: works on lists, each entry by itself. formula: counts its FLOPs. grows: see GROWING. host_result: the result that stays on the CPU. kernel: takes
-    the time of one, by its FLOPs and bytes. kind: what limits it, where it only moves memory. indexes: the first argument is what the others index. is_view: shares its
-    argument's storage. may_be_large: its result may be larger than all that goes in. mixed: not all its tensors need to
-    be on one device. on_cpu, on_gpu: what carries it out for their tensors. plain: none of those that dispatch handles apart. new: makes
-    at least one new tensor. packs: wants lengths on the CPU. product: see PRODUCTS. random:
-    draws from a generator, of which `generator` says whether one can be given. resizes: may change a storage's size.
-    returns: which argument each result is, None for a new tensor. returns_value_to_host: the host waits for a value.
-    shape_from_values: the result's shape is one of values. override: how dispatch handles it, where not like
-    the others. strict: see STRICT. takes_device: has an argument `device`. unsupported: raises what CUDA's kernel refuses; None for most.
-    tf32_switch: which setting lets it round to TF32. waits: asks whether the host waits for it (host_waits.RULES); None: never. weighed_in_call: what it costs the host depends on its arguments. weight: what it costs the host. weight_of_view: what a view costs it, which starts no kernel. write_only: reads none. writes: position and name of each argument that it writes to. writes_lists: is
-    one of them a list?
-    """
+    How dispatch passes it: `plain`, as most do, or `composite` (made of other operations, for all devices alike), `is_view` (shares its
+    argument's storage), `override` (what carries it out instead), `extension` (not of PyTorch's own), `factory` (makes a tensor from no
+    other), `takes_device` (has an argument `device`), `copies` (copy_), `converts` (_to_copy), `foreach` (works on lists, each entry by itself).
 
-    # fmt: off
-    __slots__ = (
-        "alert",
-        "apart",
-        "cacheable",
-        "composite",
-        "converts",
-        "convolves",
-        "copies",
-        "derives",
-        "drawn_with",
-        "empty_result",
-        "extension",
-        "factory",
-        "foreach",
-        "formula",
-        "func",
-        "generator",
-        "grows",
-        "host_result",
-        "indexes",
-        "is_view",
-        "kernel",
-        "kind",
-        "may_be_large",
-        "mixed",
-        "name",
-        "new",
-        "on_cpu",
-        "on_gpu",
-        "override",
-        "packs",
-        "plain",
-        "pointwise",
-        "product",
-        "random",
-        "resizes",
-        "returns",
-        "returns_value_to_host",
-        "shape_from_values",
-        "strict",
-        "takes_device",
-        "temporaries",
-        "tf32_switch",
-        "unsupported",
-        "waits",
-        "weighed_in_call",
-        "weight",
-        "weight_of_view",
-        "workspace",
-        "write_only",
-        "writes",
-        "writes_lists",
-    )
-    # fmt: on
+    Where its tensors may be: `mixed` (not all on one device), `indexes` (the first argument is what the others index), `packs` (wants lengths
+    on the CPU), `strict` (see STRICT).
+
+    What it returns: `new` (makes at least one tensor), `returns` (which argument each result is, None for a new tensor), `writes` (position and
+    name of each argument that it writes to; `writes_lists`: one is a list), `derives` (in some derivatives it works in place on a GPU),
+    `host_result` (the result that stays on the CPU), `empty_result` (see EMPTY_RESULTS), `returns_value_to_host` (the host waits for a value),
+    `shape_from_values` (the result's shape is one of values), `resizes` (may change a storage's size), `may_be_large` (its result may be larger
+    than all that goes in; `grows`: see GROWING; `product`: see PRODUCTS), `cacheable` (a dry run may remember its result's shape).
+
+    What carries it out: `on_cpu` and `on_gpu`, for their tensors; `apart` (with numbers it may need more than that: it draws, or is one of
+    half_precision.IN_FLOAT32); `random` (draws from a generator; `generator`: one can be given; `drawn_with`: draws the same from one that it
+    is given by name, None: nothing does); `alert` (see cuda_checks.ALERTS); `unsupported` (raises what CUDA's kernel refuses). None for most.
+
+    What it costs: `kernel` (takes the time of one, by FLOPs and bytes), `formula` (counts its FLOPs), `kind` (what limits it, where it only
+    moves memory), `write_only` (reads none), `tf32_switch` (which setting lets it round to TF32), `convolves`, `pointwise`, `workspace` and
+    `temporaries` (memory that it works in), `waits` (asks whether the host waits for it; None: never), `weight` (what it costs the host;
+    `weighed_in_call`: that depends on its arguments; `weight_of_view`: of a view, which starts no kernel).
+    """
 
     def __init__(self, func, override=None):
         schema = _compat.schema(func)
@@ -174,7 +123,7 @@ class Operation:
         self.waits = host_waits.rule_of(func)
         self.workspace = USERS.get(self.name) if func.namespace == "aten" else None
         self.temporaries = RULES.get(self.name) if func.namespace == "aten" else None
-        self.derives = self.name in NODES and func.namespace == "aten"
+        self.derives = self.name in cuda_differences.NODES and func.namespace == "aten"
         self.host_result = HOST_RESULTS.get(packet)
         self.empty_result = EMPTY_RESULTS.get(packet)
         self.new = any(argument is None for argument in self.returns)
@@ -205,19 +154,6 @@ class Operation:
 def _alias(info) -> str | None:
     """The letter by which a schema says that a result is an argument: "a" of Tensor(a!)."""
     return min(info.before_set) if info is not None and info.is_write and info.before_set else None
-
-
-def tensors_of(args, kwargs) -> list[torch.Tensor]:
-    """Every tensor among the arguments, those in lists included, in order."""
-    tensors = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    tensors.append(item)  # noqa: PERF401: on the way of every operation, a function less
-    return tensors
 
 
 # Numbers as the tensors that stand for them

@@ -8,7 +8,7 @@ import opcode
 import torch
 
 from virtualgpu import errors
-from virtualgpu.engine import attention, lacking, norms, rnn
+from virtualgpu.engine import attention, cuda_only_ops, rnn, values
 from virtualgpu.engine.frames import callers_frame
 from virtualgpu.engine.operations import SAME_DEVICE, type_name
 from virtualgpu.engine.storage import gpu_of, gpu_of_storage, is_pinned, pin
@@ -22,7 +22,7 @@ def record_stream(dispatch, func, args, kwargs):
     if gpu is None:
         raise errors.without_cpu_kernel("record_stream")
     dispatch.machine.own(gpu)
-    lacking.record_stream(*args[:2])
+    cuda_only_ops.record_stream(*args[:2])
 
 
 def answer_is_pinned(dispatch, func, args, kwargs):
@@ -60,6 +60,14 @@ def fill(dispatch, func, args, kwargs):
     tensor, value = args
     if gpu_of(tensor) is gpu_of(value) or value.dim():  # PyTorch refuses more than a number
         return NotImplemented
+    if dispatch.machine.dry and func is aten.fill_.Tensor:
+        known = values.known_of(value)
+        with dispatch.machine.untracked():
+            if known is None:
+                values.invalidate([tensor], values.origin_of([value]) or "fill_")
+            else:
+                values.know(tensor, known.item())
+        return tensor
     return (aten.fill_ if func is aten.fill_.Tensor else aten.fill).Scalar(tensor, value.item())
 
 
@@ -115,7 +123,7 @@ def assert_metadata(dispatch, func, args, kwargs):
 _namespaces: dict = {}  # handlers of all operations of a namespace
 OPERATIONS = {
     **rnn.CELLS,
-    **norms.BATCH_NORM,
+    **cuda_only_ops.BATCH_NORM,
     **rnn.RNNS,
     **attention.OPERATIONS,
     aten._assert_tensor_metadata.default: assert_metadata,

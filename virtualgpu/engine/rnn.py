@@ -5,8 +5,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.cuda_checks import LEGACY
 from virtualgpu.engine.eager import require_room
-from virtualgpu.engine.operations import tensors_of
-from virtualgpu.engine.storage import allocation_of, gpu_of
+from virtualgpu.engine.storage import allocation_of, gpu_of, tensors_of
 from virtualgpu.engine.timing import Kernel
 from virtualgpu.timing.flops import formula
 from virtualgpu.timing.memory_bound import copying

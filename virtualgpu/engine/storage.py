@@ -28,7 +28,7 @@ class Allocation:
 
     done: when the last operation that wrote here ends; kept where several streams are used. inferred: C++ made it in a backward
     pass without saying where; it moves to whatever it meets. used_on: the stream of a leaf's first use, on which autograd adds up
-    its gradient. chunk: of a recurrent layer's weight, which buffer of cuDNN's it is in, and where (`engine.recurrent.flatten`).
+    its gradient. chunk: of a recurrent layer's weight, which buffer of cuDNN's it is in, and where (`engine.rnn.flatten`).
     """
 
     __slots__ = ("block", "chunk", "done", "gpu", "inferred", "nbytes", "used_on")
@@ -118,6 +118,19 @@ holders = Holders()
 # The CPU's, unless it says otherwise; stays, so that no thread ever misses it
 torch.UntypedStorage._virtual_allocation = None
 torch.UntypedStorage._virtual_pinned = False
+
+
+def tensors_of(args, kwargs) -> list[torch.Tensor]:
+    """Every tensor among the arguments, those in lists included, in order."""
+    tensors = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    tensors.append(item)  # noqa: PERF401: on the way of every operation, a function less
+    return tensors
 
 
 def storage_of(tensor: torch.Tensor):

@@ -105,16 +105,19 @@ class Timing:
     def launch_foreach(self, op: Operation, args, tensors) -> None:
         """One kernel per GPU that has tensors in the list, each with its share of the bytes."""
         lists = [value for value in args if isinstance(value, LISTS) and isinstance(value[0], torch.Tensor)]
-        first = [(tensor.nbytes, tensor.numel(), gpu_of(tensor)) for tensor in lists[0]]
-        total, nbytes = sum(size for size, _, _ in first) or 1, moved(tensors)
-        for gpu in dict.fromkeys(where for _, _, where in first if where is not None):
-            own = [(size, numbers) for size, numbers, where in first if where is gpu]
-            kernels = max(-(-len(own) // LIST), -(-sum(-(-numbers // CHUNK) for _, numbers in own) // CHUNKS))
-            seconds = gpu.kernels.moving(nbytes * sum(size for size, _ in own) // total, op.kind)
+        total, by_gpu = 0, {}  # bytes of all; of each GPU: tensors, bytes, chunks
+        for tensor in lists[0]:
+            total += tensor.nbytes
+            if (gpu := gpu_of(tensor)) is not None:
+                count, size, chunks = by_gpu.get(gpu, (0, 0, 0))
+                by_gpu[gpu] = count + 1, size + tensor.nbytes, chunks - (-tensor.numel() // CHUNK)
+        nbytes, costs = moved(tensors), self.clock.costs
+        each = costs.entry * len(lists) + (0.0 if op.name.endswith("_") else costs.made)
+        for gpu, (count, size, chunks) in by_gpu.items():
+            kernels = max(-(-count // LIST), -(-chunks // CHUNKS))
+            seconds = gpu.kernels.moving(nbytes * size // (total or 1), op.kind)
             seconds += (kernels - 1) * gpu.spec.kernel
-            costs = self.clock.costs
-            each = costs.entry * len(lists) + (0.0 if op.name.endswith("_") else costs.made)
-            more = (kernels - 1) * costs.launch + len(own) * each
+            more = (kernels - 1) * costs.launch + count * each
             self.clock.launch(gpu.index, seconds, op.name, more=more, weight=host.OF_LIST)
 
     def write(self, op: Operation, out: torch.Tensor, gpu: GPU) -> None:
@@ -126,7 +129,7 @@ class Timing:
     def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float) -> float:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
         kernels = gpu.kernels
-        parts_of_key = [op, share, _compat.in_tf32(op.tf32_switch)]
+        parts_of_key = [op, share, _compat.fp32_precision("cuda", op.tf32_switch)]
         for tensor in tensors:  # without a function for each: this is on the way of every product
             layout = tensor.stride() if tensor.layout is STRIDED else sum(part.numel() for part in parts(tensor))
             parts_of_key += tensor.shape, layout, tensor.dtype

@@ -20,8 +20,8 @@ from torch.nn.parameter import UninitializedTensorMixin
 from virtualgpu import _compat
 from virtualgpu.engine import cuda_differences
 from virtualgpu.engine.machine import dry_runs
-from virtualgpu.engine.operations import EMPTY, RESIZING, Operation, tensors_of
-from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, storage_of
+from virtualgpu.engine.operations import EMPTY, RESIZING, Operation
+from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, storage_of, tensors_of
 
 ON_GPU = {**cuda_differences.HISTOGRAMS, **cuda_differences.WIDER}
 SHADOW = "_virtual_shadow"  # of a shape's storage: a storage of the CPU, as large, with the numbers; None

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 
 from virtualgpu import _compat
-from virtualgpu.engine import lacking
+from virtualgpu.engine import cuda_only_ops
 from virtualgpu.engine.dispatch import Dispatch, DispatchBesideReal
 from virtualgpu.engine.machine import Machine
 from virtualgpu.engine.storage import holders
@@ -52,7 +52,7 @@ class Session:
         self.machine.stand_beside(_compat.real_gpus())
         _compat.lift_only_cpu_tensors(True)
         _compat.guard_without_driver()
-        lacking.install()
+        cuda_only_ops.install()
         for module in MODULES:
             module.install(self.machine, self.patches)
         self.patches.spread()

@@ -98,7 +98,7 @@ def batch_norm_backward(kernels: Kernels, args, tensors) -> float:
 
 
 def _own(image, weight) -> bool:
-    """Is it PyTorch's kernel? Also where a weight goes to the CPU's kernel in single precision (engine/norms.py)."""
+    """Is it PyTorch's kernel? Also where a weight goes to the CPU's kernel in single precision (engine/cuda_only_ops.py)."""
     half = weight is not None and (weight.itemsize == 2 or hasattr(weight, "stands_for_half"))
     return half or image.dtype == torch.bfloat16
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from virtualgpu import _compat
-from virtualgpu.engine import attention, norms
+from virtualgpu.engine import attention, cuda_only_ops
 from virtualgpu.engine.attention import CUDNN, EFFICIENT, FLASH, MATH, Params
 from virtualgpu.engine.half_precision import HALVES
 from virtualgpu.engine.machine import Machine
@@ -264,7 +264,7 @@ def _dropout(machine: Machine, original, input, p, train):
 
 def _rms_norm(machine: Machine, original, input, normalized_shape, weight=None, eps=None):
     """One kernel, where a GPU has one."""
-    if machine.local.bypass or not norms.is_fused(input, weight):
+    if machine.local.bypass or not cuda_only_ops.is_fused(input, weight):
         return original(input, normalized_shape, weight, eps)
     shape = list(normalized_shape)
     if list(input.shape[-len(shape) :]) != shape or not shape or (weight is not None and list(weight.shape) != shape):

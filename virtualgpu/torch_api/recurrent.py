@@ -11,8 +11,7 @@ from torch.backends import cudnn
 from virtualgpu import _compat
 from virtualgpu.engine import rnn
 from virtualgpu.engine.machine import Machine
-from virtualgpu.engine.operations import tensors_of
-from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, is_plain
+from virtualgpu.engine.storage import PLAIN_TYPES, gpu_of, is_plain, tensors_of
 from virtualgpu.torch_api import autocast
 from virtualgpu.torch_api.patches import Patches
 

@@ -67,7 +67,7 @@ def of_a_rank() -> tuple[list[str], list[str]]:
 
 def test_the_walk_of_a_product(gpus):
     walk = of_a_product()
-    assert len(walk) <= 22 and len(set(walk)) <= 13, walk
+    assert len(walk) <= 20 and len(set(walk)) <= 10, walk
 
 
 def test_the_walks_of_an_all_reduce_and_of_a_ddp_step(on_gpus):

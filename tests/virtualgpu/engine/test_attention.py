@@ -1,21 +1,18 @@
+# ruff: noqa: F403, F405
 """scaled_dot_product_attention: the kernel that a card takes, its numbers, its bytes, the layout of its result, and what its mask leaves."""
 
 import itertools
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-import virtualgpu
+from tests.virtualgpu.engine.tools import *
 from tests.virtualgpu.rounded import RoundedProducts
 from virtualgpu.engine.attention import efficient_takes_groups
 from virtualgpu.timing.attention import causal_share
 
 FLASH, EFFICIENT, CUDNN = "Flash", "Efficient", "Cudnn"
-HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def inputs(device, dtype=SINGLE, heads=(4, 4), lengths=(48, 48), size=16):
@@ -73,17 +70,8 @@ def test_nan_is_learned_from_with_dropout_too():
     assert kernel_of(out) is not None and grads[0][0, 0, 0].isnan().all() and not grads[0][1].isnan().any()
 
 
-def test_plain_operations_are_those_of_the_cpu():
-    expected = []
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = attend("cpu", dtype=BRAIN)[1]
-        with virtualgpu.gpus(1, like="T4"):
-            kernel, results = attend("cuda", dtype=BRAIN)
-    assert kernel is None
-    assert all(map(torch.equal, results, expected))
-
-
 PLAIN_CASES = {
+    "nothing": {},
     "dropout": {"dropout_p": 0.25},
     "causal": {"is_causal": True},
     "shared heads": {"heads": (4, 2), "enable_gqa": True},
@@ -104,14 +92,10 @@ def test_plain_operations_one_by_one(name, dtype):
     assert kernel is None and all(map(torch.equal, results, expected))
 
 
-def test_what_plain_operations_refuse_is_refused(gpus):
+def test_a_card_without_a_kernel_of_bfloat16_takes_plain_operations(gpus):
+    kernel, results = attend("cuda", dtype=BRAIN)
     with sdpa_kernel(SDPBackend.MATH):
-        leaves = inputs("cuda", heads=(4, 3))
-        with pytest.raises(RuntimeError, match="Number of heads in key and value must divide"):
-            F.scaled_dot_product_attention(*leaves, enable_gqa=True)
-        leaves, mask = inputs("cuda"), torch.ones(48, 48, dtype=torch.bool, device="cuda")
-        with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
-            F.scaled_dot_product_attention(*leaves, mask, is_causal=True)
+        assert kernel is None and all(map(torch.equal, results, attend("cpu", dtype=BRAIN)[1]))
 
 
 @pytest.mark.parametrize(("kind", "learns"), [("bool", False), ("float", False), ("float", True)])
@@ -132,34 +116,30 @@ def test_masks(kind, keys, learns):
 
 
 # MiB at its peak: of a mask that is copied into rows of 48 numbers, or made of bool, before it is expanded to all heads and images
-COPIES = [
-    ("A100", BRAIN, (1, 1, 1024, 48), BRAIN, 0.0),
-    ("A100", BRAIN, (1, 1, 1024, 41), BRAIN, 0.09375),
-    ("A100", BRAIN, (1024, 41), BRAIN, 0.09375),
-    ("A100", SINGLE, (1, 1, 1024, 41), SINGLE, 0.1875),
-    ("A100", SINGLE, (1, 1, 1024, 48), torch.bool, 0.1875),
-    ("H100", BRAIN, (1, 1, 1024, 48), torch.bool, 0.09375),
-    ("H100", BRAIN, (1, 1, 1024, 41), BRAIN, 0.0),  # cuDNN takes rows as they are
-]
+COPIES = table("""
+    A100 | BRAIN | 1, 1, 1024, 48 | BRAIN | 0.0
+    A100 | BRAIN | 1, 1, 1024, 41 | BRAIN | 0.09375
+    A100 | BRAIN | 1024, 41 | BRAIN | 0.09375
+    A100 | SINGLE | 1, 1, 1024, 41 | SINGLE | 0.1875
+    A100 | SINGLE | 1, 1, 1024, 48 | BOOL | 0.1875
+    H100 | BRAIN | 1, 1, 1024, 48 | BOOL | 0.09375
+    # cuDNN takes rows as they are
+    H100 | BRAIN | 1, 1, 1024, 41 | BRAIN | 0.0
+""")
 
 
-@pytest.mark.parametrize(("like", "dtype", "over", "kind", "copied"), COPIES)
+@pytest.mark.parametrize("like, dtype, over, kind, copied", COPIES)
 def test_a_mask_is_copied_before_it_is_expanded(like, dtype, over, kind, copied):
     """preprocess_mask and convert_boolean_attn_mask in attention.cpp; the kernels of an H100, PyTorch 2.11, show the same order."""
+    dtype, over, kind = map(eval, (dtype, over, kind))
     with virtualgpu.dry_run(1, like=like):
-        query = torch.zeros(16, 8, 1024, 32, device="cuda", dtype=dtype)
-        key = torch.zeros(16, 8, over[-1], 32, device="cuda", dtype=dtype)
-        masks = [
-            torch.zeros(*over[:-1], 48, device="cuda", dtype=dtype)[..., : over[-1]]
-        ]  # its rows begin where they should
-        masks.append(torch.zeros(over, device="cuda", dtype=kind))
-        peaks = []
-        for mask in (masks[0], *masks):
-            torch.cuda.reset_peak_memory_stats()
-            F.scaled_dot_product_attention(query, key, key, mask)
-            peaks.append(torch.cuda.max_memory_allocated())
-        more = peaks[2] - peaks[1]
-    assert 0 <= more - copied * 2**20 <= 1024  # two numbers beside, of 512 bytes each
+        query, key = whole(16, 8, 1024, 32, dtype=dtype), whole(16, 8, over[-1], 32, dtype=dtype)
+        fitting = whole(*over[:-1], 48, dtype=dtype)[..., : over[-1]]  # its rows begin where they should
+        mask = whole(*over, dtype=kind)
+        peaks = [
+            used(lambda m=m: F.scaled_dot_product_attention(query, key, key, m))[1][1] for m in (fitting, fitting, mask)
+        ]
+    assert 0 <= peaks[2] - peaks[1] - float(copied) * MIB <= 1024  # two numbers beside, of 512 bytes each
 
 
 def test_the_gradient_of_a_mask_is_added_up_before_it_is_cut():
@@ -175,37 +155,39 @@ def test_the_gradient_of_a_mask_is_added_up_before_it_is_cut():
     assert names.index("sum") < names.index("slice_backward") < names.index("constant_pad_nd")
 
 
-CHOICES = [
-    ("T4", SINGLE, {}, EFFICIENT),
-    ("T4", HALF, {}, EFFICIENT),
-    ("T4", BRAIN, {}, None),  # no kernel of a Turing card takes it
-    ("T4", HALF, {"size": 12}, None),  # 12 is no multiple of 8
-    ("A100", HALF, {}, FLASH),
-    ("A100", BRAIN, {"dropout_p": 0.1, "is_causal": True}, FLASH),
-    ("A100", BRAIN, {"size": 12}, FLASH),  # filled up to 16
-    ("A100", SINGLE, {}, EFFICIENT),
-    ("A100", SINGLE, {"size": 10}, None),
-    ("A100", DOUBLE, {}, None),
-    ("A100", BRAIN, {"mask": torch.ones(48, 48, dtype=torch.bool)}, EFFICIENT),
-    ("A100", BRAIN, {"is_causal": True, "lengths": (48, 64)}, EFFICIENT),
-    ("A100", BRAIN, {"size": 264}, EFFICIENT),
-    ("H100", BRAIN, {}, CUDNN),
-    ("H100", BRAIN, {"dropout_p": 0.1}, CUDNN),  # these three measured on an H100, PyTorch 2.11
-    ("H100", BRAIN, {"size": 160}, CUDNN),
-    ("H100", HALF, {"size": 192}, CUDNN),
-    ("H100", HALF, {"size": 264}, EFFICIENT),
-    ("B200", HALF, {"size": 160}, FLASH),
-    ("RTX 4090", BRAIN, {"size": 256, "dropout_p": 0.5}, EFFICIENT),  # too little shared memory to learn
-]
+# Read off sdp_utils.cpp; of an H100 dropout and sizes of 160 and 192 were measured (PyTorch 2.11)
+CHOICES = table("""
+    T4 | SINGLE | {} | EFFICIENT
+    T4 | HALF | {} | EFFICIENT
+    # no kernel of a Turing card takes bfloat16, and 12 is no multiple of 8
+    T4 | BRAIN | {} | None
+    T4 | HALF | {"size": 12} | None
+    A100 | HALF | {} | FLASH
+    A100 | BRAIN | {"dropout_p": 0.1, "is_causal": True} | FLASH
+    # filled up to 16
+    A100 | BRAIN | {"size": 12} | FLASH
+    A100 | SINGLE | {} | EFFICIENT
+    A100 | SINGLE | {"size": 10} | None
+    A100 | DOUBLE | {} | None
+    A100 | BRAIN | {"mask": torch.ones(48, 48, dtype=BOOL)} | EFFICIENT
+    A100 | BRAIN | {"is_causal": True, "lengths": (48, 64)} | EFFICIENT
+    A100 | BRAIN | {"size": 264} | EFFICIENT
+    H100 | BRAIN | {} | CUDNN
+    H100 | BRAIN | {"dropout_p": 0.1} | CUDNN
+    H100 | BRAIN | {"size": 160} | CUDNN
+    H100 | HALF | {"size": 192} | CUDNN
+    H100 | HALF | {"size": 264} | EFFICIENT
+    B200 | HALF | {"size": 160} | FLASH
+    # too little shared memory to learn
+    RTX 4090 | BRAIN | {"size": 256, "dropout_p": 0.5} | EFFICIENT
+""")
 
 
-@pytest.mark.parametrize(("like", "dtype", "options", "expected"), CHOICES)
+@pytest.mark.parametrize("like, dtype, options, expected", CHOICES)
 def test_which_kernel_a_card_takes(like, dtype, options, expected):
-    """Read off sdp_utils.cpp; the same in a dry run."""
-    with virtualgpu.gpus(1, like=like):
-        assert attend("cuda", dtype=dtype, **options)[0] == expected
-    with virtualgpu.dry_run(1, like=like):
-        assert attend("cuda", dtype=dtype, **options)[0] == expected
+    for run in MODES:
+        with run(1, like=like):
+            assert attend("cuda", dtype=eval(dtype), **eval(options))[0] == eval(expected)
 
 
 def test_what_the_program_chooses(gpus):
@@ -219,6 +201,27 @@ def test_what_the_program_chooses(gpus):
     assert torch.backends.cuda.can_use_efficient_attention(params)
     assert not torch.backends.cuda.can_use_flash_attention(params)
     assert torch._fused_sdp_choice(*leaves) == SDPBackend.EFFICIENT_ATTENTION.value
+
+
+REFUSED = table("""
+    by_plain(*inputs("cuda", heads=(4, 3)), enable_gqa=True) | Number of heads in key and value must divide
+    by_plain(q, k, v, ones(48, 48, dtype=BOOL), is_causal=True) | Explicit attn_mask should not be set when is_causal=True
+    F.scaled_dot_product_attention(q, k.cpu(), v) | same device type, but got query.device: cuda:0 key.device: cpu
+    F.scaled_dot_product_attention(q, k.half(), v) | same dtype
+    torch.ops.aten._scaled_dot_product_flash_attention(q, k, v) | only support fp16 and bf16
+    torch.ops.aten._scaled_dot_product_flash_attention(*inputs("cpu", HALF)) | _scaled_dot_product_flash_attention
+""")
+
+
+def by_plain(*args, **options):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **options)
+
+
+@pytest.mark.parametrize("call, message", REFUSED)
+def test_what_is_refused(call, message):
+    with virtualgpu.gpus(1, like="A100"), pytest.raises((RuntimeError, NotImplementedError), match=message):
+        eval(call, globals(), dict(zip("qkv", inputs("cuda"), strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -238,13 +241,12 @@ def test_one_kernel_alone_that_the_cpu_lacks(kind, dropout):
 
 def test_inputs_without_a_batch(gpus):
     """As on the CPU; PyTorch 2.15 gives them a batch of one, and so a fused kernel, where 2.11 takes plain operations."""
-    both = []
-    for device in ("cpu", "cuda"):
-        leaves = [tensor.detach()[0].requires_grad_() for tensor in inputs(device)]
-        out = F.scaled_dot_product_attention(*leaves, torch.ones(4, 48, 48, dtype=torch.bool, device=device).tril())
-        assert out.shape == (4, 48, 16)
-        both.append([out.detach().cpu(), *(grad.cpu() for grad in torch.autograd.grad(out.square().sum(), leaves))])
-    assert all(map(torch.equal, *both))
+
+    def attend(*leaves):
+        return F.scaled_dot_product_attention(*leaves, ones(4, 48, 48, dtype=BOOL, device=leaves[0].device).tril())
+
+    leaves = [tensor.detach()[0] for tensor in inputs("cpu")]
+    assert all(map(torch.equal, gradients(attend, *leaves), gradients(attend, *leaves, device="cuda")))
 
 
 def test_autocast_casts_before_the_kernel_is_chosen():
@@ -255,26 +257,17 @@ def test_autocast_casts_before_the_kernel_is_chosen():
         assert torch.autograd.grad(out.sum(), leaves)[0].dtype is SINGLE
 
 
-def test_tensors_that_do_not_belong_together(gpus):
-    query, key, value = inputs("cuda")
-    with pytest.raises(RuntimeError, match=r"same device type, but got query.device: cuda:0 key.device: cpu"):
-        F.scaled_dot_product_attention(query, key.cpu(), value)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        F.scaled_dot_product_attention(query, key.half(), value)
-
-
 def bytes_and_seconds(like, dtype, **options):
     """What one attention leaves on the GPU, its peak with the backward pass, and the simulated seconds of both."""
     leaves = inputs("cuda", dtype, lengths=(512, 512), size=64)
+    start = figures()[2]
     torch.cuda.reset_peak_memory_stats()
     begin = torch.cuda.memory_allocated()
-    torch.cuda.synchronize()
-    start = virtualgpu.machine().clock.latest()
     out = F.scaled_dot_product_attention(*leaves, **options)
     kept = torch.cuda.memory_allocated() - begin
     out.sum().backward()
-    torch.cuda.synchronize()
-    return kept, torch.cuda.max_memory_allocated() - begin, virtualgpu.machine().clock.latest() - start
+    _, peak, end = figures()
+    return kept, peak - begin, end - start
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -382,52 +375,6 @@ def test_dropout_is_the_same_again_where_saved_tensors_went_to_the_host_and_back
         torch.enable_grad(), lambda *args: checkpoint(F.scaled_dot_product_attention, *args, use_reentrant=False)
     )
     assert all(map(torch.equal, moved, expected)) and all(map(torch.equal, again, expected))
-
-
-def test_a_kernel_that_is_called_by_itself_refuses_what_it_cannot():
-    with virtualgpu.gpus(1, like="A100"):
-        leaves = inputs("cuda")
-        with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
-            torch.ops.aten._scaled_dot_product_flash_attention(*leaves)
-    with pytest.raises(NotImplementedError):
-        torch.ops.aten._scaled_dot_product_flash_attention(*inputs("cpu", HALF))
-
-
-def test_gpt2_by_others_figures():
-    """GPT-2 of 124 million parameters in bfloat16 with dropout 0.1, 8 x 1,024 tokens: 5.90 GiB reserved on an A100 (rasbt,
-    LLMs-from-scratch, chapter 5). 19.96 where dropout takes plain operations."""
-    width, heads, words, length = 768, 12, 50257, 1024
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-            self.mlp = nn.Sequential(
-                nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-            )
-            self.drop = nn.Dropout(0.1)
-
-        def forward(self, x):
-            parts = self.qkv(self.before(x)).view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(*parts, dropout_p=0.1, is_causal=True)
-            x = x + self.drop(self.out(attended.transpose(1, 2).contiguous().view(x.shape)))
-            return x + self.drop(self.mlp(self.between(x)))
-
-    with virtualgpu.dry_run(1, like="A100"):
-        blocks = nn.Sequential(nn.Dropout(0.1), *[Block() for _ in range(12)], nn.LayerNorm(width))
-        model = nn.ModuleList(
-            [nn.Embedding(words, width), nn.Embedding(length, width), blocks, nn.Linear(width, words, bias=False)]
-        )
-        model = model.to("cuda").to(BRAIN)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for _ in range(2):
-            optimizer.zero_grad()
-            tokens = torch.randint(words, (8, length)).to("cuda")
-            x = model[0](tokens) + model[1](torch.arange(length, device="cuda"))
-            F.cross_entropy(model[3](model[2](x)).flatten(0, 1), tokens.flatten()).backward()
-            optimizer.step()
-        assert torch.cuda.max_memory_reserved() / 2**30 == pytest.approx(5.90, rel=0.01)
 
 
 @pytest.mark.parametrize("dry", [False, True])

@@ -1,11 +1,17 @@
-"""Batch norm, its synchronized kind and RMS norm, with the figures that a GPU keeps for the backward pass."""
+"""Kernels that PyTorch has for CUDA and lacks elsewhere: SyncBatchNorm's, RMS norm, products with `out_dtype`; and half batch norm.
+
+Each counts as one kernel of the GPU. They are put together of plain operations, for the CPU, where the bytes of a virtual GPU really are,
+and for shapes alone, and are registered where PyTorch has none; a tensor that is the CPU's own is refused, as PyTorch refuses it.
+"""
+
+import functools
 
 import torch
 
-from virtualgpu import _compat
-from virtualgpu.engine import values
+from virtualgpu import _compat, errors
+from virtualgpu.engine import dry_run, values
 from virtualgpu.engine.half_precision import exact
-from virtualgpu.engine.storage import PLAIN_TYPES, MadeByCpp, gpu_of, is_plain, label
+from virtualgpu.engine.storage import PLAIN_TYPES, MadeByCpp, allocation_of, gpu_of, is_plain, label
 
 # -- Batch norm of half precision, whose figures a GPU keeps in single precision.
 #
@@ -87,8 +93,6 @@ BATCH_NORM = {aten.native_batch_norm.default: batch_norm, aten.native_batch_norm
 
 
 # -- SyncBatchNorm's operations, which PyTorch has for CUDA alone, in plain ones (aten/src/ATen/native/cuda/Normalization.cu).
-#
-# `lacking` registers them.
 
 
 def _sum(tensor):
@@ -222,3 +226,62 @@ def _dims(normalized_shape) -> list[int]:
 
 
 RMS_NORM = {"_fused_rms_norm": rms_norm, "_fused_rms_norm_backward": rms_norm_backward}
+
+
+# -- Where they are registered, with products and record_stream.
+
+
+def install() -> None:
+    """Register them where PyTorch has none."""
+    for name, kernel in KERNELS.items():
+        _compat.add_kernel(name, "CPU", _of_gpus(name, kernel))
+        _compat.add_kernel(name, "Meta", kernel)
+    for name, kernel in RMS_NORM.items():  # the CPU's tensors, too, as PyTorch has it
+        _compat.add_kernel(name, "CPU", kernel)
+        _compat.add_kernel(name, "Meta", kernel)
+    for name, kernel in dry_run.KERNELS.items():
+        _compat.add_kernel(name, "Meta", kernel)
+
+
+def _of_gpus(name: str, kernel):
+    @functools.wraps(kernel)
+    def on_gpu(first, *args, **kwargs):
+        if gpu_of(first) is None:
+            raise errors.without_cpu_kernel(name)
+        return kernel(first, *args, **kwargs)
+
+    return on_gpu
+
+
+def record_stream(tensor, stream) -> None:
+    """The memory of this tensor is not free before that stream is done with it. FSDP calls it past all dispatch modes."""
+    allocation = allocation_of(tensor)
+    if allocation is not None and allocation.gpu is not None and allocation.block is not None:
+        with allocation.gpu.lock:
+            allocation.gpu.memory.record_stream(allocation.block, stream.stream_id)
+
+
+def _product(function):
+    """A product of tensors in half precision whose result is asked for in single."""
+
+    def product(first, second, out_dtype):
+        return function(first.to(out_dtype), second.to(out_dtype))
+
+    return product
+
+
+def _sum_of_product(function):
+    def product(added, first, second, out_dtype, beta=1, alpha=1):
+        return function(added.to(out_dtype), first.to(out_dtype), second.to(out_dtype), beta=beta, alpha=alpha)
+
+    return product
+
+
+KERNELS = {
+    "record_stream": record_stream,
+    **SYNC_BATCH_NORM,
+    "mm.dtype": _product(torch.mm),
+    "bmm.dtype": _product(torch.bmm),
+    "addmm.dtype": _sum_of_product(torch.addmm),
+    "baddbmm.dtype": _sum_of_product(torch.baddbmm),
+}
