@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from virtualgpu import _compat
-from virtualgpu.engine import attention, norms
+from virtualgpu.engine import attention
 from virtualgpu.engine.attention import CUDNN, EFFICIENT, FLASH, MATH, Params
 from virtualgpu.engine.half_precision import HALVES
 from virtualgpu.engine.machine import Machine
@@ -96,13 +96,11 @@ CHECKS = {
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace scaled_dot_product_attention, what says which kernel it takes, dropout and RMS norm."""
+    """Replace scaled_dot_product_attention, and what says which kernel it takes."""
     patches.stand_in_builtin((nn.functional, _compat.NN), ATTENTION, _attention, machine)
     for backend, name in CHECKS.items():
         patches.add(_compat.C, name, _check(backend))
     patches.stand_in(torch, "_fused_sdp_choice", _choice, machine)
-    patches.stand_in_builtin((torch, _compat.VF), "dropout", _dropout, machine)
-    patches.stand_in_builtin((torch,), "rms_norm", _rms_norm, machine)
 
 
 def _attention(
@@ -251,23 +249,3 @@ def _choice(
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     return attention.choose(params, gpu.spec).value
-
-
-def _dropout(machine: Machine, original, input, p, train):
-    """One kernel, which keeps a mask of one byte an element (is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp);
-    the CPU would keep one of the input's type. The numbers are the same."""
-    fused = is_plain(input) and not machine.local.bypass and train and 0 < p < 1
-    if not fused or input.is_nested or gpu_of(input) is None or not input.numel():
-        return original(input, p, train)
-    return torch.native_dropout(input, p, train)[0]
-
-
-def _rms_norm(machine: Machine, original, input, normalized_shape, weight=None, eps=None):
-    """One kernel, where a GPU has one."""
-    if machine.local.bypass or not norms.is_fused(input, weight):
-        return original(input, normalized_shape, weight, eps)
-    shape = list(normalized_shape)
-    if list(input.shape[-len(shape) :]) != shape or not shape or (weight is not None and list(weight.shape) != shape):
-        return original(input, normalized_shape, weight, eps)  # which says so
-    with autocast.cast("rms_norm", (input, weight)) as (input, weight):
-        return torch.ops.aten._fused_rms_norm.default(input, shape, weight, eps)[0]

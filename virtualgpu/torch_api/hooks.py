@@ -143,12 +143,9 @@ def _in_lists(optimizer: Optimizer) -> tuple[int, int]:
         for parameter in group["params"]:
             if parameter.grad is not None and gpu_of(parameter) is not None:
                 parameters += 1
-                counts += not fused and _counts_on_cpu(optimizer.state.get(parameter, {}))
+                count = None if fused else optimizer.state.get(parameter, {}).get("step")
+                counts += isinstance(count, Tensor) and gpu_of(count) is None
     return parameters, counts
-
-
-def _counts_on_cpu(state: dict) -> bool:
-    return isinstance(count := state.get("step"), Tensor) and gpu_of(count) is None
 
 
 # -- torch.profiler on virtual GPUs: the CPU's side is PyTorch's; the GPUs' side is their simulated kernels, in the Chrome trace.
