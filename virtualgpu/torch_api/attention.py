@@ -23,7 +23,7 @@ from virtualgpu.torch_api.patches import Patches
 # element, and it would not add a bias to the scores in place. The numbers are the same.
 
 
-def is_taken(params: Params) -> bool:
+def is_plain_attention(params: Params) -> bool:
     """Are these tensors plain (C++ takes other operations for others), and nothing that it refuses?"""
     query, key, value, bias, _, causal, grouped = params
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
@@ -33,7 +33,7 @@ def is_taken(params: Params) -> bool:
     return all(map(is_plain, tensors)) and not refused
 
 
-def attend(params: Params, scale: float | None) -> Tensor:
+def plain_attention(params: Params, scale: float | None) -> Tensor:
     """The output, in the query's type. attn_mask: what is added to the scores.
 
     Halves are computed in single precision, unless torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp says otherwise.
@@ -54,12 +54,12 @@ def attend(params: Params, scale: float | None) -> Tensor:
     scores = torch.matmul(query, key.transpose(-2, -1) * root)
     if bias is not None:
         scores.add_(bias)
-    shares = _compat.safe_softmax(scores, -1)
+    weights = _compat.safe_softmax(scores, -1)
     del scores
     if dropout:
-        shares = torch.dropout(shares, dropout, True)
-    returned = shares.to(dtype)  # its other result, which is there as long as the function runs
-    out = torch.matmul(shares, value).to(dtype)
+        weights = torch.dropout(weights, dropout, True)
+    returned = weights.to(dtype)  # its other result, which is there as long as the function runs
+    out = torch.matmul(weights, value).to(dtype)
     del returned
     return out
 
@@ -132,13 +132,13 @@ def _attention(
     with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
         _check_inputs(query, key, value, attn_mask)
         # [heads, length, size]: a batch of one
-        one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
-        if one:
+        unbatched = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
+        if unbatched:
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
         params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         backend = attention.choose(params, gpu_of(query).spec)
         out = KERNELS[backend](params, scale)
-        return out.squeeze(0) if one else out
+        return out.squeeze(0) if unbatched else out
 
 
 @functools.cache
@@ -208,8 +208,8 @@ def _math(params: Params, scale: float | None):
         )
     mask = None if mask is None else as_bias(mask, q.dtype)
     params = params._replace(attn_mask=mask)
-    if is_taken(params):
-        return attend(params, scale)
+    if is_plain_attention(params):
+        return plain_attention(params, scale)
     kernel = torch.ops.aten._scaled_dot_product_attention_math.default
     return kernel(q, k, v, mask, dropout, causal, None, scale=scale, enable_gqa=grouped)[0]
 

@@ -81,8 +81,7 @@ FLASH_ON_CPU = ("_scaled_dot_product_flash_attention_for_cpu",)
 
 # -- What CUDA's autocast does to the arguments of each operation, on tensors of virtual GPUs: the casts, their cache, the rules.
 #
-# A rule takes an operation's (args, kwargs), as the dispatcher hands them to a kernel in Python, and returns them cast. The lists that
-# say which operation has which rule are in autocast_lists.py. Source: aten/src/ATen/autocast_mode.h and .cpp, and cudnn/AutocastRNN.cpp.
+# A rule takes an operation's (args, kwargs), as the dispatcher hands them to a kernel in Python, and returns them cast. Source: aten/src/ATen/autocast_mode.h and .cpp, and cudnn/AutocastRNN.cpp.
 
 
 Rule = Callable[[tuple, dict], tuple[tuple, dict]]
@@ -96,7 +95,7 @@ cache = SimpleNamespace(casts={})
 _rules_lock = threading.RLock()
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Empty the weight cache, for all threads."""
     with _rules_lock:
         cache.casts.clear()
@@ -137,11 +136,11 @@ def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
         return _copy(weight, dtype)
     with _rules_lock:
-        known = cache.casts.get(_compat.address(weight))
-        if known is None:
+        cast = cache.casts.get(_compat.address(weight))
+        if cast is None:
             with torch.enable_grad():  # so its graph keeps the weight, and no other tensor gets that identity meanwhile
-                known = cache.casts[_compat.address(weight)] = _copy(weight, dtype)
-    return known
+                cast = cache.casts[_compat.address(weight)] = _copy(weight, dtype)
+    return cast
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -305,7 +304,7 @@ SETTERS = ("set_autocast_enabled", "set_autocast_cpu_enabled")
 _on = SimpleNamespace(machine=None)  # the virtual GPUs that are on
 _lock = threading.Lock()
 _libraries: list[torch.library.Library] = []  # registrations last as long as these
-_known: set[str] = set()  # operations that have a kernel, and "cuda", "cpu" when all of those have
+_registered: set[str] = set()  # operations that have a kernel, and "cuda", "cpu" when all of those have
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -316,7 +315,7 @@ def install(machine: Machine, patches: Patches) -> None:
         for name in SETTERS:
             if hasattr(owner, name):  # the second is deprecated
                 patches.stand_in(owner, name, _followed, _follow)
-        patches.stand_in(owner, "clear_autocast_cache", _followed, forget)
+        patches.stand_in(owner, "clear_autocast_cache", _followed, clear_cache)
     patches.stand_in(torch.amp.GradScaler, "_maybe_opt_step", _maybe_step, machine)
     _follow()
 
@@ -366,25 +365,25 @@ def _rule(name: str) -> Rule:
 
 def _register(cpu: bool) -> None:
     """Kernels for CUDA's lists when a thread first autocasts, and for the rest of the CPU's when one does so for the CPU."""
-    if "cuda" in _known and (not cpu or "cpu" in _known):
+    if "cuda" in _registered and (not cpu or "cpu" in _registered):
         return
     with _lock:
-        if "cuda" not in _known:
+        if "cuda" not in _registered:
             if not _compat.has_fallback(OURS):
                 _libraries.append(torch.library.Library("_", "IMPL"))
                 _libraries[-1].fallback(torch.library.fallthrough_kernel, KEY)
             _libraries.append(torch.library.Library("aten", "IMPL"))
             for name, (op, target, rule) in rules().items():
                 _libraries[-1].impl(op, _kernel(target, rule(op)), KEY, with_keyset=True)
-                _known.add(name)
-            _known.add("cuda")
-        if cpu and "cpu" not in _known:
-            for name in registered("AutocastCPU") - _known:
+                _registered.add(name)
+            _registered.add("cuda")
+        if cpu and "cpu" not in _registered:
+            for name in registered("AutocastCPU") - _registered:
                 op = operation(name)
                 if op is not None:
                     _libraries[-1].impl(op, _kernel(op, None), KEY, with_keyset=True)
-                    _known.add(name)
-            _known.add("cpu")
+                    _registered.add(name)
+            _registered.add("cpu")
 
 
 def _kernel(op, rule: Rule | None):

@@ -76,8 +76,8 @@ def _asarray(machine: Machine, original, obj, *, dtype=None, device=None, copy=N
     options = {"dtype": dtype, "copy": copy, "requires_grad": requires_grad}
     if machine.dry and isinstance(obj, torch.UntypedStorage):  # safetensors: a file's, which keeps its numbers
         with machine.untracked():
-            made = original(obj, **options)
-        return made if device is None else made.to(device)
+            out = original(obj, **options)
+        return out if device is None else out.to(device)
     return _marked(machine, original(obj, device=device, **options), device)
 
 
@@ -86,15 +86,15 @@ def _tensor(machine: Machine, original, data, *args, device=None, pin_memory=Fal
     if device is None and is_on_gpu(machine, data) and _compat.default_device() is None:
         device = data.device
     data = _with_numbers(machine, data)
-    made = _marked(machine, original(data, *args, device=device, **kwargs), device)
-    return made.pin_memory() if pin_memory else made
+    out = _marked(machine, original(data, *args, device=device, **kwargs), device)
+    return out.pin_memory() if pin_memory else out
 
 
-def _marked(machine: Machine, made: torch.Tensor, device) -> torch.Tensor:
+def _marked(machine: Machine, out: torch.Tensor, device) -> torch.Tensor:
     """Where the program has asked for meta in a dry run: C++ copies it there, and dispatch cannot tell that from copies of its own."""
     device = device if device is not None else _compat.default_device()
     asked = device is not None and torch.device(device).type == "meta"
-    return put_on_meta(made) if asked and machine.dry else made
+    return put_on_meta(out) if asked and machine.dry else out
 
 
 # -- Devices that C++ cannot tell: "cuda" without an index where it asks CUDA for the current one, and, on some wheels, `device=1`.
@@ -150,7 +150,7 @@ class Spelling:
         """{name in torch: what stands in for it}."""
         names = {*ASKING, *SPARSE} | ({"range"} if self.copied else set())
         if not self.cuda_wheel:
-            names |= {*LIKE, *(made.__name__ for made in self.known if hasattr(torch, made.__name__))}
+            names |= {*LIKE, *(out.__name__ for out in self.known if hasattr(torch, out.__name__))}
         functions = {}
         for name in sorted(names):
             original = getattr(torch, name)
@@ -184,8 +184,8 @@ class Spelling:
 
     def copy(self, original, *args, device=None, requires_grad=False, **kwargs):
         """Made on the CPU, and copied from there."""
-        made = original(*args, **kwargs)
-        return (made if device is None else made.to(self.spelled(device))).requires_grad_(requires_grad)
+        out = original(*args, **kwargs)
+        return (out if device is None else out.to(self.spelled(device))).requires_grad_(requires_grad)
 
     def not_dry(self, function, *args, **kwargs):
         """C++ looks for a sparse tensor's size among the indices before it comes to a dispatch mode."""
@@ -296,8 +296,8 @@ class OnGPU(type):
         """FloatTensor(2, 3): of that size, uninitialized; FloatTensor([1, 2]): of those values."""
         gpu = cls.machine.gpu("cuda" if device is None else device)
         with cls.machine.untracked():
-            made = cls.plain(*args)
-        return made.to(gpu.device)
+            out = cls.plain(*args)
+        return out.to(gpu.device)
 
 
 def install(machine: Machine, patches: Patches) -> None:

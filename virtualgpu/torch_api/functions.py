@@ -103,8 +103,8 @@ def _one_hot(machine: Machine, original, tensor, num_classes=-1):
         num_classes = int(tensor.max()) + 1
     if num_classes < 1:
         raise RuntimeError("num_classes should be positive")
-    made = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
-    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+    out = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return out.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _cov(machine: Machine, original, input, *args, **kwargs):

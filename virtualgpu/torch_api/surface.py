@@ -85,10 +85,10 @@ def refusing(sentence: str, original=None):
 
     if not isinstance(original, type):
         return functools.wraps(original)(refuse) if inspect.isfunction(original) else refuse
-    made = [
+    factories = [
         key
         for key in dir(original)
         if not key.startswith("__") and isinstance(inspect.getattr_static(original, key), (staticmethod, classmethod))
     ]
     members = {"__new__": refuse, "__init__": refuse, "__module__": original.__module__, "__doc__": original.__doc__}
-    return type(original)(original.__name__, (original,), members | {key: staticmethod(refuse) for key in made})
+    return type(original)(original.__name__, (original,), members | {key: staticmethod(refuse) for key in factories})
