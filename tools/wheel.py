@@ -40,7 +40,7 @@ virtualgpu = "virtualgpu.pytest_plugin"
 
 [tool.setuptools]
 packages = {{ find = {{ include = ["virtualgpu*"] }} }}
-package-data = {{ virtualgpu = ["README.md", "hardware/data/*", "timing/data/*"] }}
+package-data = {{ virtualgpu = ["README.md", "hardware/data/*", "timing/data/*", "torch_api/*.toml"] }}
 """
 
 
