@@ -26,7 +26,7 @@ import torch
 from virtualgpu import session
 from virtualgpu.engine.machine import Machine
 from virtualgpu.environment import visible
-from virtualgpu.torch_api.utilization import Utilization
+from virtualgpu.torch_api.nvml import Utilization
 
 GAP = math.nan
 

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 import virtualgpu
 from tests import forks
@@ -23,6 +24,7 @@ from virtualgpu.timing import flops
 
 aten = torch.ops.aten
 ENGINE = Path(virtualgpu.__file__).parent
+CPU, META, ONE = torch.device("cpu"), torch.device("meta"), torch.device("cuda:1")
 
 
 class Listener(TorchDispatchMode):
@@ -42,19 +44,164 @@ class Listener(TorchDispatchMode):
         return [func._schema.name.removeprefix("aten::") for func, *_ in self.heard]
 
 
+# -- names that say something of a tensor, an operation or this version: each with what it says
+
+
+def transformed() -> list:
+    seen = []
+    torch.vmap(lambda x: seen.append((_compat.is_functorch_wrapped(x), _compat.functorch_unwrap(x).shape)) or x)(
+        torch.ones(3, 2)
+    )
+    return [*seen, _compat.is_functorch_wrapped(torch.ones(1))]
+
+
+def batch_of_gradients() -> list:
+    seen, x = [], torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append((_compat.is_batched_gradient(gradient), _compat.in_forward_mode())))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    with torch.autograd.forward_ad.dual_level():
+        return [*seen, _compat.is_batched_gradient(x), _compat.in_forward_mode()]
+
+
+def hooks_of_gradients() -> list:
+    x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
+    y.register_hook(lambda gradient: None)
+    z.register_post_accumulate_grad_hook(lambda tensor: None)
+    return [_compat.has_hooks(tensor) for tensor in (x, y, z, torch.ones(2))]
+
+
+def devices_behind() -> list:
+    x = torch.ones(2, device=ONE)
+    with virtualgpu.dry_run():
+        dry = torch.ones(2, device=ONE)
+        found = [dry.is_meta, _compat.is_really_meta(dry), _compat.real_device(dry)]
+    return [x.device, _compat.real_device(x), _compat.real_storage_device(x.untyped_storage()), *found]
+
+
+def modes() -> list:
+    fake = Listener(_compat.fake_mode_is_on)
+    with FakeTensorMode(), fake:
+        torch.ones(2)
+    with torch.device("meta"):
+        inside = _compat.default_device()
+    return [_compat.fake_mode_is_on(), *fake.answers, inside, _compat.default_device()]
+
+
+def stood_in_for() -> list:
+    def ours(*args):
+        return torch.zeros(*args)
+
+    before, undo = _compat.builtin_name(ours), _compat.register_as_builtin(ours, "aten::ones")
+    during = _compat.builtin_name(ours)
+    undo()
+    return [_compat.builtin_name(torch.ones), before, during, _compat.builtin_name(ours)]
+
+
+def keys() -> list:
+    key, mine, excluded = (
+        _compat.DispatchKey.AutocastCUDA,
+        _compat.DispatchKey.AutocastPrivateUse1,
+        torch._C._dispatch_tls_is_dispatch_key_excluded,
+    )
+    below, before = _compat.keys_below(key), excluded(mine)
+    with _compat.without_keys(_compat.KeySet(mine)):
+        found = [_compat.has_fallback(key), below.has(key), below.has(_compat.DispatchKey.CPU), excluded(mine)]
+    _compat.exclude_key(mine, not before)
+    found.append(excluded(mine) is not before)
+    _compat.exclude_key(mine, before)
+    return found
+
+
+def preferred_blas() -> list:
+    before = _compat.preferred_blas()
+    _compat.prefer_blas(_compat.CUBLASLT)
+    found = [_compat.preferred_blas() == _compat.CUBLASLT != before]
+    _compat.prefer_blas(before)
+    return found
+
+
+def allowed_tf32() -> list:
+    products, found = torch.backends.cuda.matmul, []
+    before = products.allow_tf32
+    for allowed in (not before, before):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+            found += [_compat.in_tf32("conv") is allowed, _compat.in_tf32("rnn") is allowed]
+        products.allow_tf32 = allowed
+        found.append(_compat.in_tf32("matmul") is allowed)
+    return found
+
+
+def flops_of_products() -> set:
+    a, b = torch.ones(2, 3), torch.ones(3, 4)
+    rows = [
+        (aten.mm.default, (a, b)),
+        (aten.mm.dtype, (a, b, torch.float32)),
+        (aten.addmm.dtype, (torch.ones(4), a, b, torch.float32)),
+        (aten.bmm.dtype, (a[None], b[None], torch.float32)),
+        (aten.baddbmm.dtype, (torch.ones(4), a[None], b[None], torch.float32)),
+    ]
+    return {_compat.flop_formula(operator)(*args, out_val=torch.ones(2, 4)) for operator, args in rows}
+
+
+def formats() -> list:
+    last = torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    return [_compat.suggest_memory_format(last), _compat.suggest_memory_format(torch.ones(1, 2, 3, 4))]
+
+
+def workspaces() -> list:
+    """How this version gives cuBLAS its workspaces."""
+    graphs = (Path(torch.__file__).parent / "_inductor" / "cudagraph_trees.py").read_text("utf-8")
+    return [
+        ("TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps persistent workspaces" not in graphs) == _compat.KEEPS_WORKSPACES,
+        hasattr(torch.backends.cuda, "cublas_workspace_size") == _compat.SETS_WORKSPACES,
+        9 in _compat.LARGE_WORKSPACES and 8 not in _compat.LARGE_WORKSPACES,
+        _compat.KEEPS_WORKSPACES or not _compat.LT_HAS_ITS_OWN,
+    ]
+
+
+ROWS = [
+    (transformed, [(True, (3, 2)), False]),
+    (batch_of_gradients, [(True, False), False, True]),
+    (hooks_of_gradients, [False, True, True, False]),
+    (devices_behind, [ONE, CPU, CPU, False, True, META]),
+    (modes, [False, True, META, None]),
+    (stood_in_for, ["aten::ones", None, "aten::ones", None]),
+    (keys, [True, False, True, True, True]),
+    (preferred_blas, [True]),
+    (allowed_tf32, [True] * 6),
+    (flops_of_products, {2 * 2 * 3 * 4}),
+    (formats, [torch.channels_last, torch.contiguous_format]),
+    (workspaces, [True] * 4),
+    (lambda: _compat.flop_formula(aten.add.Tensor), None),
+    (lambda: _compat.parse_to("cuda:1", torch.float16, non_blocking=True), (ONE, torch.float16, True, None)),
+    (lambda: _compat.parse_to(torch.int8)[:2], (None, torch.int8)),
+    (lambda: _compat.empty((2, 3), device="meta").shape, (2, 3)),
+    (lambda: _compat.empty_strided((2, 3), (1, 2), device="meta").stride(), (1, 2)),
+    (lambda: _compat.empty_like(torch.ones(2), device="meta").is_meta, True),
+    (lambda: [_compat.is_composite(op) for op in (aten.matmul.default, aten.mm.default)], [True, False]),
+    (lambda: [_compat.has_kernel(f"aten::{name}", "AutocastCUDA") for name in ("mm", "relu")], [True, False]),
+    (lambda: [f"aten::{n}" in _compat.registrations("AutocastCUDA") for n in ("mm", "relu")], [True, False]),
+    (lambda: [_compat.guard_without_driver() for _ in range(2)] and torch.ones(2).sum().item(), 2),  # it may be set twice
+    (lambda: [callable(fetcher.fetch) for fetcher in _compat.fetchers()], [True, True]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ask", "expected"), ROWS)
+def test_what_a_private_name_says(gpus, ask, expected):
+    assert ask() == expected
+
+
 # -- what a dispatch mode is told
 
 
 FACTORIES = {
     "empty": lambda: torch.empty(2),
     "empty_strided": lambda: torch.empty_strided((2,), (1,)),
-    "zeros": lambda: torch.zeros(2),
-    "ones": lambda: torch.ones(2),
     "full": lambda: torch.full((2,), 3.0),
     "arange": lambda: torch.arange(3),
     "linspace": lambda: torch.linspace(0, 1, 3),
     "eye": lambda: torch.eye(2),
-    "rand": lambda: torch.rand(2),
     "randn": lambda: torch.randn(2),
     "randint": lambda: torch.randint(3, (2,)),
     "randperm": lambda: torch.randperm(3),
@@ -66,25 +213,20 @@ FACTORIES = {
 }
 
 
-@pytest.mark.parametrize("make", FACTORIES)
-def test_factories_called_from_python_say_pin_memory(make):
-    with Listener() as listener:
-        FACTORIES[make]()
-    made = [kwargs for func, _, _, kwargs in listener.heard if make in str(func)]
-    assert made and all("pin_memory" in kwargs for kwargs in made)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [lambda: functional.one_hot(torch.arange(3), 4), lambda: torch.vander(torch.arange(3.0))],
-    ids=["one_hot", "vander"],
-)
-def test_factories_called_from_cpp_do_not(call):
-    with Listener() as listener:
-        call()
-    inside = [kwargs for func, _, _, kwargs in listener.heard if "device" in kwargs and func is not aten.arange.default]
-    inside = [kwargs for kwargs in inside if "start" not in kwargs]
-    assert inside and not any("pin_memory" in kwargs for kwargs in inside)
+def test_factories_say_pin_memory_where_python_calls_them():
+    for name, make in FACTORIES.items():
+        with Listener() as listener:
+            make()
+        made = [kwargs for func, _, _, kwargs in listener.heard if name in str(func)]
+        assert made and all("pin_memory" in kwargs for kwargs in made), name
+    for call in (lambda: functional.one_hot(torch.arange(3), 4), lambda: torch.vander(torch.arange(3.0))):
+        with Listener() as listener:
+            call()
+        inside = [
+            kwargs for func, _, _, kwargs in listener.heard if "device" in kwargs and func is not aten.arange.default
+        ]
+        inside = [kwargs for kwargs in inside if "start" not in kwargs]
+        assert inside and not any("pin_memory" in kwargs for kwargs in inside)
 
 
 def test_types_are_empty_for_plain_tensors():
@@ -110,19 +252,47 @@ def test_types_are_empty_for_plain_tensors():
     assert not listener.heard
 
 
-def test_numbers_arrive_as_a_copy_from_the_cpu(monkeypatch):
-    monkeypatch.setenv("HELPERS_GPUS", "virtual")
+def test_numbers_arrive_as_a_copy_from_the_cpu():
     before = _compat.lifts_only_cpu_tensors()  # others turn it on, too
     virtualgpu.gpus(2)
     with Listener() as listener:
         torch.tensor([1.0, 2.0], device="cuda:1")
     copies = [
-        (args[0].is_cuda, kwargs.get("device")) for func, _, args, kwargs in listener.heard if "_to_copy" in str(func)
+        (args[0].is_cuda, kwargs["device"]) for func, _, args, kwargs in listener.heard if "_to_copy" in str(func)
     ]
-    assert copies == [(False, torch.device("cuda:1"))]
+    assert copies == [(False, ONE)]
     assert _compat.lifts_only_cpu_tensors() is True
     virtualgpu.reset()
     assert _compat.lifts_only_cpu_tensors() is before
+
+
+def test_default_devices_reach_pytorchs_own_functions(gpus):
+    builtin = torch._C._VariableFunctions.tensor
+    assert builtin in _compat.device_constructors() and torch.tensor is not builtin
+    with torch.device("cuda:1"):
+        assert torch.tensor(0, dtype=torch.long).device == ONE
+
+
+def test_modes_are_found_and_taken_from_the_middle_of_the_stack():
+    outer, middle, inner = Listener(), Listener(), Listener()
+    with outer:
+        middle.__enter__()
+        with inner:
+            assert _compat.has_mode(lambda mode: mode is middle)
+            _compat.remove_modes(lambda mode: mode is middle)
+            assert not _compat.has_mode(lambda mode: mode is middle)
+            torch.ones(2)
+    assert (outer.names, middle.names, inner.names) == (["ones"], [], ["ones"])
+    below, above = Listener(), Listener()
+    with above:
+        _compat.enter_below(below)
+        torch.ones(2)
+    assert below.names == above.names == ["ones"]
+    torch.zeros(2)  # above has ended itself
+    assert (below.names, above.names) == (["ones", "zeros"], ["ones"])
+    _compat.remove_modes(lambda mode: mode is below)
+    torch.eye(2)
+    assert below.names == ["ones", "zeros"]
 
 
 # -- autograd
@@ -152,104 +322,6 @@ def test_the_node_and_the_task_of_a_backward_pass():
     assert _compat.graph_task() == -1
 
 
-# -- where a tensor really is
-
-
-def test_real_places_behind_the_stand_ins(gpus):
-    x = torch.ones(2, device="cuda:1")
-    assert x.device == torch.device("cuda:1") and _compat.real_device(x) == torch.device("cpu")
-    assert _compat.real_storage_device(x.untyped_storage()) == torch.device("cpu")
-    with virtualgpu.dry_run():
-        x = torch.ones(2, device="cuda:1")
-        assert not x.is_meta and _compat.is_really_meta(x) and _compat.real_device(x).type == "meta"
-
-
-def test_hooks_of_a_gradient():
-    x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
-    y.register_hook(lambda gradient: None)
-    z.register_post_accumulate_grad_hook(lambda tensor: None)
-    assert [_compat.has_hooks(tensor) for tensor in (x, y, z, torch.ones(2))] == [False, True, True, False]
-
-
-def test_functions_that_make_shapes():
-    assert _compat.empty((2, 3), device="meta").shape == (2, 3)
-    assert _compat.empty_strided((2, 3), (1, 2), device="meta").stride() == (1, 2)
-    assert _compat.empty_like(torch.ones(2), device="meta").is_meta
-    last = torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    assert _compat.suggest_memory_format(last) is torch.channels_last
-    assert _compat.suggest_memory_format(torch.ones(1, 2, 3, 4)) is torch.contiguous_format
-
-
-def test_wrappers_of_transforms():
-    seen = []
-
-    def see(x):
-        seen.append((_compat.is_functorch_wrapped(x), _compat.functorch_unwrap(x).shape))
-        return x
-
-    torch.vmap(see)(torch.ones(3, 2))
-    assert seen == [(True, (3, 2))] and not _compat.is_functorch_wrapped(torch.ones(1))
-
-
-def test_a_batch_of_gradients_and_forward_mode():
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda gradient: seen.append((_compat.is_batched_gradient(gradient), _compat.in_forward_mode())))
-    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
-    assert seen == [(True, False)] and not _compat.is_batched_gradient(x)
-    with torch.autograd.forward_ad.dual_level():
-        assert _compat.in_forward_mode()
-
-
-def test_what_to_is_given():
-    half = _compat.parse_to("cuda:1", torch.float16, non_blocking=True)
-    assert half == (torch.device("cuda:1"), torch.float16, True, None)
-    assert _compat.parse_to(torch.int8)[:2] == (None, torch.int8)
-
-
-# -- modes
-
-
-def test_modes_are_taken_from_the_middle_of_the_stack():
-    outer, middle, inner = Listener(), Listener(), Listener()
-    with outer:
-        middle.__enter__()
-        with inner:
-            _compat.remove_modes(lambda mode: mode is middle)
-            torch.ones(2)
-    assert (outer.names, middle.names, inner.names) == (["ones"], [], ["ones"])
-
-
-def test_a_mode_enters_below_the_others():
-    below, above = Listener(), Listener()
-    with above:
-        _compat.enter_below(below)
-        torch.ones(2)
-    assert below.names == above.names == ["ones"]
-    torch.zeros(2)  # above has ended itself
-    assert (below.names, above.names) == (["ones", "zeros"], ["ones"])
-    _compat.remove_modes(lambda mode: mode is below)
-    torch.eye(2)
-    assert below.names == ["ones", "zeros"]
-
-
-def test_the_fake_mode_and_the_default_device():
-    assert not _compat.fake_mode_is_on() and _compat.default_device() is None
-    with FakeTensorMode(), Listener(_compat.fake_mode_is_on) as listener:
-        torch.ones(2)
-    assert listener.answers == [True]
-    with torch.device("meta"):
-        assert _compat.default_device() == torch.device("meta")
-    assert _compat.default_device() is None
-
-
-def test_the_guard_without_a_driver_may_be_set_twice():
-    _compat.guard_without_driver()
-    _compat.guard_without_driver()
-    assert torch.ones(2).sum() == 2
-
-
 class Squares(TorchDispatchMode):
     """Instead of a product, the gradient of its first factor's square, as autograd finds it below itself."""
 
@@ -269,19 +341,17 @@ def test_autograd_below_itself():
         assert torch.equal(torch.arange(3.0) * torch.ones(3), 2 * torch.arange(3.0))
 
 
-# -- operations, keys, TorchScript
+# -- operations, registrations, files, loaders
 
 
 def test_composites_and_operators_of_higher_order():
-    assert _compat.is_composite(aten.matmul.default) and not _compat.is_composite(aten.mm.default)
     x = torch.arange(6.0).view(2, 3)
     with Listener() as listener:
         assert torch.equal(_compat.decompose(aten.matmul.default, (x, x.t()), {}), x @ x.t())
     assert "mm" in listener.names
-    plain = _compat.implementation(torch.ops.higher_order.flex_attention)
-    assert callable(plain)
     assert torch.ops.higher_order.flex_attention is _compat.flex.flex_attention
-    assert callable(_compat.implementation(_compat.flex.flex_attention_backward))
+    for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
+        assert callable(_compat.implementation(operator))
     assert callable(_compat.flex.create_fw_bw_graph)
 
     class Nothing(_compat.HigherOrderOperator):
@@ -290,36 +360,6 @@ def test_composites_and_operators_of_higher_order():
 
     with pytest.raises(NotImplementedError, match="virtualgpu_test_of_none is not modelled"):
         _compat.implementation(Nothing("virtualgpu_test_of_none"))
-
-
-def test_floating_point_operations():
-    a, b = torch.ones(2, 3), torch.ones(3, 4)
-    for operator, args in (
-        (aten.mm.default, (a, b)),
-        (aten.mm.dtype, (a, b, torch.float32)),
-        (aten.addmm.dtype, (torch.ones(4), a, b, torch.float32)),
-        (aten.bmm.dtype, (a[None], b[None], torch.float32)),
-        (aten.baddbmm.dtype, (torch.ones(4), a[None], b[None], torch.float32)),
-    ):
-        assert _compat.flop_formula(operator)(*args, out_val=torch.ones(2, 4)) == 2 * 2 * 3 * 4
-    assert _compat.flop_formula(aten.add.Tensor) is None
-
-
-def test_how_this_version_gives_cublas_its_workspaces():
-    graphs = (Path(torch.__file__).parent / "_inductor" / "cudagraph_trees.py").read_text("utf-8")
-    assert ("TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps persistent workspaces" not in graphs) == _compat.KEEPS_WORKSPACES
-    assert hasattr(torch.backends.cuda, "cublas_workspace_size") == _compat.SETS_WORKSPACES
-    assert 9 in _compat.LARGE_WORKSPACES and 8 not in _compat.LARGE_WORKSPACES
-    assert _compat.KEEPS_WORKSPACES or not _compat.LT_HAS_ITS_OWN
-
-
-def test_the_preferred_library_for_products():
-    before = _compat.preferred_blas()
-    try:
-        _compat.prefer_blas(_compat.CUBLASLT)
-        assert _compat.preferred_blas() == _compat.CUBLASLT != before
-    finally:
-        _compat.prefer_blas(before)
 
 
 def test_costs_where_a_version_lacks_an_operation(monkeypatch):
@@ -336,47 +376,21 @@ def test_costs_where_a_version_lacks_an_operation(monkeypatch):
     assert flops.FORMULAS.keys() - there.FORMULAS.keys() == {aten.mkldnn_rnn_layer}
 
 
-def test_kernels_registered_for_keys():
-    assert _compat.has_kernel("aten::mm", "AutocastCUDA") and not _compat.has_kernel("aten::relu", "AutocastCUDA")
-    assert "aten::mm" in _compat.registrations("AutocastCUDA") and "aten::relu" not in _compat.registrations(
-        "AutocastCUDA"
-    )
-    key = _compat.DispatchKey.AutocastCUDA
-    assert _compat.has_fallback(key)
-    assert not _compat.keys_below(key).has(key) and _compat.keys_below(key).has(_compat.DispatchKey.CPU)
-    mine = _compat.DispatchKey.AutocastPrivateUse1
-    with _compat.without_keys(_compat.KeySet(mine)):
-        assert torch._C._dispatch_tls_is_dispatch_key_excluded(mine)
-    before = torch._C._dispatch_tls_is_dispatch_key_excluded(mine)
-    _compat.exclude_key(mine, not before)
-    assert torch._C._dispatch_tls_is_dispatch_key_excluded(mine) is not before
-    _compat.exclude_key(mine, before)
-
-
-def test_functions_that_stand_in_are_known_to_torchscript():
-    def ours(*args):
-        return torch.zeros(*args)
-
-    assert _compat.builtin_name(torch.ones) == "aten::ones" and _compat.builtin_name(ours) is None
-    undo = _compat.register_as_builtin(ours, "aten::ones")
-    assert _compat.builtin_name(ours) == "aten::ones"
-    undo()
-    assert _compat.builtin_name(ours) is None
-
-
-def test_default_devices_reach_pytorchs_own_functions(gpus):
-    builtin = torch._C._VariableFunctions.tensor
-    assert builtin in _compat.device_constructors() and torch.tensor is not builtin
-    with torch.device("cuda:1"):
-        assert torch.tensor(0, dtype=torch.long).device == torch.device("cuda:1")
-
-
-# -- putting back, and the reader's bytecode
+def test_torch_library_keeps_account_of_what_python_registers():
+    library = torch.library.Library("virtualgpu_compat", "FRAGMENT")
+    library.define("own(Tensor x) -> Tensor")
+    for key in ("CPU", "CUDA", "CompositeExplicitAutograd"):
+        library.impl("own", lambda x: x + 1, key)
+        assert f"virtualgpu_compat/own/{key}" in _compat.registered_in_python()
+        kernel = getattr(_compat.DispatchKey, key)
+        assert torch.ops.virtualgpu_compat.own.default._op_dk(kernel, torch.zeros(1)).item() == 1
+    library._destroy()
+    assert "virtualgpu_compat/own/CPU" not in _compat.registered_in_python()
 
 
 def test_storages_are_as_before(gpus):
     Storage = torch.UntypedStorage
-    assert Storage(4, device="cuda:1").device == torch.device("cuda:1")
+    assert Storage(4, device="cuda:1").device == ONE
     virtualgpu.reset()
     before = dict(vars(Storage)), Storage.__new__, len(_compat.saving)
     for _ in range(3):
@@ -406,76 +420,45 @@ def test_a_subscript_is_known_by_its_instruction(gpus):
     assert x.tolist() == [99, 5, 7]
 
 
-def test_tf32_is_allowed_where_the_public_switches_say_so():
-    products = torch.backends.cuda.matmul
-    before = products.allow_tf32
-    for allowed in (not before, before):
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
-            assert _compat.in_tf32("conv") is _compat.in_tf32("rnn") is allowed
-        products.allow_tf32 = allowed
-        assert _compat.in_tf32("matmul") is allowed
-
-
-# -- PyTorch's own detector of races
-
-
-def test_what_listens_to_gpu_trace():
-    """In a process of its own: who listens once listens for ever."""
-    code = """
-from virtualgpu import _compat
-assert not _compat.gpu_trace_has_listeners()
-import torch.cuda._sanitizer
-assert _compat.gpu_trace_has_listeners()
-"""
-    done = forks.run("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
-def test_torch_library_keeps_account_of_what_python_registers():
-    library = torch.library.Library("virtualgpu_compat", "FRAGMENT")
-    library.define("own(Tensor x) -> Tensor")
-    for key in ("CPU", "CUDA", "CompositeExplicitAutograd"):
-        library.impl("own", lambda x: x + 1, key)
-        assert f"virtualgpu_compat/own/{key}" in _compat.registered_in_python()
-        kernel = getattr(_compat.DispatchKey, key)
-        assert torch.ops.virtualgpu_compat.own.default._op_dk(kernel, torch.zeros(1)).item() == 1
-    library._destroy()
-    assert "virtualgpu_compat/own/CPU" not in _compat.registered_in_python()
-
-
-def test_a_mode_is_found_on_the_stack():
-    with Listener() as listener:
-        assert _compat.has_mode(lambda mode: mode is listener)
-    assert not _compat.has_mode(lambda mode: mode is listener)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loaders_iterator_and_what_fetches_its_batches(workers):
-    from torch.utils.data import DataLoader
-
-    iterator = iter(DataLoader([1, 2, 3], num_workers=workers))
-    assert isinstance(iterator, _compat.loader_iterator()) and next(iterator).tolist() == [1]
-    assert not _compat.in_loader_worker()
-    assert next(iter(DataLoader(_Workers(), batch_size=None, num_workers=workers))) is bool(workers)
-    for fetcher in _compat.fetchers():
-        assert callable(fetcher.fetch)
-
-
-class _Workers(torch.utils.data.IterableDataset):
+class Workers(torch.utils.data.IterableDataset):
     """Says whether it is in a worker."""
 
     def __iter__(self):
         yield _compat.in_loader_worker()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loaders_iterator(workers):
+    iterator = iter(DataLoader([1, 2, 3], num_workers=workers))
+    assert isinstance(iterator, _compat.loader_iterator()) and next(iterator).tolist() == [1]
+    assert not _compat.in_loader_worker()
+    assert next(iter(DataLoader(Workers(), batch_size=None, num_workers=workers))) is bool(workers)
+
+
+# -- in a process of its own
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # who listens to PyTorch's own detector of races once listens for ever
+        "from virtualgpu import _compat; assert not _compat.gpu_trace_has_listeners(); import torch.cuda._sanitizer; "
+        "assert _compat.gpu_trace_has_listeners()",
+        # a newer version that has all names works
+        "import torch; torch.__version__ = '2.16.0'; import virtualgpu; virtualgpu.gpus(1); torch.ones(1, device='cuda')",
+    ],
+    ids=["gpu_trace", "newer"],
+)
+def test_in_a_process_of_its_own(code):
+    done = forks.run("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 # -- versions that are not supported: one sentence, with both
 
 OTHER = {"2.10.1": "is older", "2.16.0": "lacks what they use of it"}
-PLUGIN = (
-    []
-    if any(e.value == "virtualgpu.pytest_plugin" for e in entry_points(group="pytest11"))
-    else ["-p", "virtualgpu.pytest_plugin"]
-)
+INSTALLED = any(entry.value == "virtualgpu.pytest_plugin" for entry in entry_points(group="pytest11"))
+PLUGIN = [] if INSTALLED else ["-p", "virtualgpu.pytest_plugin"]
 ENTRANCES = {
     "gpus": ["-c", "import torch, virtualgpu; virtualgpu.gpus()"],
     "runner": ["-m", "virtualgpu", "-c", "import torch"],
@@ -485,17 +468,15 @@ ENTRANCES = {
 MARKED = "import pytest, torch\n@pytest.mark.virtual_gpus(1)\ndef test_it(): pass\n"
 
 
-def in_another(folder: Path, arguments: list[str]) -> str:
-    """What a Python says that has only what lies in that folder, and the engine."""
+def said(folder: Path, arguments: list[str], version: str, wrong: str) -> str:
+    """By a Python that has only what lies in that folder, and the engine: the sentence is in it."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ENGINE.parent)])}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode, done.stdout
-    return done.stdout + done.stderr
-
-
-def sentence(version: str, wrong: str) -> str:
+    text = done.stdout + done.stderr
     of = rf"virtual GPUs work with PyTorch 2\.11 to 2\.15, and {re.escape(version)}, which is installed, {wrong}"
-    return of + r".*: pip install 'torch>=2\.11,<2\.16'"
+    assert re.search(of + r".*: pip install 'torch>=2\.11,<2\.16'", text), text
+    return text
 
 
 @pytest.mark.parametrize("version", OTHER)
@@ -504,21 +485,14 @@ def test_an_unsupported_version_is_named(entrance, version, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {version!r}")
     (tmp_path / "tests.py").write_text(MARKED)
-    said = in_another(tmp_path, ENTRANCES[entrance])
-    assert re.search(sentence(version, OTHER[version]), said), said
-    assert entrance == "gpus" or "Traceback" not in said
+    text = said(tmp_path, ENTRANCES[entrance], version, OTHER[version])
+    assert entrance == "gpus" or "Traceback" not in text
 
 
 @pytest.mark.parametrize("name", ["_get_sdp_priority_order", "_group_tensors_by_device_and_dtype"])
 def test_a_private_name_that_is_gone_is_named(name, tmp_path):
     code = f"import torch, virtualgpu; del torch._C.{name}; virtualgpu.gpus()"
-    said = in_another(tmp_path, ["-c", code])
-    assert re.search(sentence(torch.__version__, f".*{name}"), said), said
-
-
-def test_a_newer_version_that_has_all_names_works():
-    code = "import torch; torch.__version__ = '2.16.0'; import virtualgpu; virtualgpu.gpus(1); torch.ones(1, device='cuda')"
-    assert forks.run("-c", code).returncode == 0
+    said(tmp_path, ["-c", code], torch.__version__, f".*{name}")
 
 
 # -- no other file of the engine spells a private name of PyTorch
@@ -568,32 +542,29 @@ def spelled(tree: ast.Module, own: set[str]) -> list[str]:
 
 
 def test_no_other_file_spells_a_private_name():
-    trees = {
-        path: ast.parse(path.read_text("utf-8"))
-        for path in ENGINE.rglob("*.py")
-        if path.parent != ENGINE / "_compat" and path.name != "surface.py"  # whose table is of such names
-    }
+    files = [path for path in ENGINE.rglob("*.py") if path.parent != ENGINE / "_compat"]
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in files}
     own = OF_PYTHON | OF_TRITON.union(*map(names_of, trees.values()))
     assert {str(path.relative_to(ENGINE)): names for path, tree in trees.items() if (names := spelled(tree, own))} == {}
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "seen"),
     [
-        "import torch._dynamo",
-        "from torch.utils import _pytree",
-        "from torch._ops import OpOverload",
-        "torch.cuda._lazy_init()",
-        "func._schema",
-        "storage._cdata",
-        'sys.modules.get("torch._dynamo")',
-        'getattr(options, "_timeout", None)',
+        ("import torch._dynamo", True),
+        ("from torch.utils import _pytree", True),
+        ("from torch._ops import OpOverload", True),
+        ("torch.cuda._lazy_init()", True),
+        ("func._schema", True),
+        ("storage._cdata", True),
+        ('sys.modules.get("torch._dynamo")', True),
+        ('getattr(options, "_timeout", None)', True),
+        ("import torch", False),
+        ("self._own", False),
+        ("torch.ops.aten._to_copy", False),
+        ("sys._getframe()", False),
+        ("f'see torch._C.x'", False),
     ],
 )
-def test_the_guard_sees_a_private_name(line):
-    assert spelled(ast.parse(line), {"_own"})
-
-
-def test_the_guard_lets_pass_what_is_public_or_ours():
-    for line in ("import torch", "self._own", "torch.ops.aten._to_copy", "sys._getframe()", "f'see torch._C.x'"):
-        assert spelled(ast.parse(line), {"_own", *OF_PYTHON}) == []
+def test_what_the_guard_sees(line, seen):
+    assert bool(spelled(ast.parse(line), {"_own", *OF_PYTHON})) is seen

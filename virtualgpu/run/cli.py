@@ -205,7 +205,7 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
     Threads that wait for others sleep: by default OpenMP's turn in circles meanwhile, for as long as a processor's whole share of time
     where ranks, or a neighbour, want it as well (on two shared cores a small GPT took 12 to 15 times as long). Their number stays what it
-    is, so that no sum changes. Triton's kernels are interpreted, which needs NumPy (torch_api/triton.py): there is no driver to compile for.
+    is, so that no sum changes. Triton's kernels are interpreted, which needs NumPy (torch_api/hooks.py): there is no driver to compile for.
     """
     names = {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
     if importlib.util.find_spec("numpy") is not None:

@@ -16,9 +16,9 @@ from virtualgpu.torch_api.patches import Patches
 
 # In this order: memory and random numbers before the driver that uses them; what is refused after all that answers
 PATCH_MODULES = """
-    torch_api.memory torch_api.random torch_api.beside_real torch_api.streams torch_api.cuda torch_api.tensor torch_api.construct
-    torch_api.fft torch_api.recurrent torch_api.storage torch_api.files torch_api.processes torch_api.data_parallel torch_api.host_time
-    distributed.process_group torch_api.autocast torch_api.hooks torch_api.triton torch_api.utilization torch_api.nvml torch_api.surface"""
+    torch_api.memory torch_api.random torch_api.cuda torch_api.streams torch_api.tensor torch_api.construct
+    torch_api.functions torch_api.storage torch_api.files torch_api.processes torch_api.data_parallel torch_api.host_time
+    distributed.process_group torch_api.autocast torch_api.hooks torch_api.nvml torch_api.surface"""
 MODULES = [importlib.import_module(f"virtualgpu.{name}") for name in PATCH_MODULES.split()]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from virtualgpu import _compat
-from virtualgpu.engine import attention, cuda_only_ops
+from virtualgpu.engine import attention
 from virtualgpu.engine.attention import CUDNN, EFFICIENT, FLASH, MATH, Params
 from virtualgpu.engine.half_precision import HALVES
 from virtualgpu.engine.machine import Machine
@@ -23,7 +23,7 @@ from virtualgpu.torch_api.patches import Patches
 # element, and it would not add a bias to the scores in place. The numbers are the same.
 
 
-def is_taken(params: Params) -> bool:
+def is_plain_attention(params: Params) -> bool:
     """Are these tensors plain (C++ takes other operations for others), and nothing that it refuses?"""
     query, key, value, bias, _, causal, grouped = params
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
@@ -33,7 +33,7 @@ def is_taken(params: Params) -> bool:
     return all(map(is_plain, tensors)) and not refused
 
 
-def attend(params: Params, scale: float | None) -> Tensor:
+def plain_attention(params: Params, scale: float | None) -> Tensor:
     """The output, in the query's type. attn_mask: what is added to the scores.
 
     Halves are computed in single precision, unless torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp says otherwise.
@@ -54,12 +54,12 @@ def attend(params: Params, scale: float | None) -> Tensor:
     scores = torch.matmul(query, key.transpose(-2, -1) * root)
     if bias is not None:
         scores.add_(bias)
-    shares = _compat.safe_softmax(scores, -1)
+    weights = _compat.safe_softmax(scores, -1)
     del scores
     if dropout:
-        shares = torch.dropout(shares, dropout, True)
-    returned = shares.to(dtype)  # its other result, which is there as long as the function runs
-    out = torch.matmul(shares, value).to(dtype)
+        weights = torch.dropout(weights, dropout, True)
+    returned = weights.to(dtype)  # its other result, which is there as long as the function runs
+    out = torch.matmul(weights, value).to(dtype)
     del returned
     return out
 
@@ -96,13 +96,11 @@ CHECKS = {
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace scaled_dot_product_attention, what says which kernel it takes, dropout and RMS norm."""
+    """Replace scaled_dot_product_attention, and what says which kernel it takes."""
     patches.stand_in_builtin((nn.functional, _compat.NN), ATTENTION, _attention, machine)
     for backend, name in CHECKS.items():
         patches.add(_compat.C, name, _check(backend))
     patches.stand_in(torch, "_fused_sdp_choice", _choice, machine)
-    patches.stand_in_builtin((torch, _compat.VF), "dropout", _dropout, machine)
-    patches.stand_in_builtin((torch,), "rms_norm", _rms_norm, machine)
 
 
 def _attention(
@@ -134,13 +132,13 @@ def _attention(
     with autocast.cast(ATTENTION, tensors) as (query, key, value, attn_mask):
         _check_inputs(query, key, value, attn_mask)
         # [heads, length, size]: a batch of one
-        one = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
-        if one:
+        unbatched = query.dim() == key.dim() == value.dim() == 3 and _adds_batch(original)
+        if unbatched:
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
         params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         backend = attention.choose(params, gpu_of(query).spec)
         out = KERNELS[backend](params, scale)
-        return out.squeeze(0) if one else out
+        return out.squeeze(0) if unbatched else out
 
 
 @functools.cache
@@ -210,8 +208,8 @@ def _math(params: Params, scale: float | None):
         )
     mask = None if mask is None else as_bias(mask, q.dtype)
     params = params._replace(attn_mask=mask)
-    if is_taken(params):
-        return attend(params, scale)
+    if is_plain_attention(params):
+        return plain_attention(params, scale)
     kernel = torch.ops.aten._scaled_dot_product_attention_math.default
     return kernel(q, k, v, mask, dropout, causal, None, scale=scale, enable_gqa=grouped)[0]
 
@@ -251,23 +249,3 @@ def _choice(
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     return attention.choose(params, gpu.spec).value
-
-
-def _dropout(machine: Machine, original, input, p, train):
-    """One kernel, which keeps a mask of one byte an element (is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp);
-    the CPU would keep one of the input's type. The numbers are the same."""
-    fused = is_plain(input) and not machine.local.bypass and train and 0 < p < 1
-    if not fused or input.is_nested or gpu_of(input) is None or not input.numel():
-        return original(input, p, train)
-    return torch.native_dropout(input, p, train)[0]
-
-
-def _rms_norm(machine: Machine, original, input, normalized_shape, weight=None, eps=None):
-    """One kernel, where a GPU has one."""
-    if machine.local.bypass or not cuda_only_ops.is_fused(input, weight):
-        return original(input, normalized_shape, weight, eps)
-    shape = list(normalized_shape)
-    if list(input.shape[-len(shape) :]) != shape or not shape or (weight is not None and list(weight.shape) != shape):
-        return original(input, normalized_shape, weight, eps)  # which says so
-    with autocast.cast("rms_norm", (input, weight)) as (input, weight):
-        return torch.ops.aten._fused_rms_norm.default(input, shape, weight, eps)[0]

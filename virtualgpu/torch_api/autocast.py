@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -13,62 +15,12 @@ from virtualgpu.engine.machine import Machine, gpu_of
 from virtualgpu.engine.rnn import on_cudnn
 from virtualgpu.torch_api.patches import Patches
 
-# -- Which operation autocast("cuda") casts to what: the names of CUDA's lists, as ATen has them ("pow.Tensor_Scalar").
-#
-# Source: torch/include/ATen/autocast_mode.h and what PyTorch registers for the dispatch key AutocastCUDA, versions 2.11 to 2.15;
-# each list is the union over these versions (named dimensions went after 2.11, rms_norm and linalg_matrix_sqrth came later).
-# What the installed PyTorch does not register for AutocastCUDA is left out where the lists are used; a test compares them with it.
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-# Each floating-point tensor (not float64) becomes the dtype of autocast
-LOWER_PRECISION_FP = _names(
-    """
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
-    chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution cudnn_convolution_transpose
-    """
+# Which operation is cast to what, by the names that ATen has: CUDA's lists
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+LOWER_PRECISION_FP, FP32, FP32_SET_OPT_DTYPE, PROMOTE, BANNED = (
+    tuple(LISTS[name].split()) for name in ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE", "BANNED")
 )
-
-# Each floating-point tensor (not float64) becomes float32
-FP32 = _names(
-    """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
-    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
-    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
-    multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
-    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa linalg_matrix_sqrth
-    """
-)
-
-# Tensors stay; the result becomes float32 by the argument dtype, unless the caller gave one
-FP32_SET_OPT_DTYPE = _names(
-    """
-    prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod
-    cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
-    sum.dim_IntList sum.dim_DimnameList
-    """
-)
-
-# Likewise, by the overload that has a dtype
-FP32_APPEND_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
-}
-
-# All tensors become float32 if one of them is
-PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
-
-# Refused: what sigmoid gives in float16 is too coarse for the logarithm of this loss
-BANNED = ("binary_cross_entropy",)
+FP32_APPEND_DTYPE: dict[str, str] = LISTS["FP32_APPEND_DTYPE"]
 
 # cuDNN's recurrent layers have a rule of their own (aten/src/ATen/cudnn/AutocastRNN.cpp): float16, whatever the dtype of
 # autocast. TorchScript calls these operations, which would have called _cudnn_rnn.
@@ -81,8 +33,8 @@ FLASH_ON_CPU = ("_scaled_dot_product_flash_attention_for_cpu",)
 
 # -- What CUDA's autocast does to the arguments of each operation, on tensors of virtual GPUs: the casts, their cache, the rules.
 #
-# A rule takes an operation's (args, kwargs), as the dispatcher hands them to a kernel in Python, and returns them cast. The lists that
-# say which operation has which rule are in autocast_lists.py. Source: aten/src/ATen/autocast_mode.h and .cpp, and cudnn/AutocastRNN.cpp.
+# A rule takes an operation's (args, kwargs), as the dispatcher hands them to a kernel in Python, and returns them cast.
+# Source: aten/src/ATen/autocast_mode.h and .cpp, and cudnn/AutocastRNN.cpp.
 
 
 Rule = Callable[[tuple, dict], tuple[tuple, dict]]
@@ -96,7 +48,7 @@ cache = SimpleNamespace(casts={})
 _rules_lock = threading.RLock()
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Empty the weight cache, for all threads."""
     with _rules_lock:
         cache.casts.clear()
@@ -137,11 +89,11 @@ def _cast_once(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
         return _copy(weight, dtype)
     with _rules_lock:
-        known = cache.casts.get(_compat.address(weight))
-        if known is None:
+        cast = cache.casts.get(_compat.address(weight))
+        if cast is None:
             with torch.enable_grad():  # so its graph keeps the weight, and no other tensor gets that identity meanwhile
-                known = cache.casts[_compat.address(weight)] = _copy(weight, dtype)
-    return known
+                cast = cache.casts[_compat.address(weight)] = _copy(weight, dtype)
+    return cast
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -305,7 +257,7 @@ SETTERS = ("set_autocast_enabled", "set_autocast_cpu_enabled")
 _on = SimpleNamespace(machine=None)  # the virtual GPUs that are on
 _lock = threading.Lock()
 _libraries: list[torch.library.Library] = []  # registrations last as long as these
-_known: set[str] = set()  # operations that have a kernel, and "cuda", "cpu" when all of those have
+_registered: set[str] = set()  # operations that have a kernel, and "cuda", "cpu" when all of those have
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -316,7 +268,7 @@ def install(machine: Machine, patches: Patches) -> None:
         for name in SETTERS:
             if hasattr(owner, name):  # the second is deprecated
                 patches.stand_in(owner, name, _followed, _follow)
-        patches.stand_in(owner, "clear_autocast_cache", _followed, forget)
+        patches.stand_in(owner, "clear_autocast_cache", _followed, clear_cache)
     patches.stand_in(torch.amp.GradScaler, "_maybe_opt_step", _maybe_step, machine)
     _follow()
 
@@ -366,25 +318,25 @@ def _rule(name: str) -> Rule:
 
 def _register(cpu: bool) -> None:
     """Kernels for CUDA's lists when a thread first autocasts, and for the rest of the CPU's when one does so for the CPU."""
-    if "cuda" in _known and (not cpu or "cpu" in _known):
+    if "cuda" in _registered and (not cpu or "cpu" in _registered):
         return
     with _lock:
-        if "cuda" not in _known:
+        if "cuda" not in _registered:
             if not _compat.has_fallback(OURS):
                 _libraries.append(torch.library.Library("_", "IMPL"))
                 _libraries[-1].fallback(torch.library.fallthrough_kernel, KEY)
             _libraries.append(torch.library.Library("aten", "IMPL"))
             for name, (op, target, rule) in rules().items():
                 _libraries[-1].impl(op, _kernel(target, rule(op)), KEY, with_keyset=True)
-                _known.add(name)
-            _known.add("cuda")
-        if cpu and "cpu" not in _known:
-            for name in registered("AutocastCPU") - _known:
+                _registered.add(name)
+            _registered.add("cuda")
+        if cpu and "cpu" not in _registered:
+            for name in registered("AutocastCPU") - _registered:
                 op = operation(name)
                 if op is not None:
                     _libraries[-1].impl(op, _kernel(op, None), KEY, with_keyset=True)
-                    _known.add(name)
-            _known.add("cpu")
+                    _registered.add(name)
+            _registered.add("cpu")
 
 
 def _kernel(op, rule: Rule | None):

@@ -9,9 +9,10 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.engine.frames import warn_at_the_program
 from virtualgpu.engine.machine import GPU, Machine
-from virtualgpu.errors import forked, no_gpus
+from virtualgpu.engine.storage import gpu_of
+from virtualgpu.errors import forked, no_gpus, of_real_gpu
 from virtualgpu.torch_api import nvml, streams
-from virtualgpu.torch_api.patches import Patches
+from virtualgpu.torch_api.patches import Patches, standing_in
 
 # -- cuBLAS's handles and workspaces: the C functions below torch.backends.cuda and torch.cuda.current_blas_handle.
 
@@ -27,10 +28,10 @@ def install_blas(machine: Machine, patches: Patches) -> None:
     if _compat.SETS_WORKSPACES:
         answers |= {
             "_cuda_getCublasWorkspaceSize": lambda: workspaces.size(machine.gpu(None)),
-            "_cuda_setCublasWorkspaceSize": lambda nbytes: workspaces.set_size(checked("cublas", nbytes)),
+            "_cuda_setCublasWorkspaceSize": lambda nbytes: workspaces.set_size(checked_size("cublas", nbytes)),
             "_cuda_resetCublasWorkspaceSize": lambda: workspaces.set_size(None),
             "_cuda_getCublasLtWorkspaceSize": lambda: workspaces.lt_size(machine.gpu(None)),
-            "_cuda_setCublasLtWorkspaceSize": lambda nbytes: workspaces.set_lt_size(checked("cublaslt", nbytes)),
+            "_cuda_setCublasLtWorkspaceSize": lambda nbytes: workspaces.set_lt_size(checked_size("cublaslt", nbytes)),
             "_cuda_resetCublasLtWorkspaceSize": lambda: workspaces.set_lt_size(None),
             "_cuda_getCurrentSolverHandle": lambda: 0,
         }
@@ -57,7 +58,7 @@ class Blas:
         self.workspaces.prefer(_compat.preferred_blas())
 
 
-def checked(library: str, nbytes: int) -> int:
+def checked_size(library: str, nbytes: int) -> int:
     """The size of a workspace. Raises RuntimeError for what is none."""
     if not isinstance(nbytes, int):
         raise RuntimeError(f"set {library} workspace size expects an int, but got {type(nbytes).__name__}")
@@ -342,7 +343,54 @@ class _Nvtx:
         return lambda *args, **kwargs: 0
 
 
+# -- Where real GPUs work as well, C++ would ask their driver: what of that is refused while virtual ones are on.
+#
+# Real GPUs are hidden, not gone: `engine.dispatch.DispatchBesideReal` has tensors that lie on one, `torch_api.construct` what C++ makes
+# with a device of its own. A process that never wants them back hides them from C++ as well (`_compat.hide_real_gpus`).
+
+
+def install_beside_real(machine: Machine, patches: Patches) -> None:
+    """Replace what events of before do with streams, what makes a fake tensor, and what tells CuPy, Numba and their kind an address."""
+    if not machine.real_gpus:
+        return
+    for name in ("record", "wait"):
+        patches.replace(torch.cuda.Event, name, _refuse_event)
+    patches.wrap(torch.Tensor, "__cuda_array_interface__", _array_interface)
+    kind = _compat.fake_tensor.FakeTensor
+    patches.replace(kind, "__new__", staticmethod(standing_in(kind.__new__, _fake_tensor, machine.real_gpus)))
+
+
+def _refuse_event(*_, **__):
+    raise of_real_gpu("event")
+
+
+def _array_interface(original: property) -> property:
+    """Without a driver nobody could follow the address; with one, a kernel that does ends the process's use of the real GPU."""
+
+    def interface(tensor):
+        if gpu_of(tensor) is None:
+            return original.__get__(tensor)
+        raise AttributeError(
+            "kernels of other libraries run on a real GPU, and cannot reach the memory of a virtual one: give them tensor.cpu()"
+        )
+
+    return property(interface)
+
+
+def _fake_tensor(real_gpus: int, original, cls, *args, **kwargs):
+    """Of a fake tensor that says cuda, C++ asks the driver for that device, and ends the process where there are fewer."""
+    for value in (*args, *kwargs.values()):
+        device = _compat.Device(value) if isinstance(value, str) else value
+        if isinstance(device, _compat.Device) and device.type == "cuda" and (device.index or 0) >= real_gpus:
+            raise NotImplementedError(
+                f"torch.export and other users of fake tensors find {real_gpus} real GPU{'s' * (real_gpus > 1)} here, and no {device}: "
+                'hide the real by CUDA_VISIBLE_DEVICES="" in front of the program, or run it by python -m virtualgpu'
+            )
+    return original(cls, *args, **kwargs)
+
+
 def install(machine: Machine, patches: Patches) -> None:
-    """All of this file's stand-ins."""
+    """All of this file's stand-ins. Before `streams`, whose events are not those of before."""
+    install_beside_real(machine, patches)
     install_blas(machine, patches)
     install_cuda(machine, patches)

@@ -191,8 +191,8 @@ class Comm:
         if out.shape[dim] != sum(sizes):
             raise RuntimeError(f"Expected out tensor to have {sum(sizes)} at dim {dim}, but got {out.shape[dim]}")
         with torch.no_grad():
-            for tensor, place in zip(tensors, out.split(sizes, dim), strict=True):
-                place.copy_(tensor, non_blocking=True)
+            for tensor, part in zip(tensors, out.split(sizes, dim), strict=True):
+                part.copy_(tensor, non_blocking=True)
         return out
 
 
@@ -225,9 +225,9 @@ def _book(machine: Machine, kind: str, nbytes: int, devices: list[torch.device])
     gpus = [machine.gpus[device.index] for device in devices]
     level = environment.peer_to_peer()
     fabric = slowest([Fabric.of(gpu.spec, None, level).shared_by(len(gpus), len(gpus)) for gpu in gpus])
-    share = max(fabric.blocks / gpu.spec.processors for gpu in gpus)
+    fraction = max(fabric.blocks / gpu.spec.processors for gpu in gpus)
     lasts = seconds(kind, nbytes, len(gpus), fabric)
-    machine.clock.collectives.together([gpu.index for gpu in gpus], lasts, f"{kind} {nbytes / 2**20:.4g} MiB", share)
+    machine.clock.collectives.together([gpu.index for gpu in gpus], lasts, f"{kind} {nbytes / 2**20:.4g} MiB", fraction)
 
 
 def _chunks(tensors, limit: int) -> list[list[int]]:

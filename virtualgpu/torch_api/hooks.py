@@ -1,4 +1,4 @@
-"""torch.compile, optimizers' steps, torch.profiler and modules that move, while virtual GPUs are on."""
+"""torch.compile, optimizers' steps, torch.profiler, modules that move and Triton's kernels, while virtual GPUs are on."""
 
 import functools
 import gzip
@@ -13,11 +13,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.profiler import ProfilerActivity
 
 from virtualgpu import _compat
-from virtualgpu.engine import overrides
-from virtualgpu.engine.machine import Machine
+from virtualgpu.engine import overrides, values
+from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.storage import gpu_of
+from virtualgpu.timing.flops import moved
+from virtualgpu.timing.memory_bound import ORDINARY
 from virtualgpu.timing.trace import chrome_events
-from virtualgpu.torch_api.patches import Patches
+from virtualgpu.torch_api.patches import Patches, when_imported
 
 # -- torch.compile on virtual GPUs: it gives what it gives elsewhere (an OptimizedModule, a function), which then runs eagerly. And flex_attention,
 # which is made to be compiled: what PyTorch's Python code does before its kernels run.
@@ -32,10 +34,10 @@ def install_compiler(machine: Machine, patches: Patches) -> None:
     patches.undo(_compat.import_when_needed())
     patches.stand_in(torch, "compile", _compile, patches, [])
     patches.stand_in(torch, "use_deterministic_algorithms", _be_deterministic, patches, [])
-    patches.stand_in(_compat.flex, "create_fw_bw_graph", _trace, machine)
+    patches.stand_in(_compat.flex, "create_fw_bw_graph", _trace_score_mod, machine)
     for operator in (_compat.flex.flex_attention, _compat.flex.flex_attention_backward):
         if AUTOCAST not in operator.py_kernels:  # stays for the life of the process
-            operator.py_impl(AUTOCAST)(functools.partial(_autocast, operator))
+            operator.py_impl(AUTOCAST)(functools.partial(_autocast_flex_attention, operator))
 
 
 def _compile(patches: Patches, said: list, original, model=None, **options):
@@ -82,7 +84,7 @@ def _be_deterministic(patches: Patches, later: list, original, mode, *, warn_onl
     later.append(mode)
 
 
-def _trace(machine: Machine, original, *args, **kwargs):
+def _trace_score_mod(machine: Machine, original, *args, **kwargs):
     """What the reader does to a score is traced, with fake tensors, to differentiate it.
 
     It is traced where the tensors really are: autograd's C++ would ask the driver about a fake tensor of a GPU.
@@ -98,17 +100,17 @@ def _trace(machine: Machine, original, *args, **kwargs):
     return forward, backward
 
 
-def _autocast(operator, *args):
+def _autocast_flex_attention(operator, *args):
     """The forward pass in autocast's type, as PyTorch's own kernel for CUDA has it."""
     with _compat.without_keys(_compat.KeySet(AUTOCAST)):
         if operator is _compat.flex.flex_attention:
-            args = [*map(_cast, args[:3]), *args[3:]]
+            args = [*map(_autocast, args[:3]), *args[3:]]
         return operator(*args)
 
 
-def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    wide = tensor.dtype is torch.float64
-    return tensor if wide or gpu_of(tensor) is None else tensor.to(torch.get_autocast_dtype("cuda"))
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    is_double = tensor.dtype is torch.float64
+    return tensor if is_double or gpu_of(tensor) is None else tensor.to(torch.get_autocast_dtype("cuda"))
 
 
 # -- An optimizer's step: its operations are an optimizer's, and what it does in Python costs the host.
@@ -143,12 +145,9 @@ def _in_lists(optimizer: Optimizer) -> tuple[int, int]:
         for parameter in group["params"]:
             if parameter.grad is not None and gpu_of(parameter) is not None:
                 parameters += 1
-                counts += not fused and _counts_on_cpu(optimizer.state.get(parameter, {}))
+                count = None if fused else optimizer.state.get(parameter, {}).get("step")
+                counts += isinstance(count, Tensor) and gpu_of(count) is None
     return parameters, counts
-
-
-def _counts_on_cpu(state: dict) -> bool:
-    return isinstance(count := state.get("step"), Tensor) and gpu_of(count) is None
 
 
 # -- torch.profiler on virtual GPUs: the CPU's side is PyTorch's; the GPUs' side is their simulated kernels, in the Chrome trace.
@@ -157,7 +156,7 @@ def _counts_on_cpu(state: dict) -> bool:
 # once, and adds the kernels to what export_chrome_trace writes.
 
 
-WARNING = (
+PROFILER_WARNING = (
     "torch.profiler cannot see virtual GPUs: its tables have the CPU's side. The simulated kernels are in the Chrome trace "
     "(export_chrome_trace), and in virtualgpu.recording()"
 )
@@ -170,13 +169,13 @@ def install_profiler(machine: Machine, patches: Patches) -> None:
         "__init__": profiles.begin,
         "start_trace": profiles.start,
         "stop_trace": profiles.stop,
-        "export_chrome_trace": export,
+        "export_chrome_trace": export_chrome_trace,
     }.items():
         patches.stand_in(_compat.KinetoProfile, name, function)
     patches.stand_in(autograd_profiler.profile, "__init__", profiles.begin_older)
     patches.replace(autograd_profiler.emit_nvtx, "__enter__", lambda self: self)
     patches.replace(autograd_profiler.emit_nvtx, "__exit__", lambda self, *error: False)
-    overrides.register_namespace("profiler", _annotate)
+    overrides.register_namespace("profiler", _annotate_spans)
     patches.stand_in(torch.profiler, "supported_activities", lambda known: known() | {ProfilerActivity.CUDA})
 
 
@@ -189,7 +188,7 @@ class Profiles:
     def _warn(self) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(WARNING, stacklevel=5)
+            warnings.warn(PROFILER_WARNING, stacklevel=5)
 
     def begin(self, original, profile, *args, activities=None, **kwargs):
         """Of CPU and CUDA, the CPU alone is asked of PyTorch."""
@@ -224,15 +223,15 @@ class Profiles:
         original(profile, enabled, use_device=use_device, **kwargs)
 
 
-def export(original, profile, path: str, *args, **kwargs):
+def export_chrome_trace(original, profile, path: str, *args, **kwargs):
     """PyTorch's file, and the simulated kernels."""
     out = original(profile, path, *args, **kwargs)
     if profile._virtual_spans:
-        _add(path, chrome_events(profile._virtual_spans, origin=profile._virtual_start))
+        _add_kernels(path, chrome_events(profile._virtual_spans, origin=profile._virtual_start))
     return out
 
 
-def _annotate(dispatch, func, args, kwargs):
+def _annotate_spans(dispatch, func, args, kwargs):
     """record_function begins or ends: what is launched in between has its name."""
     annotations = dispatch.clock.local.annotations
     if _compat.packet(func).__name__.startswith("_record_function_enter"):
@@ -242,7 +241,7 @@ def _annotate(dispatch, func, args, kwargs):
     return func(*args, **kwargs)
 
 
-def _add(path: str, events: list[dict]) -> None:
+def _add_kernels(path: str, events: list[dict]) -> None:
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path, "rt") as file:
         trace = json.load(file)
@@ -275,12 +274,12 @@ def _apply(machine: Machine, original, module: nn.Module, *args, **kwargs):
     """
     if not machine.dry or machine.local.bypass:
         return original(module, *args, **kwargs)
-    given = _parameters(module)
+    before = _parameters(module)
     out = original(module, *args, **kwargs)
-    for name, moved in _parameters(module).items():
-        parameter = given[name]
-        if moved is not parameter and _compat.is_really_meta(moved) and not _compat.is_really_meta(parameter):
-            torch.utils.swap_tensors(parameter, moved)
+    for name, after in _parameters(module).items():
+        parameter = before[name]
+        if after is not parameter and _compat.is_really_meta(after) and not _compat.is_really_meta(parameter):
+            torch.utils.swap_tensors(parameter, after)
             setattr(module, name, parameter)
     return out
 
@@ -301,9 +300,113 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
+# -- Triton's kernels: interpreted, where TRITON_INTERPRET=1 is set before triton is imported (the runner sets it), and refused in a
+# sentence where they were to be compiled, which needs a driver.
+#
+# Triton's interpreter copies a GPU's tensors to the host and back. Here the numbers are on the host already: it works on them as they are,
+# so no copy is counted, and no memory. A kernel takes the time of moving its tensors once; its FLOPs are not known. In a dry run it does
+# not run, and what is written to its tensors is not known.
+
+TRITON_REFUSED = (
+    "Triton compiles a kernel for a GPU's driver, and virtual GPUs have none: set TRITON_INTERPRET=1 before triton is imported, and its "
+    "kernels are interpreted (python -m virtualgpu sets it, where NumPy is installed)"
+)
+TRITON_WARNING = (
+    "Triton's kernels are interpreted on virtual GPUs (TRITON_INTERPRET=1): their numbers are right, and come slowly; "
+    "their simulated time is that of moving their tensors"
+)
+
+
+def install_triton(machine: Machine, patches: Patches) -> None:
+    """Whenever triton comes, if it does."""
+    when_imported("triton.runtime.interpreter", lambda module: _replace_interpreter(machine, patches, module), patches)
+    when_imported(
+        "triton.runtime.jit", lambda module: patches.stand_in(module.JITFunction, "run", _refuse_to_compile), patches
+    )
+    when_imported(
+        "triton.runtime.autotuner",
+        lambda module: patches.stand_in(module.Autotuner, "_bench", _first_configuration),
+        patches,
+    )
+
+
+def _replace_interpreter(machine: Machine, patches: Patches, interpreter) -> None:
+    executor = interpreter.GridExecutor
+    patches.stand_in(executor, "__call__", _run_kernel, machine, [])
+    patches.stand_in(executor, "_init_args_hst", _arguments_in_place, machine)
+    patches.stand_in(executor, "_restore_args_dev", _no_copies_back, machine)
+
+
+def _run_kernel(machine: Machine, warned: list, original, executor, *args, **kwargs):
+    tensors = _kernel_tensors((*args, *kwargs.values()))
+    gpu = None if machine.local.bypass else _kernel_gpu(machine, args, tensors)
+    if gpu is None:
+        return original(executor, *args, **kwargs)
+    if not warned:
+        warned.append(True)
+        warnings.warn(TRITON_WARNING, stacklevel=3)
+    if machine.dry:
+        values.invalidate(tensors, "a Triton kernel")
+    else:
+        with machine.untracked():
+            original(executor, *args, **kwargs)
+    seconds = gpu.kernels.moving(moved(tensors), ORDINARY)
+    machine.clock.launch(gpu.index, seconds, getattr(executor.fn, "__name__", "triton"))
+
+
+def _arguments_in_place(machine: Machine, original, executor, args, kwargs):
+    return (list(args), dict(kwargs)) if machine.local.bypass else original(executor, args, kwargs)
+
+
+def _no_copies_back(machine: Machine, original, executor, *args):
+    return None if machine.local.bypass else original(executor, *args)
+
+
+def _refuse_to_compile(original, function, *args, **kwargs):
+    if _on_gpu((*args, *kwargs.values())):
+        raise NotImplementedError(TRITON_REFUSED)
+    return original(function, *args, **kwargs)
+
+
+def _first_configuration(original, tuner, *args, config, **meta):
+    """Of a kernel's configurations the first: they give the same numbers, and to measure them takes a driver."""
+    if _on_gpu((*args, *meta.values())):
+        return [0.0, 0.0, 0.0]
+    return original(tuner, *args, config=config, **meta)
+
+
+def _on_gpu(arguments) -> bool:
+    return any(gpu_of(tensor) is not None for tensor in _kernel_tensors(arguments))
+
+
+def _kernel_tensors(arguments) -> list[torch.Tensor]:
+    """Those among a kernel's arguments, also where Triton has wrapped them (a descriptor, another type)."""
+    tensors = []
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple):
+            tensors += _kernel_tensors(value)
+        elif isinstance(base := getattr(value, "base", None), torch.Tensor):
+            tensors.append(base)
+    return tensors
+
+
+def _kernel_gpu(machine: Machine, args, tensors) -> GPU | None:
+    """The GPU of a kernel's tensors; None where all are the CPU's. Raises Triton's ValueError for one that the GPU cannot reach."""
+    gpu = next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
+    if gpu is None:
+        return None
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and gpu_of(value) is None and not value.is_pinned():
+            raise ValueError(f"Pointer argument (at {index}) cannot be accessed from Triton (cpu tensor?)")
+    return machine.own(gpu)
+
+
 def install(machine: Machine, patches: Patches) -> None:
     """All of this file's stand-ins."""
     install_compiler(machine, patches)
     install_optimizers(machine, patches)
     install_profiler(machine, patches)
     install_modules(machine, patches)
+    install_triton(machine, patches)

@@ -15,7 +15,7 @@ from virtualgpu.torch_api.patches import Patches
 
 # -- What a program does on the CPU, outside of PyTorch's work on GPUs: on the simulated clock it takes as long as a processor works on it.
 #
-# It is measured on this machine, once the program has read a stopwatch (python_time.py); before that the clock depends on nothing
+# It is measured on this machine, once the program has read a stopwatch; before that the clock depends on nothing
 # that this machine does. What a processor works on, not what passes: ranks that share two cores here have one each where they would run, and who
 # waits for another rank, a worker or a disk does not work.
 

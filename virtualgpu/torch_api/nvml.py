@@ -1,12 +1,16 @@
-"""NVIDIA's management library (NVML), as nvidia-ml-py's `pynvml` and the copies of it know it, for the virtual GPUs.
+"""How busy virtual GPUs are and what they hold: one source of figures for NVIDIA's management library (NVML), for what torch.cuda and GPUtil
+tell of it, and for `monitor`.
 
-`pynvml` finds each C function by name in the driver's library. Here a `Library` stands in that library's place, so that all of
-pynvml's own Python (structures, versions, errors) runs unchanged, and so does what is built on it (nvitop, Ray, PyTorch's
-`torch.cuda.utilization`). What a virtual GPU does not have (temperature, power, fans, ...) answers NVML_ERROR_NOT_SUPPORTED.
+`pynvml` (nvidia-ml-py, and the copies of it) finds each C function by name in the driver's library. Here a `Library` stands in that
+library's place, so that all of pynvml's own Python (structures, versions, errors) runs unchanged, and so does what is built on it
+(nvitop, Ray). What a virtual GPU does not have (temperature, power, fans, ...) answers NVML_ERROR_NOT_SUPPORTED.
 
-Memory counts as `nvidia-smi` counts it: the contexts and the segments of all processes. Utilization is the share of simulated
-time in which kernels ran since this process last asked; a kernel reads or writes memory for as long as it lasts, so the
-figure for memory is the same.
+Memory counts as `nvidia-smi` counts it: the contexts and the segments of all processes. Utilization is the fraction of simulated time in
+which kernels ran since the same one last asked; a kernel reads or writes memory for as long as it lasts, so the figure for memory is the
+same. A virtual GPU runs at the highest clock of its data sheet, and draws its power limit for as long as it works, nothing in between: a
+bound for energy.
+
+The runner's programs come here without PyTorch.
 """
 
 import ctypes
@@ -15,13 +19,17 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from virtualgpu import environment
+from virtualgpu.hardware.units import MIB
 from virtualgpu.memory.ledger import PLAYED_PID, Board, share
 
 if TYPE_CHECKING:
-    from virtualgpu.engine.machine import Machine
+    from virtualgpu.engine.machine import GPU, Machine
+    from virtualgpu.timing.clock import Clock
     from virtualgpu.torch_api.patches import Patches
 
 # nvml.h, nvmlReturn_t
@@ -38,22 +46,56 @@ WORDS = {
 DRIVER, CUDA = "580.65.06", 13000
 
 
-def of_the_runner() -> "Library":
-    """The library for a process that the runner's program started: it sees what every process holds."""
-    return Library(Board(environment.settings()))
-
-
 def install(machine: "Machine", patches: "Patches") -> None:
-    """Let each pynvml that is imported already ask this machine, unless the runner's hook was there before."""
+    """Replace functions of torch.cuda and, once somebody imports it, GPUtil's list (it brings setuptools along); let each pynvml that is
+    imported already ask this machine, unless the runner's hook was there before."""
+    import torch
+
+    from virtualgpu.torch_api.patches import when_imported
+
+    figures = CudaFigures(machine)
+    for name in ("utilization", "memory_usage", "clock_rate", "power_draw"):
+        patches.replace(torch.cuda, name, getattr(figures, name))
+    when_imported("GPUtil", functools.partial(_replace_list, figures, patches), patches)
     for name, module in list(sys.modules.items()):
-        if name.rpartition(".")[2] not in ("pynvml", "nvml", "py3nvml") or "_nvmlGetFunctionPointer" not in vars(
-            module
-        ):
-            continue
-        if vars(module).get("nvmlLib") is None or isinstance(module.nvmlLib, ctypes.CDLL):
+        known = name.rpartition(".")[2] in ("pynvml", "nvml", "py3nvml") and "_nvmlGetFunctionPointer" in vars(module)
+        if known and (vars(module).get("nvmlLib") is None or isinstance(module.nvmlLib, ctypes.CDLL)):
             patches.replace(module, "nvmlLib", Library(_OfMachine(machine)))
             if "_nvmlGetFunctionPointer_cache" in vars(module):
                 patches.replace(module, "_nvmlGetFunctionPointer_cache", {})
+
+
+# -- the figures
+
+
+class SinceAsked:
+    """The fraction of simulated time in which a GPU was busy since the same one last asked (at first: since time 0), 0 to 1.
+
+    busy: of a GPU's index, the seconds in which it was busy up to now, and now."""
+
+    def __init__(self, busy: Callable[[int], tuple[float, float]]):
+        self._busy = busy
+        self._asked: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def fraction(self, gpu: int, asker: str = "") -> float:
+        """Of work already queued."""
+        now = self._busy(gpu)
+        before = self._asked.get((gpu, asker), (0.0, 0.0))
+        self._asked[gpu, asker] = now
+        return share(now, before)
+
+
+class Utilization:
+    """How busy GPUs were since somebody last read it. NCCL's kernels count, as in nvidia-smi, also while they wait for other ranks; computing is
+    what other kernels do. Work counts from when it is queued, also where the GPU comes to it later."""
+
+    def __init__(self, clock: "Clock"):
+        self._busy = SinceAsked(lambda gpu: (clock.busy[gpu], clock.latest()))
+        self._computing = SinceAsked(lambda gpu: (clock.computing[gpu], clock.latest()))
+
+    def read(self, gpu: int) -> tuple[float, float]:
+        """The fractions of time in which the GPU was busy, and computing."""
+        return self._busy.fraction(gpu), self._computing.fraction(gpu)
 
 
 class _OfMachine:
@@ -75,13 +117,74 @@ class _OfMachine:
         return clock.busy[gpu], clock.latest()
 
 
+# -- what torch.cuda and GPUtil tell
+
+
+class CudaFigures:
+    """The functions of torch.cuda. They raise ValueError for the CPU."""
+
+    def __init__(self, machine: "Machine"):
+        self.machine = machine
+        self.busy = SinceAsked(_OfMachine(machine).busy)
+
+    def _gpu(self, device) -> "GPU":
+        gpu = self.machine.gpu(device)
+        if gpu is None:
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        return gpu
+
+    def utilization(self, device=None) -> int:
+        """Percent of time in which kernels ran."""
+        return round(100 * self.busy.fraction(self._gpu(device).index, "utilization"))
+
+    def memory_usage(self, device=None) -> int:
+        """Percent of time in which memory was read or written: a kernel does so for as long as it lasts."""
+        return round(100 * self.busy.fraction(self._gpu(device).index, "memory_usage"))
+
+    def clock_rate(self, device=None) -> int:
+        """MHz."""
+        return self._gpu(device).spec.clock_rate // 1000
+
+    def power_draw(self, device=None) -> int:
+        """Milliwatts. Raises NotImplementedError for a card that does not say its limit."""
+        gpu = self._gpu(device)
+        if gpu.spec.power is None:
+            raise NotImplementedError(
+                f"{gpu.spec.name}, virtual, does not say its power limit: give `power` in a card of your own"
+            )
+        return round(1000 * gpu.spec.power * self.busy.fraction(gpu.index, "power_draw"))
+
+    def rows(self, kind: type) -> list:
+        """GPUtil's objects, as nvidia-smi lists them: memory in MiB, reserved and context counted as used."""
+        rows = []
+        for gpu in self.machine.gpus:
+            memory, uuid = gpu.settled(), environment.uuid(gpu.physical)
+            total, free = float(memory.capacity // MIB), float(memory.free_on_gpu // MIB)
+            known = total, total - free, free, DRIVER, gpu.spec.name, "", "Disabled", "Disabled", float("nan")
+            rows.append(kind(gpu.physical, uuid, self.busy.fraction(gpu.index, "GPUtil"), *known))
+        return rows
+
+
+def _replace_list(figures: CudaFigures, patches: "Patches", package: ModuleType) -> None:
+    for owner in (package, package.GPUtil):
+        patches.replace(owner, "getGPUs", lambda: figures.rows(package.GPU))
+
+
+# -- what NVML tells
+
+
+def of_the_runner() -> "Library":
+    """The library for a process that the runner's program started: it sees what every process holds."""
+    return Library(Board(environment.settings()))
+
+
 class Library:
     """Where `pynvml` expects a ctypes.CDLL: its attributes are NVML's C functions. `board`: a `ledger.Board`, or alike."""
 
     def __init__(self, board: Any):
         self._board = board
         self._users = 0  # nvmlInit less nvmlShutdown
-        self._asked: dict[int, tuple[float, float]] = {}
+        self._busy = SinceAsked(board.busy)
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str):
@@ -115,11 +218,8 @@ class Library:
             return answer(self._board, gpu, *arguments[1:])
 
     def _utilization(self, gpu: int, rates) -> int:
-        now = self._board.busy(gpu)
-        busy = share(now, self._asked.get(gpu, (0.0, 0.0)))
-        self._asked[gpu] = now
         rates = _target(rates)
-        rates.gpu = rates.memory = round(100 * busy)
+        rates.gpu = rates.memory = round(100 * self._busy.fraction(gpu))
         return SUCCESS
 
 
@@ -186,11 +286,11 @@ def _processes(board, gpu: int, count, infos) -> int:
     if infos is None or room < len(processes):
         return INSUFFICIENT_SIZE
     none = 0xFFFFFFFF  # nvml.h: "value is not available" for instance ids without MIG
-    for place, (pid, used) in zip(infos, processes, strict=False):
-        place.pid, place.usedGpuMemory = pid, used
+    for info, (pid, used) in zip(infos, processes, strict=False):
+        info.pid, info.usedGpuMemory = pid, used
         for name in ("gpuInstanceId", "computeInstanceId"):
-            if hasattr(place, name):
-                setattr(place, name, none)
+            if hasattr(info, name):
+                setattr(info, name, none)
     return SUCCESS
 
 

@@ -18,14 +18,14 @@ from virtualgpu.torch_api.patches import Patches, standing_in
 from virtualgpu.torch_api.storage import refuse_to_share
 
 # -- Tensors of the CPU that a dry run sends to another process, by a queue or from a loader's worker: a small one with its numbers, as
-# far as they are known, any other as a shape. There they are what came from there: `saving`. A GPU's tensor is refused.
+# far as they are known, any other as a shape. A GPU's tensor is refused.
 
 
 def install_sending(machine: Machine, patches: Patches) -> None:
     """Replace what pickles tensors for other processes, and what puts them into memory that several processes see."""
-    replaced = standing_in(reduce_tensor, _reduce, machine)
+    reduce = standing_in(reduce_tensor, _reduce, machine)
     for kind in KINDS:
-        ForkingPickler.register(kind, replaced)
+        ForkingPickler.register(kind, reduce)
     patches.undo(lambda: [ForkingPickler.register(kind, reduce_tensor) for kind in KINDS])
     patches.stand_in(torch.UntypedStorage, "share_memory_", _share)
     patches.wrap(torch.UntypedStorage, "_new_shared", lambda original: staticmethod(standing_in(original, _new_shared)))
@@ -76,10 +76,10 @@ def _untracked(machine: Machine, original, storage, *args, **kwargs):
 
 def install_loader(machine: Machine, patches: Patches) -> None:
     """Replace what a worker does from its beginning to its end."""
-    patches.stand_in(_compat.loader_workers(), _compat.WORKER_LOOP, work, machine)
+    patches.stand_in(_compat.loader_workers(), _compat.WORKER_LOOP, run_loader_worker, machine)
 
 
-def work(machine: Machine, original, *args):
+def run_loader_worker(machine: Machine, original, *args):
     """The process is a worker's."""
     machine.be_dry(False)
     with dry_runs.set_here(None):
@@ -96,15 +96,15 @@ def work(machine: Machine, original, *args):
 
 def install_threads(machine: Machine, patches: Patches) -> None:
     """Replace Thread.start and Thread.join, and what a worker of concurrent.futures runs."""
-    work = concurrent.futures.thread._WorkItem
-    patches.stand_in_everywhere(sys.modules[parallel_apply.__module__], "parallel_apply", apply, machine)
-    patches.stand_in(threading.Thread, "start", start, machine)
-    patches.stand_in(threading.Thread, "join", join, machine)
-    patches.stand_in(work, "__init__", submit)
-    patches.stand_in(work, "run", run, machine)  # a pool's worker that was there before
+    item = concurrent.futures.thread._WorkItem
+    patches.stand_in_everywhere(sys.modules[parallel_apply.__module__], "parallel_apply", apply_in_parallel, machine)
+    patches.stand_in(threading.Thread, "start", start_thread, machine)
+    patches.stand_in(threading.Thread, "join", join_thread, machine)
+    patches.stand_in(item, "__init__", submit_to_pool)
+    patches.stand_in(item, "run", run_in_pool, machine)  # a pool's worker that was there before
 
 
-def start(machine: Machine, original, thread) -> None:
+def start_thread(machine: Machine, original, thread) -> None:
     """The thread sees the virtual GPUs from its first line on."""
     begin, now, dry = thread.run, machine.clock.host, dry_runs.here
     replicas = machine.local.replicas
@@ -125,26 +125,26 @@ def start(machine: Machine, original, thread) -> None:
     original(thread)
 
 
-def apply(machine: Machine, original, modules, *args, **kwargs):
+def apply_in_parallel(machine: Machine, original, modules, *args, **kwargs):
     """nn.DataParallel's: the threads that it starts do the same at the same time."""
     with machine.local.replicating(len(modules)):
         return original(modules, *args, **kwargs)
 
 
-def join(machine: Machine, original, thread, timeout=None) -> None:
+def join_thread(machine: Machine, original, thread, timeout=None) -> None:
     """Who joins a thread has waited for its simulated time."""
     original(thread, timeout)
     if not thread.is_alive() and hasattr(thread, "_virtual_now"):
         machine.clock.inherit(thread._virtual_now)
 
 
-def submit(original, item, *args, **kwargs) -> None:
+def submit_to_pool(original, item, *args, **kwargs) -> None:
     """What a dry run submits is in that dry run."""
     original(item, *args, **kwargs)
     item._virtual_dry = dry_runs.here
 
 
-def run(machine: Machine, original, item):
+def run_in_pool(machine: Machine, original, item):
     """A worker that is older than the virtual GPUs sees them meanwhile."""
     older = machine.local.seen is not machine and not machine.closed
     if older:

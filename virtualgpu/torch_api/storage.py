@@ -66,13 +66,13 @@ class Storages:
         if target is source:
             return storage
         with machine.untracked():
-            made = meta_storage(storage) if machine.dry and target else self.copy(storage)
-        machine.place_storage(made, target)
+            out = meta_storage(storage) if machine.dry and target else self.copy(storage)
+        machine.place_storage(out, target)
         if target is None and non_blocking:
-            setattr(made, PINNED, True)
-        pinned = getattr(storage, PINNED, False) or getattr(made, PINNED, False)
+            setattr(out, PINNED, True)
+        pinned = getattr(storage, PINNED, False) or getattr(out, PINNED, False)
         machine.charge_copy(source, target, storage.nbytes(), non_blocking, pinned)
-        return made
+        return out
 
     def cuda(self, storage, device=None, non_blocking: bool = False):
         """UntypedStorage.cuda; without a device, on the current GPU."""

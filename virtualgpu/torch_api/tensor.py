@@ -339,7 +339,7 @@ METHODS += ["__array__", "__repr__", "__deepcopy__", "__reduce_ex__"]
 
 
 def install(machine: Machine, patches: Patches) -> None:
-    """Replace Tensor's methods, and the kernels of `fused`."""
+    """Replace Tensor's methods, and attention."""
     TensorPatches(machine, patches).install()
     attention.install(machine, patches)
 
@@ -422,12 +422,12 @@ class TensorPatches(Moves, Reads):
 
     def __reduce_ex__(self, original, tensor, proto):
         """A shape of a dry run takes the numbers along that are known of it: other ranks are given it in a Python object."""
-        made = original(tensor, proto)
+        out = original(tensor, proto)
         if not _compat.is_really_meta(tensor):
-            return made
+            return out
         with self.machine.untracked():
             numbers = values.known_of(tensor)
-        return made if numbers is None else (values.rebuilt, (*made, numbers))
+        return out if numbers is None else (values.rebuilt, (*out, numbers))
 
     def pin_memory(self, original, tensor, device=None):
         """Tensor.pin_memory: a copy, unless it is pinned. Raises RuntimeError for a tensor on a GPU, and where there is no GPU."""
@@ -455,10 +455,10 @@ class TensorPatches(Moves, Reads):
         if device is not None:
             gpu = self.machine.gpu(device)
         with self.machine.untracked():
-            made = original(tensor, *args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor) and storage_of(made) is storage_of(args[0]):
-            return made
-        return self.machine.place(made, gpu)
+            out = original(tensor, *args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor) and storage_of(out) is storage_of(args[0]):
+            return out
+        return self.machine.place(out, gpu)
 
     def new_tensor(self, original, tensor, data, *, dtype=None, device=None, requires_grad=False, **kwargs):
         """No operation of its own tells dispatch where x is."""
@@ -467,8 +467,8 @@ class TensorPatches(Moves, Reads):
             options = {"dtype": dtype or tensor.dtype, "requires_grad": requires_grad, **kwargs}
             return torch.tensor(data, device=where, **options)
         with self.machine.untracked():
-            made = original(tensor, data, dtype=dtype, **kwargs)
-        return made.to(where).requires_grad_(requires_grad)
+            out = original(tensor, data, dtype=dtype, **kwargs)
+        return out.to(where).requires_grad_(requires_grad)
 
     def _wrap_method(self, name: str):
         """A method of Tensor that calls the one here, with PyTorch's as its first argument."""
@@ -482,8 +482,8 @@ class TensorPatches(Moves, Reads):
             try:
                 if type(tensor) not in PLAIN_TYPES and name in MOVES and isinstance(tensor, UninitializedTensorMixin):
                     with _compat.without_function_subclasses():  # a lazy module's: it lets through what it knows alone
-                        made = function(original, tensor.as_subclass(torch.Tensor), *args, **kwargs)
-                        return made.as_subclass(type(tensor))
+                        out = function(original, tensor.as_subclass(torch.Tensor), *args, **kwargs)
+                        return out.as_subclass(type(tensor))
                 return function(original, tensor, *args, **kwargs)
             except RuntimeError as error:
                 frames = foreign(error.__traceback__)

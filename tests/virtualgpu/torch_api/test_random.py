@@ -9,37 +9,45 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import virtualgpu
 
 ZERO, ONE, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
-LARGE = 50_000  # so many that a kernel lets other threads go on
-WITHOUT_GENERATOR = {  # PyTorch gives these none
-    "rand": lambda device: torch.rand(LARGE, device=device),
-    "randint": lambda device: torch.randint(0, 99, (LARGE,), device=device),
-    "rand_like": lambda device: torch.rand_like(torch.ones(LARGE, device=device)),
-    "dropout": lambda device: F.dropout(torch.ones(LARGE, device=device)),
-}
 
 DRAWS = {
-    "rand": lambda device: torch.rand(8, device=device),
-    "randn": lambda device: torch.randn(8, device=device),
-    "normal": lambda device: torch.normal(0.0, 1.0, (8,), device=device),
-    "randint": lambda device: torch.randint(0, 99, (8,), device=device),
-    "randperm": lambda device: torch.randperm(8, device=device),
-    "dropout": lambda device: F.dropout(torch.ones(8, device=device)),
-    "bernoulli": lambda device: torch.bernoulli(torch.full((8,), 0.5, device=device)),
-    "multinomial": lambda device: torch.multinomial(torch.ones(8, device=device), 4),
-    "uniform_": lambda device: torch.empty(8, device=device).uniform_(),
-    "exponential_": lambda device: torch.empty(8, device=device).exponential_(),
-    "rrelu": lambda device: F.rrelu(-torch.ones(8, device=device), training=True),
-    "poisson": lambda device: torch.poisson(torch.ones(8, device=device)),
-    "rand_like": lambda device: torch.rand_like(torch.ones(8, device=device)),
-    "fractional": lambda device: F.fractional_max_pool2d(
+    "rand": lambda device, n: torch.rand(n, device=device),
+    "randint": lambda device, n: torch.randint(0, 99, (n,), device=device),
+    "rand_like": lambda device, n: torch.rand_like(torch.ones(n, device=device)),
+    "dropout": lambda device, n: F.dropout(torch.ones(n, device=device)),
+    "randn": lambda device, n: torch.randn(n, device=device),
+    "normal": lambda device, n: torch.normal(0.0, 1.0, (n,), device=device),
+    "randperm": lambda device, n: torch.randperm(n, device=device),
+    "bernoulli": lambda device, n: torch.bernoulli(torch.full((n,), 0.5, device=device)),
+    "multinomial": lambda device, n: torch.multinomial(torch.ones(n, device=device), 4),
+    "uniform_": lambda device, n: torch.empty(n, device=device).uniform_(),
+    "exponential_": lambda device, n: torch.empty(n, device=device).exponential_(),
+    "rrelu": lambda device, n: F.rrelu(-torch.ones(n, device=device), training=True),
+    "poisson": lambda device, n: torch.poisson(torch.ones(n, device=device)),
+    "fractional": lambda device, n: F.fractional_max_pool2d(
         torch.arange(64.0, device=device).view(1, 1, 8, 8), 2, output_size=3
     ),
-    "gumbel": lambda device: F.gumbel_softmax(torch.ones(8, device=device)),
+    "gumbel": lambda device, n: F.gumbel_softmax(torch.ones(n, device=device)),
 }
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_drawing_on_a_gpu_leaves_the_others_alone(gpus, draw):
+    torch.manual_seed(3)
+    expected, state = draw(CPU, 8), torch.get_rng_state()
+    torch.manual_seed(3)
+    states = [torch.get_rng_state(), torch.cuda.get_rng_state(0)]
+    found = draw(ONE, 8)
+    assert found.device == ONE and torch.equal(found.cpu(), expected)  # one seed, one set of numbers
+    assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(torch.cuda.get_rng_state(0), states[1])
+    assert torch.equal(torch.cuda.get_rng_state(1)[:-16], state)
+    draw(CPU, 8)
+    assert torch.equal(torch.cuda.get_rng_state(1)[:-16], state)
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -53,21 +61,15 @@ def test_a_large_number_is_not_a_size(gpus, dry):
         assert torch.cuda.memory_stats()["num_ooms"] == 0
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_drawing_on_a_gpu_leaves_the_others_alone(gpus, draw):
-    torch.manual_seed(3)
-    expected, state = draw(CPU), torch.get_rng_state()
-    torch.manual_seed(3)
-    states = [torch.get_rng_state(), torch.cuda.get_rng_state(0)]
-    found = draw(ONE)
-    assert found.device == ONE and torch.equal(found.cpu(), expected)  # one seed, one set of numbers
-    assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(torch.cuda.get_rng_state(0), states[1])
-    assert torch.equal(torch.cuda.get_rng_state(1)[:-16], state)
-    draw(CPU)
-    assert torch.equal(torch.cuda.get_rng_state(1)[:-16], state)
+# -- seeds, states, generators
 
 
-def test_seeds_of_gpus_and_cpu_are_apart(gpus):
+def test_seeds_of_gpus_and_cpu_are_apart():
+    torch.manual_seed(7)  # before the GPUs are there
+    virtualgpu.gpus(2)
+    seventh = torch.rand(3, device=ONE)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3, device=ONE), seventh)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     torch.cuda.manual_seed(5)
@@ -80,25 +82,20 @@ def test_seeds_of_gpus_and_cpu_are_apart(gpus):
     assert torch.equal(first, torch.rand(3, device=ZERO))
 
 
-def test_a_seed_before_the_first_use_counts():
-    virtualgpu.gpus(2)
-    torch.manual_seed(7)
-    first = torch.rand(3, device=ONE).cpu()
-    virtualgpu.reset()
-    torch.manual_seed(7)  # before the GPUs are there
-    virtualgpu.gpus(2)
-    assert torch.equal(torch.rand(3, device=ONE).cpu(), first)
-
-
-def test_generators_of_ones_own(gpus):
+def test_generators(gpus):
+    assert isinstance(torch.default_generator, torch.Generator) and torch.default_generator.device == CPU
+    assert [generator.device for generator in torch.cuda.default_generators] == [ZERO, ONE]
     generator = torch.Generator(device="cuda:1").manual_seed(11)
-    assert generator.device == ONE and isinstance(generator, torch.Generator)
+    assert generator.device == ONE
+    assert all(isinstance(one, torch.Generator) for one in (*torch.cuda.default_generators, generator))
     state, others = generator.get_state(), torch.cuda.get_rng_state(1)
     first = torch.rand(3, device=ONE, generator=generator)
     generator.set_state(state)
     assert torch.equal(first, torch.rand(3, device=ONE, generator=generator))
     assert torch.equal(torch.cuda.get_rng_state(1), others)
     assert torch.empty(3, device=ONE).normal_(generator=generator).device == ONE
+    virtualgpu.reset()
+    assert isinstance(torch.default_generator, torch.Generator)
 
 
 COPIES = {
@@ -117,15 +114,7 @@ def test_a_copy_of_a_generator_is_of_its_device(gpus, make, device):
         copied = make(generator)
         assert copied is not generator and copied.device == generator.device
         assert copied.initial_seed() == generator.initial_seed()
-        drawn = [torch.rand(3, device=g.device, generator=g) for g in (copied, generator)]
-        assert torch.equal(*drawn)
-
-
-def test_generators_for_cuda_graphs_are_refused(gpus):
-    generator = torch.Generator("cuda")
-    for call in (generator.graphsafe_get_state, lambda: generator.graphsafe_set_state(generator)):
-        with pytest.raises(NotImplementedError, match="CUDA graphs are not modelled"):
-            call()
+        assert torch.equal(*[torch.rand(3, device=g.device, generator=g) for g in (copied, generator)])
 
 
 @pytest.mark.parametrize(("kind", "device"), [("cpu", "cuda:0"), ("cuda", "cpu")])
@@ -143,12 +132,44 @@ def test_a_generator_of_another_device_is_refused(gpus, kind, device):
     assert x.tolist() == [1, 1, 1]
 
 
-def test_default_generators_are_generators(gpus):
-    assert isinstance(torch.default_generator, torch.Generator) and torch.default_generator.device == CPU
-    assert [generator.device for generator in torch.cuda.default_generators] == [ZERO, ONE]
-    assert all(isinstance(generator, torch.Generator) for generator in torch.cuda.default_generators)
-    virtualgpu.reset()
-    assert isinstance(torch.default_generator, torch.Generator)
+@pytest.mark.parametrize("to", ["cpu", "default", "cuda", "cuda_all", "generator", "own"])
+def test_a_state_lies_on_the_cpu_and_is_of_the_same_kind_of_device(gpus, to):
+    """A checkpoint loaded with map_location="cuda" moves states, too."""
+    setters = {
+        "cpu": torch.set_rng_state,
+        "default": torch.random.set_rng_state,
+        "cuda": torch.cuda.set_rng_state,
+        "cuda_all": lambda state: torch.cuda.set_rng_state_all([state]),
+        "generator": torch.Generator("cuda").set_state,
+        "own": torch.Generator().set_state,
+    }
+    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
+    own, other = (on_cpu, on_gpu) if to in ("cpu", "default", "own") else (on_gpu, on_cpu)
+    setters[to](own)
+    with pytest.raises(TypeError, match=r"RNG state must be a torch.ByteTensor"):
+        setters[to](own.cuda())
+    with pytest.raises(RuntimeError, match=r"RNG state is wrong size|Expected a CPUGeneratorImplState of size 5056"):
+        setters[to](other)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda g: g.graphsafe_get_state(), NotImplementedError, "CUDA graphs are not modelled"),
+        (lambda g: g.graphsafe_set_state(g), NotImplementedError, "CUDA graphs are not modelled"),
+        (lambda g: g.get_offset(), NotImplementedError, "get_state"),
+        (lambda g: g.set_offset(4), NotImplementedError, "get_state"),
+        (lambda g: torch.Generator().get_offset(), RuntimeError, "CPU Generator does not use offset"),
+        (
+            lambda g: g.set_state(torch.zeros(16, dtype=torch.uint8)),
+            RuntimeError,
+            r"16 bytes are the seed and the offset of a real GPU's generator.*manual_seed",
+        ),
+    ],
+)
+def test_what_generators_refuse(gpus, call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch.Generator("cuda"))
 
 
 def test_fork_rng_keeps_every_gpu(gpus):
@@ -162,9 +183,10 @@ def test_fork_rng_keeps_every_gpu(gpus):
     assert all(torch.equal(a, b) for a, b in zip(states, torch.cuda.get_rng_state_all(), strict=True))
 
 
-def test_checkpoint_draws_the_same_dropout_again(gpus):
-    from torch.utils.checkpoint import checkpoint
+# -- the same numbers again: in checkpoints, in threads, by operations that take no generator
 
+
+def test_checkpoint_draws_the_same_dropout_again(gpus):
     x = torch.ones(1000, device=ONE, requires_grad=True)
     out = checkpoint(lambda x: F.dropout(x * 1.0), x, use_reentrant=False)
     torch.rand(9, device=ONE)
@@ -184,18 +206,21 @@ def test_dropout_in_threads_is_the_same_in_each_run(gpus):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("draw", WITHOUT_GENERATOR.values(), ids=WITHOUT_GENERATOR)
-def test_two_threads_draw_on_a_gpu_and_on_the_cpu(gpus, draw):
-    """Each the numbers that it would draw alone."""
-    torch.manual_seed(2)
-    expected = [torch.rand(LARGE) for _ in range(100)]
-    torch.manual_seed(2)
-    on_gpu = [draw(ONE).cpu() for _ in range(100)]
+@pytest.mark.parametrize("name", ["rand", "randint", "rand_like", "dropout"])  # PyTorch gives these no generator
+def test_two_threads_draw_on_a_gpu_and_on_the_cpu(gpus, name):
+    """Each the numbers that it would draw alone: so many that a kernel lets other threads go on."""
+    n, times = 50_000, 40
+    expected, on_gpu = [], []
+    for draw, device, numbers in ((DRAWS["rand"], CPU, expected), (DRAWS[name], ONE, on_gpu)):
+        torch.manual_seed(2)
+        numbers += [draw(device, n).cpu() for _ in range(times)]
     torch.manual_seed(2)
     drawn, barrier = [], threading.Barrier(2)
-    other = threading.Thread(target=lambda: drawn.extend(draw(ONE).cpu() for _ in range(100) if barrier.wait() >= 0))
+    other = threading.Thread(
+        target=lambda: drawn.extend(DRAWS[name](ONE, n).cpu() for _ in range(times) if barrier.wait() >= 0)
+    )
     other.start()
-    found = [torch.rand(LARGE) for _ in range(100) if barrier.wait() >= 0]
+    found = [torch.rand(n) for _ in range(times) if barrier.wait() >= 0]
     other.join()
     assert all(map(torch.equal, found, expected)) and all(map(torch.equal, drawn, on_gpu))
 
@@ -234,40 +259,3 @@ def test_native_dropout_is_the_cpus_to_the_last_bit(gpus):
         found = torch.native_dropout(x.to(ONE), p, train)
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one, other.cpu()) and one.stride() == other.stride()
-
-
-def test_how_many_numbers_were_drawn_is_not_told(gpus):
-    generator = torch.Generator("cuda")
-    for call in (generator.get_offset, lambda: generator.set_offset(4)):
-        with pytest.raises(NotImplementedError, match="get_state"):
-            call()
-    with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
-        torch.Generator().get_offset()
-
-
-@pytest.mark.parametrize("to", ["cpu", "default", "cuda", "cuda_all", "generator", "own"])
-def test_a_state_lies_on_the_cpu_and_is_of_the_same_kind_of_device(gpus, to):
-    """A checkpoint loaded with map_location="cuda" moves states, too."""
-    setters = {
-        "cpu": torch.set_rng_state,
-        "default": torch.random.set_rng_state,
-        "cuda": torch.cuda.set_rng_state,
-        "cuda_all": lambda state: torch.cuda.set_rng_state_all([state]),
-        "generator": torch.Generator("cuda").set_state,
-        "own": torch.Generator().set_state,
-    }
-    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
-    own, other = (on_cpu, on_gpu) if to in ("cpu", "default", "own") else (on_gpu, on_cpu)
-    setters[to](own)
-    with pytest.raises(TypeError, match=r"RNG state must be a torch.ByteTensor"):
-        setters[to](own.cuda())
-    with pytest.raises(RuntimeError, match=r"RNG state is wrong size|Expected a CPUGeneratorImplState of size 5056"):
-        setters[to](other)
-
-
-def test_a_real_gpus_state_is_told_what_it_is(gpus):
-    torch.cuda.init()
-    with pytest.raises(
-        RuntimeError, match=r"16 bytes are the seed and the offset of a real GPU's generator.*manual_seed"
-    ):
-        torch.cuda.set_rng_state(torch.zeros(16, dtype=torch.uint8))
