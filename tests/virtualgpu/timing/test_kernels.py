@@ -54,7 +54,9 @@ def product(rows, columns, length, dtype=SINGLE):
     return lambda: a @ b
 
 
-def convolution(size, made, kernel, groups=1, padding=0, dtype=SINGLE, layout=FIRST, gradients=False, stride=1, bias=False):
+def convolution(
+    size, made, kernel, groups=1, padding=0, dtype=SINGLE, layout=FIRST, gradients=False, stride=1, bias=False
+):
     layer = nn.Conv2d(size[1], made, kernel, stride, padding, groups=groups, bias=bias, device="cuda", dtype=dtype)
     x, layer = cuda(*size, dtype=dtype, layout=layout), layer.requires_grad_(False).to(memory_format=layout)
     return backward(lambda: layer(x), x, *layer.parameters()) if gradients else lambda: layer(x)
@@ -101,7 +103,9 @@ def cast(back):
     x = cuda(4096, 4096).requires_grad_()
     gradient = torch.ones_like(x, dtype=BRAIN)
     result = x.to(BRAIN)
-    return partial(torch.autograd.grad, result, x, gradient, retain_graph=True) if back else partial(gradient.to, SINGLE)
+    return (
+        partial(torch.autograd.grad, result, x, gradient, retain_graph=True) if back else partial(gradient.to, SINGLE)
+    )
 
 
 def gradient_of_a_table(rows):
@@ -261,7 +265,9 @@ def test_products_take_what_others_measured():
     logs = [product.log for product in found]
     assert len(logs) > 400 and abs(median(logs)) < math.log(1.05)
     assert within(logs, 15) > 0.6 and within(logs, 30) > 0.8
-    rest = [log for left in measured.left_out(found).values() for log in left]  # a card's share from the other sources alone
+    rest = [
+        log for left in measured.left_out(found).values() for log in left
+    ]  # a card's share from the other sources alone
     assert len(rest) > 200 and abs(median(rest)) < math.log(1.1) and within(rest, 30) > 0.7
 
 
