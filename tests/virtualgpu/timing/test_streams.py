@@ -423,7 +423,8 @@ def test_free_blocks_belong_to_a_stream(gpus, recorded):
     if recorded:
         x.record_stream(side)
     del x
-    assert (place() == first) is not recorded
+    early = torch.empty(4 * MIB, device="cuda")
+    assert (early.data_ptr() == first) is not recorded
     side.synchronize()
     assert not recorded or place() == first
     assert y.sum().item() == 4_000_000
