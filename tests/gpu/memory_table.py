@@ -15,7 +15,6 @@ from unittest import mock
 
 import virtualgpu
 from tests.gpu import kernels_of_a_card
-from tests.virtualgpu.timing import test_h100
 from virtualgpu.timing import kernels, memory_bound, reductions
 
 TABLE = Path(memory_bound.__file__).parent / "data" / "memory_bound.csv"
@@ -150,10 +149,9 @@ def measured():
     for row in kernels_of_a_card.rows():
         if row.family not in ("attention", "masked_attention", "product", "convolution", "sum", "batch_norm"):
             yield lambda row=row: kernels_of_a_card.call(row.family, row.settings).run, 1e-6 * row.fresh
-    for family, (make, wanted) in test_h100.FAMILIES.items():
-        for settings, us in test_h100.rows(family, "h100"):
-            if family not in ("attention", "row_norm") and wanted(settings):
-                yield lambda make=make, settings=settings: make(settings), 1e-6 * us
+    for family in kernels_of_a_card.IN_A_GRAPH:
+        for make, us in kernels_of_a_card.calls_in_a_graph(family, "H100"):
+            yield make, 1e-6 * us
 
 
 def samples() -> dict[str, list[tuple[float, float, float]]]:

@@ -1,20 +1,15 @@
 """Kernels as programs call them, beside what an H100 and an H200 took (tests/gpu/*_profiled.csv: torch.profiler, 2026-11-27).
 
 What goes in was written just before. A part of the rows, one of STRIDE; all of them, or those of an H200: `python -m tests.virtualgpu.timing.test_profiled_kernels [H200]`.
-Embeddings and indexing: an H100's in a replayed CUDA graph (tests/gpu/h100_kernels.csv, November 2026), those of more than 10 us, as a graph starts
-kernels sooner than a program does.
+Those of other families in a replayed CUDA graph (*_kernels.csv).
 """
 
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 from statistics import median
 
 import pytest
-import torch
-from torch.nn import functional as F
 
 import virtualgpu
 from tests.accuracy.kernels import within
@@ -72,47 +67,15 @@ def test_a_kernel_takes_what_it_took_in_a_program(family, card):
     assert abs(median(every)) < math.log(off) and within(every, 30) >= share, sorted(map(math.exp, every))
 
 
-def embedding(settings: dict) -> Callable:
-    words = torch.ones(settings["rows"], settings["width"], device="cuda", dtype=getattr(torch, settings["dtype"]))
-    indices = torch.zeros(settings["count"], dtype=torch.int64, device="cuda")
-    return lambda: F.embedding(indices, words)
-
-
-def indexing(settings: dict) -> Callable:
-    rows, width = settings["rows"], settings["columns"]
-    x = torch.ones(rows, width, device="cuda")
-    i = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    j, mask = torch.zeros(rows, width, dtype=torch.int64, device="cuda"), x > 0
-    calls = {
-        "index_select": lambda: x.index_select(0, i),
-        "gather": lambda: x.gather(1, j),
-        "scatter_add": lambda: torch.zeros_like(x).scatter_add_(1, j, x),
-        "index_add": lambda: torch.zeros_like(x).index_add_(0, i, x),
-        "index_put_acc": lambda: torch.zeros_like(x).index_put_((i,), x, accumulate=True),
-        "index_copy": lambda: x.index_copy(0, i, x),
-        "sort": lambda: x.sort(1),
-        "argsort": lambda: x.argsort(1),
-        "topk": lambda: x.topk(8, 1),
-        "masked_fill": lambda: x.masked_fill(mask, 0.0),
-        "cumsum0": lambda: x.cumsum(0),
-        "cat": lambda: torch.cat([x, x], 1),
-        "stack": lambda: torch.stack([x, x, x, x]),
-        "roll": lambda: x.roll(1, 0),
-        "flip": lambda: x.flip(0),
-        "tril": lambda: x.tril(),
-        "pad": lambda: F.pad(x, (1, 1)),
-    }
-    return calls[settings["op"]]
-
-
-@pytest.mark.parametrize(("family", "make", "off"), [("embedding", embedding, 1.12), ("indexing", indexing, 1.15)])
-def test_a_kernel_takes_what_it_took_in_a_graph(family, make, off):
+@pytest.mark.parametrize(
+    ("family", "card"),
+    [*((family, "H100") for family in kernels_of_a_card.IN_A_GRAPH), ("unary", "H200"), ("binary", "H200")],
+)
+def test_a_kernel_takes_what_it_took_in_a_graph(family, card):
     """Scans, and narrow rows that are sorted, are those that are off."""
-    logs = [
-        math.log(us / 1e6 / seconds(partial(make, settings), "H100"))
-        for settings, us in kernels_of_a_card.in_a_graph(family, "H100")
-        if us > 10 and settings.get("pas", "forward") == "forward"
-    ]
+    found = kernels_of_a_card.calls_in_a_graph(family, card)
+    logs = [math.log(us / 1e6 / seconds(make, card)) for make, us in found]
+    off = 1.15 if family == "indexing" else 1.12
     assert len(logs) >= 8 and abs(median(logs)) < math.log(off) and within(logs, 30) > 0.7, sorted(map(math.exp, logs))
 
 
