@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from virtualgpu.hardware import cards
+from virtualgpu.hardware import specs
 from virtualgpu.hardware.datasheet import FLOAT32, Spec
 from virtualgpu.timing import products
 from virtualgpu.timing.products import Product
@@ -67,7 +67,7 @@ class Kernels:
 
     def __init__(self, spec: Spec, peak: bool = False):
         self.spec, self.peak = spec, peak
-        self.achieved, limits = cards.of(spec), ("memory", "softmax", "layer_norm")
+        self.achieved, limits = specs.achieved(spec), ("memory", "softmax", "layer_norm")
         self.bandwidth = {name: spec.bandwidth * (1.0 if peak else getattr(self.achieved, name)) for name in limits}
         self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
         self.hopper = spec.capability[0] in (9, 10)  # or B200: products by groups of warps (wgmma, tcgen05)

@@ -8,8 +8,7 @@ import torch
 import virtualgpu
 from tests.accuracy.kernels import multiplied
 from virtualgpu.hardware import datasheet, specs, units
-from virtualgpu.hardware.cards import basis
-from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
+from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec, basis
 from virtualgpu.timing.kernels import Kernels
 from virtualgpu.timing.memory_bound import ORDINARY
 
