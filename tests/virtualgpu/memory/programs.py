@@ -71,10 +71,10 @@ def check(memory: CachingAllocator, live: list) -> None:
     mapped = [block for block in blocks if block.mapped]
     for block in blocks:
         assert block.size > 0 and block.size % 512 == 0
-        if block.after is not None:
-            assert block.after.before is block and block.after.address == block.address + block.size
-            assert block.after.free_list is block.free_list, "a segment is of one stream and one pool"
-            assert block.used or block.after.used or block.mapped != block.after.mapped, "free neighbours did not join"
+        if block.next is not None:
+            assert block.next.prev is block and block.next.address == block.address + block.size
+            assert block.next.free_list is block.free_list, "a segment is of one stream and one pool"
+            assert block.used or block.next.used or block.mapped != block.next.mapped, "free neighbours did not join"
     assert all(a.address + a.size <= b.address for a, b in itertools.pairwise(blocks)), "two blocks overlap"
     free = [block for pool in memory.pools for block in pool.free_blocks()]
     assert {id(block) for block in free} == {id(block) for block in mapped if not block.used}

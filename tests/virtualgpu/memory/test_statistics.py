@@ -16,7 +16,7 @@ FIGURES = {  # of blocks: which count, and by what
     "requested_bytes": (lambda b: b.used, lambda b: b.requested),
     "inactive_split": (lambda b: not b.used and not b.whole, lambda b: 1),
     "inactive_split_bytes": (lambda b: not b.used and not b.whole, lambda b: b.size),
-    "segment": (lambda b: b.before is None, lambda b: 1),
+    "segment": (lambda b: b.prev is None, lambda b: 1),
     "reserved_bytes": (lambda b: True, lambda b: b.size),
 }
 
