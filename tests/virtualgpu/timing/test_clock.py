@@ -248,7 +248,7 @@ def test_the_tutorials_table():
     49 % faster than one GPU, 12 was 54 %. tests/tutorial.py says which card and host are taken; no kernel is fitted to this table.
     Missed: 38 % at 12, where small convolutions lose more here than on that card.
     """
-    slower, faster = tutorial.simulated(splits=(5, 8, 10, 12, 20, 40))  # tests.bench has them all
+    slower, faster = tutorial.simulated(splits=(5, 8, 10, 12, 20, 40))
     assert slower == pytest.approx(0.07, abs=0.05)
     assert faster[12] == pytest.approx(max(faster.values()), abs=0.07)  # 20 is the best here
     assert faster[20] == pytest.approx(0.49, abs=0.10) and faster[12] == pytest.approx(0.54, abs=0.17)
