@@ -42,7 +42,6 @@ import virtualgpu
 from tests.accuracy import vision
 from tests.accuracy.programs import PROGRAMS
 from tests.accuracy.programs.pictures import loaded
-from tests.accuracy.programs.step import Step as Call
 from tests.accuracy.published import Published, Row, program, published
 
 # cuBLAS's workspaces are kept, as PyTorch had it before 2.15
@@ -64,7 +63,7 @@ def precision(row: Published):
         cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
 
 
-def prepare(row: Published) -> Call:
+def prepare(row: Published) -> vision.Step:
     """A step of the program. Call it in `precision(row)`."""
     if "loader" in row.options:
         return loaded(row)

@@ -7,6 +7,7 @@ timm's with a batch of one's own (tests/judges/fit.py)
 import argparse
 import contextlib
 import types
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from tests.accuracy.published import Published, Row, program, published, ratio
 
 URL = "https://github.com/huggingface/pytorch-image-models/tree/main/results"
 NARROW = {"half": torch.float16, "bfloat16": torch.bfloat16}
+Step = Callable[[], object]
 FUSED = "2023-03"  # PyTorch 2.0: until then attention was a product, a softmax and a product
 
 
@@ -33,6 +35,20 @@ def autocast(row: Published) -> torch.autocast:
     """To the 16 bits that the row's precision names; off where it is not AMP."""
     narrow = torch.bfloat16 if row.precision == "AMP bfloat16" else torch.float16
     return torch.autocast("cuda", narrow, enabled=row.precision.startswith("AMP"))
+
+
+def training(parameters, loss: Callable, row: Published, kind=torch.optim.Adam, **options) -> Step:
+    """A step: gradients away, loss, backward, optimizer; autocast where the row says so."""
+    optimizer = kind(parameters, **options)
+
+    def step():
+        optimizer.zero_grad()
+        with autocast(row):
+            value = loss()
+        value.backward()
+        optimizer.step()
+
+    return step
 
 
 def prepare(row: Published, **options):
