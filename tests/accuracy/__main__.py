@@ -4,7 +4,7 @@
     python -m tests.accuracy zero_recipe ...  these; the others' rows are those of the last time
     --write                                   the table into virtualgpu/docs/accuracy.md and README.md, the picture into docs/, and simulated.json
 
-A program is a module beside this one with a docstring that says the settings, URL, and rows() -> list[Row].
+A program is a function of a module beside this one that returns rows; its docstring, or the module's, says the settings.
 """
 
 import argparse
@@ -20,43 +20,42 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.accuracy import kernels, picture, table
-from tests.accuracy.row import Row
+from tests.accuracy.published import Row
 
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build"
-PROGRAMS = (  # the quick ones first
-    "zero_recipe",
-    "tutorial",
-    "vision",
-    "fits",
-    "transformer",
-    "one_card",
-    "ddp",
-    "bert_large",
-    "gpt2",
-    "data_parallel",
-    "megatron",
-    "lora",
-    "llama_eager",
-    "zero_bubble",
-    "scale",
-    "torchtitan_pr165",
-    "torchtitan_pr822",
-    "torchtitan_2024_12",
-    "torchtitan_a100",
-)
+PROGRAMS = {  # and the module of each; the quick ones first
+    "zero_recipe": "parallel",
+    "tutorial": "parallel",
+    "vision": "vision",
+    "fits": "vision",
+    "transformer": "transformer",
+    "one_card": "one_card",
+    "ddp": "parallel",
+    "bert_large": "bert_large",
+    "gpt2": "gpt2",
+    "data_parallel": "parallel",
+    "megatron": "megatron",
+    "lora": "llama_of_transformers",
+    "llama_eager": "llama_of_transformers",
+    "zero_bubble": "zero_bubble",
+    "scale": "torchtitan",
+    "torchtitan_pr165": "torchtitan",
+    "torchtitan_pr822": "torchtitan",
+    "torchtitan_2024_12": "torchtitan",
+    "torchtitan_a100": "torchtitan",
+}
 KEPT = ("source", "what", "kind", "unit", "published", "simulated", "gpus", "note", "missed", "url")
 LIMIT = 900  # seconds a program may take
 
 
 def rows_of(name: str) -> list[Row]:
     """What the program finds, in this process; its chatter is dropped."""
-    program = importlib.import_module(f"tests.accuracy.{name}")
+    program = getattr(importlib.import_module(f"tests.accuracy.{PROGRAMS[name]}"), name)
     with contextlib.redirect_stdout(io.StringIO()):
-        found = program.rows()
+        found = program()
     for row in found:
-        row.source, row.url = name, row.url or program.URL
-        row.gpus = max(row.gpus, getattr(program, "GPUS", 1))
+        row.source, row.url, row.gpus = name, row.url or program.url, max(row.gpus, program.gpus)
     return found
 
 

@@ -16,15 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import virtualgpu
-from tests.accuracy.published import published
-from tests.accuracy.row import Row, ratio
+from tests.accuracy.published import Row, program, published, ratio
 from virtualgpu.run.ranks import launch
 
-URL = "https://huggingface.co/docs/transformers/v4.20.1/en/perf_train_gpu_many"
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, BATCH, DROPOUT = 768, 12, 12, 50257, 1024, 4, 0.1
 CARD = "TITAN RTX NVLink"
 HOST = "2021"  # what the clock takes for the processor, by the date
-GPUS = 2
 
 
 class Block(nn.Module):
@@ -87,7 +84,9 @@ def rank(peer_to_peer: bool) -> float:
     return seconds(DistributedDataParallel(GPT2().cuda(), device_ids=[device]), BATCH)
 
 
-def rows() -> list[Row]:
+@program("https://huggingface.co/docs/transformers/v4.20.1/en/perf_train_gpu_many", gpus=2)
+def gpt2() -> list[Row]:
+    """As the module says."""
     with virtualgpu.gpus(2, like=CARD, host=HOST):
         told = {
             "DDP, NVLink": launch(rank, True, nprocs=2, dry=True, timeout=300)[0],

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timing import products as timing
-from virtualgpu.timing.kernels import Kernels, together
+from virtualgpu.timing.kernels import Kernels, vector_width
 
 TABLE = Path(__file__).parent / "kernels.csv"
 BYTES = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
@@ -38,10 +38,10 @@ class Product(NamedTuple):
         return math.log(self.measured / self.simulated)
 
 
-def multiplied(kernels, count, rows, columns, length, key, size, together=0) -> float:
-    """Seconds of `count` products of [rows, length] and [length, columns], of `size` bytes a number. together: the function's."""
+def multiplied(kernels, count, rows, columns, length, key, size, loaded=0) -> float:
+    """Seconds of `count` products of [rows, length] and [length, columns], of `size` bytes a number. loaded: what `vector_width` says."""
     moved = count * size * (rows * length + length * columns + rows * columns)
-    return timing.seconds(kernels, timing.Product(count, rows, columns, length, key, moved, together))
+    return timing.seconds(kernels, timing.Product(count, rows, columns, length, key, moved, loaded))
 
 
 def products() -> list[Product]:
@@ -55,7 +55,7 @@ def products() -> list[Product]:
             size = BYTES[row["dtype"]]
             # numbers of a row of the result: cuBLAS and DeepBench have columns one after the other, PyTorch has rows
             wide = rows if row["source"] == COLUMN_MAJOR else columns
-            loaded = together(size, wide, length)
+            loaded = vector_width(size, wide, length)
             seconds = multiplied(kernels, count, rows, columns, length, row["dtype"], size, loaded)
             found.append(Product(row["card"], row["dtype"], row["source"], float(row["us"]), 1e6 * seconds))
     return found

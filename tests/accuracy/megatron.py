@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import virtualgpu
-from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row, ratio
+from tests.accuracy.published import Published, Row, program, published, ratio
 from virtualgpu.hardware.specs import find_spec
 
-URL = "https://github.com/mli/transformers-benchmarks"
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, DROPOUT = 1024, 16, 24, 50304, 1024, 0.1
 TI = {"processors": 84, "bandwidth": 1008e9}
 FASTER = 40.0 / 35.6  # a 3090 Ti against a 3090, by the data sheets
@@ -152,7 +150,9 @@ def seconds(row: Published, steps: int = 2) -> float:
     return took
 
 
-def rows() -> list[Row]:
+@program("https://github.com/mli/transformers-benchmarks")
+def megatron() -> list[Row]:
+    """As the module says."""
     found = {}
     for row in published("megatron"):
         parallel = row.options["parallel"]

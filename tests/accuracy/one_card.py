@@ -42,11 +42,8 @@ import virtualgpu
 from tests.accuracy import vision
 from tests.accuracy.programs import PROGRAMS
 from tests.accuracy.programs.pictures import loaded
-from tests.accuracy.programs.step import Step as Call
-from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row
+from tests.accuracy.published import Published, Row, program, published
 
-URL = "measured here"
 # cuBLAS's workspaces are kept, as PyTorch had it before 2.15
 KEPT = mock.patch.dict(os.environ, TORCH_CUBLAS_WORKSPACE_CACHE="1")
 TOLD = {"memory": ": most allocated", "kernels": ": kernels"}
@@ -66,7 +63,7 @@ def precision(row: Published):
         cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
 
 
-def prepare(row: Published) -> Call:
+def prepare(row: Published) -> vision.Step:
     """A step of the program. Call it in `precision(row)`."""
     if "loader" in row.options:
         return loaded(row)
@@ -106,7 +103,9 @@ def name(row: Published) -> str:
     return f"{called(row)}, {row.card}"
 
 
-def rows() -> list[Row]:
+@program("measured here")
+def one_card() -> list[Row]:
+    """As the module says."""
     results, taken = [], {}
     for row in published("one_card"):
         if row.run not in taken:

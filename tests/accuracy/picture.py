@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from statistics import median
 
-from tests.accuracy.row import Row
+from tests.accuracy.published import Row
 from tests.accuracy.table import KINDS, TITLES, kind
 
 BANDS = {30: "#e8eef5", 15: "#c5d5e8"}

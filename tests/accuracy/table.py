@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean, median
 
-from tests.accuracy.row import Row
+from tests.accuracy.published import Row
 
 BEGIN, END = "<!-- accuracy: written by make accuracy -->", "<!-- accuracy ends -->"
 KINDS = {

@@ -10,10 +10,9 @@ import torchvision
 
 import virtualgpu
 from tests.accuracy import __main__ as command
-from tests.accuracy import fits, one_card, programs, table, transformer, vision
+from tests.accuracy import bert_large, one_card, parallel, programs, table, transformer, vision
 from tests.accuracy.__main__ import PROGRAMS
-from tests.accuracy.published import published
-from tests.accuracy.row import Row, ratio
+from tests.accuracy.published import Row, published, ratio
 from virtualgpu.hardware.settings import HOSTS
 from virtualgpu.hardware.specs import SPECS
 
@@ -29,15 +28,11 @@ def virtual(monkeypatch):
 
 
 def test_the_zero_recipe():
-    from tests.accuracy import zero_recipe
-
-    found = zero_recipe.rows()
+    found = parallel.zero_recipe()
     assert len(found) == 5 and [row.what for row in found if not row.met] == []
 
 
 def test_bert_large_checkpointed():
-    from tests.accuracy import bert_large
-
     row = published("bert_large")[4]
     assert (row.kind, row.batch, row.options) == ("memory", 1, {"accumulated": "4", "checkpointing": "yes"})
     reserved, _ = bert_large.train(row)
@@ -57,10 +52,11 @@ def test_differences():
 
 
 def test_every_program_says_its_settings_and_its_source():
-    for name in PROGRAMS:
-        program = importlib.import_module(f"tests.accuracy.{name}")
-        assert "ettings" in program.__doc__ or program.URL == "measured here"
-        assert program.URL.startswith("https://") or program.URL == "measured here"
+    for name, module in PROGRAMS.items():
+        module = importlib.import_module(f"tests.accuracy.{module}")
+        program = getattr(module, name)
+        assert "ettings" in program.__doc__ + module.__doc__ or program.url == "measured here"
+        assert program.url.startswith("https://") or program.url == "measured here"
 
 
 def test_the_published_file_is_well_formed():
@@ -177,7 +173,7 @@ def test_a_source_with_many_rows_counts_once():
 
 def test_a_batch_that_fits_and_one_that_does_not():
     rows = [row for row in published("fits") if row.model == "vit_b_16" and row.layout == "first"]
-    assert [fits.fits(row) for row in rows] == [bool(row.figure) for row in rows] == [True, False]
+    assert [vision.is_trained(row) for row in rows] == [bool(row.figure) for row in rows] == [True, False]
 
 
 def test_tables_are_written_between_their_marks(tmp_path):

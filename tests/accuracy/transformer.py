@@ -20,11 +20,9 @@ from torch import nn
 
 import virtualgpu
 from tests.accuracy.before import flash_attention
-from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row, ratio
+from tests.accuracy.published import Published, Row, program, published, ratio
 from tests.accuracy.vision import NARROW, name, prepare
 
-URL = "https://github.com/rasbt/LLMs-from-scratch/tree/main/ch05/10_llm-training-speed"
 GPT2 = {  # options: AdamW fused, mask made on the fly, native LayerNorm and GELU, fused attention; each with those before
     "gpt2": 0,
     "gpt2 mask on the fly": 1,
@@ -245,7 +243,9 @@ def between(before: Row, after: Row) -> Row:
     )
 
 
-def rows() -> list[Row]:
+@program("https://github.com/rasbt/LLMs-from-scratch/tree/main/ch05/10_llm-training-speed")
+def transformer() -> list[Row]:
+    """As the module says."""
     found, taken, occupied = [], {}, {}
     for row in published("transformer"):
         if row.run not in taken:

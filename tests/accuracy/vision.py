@@ -1,15 +1,13 @@
-"""Models of torchvision on one GPU, as timm, NVIDIA and others timed them: a step of training, or of inference.
+"""Models of torchvision on one GPU: a step of training, or of inference; and whether a batch fits. The settings are the functions' docstrings.
 
-Settings: a row of published.csv each; random pictures, 1000 classes, SGD with momentum unless the settings say otherwise, no data loading.
-timm's models are torchvision's own here, but for the attention of a ViT. Of NVIDIA's and milabench's batches every third is taken, from the
-first on, and of milabench's H200 the smallest. XHMY's script times 100 steps from the first on: cuDNN's search and the loading of libraries
-are in its figures. flashoptim's precision is not in what is public of its script: autocast to bfloat16, since float32 would take half as much
-again of memory. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
-against another.
+python -m virtualgpu fit` searches the largest (tests/judges/fit.py).     trains one of
+timm's with a batch of one's own (tests/judges/fit.py)
 """
 
+import argparse
 import contextlib
 import types
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +16,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import virtualgpu
-from tests.accuracy.published import Published, published
-from tests.accuracy.row import Row, ratio
+from tests.accuracy.published import Published, Row, program, published, ratio
 
 URL = "https://github.com/huggingface/pytorch-image-models/tree/main/results"
 NARROW = {"half": torch.float16, "bfloat16": torch.bfloat16}
+Step = Callable[[], object]
 FUSED = "2023-03"  # PyTorch 2.0: until then attention was a product, a softmax and a product
 
 
@@ -37,6 +35,20 @@ def autocast(row: Published) -> torch.autocast:
     """To the 16 bits that the row's precision names; off where it is not AMP."""
     narrow = torch.bfloat16 if row.precision == "AMP bfloat16" else torch.float16
     return torch.autocast("cuda", narrow, enabled=row.precision.startswith("AMP"))
+
+
+def training(parameters, loss: Callable, row: Published, kind=torch.optim.Adam, **options) -> Step:
+    """A step: gradients away, loss, backward, optimizer; autocast where the row says so."""
+    optimizer = kind(parameters, **options)
+
+    def step():
+        optimizer.zero_grad()
+        with autocast(row):
+            value = loss()
+        value.backward()
+        optimizer.step()
+
+    return step
 
 
 def prepare(row: Published, **options):
@@ -124,7 +136,17 @@ def pairs(rows: list[Published]) -> list[tuple[str, int, int]]:
     return [(what, at, other) for what, at, other in found if other is not None]
 
 
-def rows() -> list[Row]:
+@program(URL)
+def vision() -> list[Row]:
+    """Models of torchvision on one GPU, as timm, NVIDIA and others timed them: a step of training, or of inference.
+
+    Settings: a row of published.csv each; random pictures, 1000 classes, SGD with momentum unless the settings say otherwise, no data loading.
+    timm's models are torchvision's own here, but for the attention of a ViT. Of NVIDIA's and milabench's batches every third is taken, from the
+    first on, and of milabench's H200 the smallest. XHMY's script times 100 steps from the first on: cuDNN's search and the loading of libraries
+    are in its figures. flashoptim's precision is not in what is public of its script: autocast to bfloat16, since float32 would take half as much
+    again of memory. Ratios are of two rows of one source which differ in one thing: AMP against float32, channels last against first, one card
+    against another.
+    """
     table, found, took = published("vision"), [], {}
     for row in table:
         if row.run not in took:
@@ -138,3 +160,43 @@ def rows() -> list[Row]:
         pair = (found[at], found[other]) if table[at].kind == "speed" else (found[other], found[at])
         found.append(ratio(f"{what}: {name(table[at])}", *pair))  # of speeds
     return found
+
+
+def is_trained(row: Published) -> bool:
+    """Whether two steps are taken: the optimizer's own memory comes with the first."""
+    with virtualgpu.dry_run(1, like=row.card, host=row.host):
+        try:
+            _, step = prepare(row)
+            step()
+            step()
+            torch.cuda.synchronize()
+        except torch.cuda.OutOfMemoryError:
+            return False
+    return True
+
+
+@program(URL)
+def fits() -> list[Row]:
+    """Whether a batch is trained or runs out of memory, on an RTX 3090 of 24 GB: timm's table of training.
+
+    Settings: those of published.csv's rows of this program. timm's benchmark begins with a batch of 512 (1024 for some) and takes less until
+    one fits, so that the table says a batch that fits and, one step above, one that does not.
+    """
+    return [row.beside(name(row), float(is_trained(row))) for row in published("fits")]
+
+
+def one_batch() -> None:
+    """Four steps of a model of timm's table with a batch of one's own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("layout", choices=["first", "last"])
+    parser.add_argument("--batch-size", type=int, required=True)
+    options = parser.parse_args()
+    row = next(row for row in published("fits") if (row.model, row.layout) == (options.model, options.layout))
+    _, step = prepare(row._replace(batch=options.batch_size))
+    for _ in range(4):
+        step()
+
+
+if __name__ == "__main__":
+    one_batch()

@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import virtualgpu
-from tests.accuracy.published import published
-from tests.accuracy.row import Row
+from tests.accuracy.published import Row, program, published
 from virtualgpu.run.ranks import launch
 
-URL = "https://arxiv.org/abs/2401.10241"
-GPUS = 8
 STAGES, HIDDEN, HEADS, VOCABULARY, LENGTH, MICRO = 8, 4096, 32, 50304, 1024, 3
 
 
@@ -77,7 +74,9 @@ def stage(micro_batches: tuple[int, ...]) -> dict[int, tuple[float, float]]:
     return told
 
 
-def rows() -> list[Row]:
+@program("https://arxiv.org/abs/2401.10241", gpus=8)
+def zero_bubble() -> list[Row]:
+    """As the module says."""
     table = {int(row.options["micro_batches"]): row for row in published("zero_bubble")}
     with virtualgpu.gpus(STAGES, like="A100-80GB"):
         told = launch(stage, tuple(table), nprocs=STAGES, dry=True, timeout=600)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench.row import Row
-from tests.bench.tools import BUILD
+from tests.bench.tools import BUILD, Row
 
 HERE = Path(__file__).parent
 
@@ -34,8 +33,8 @@ def notebooks() -> list[Row]:
 def main() -> None:
     start = time.perf_counter()
     rows = []
-    # launch first: its first call must be the first
-    for path in sorted(HERE.glob("bench_*.py"), key=lambda path: path.stem != "bench_launch"):
+    # ranks first: their first launch must be the first
+    for path in sorted(HERE.glob("bench_*.py"), key=lambda path: path.stem != "bench_ranks"):
         rows += importlib.import_module(f"tests.bench.{path.stem}").rows()
     rows += notebooks()
     width = max(len(row.what) for row in rows)
@@ -50,7 +49,7 @@ def main() -> None:
         "torch": torch.__version__,
     }
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    print(f"{time.perf_counter() - start:.0f} s; also in build/bench.json, and how cost grows in build/bench.png")
+    print(f"{time.perf_counter() - start:.0f} s; also in build/bench.json")
     BUILD.mkdir(exist_ok=True)
     (BUILD / "bench.json").write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
 

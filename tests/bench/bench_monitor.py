@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import virtualgpu
-from tests.bench.row import Row
+from tests.bench.tools import Row
 from virtualgpu.monitor import CPUSource, Monitor, NVMLSource
 
 LINE = "{0}, GPU-{0}, 10, 15360, 1000, 14360, 550.54, Tesla T4, 0, Disabled, Disabled, 40"  # what GPUtil asks for

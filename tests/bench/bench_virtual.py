@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
 import virtualgpu
-from tests.bench.row import Row
-from tests.bench.tools import silent, timed, train
+from tests.bench.tools import Row, silent, timed, train
 from virtualgpu.memory.ledger import Ledger
 
 

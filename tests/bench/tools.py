@@ -1,11 +1,21 @@
-"""What several benchmarks use."""
+"""What the benchmarks share: a line of the table, and how long something takes."""
 
 import contextlib
 import io
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 BUILD = Path(__file__).parent.parent.parent / "build"
+
+
+@dataclass
+class Row:
+    what: str
+    figure: float
+    unit: str
+    target: str
+    met: bool
 
 
 def silent():

@@ -10,6 +10,7 @@ kernel // 2 * dilation) and products of odd rows have fresh alone; of the convol
 
 import contextlib
 import csv
+import functools
 import json
 import math
 import random
@@ -55,9 +56,17 @@ def rows(family: str = "", card: str = "H100") -> list[Row]:
 
 
 def in_a_graph(family: str, card: str) -> list[tuple[dict, float]]:
-    """Settings and microseconds of the rows of <card>_kernels.csv: captured in a CUDA graph, and replayed."""
+    """Settings and microseconds of the rows of <card>_kernels.csv: captured in a CUDA graph, and replayed. A graph starts what is short
+    sooner than a program does."""
     found = [row for row in table(card, "kernels") if row["family"] == family]
     return [(json.loads(row["settings"]), float(row["us"])) for row in found]
+
+
+def calls_in_a_graph(family: str, card: str) -> list[tuple[Callable[[], Callable], float]]:
+    """What makes a call of those of IN_A_GRAPH of more than 10 us, and its microseconds."""
+    make, wanted = IN_A_GRAPH[family]
+    found = [(settings, us) for settings, us in in_a_graph(family, card) if us > 10 and wanted(settings)]
+    return [(functools.partial(make, settings), us) for settings, us in found]
 
 
 def cards() -> list[str]:
@@ -325,6 +334,65 @@ MAKERS: dict[str, Callable[[dict], Call]] = {
     "cat": _cat,
     "masked_attention": _masked_attention,
     "group_norm": _group_norm,
+}
+
+
+def _ones(settings: dict, *shape: int) -> torch.Tensor:
+    return torch.ones(shape, device="cuda", dtype=getattr(torch, settings["dtype"]))
+
+
+def _unary(settings: dict) -> Callable:
+    x = _ones(settings, settings["numel"])
+    calls = {"relu": torch.relu, "gelu": F.gelu, "exp": torch.exp, "tanh": torch.tanh, "neg": torch.neg}
+    call = calls[settings["op"]]
+    return lambda: call(x)
+
+
+def _binary(settings: dict) -> Callable:
+    x, y = _ones(settings, settings["numel"]), _ones(settings, settings["numel"])
+    call = {"add": torch.add, "mul": torch.mul, "div": torch.div}[settings["op"]]
+    return lambda: call(x, y)
+
+
+def _embedding(settings: dict) -> Callable:
+    words = _ones(settings, settings["rows"], settings["width"])
+    indices = torch.zeros(settings["count"], dtype=torch.int64, device="cuda")
+    return lambda: F.embedding(indices, words)
+
+
+def _indexing(settings: dict) -> Callable:
+    rows, width = settings["rows"], settings["columns"]
+    x = torch.ones(rows, width, device="cuda")
+    i = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    j, mask = torch.zeros(rows, width, dtype=torch.int64, device="cuda"), x > 0
+    calls = {
+        "index_select": lambda: x.index_select(0, i),
+        "gather": lambda: x.gather(1, j),
+        "scatter_add": lambda: torch.zeros_like(x).scatter_add_(1, j, x),
+        "index_add": lambda: torch.zeros_like(x).index_add_(0, i, x),
+        "index_put_acc": lambda: torch.zeros_like(x).index_put_((i,), x, accumulate=True),
+        "index_copy": lambda: x.index_copy(0, i, x),
+        "sort": lambda: x.sort(1),
+        "argsort": lambda: x.argsort(1),
+        "topk": lambda: x.topk(8, 1),
+        "masked_fill": lambda: x.masked_fill(mask, 0.0),
+        "cumsum0": lambda: x.cumsum(0),
+        "cat": lambda: torch.cat([x, x], 1),
+        "stack": lambda: torch.stack([x, x, x, x]),
+        "roll": lambda: x.roll(1, 0),
+        "flip": lambda: x.flip(0),
+        "tril": lambda: x.tril(),
+        "pad": lambda: F.pad(x, (1, 1)),
+    }
+    return calls[settings["op"]]
+
+
+# Of <card>_kernels.csv: those with no family above, and which of their rows
+IN_A_GRAPH: dict[str, tuple[Callable[[dict], Callable], Callable[[dict], bool]]] = {
+    "unary": (_unary, lambda s: s["op"] in ("relu", "gelu", "exp", "tanh", "neg")),
+    "binary": (_binary, lambda s: s["op"] in ("add", "mul", "div")),
+    "embedding": (_embedding, lambda s: s["pas"] == "forward"),
+    "indexing": (_indexing, lambda s: True),
 }
 
 

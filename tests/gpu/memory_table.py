@@ -15,14 +15,13 @@ from unittest import mock
 
 import virtualgpu
 from tests.gpu import kernels_of_a_card
-from tests.virtualgpu.timing import test_h100
 from virtualgpu.timing import kernels, memory_bound, reductions
 
 TABLE = Path(memory_bound.__file__).parent / "data" / "memory_bound.csv"
 COLUMNS = (
     "operation",
     "traffic",
-    "wide",
+    "wide_traffic",
     "cycles",
     "step",
     "limit",
@@ -59,14 +58,14 @@ GIVEN: dict[str, dict] = {
     },
     "_fused_rms_norm_backward": {"model": "row_norm_backward", "launches": 2, "source": "layer_norm_kernel.cu"},
     "_fused_rms_norm": {"model": "rms_norm", "source": "layer_norm_kernel.cu"},
-    "_softmax": {"wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
-    "_log_softmax": {"like": "_softmax", "wide": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
+    "_softmax": {"wide_traffic": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
+    "_log_softmax": {"like": "_softmax", "wide_traffic": 1.8, "limit": "softmax", "copied": "0", "source": SOFTMAX},
     "_softmax_backward_data": {
         "traffic": 2.0,
         "launches": 2,
         "source": f"{SOFTMAX}: gradient times result is a kernel of its own",
     },
-    "_log_softmax_backward_data": {"wide": 1.2, "limit": "softmax", "copied": "0 1", "source": SOFTMAX},
+    "_log_softmax_backward_data": {"wide_traffic": 1.2, "limit": "softmax", "copied": "0 1", "source": SOFTMAX},
     "max_pool2d_with_indices": {"source": "DilatedMaxPool2d.cu"},
     "max_pool2d_with_indices_backward": {"launches": 2, "source": "DilatedMaxPool2d.cu"},
     "avg_pool2d": {"source": "AveragePool2d.cu"},
@@ -150,10 +149,9 @@ def measured():
     for row in kernels_of_a_card.rows():
         if row.family not in ("attention", "masked_attention", "product", "convolution", "sum", "batch_norm"):
             yield lambda row=row: kernels_of_a_card.call(row.family, row.settings).run, 1e-6 * row.fresh
-    for family, (make, wanted) in test_h100.FAMILIES.items():
-        for settings, us in test_h100.rows(family, "h100"):
-            if family not in ("attention", "row_norm") and wanted(settings):
-                yield lambda make=make, settings=settings: make(settings), 1e-6 * us
+    for family in kernels_of_a_card.IN_A_GRAPH:
+        for make, us in kernels_of_a_card.calls_in_a_graph(family, "H100"):
+            yield make, 1e-6 * us
 
 
 def samples() -> dict[str, list[tuple[float, float, float]]]:

@@ -31,7 +31,7 @@ from tests.accuracy import convolutions as published
 from tests.gpu import host_table, kernels_of_a_card, memory_table
 from virtualgpu.hardware.datasheet import TF32, Spec
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.timing import attention, convolutions, measured
+from virtualgpu.timing import attention, convolutions, kernels
 from virtualgpu.timing.convolutions import ANY, KIND, Pass
 from virtualgpu.timing.kernels import Kernels
 
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     """Raises SystemExit for a GPU that hardware/data/cards.toml does not have."""
     if "--measure" in arguments and not measure():
         return
-    measured.DATA.mkdir(exist_ok=True)
+    kernels.DATA.mkdir(exist_ok=True)
     for name, text in texts().items():
-        (measured.DATA / f"{name}.csv").write_text(text, encoding="utf-8")
-        print(measured.DATA / f"{name}.csv", text.count("\n") - 1, "rows")
+        (kernels.DATA / f"{name}.csv").write_text(text, encoding="utf-8")
+        print(kernels.DATA / f"{name}.csv", text.count("\n") - 1, "rows")
     if "--measure" not in arguments:
         host_table.main()
         memory_table.main()

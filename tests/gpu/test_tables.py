@@ -13,7 +13,7 @@ from tests.accuracy import convolutions as published
 from tests.accuracy.kernels import within
 from tests.gpu import kernels_of_a_card, tables
 from virtualgpu.hardware.specs import SPECS
-from virtualgpu.timing import measured
+from virtualgpu.timing import kernels
 from virtualgpu.timing.convolutions import KIND
 
 H100, H200, A100, V100 = (SPECS[card] for card in ("H100", "H200", "A100", "V100"))
@@ -22,7 +22,7 @@ H100, H200, A100, V100 = (SPECS[card] for card in ("H100", "H200", "A100", "V100
 @pytest.fixture(autouse=True)
 def forget():
     yield
-    measured._cards.cache_clear()
+    kernels._cards.cache_clear()
 
 
 def test_the_tables_are_what_the_script_writes():
@@ -37,22 +37,30 @@ def test_the_tables_are_what_the_script_writes():
         ),
         ("attention", tables.attention_rows("H100"), lambda row: row["card"] == H100.name),
     ):
-        with open(measured.DATA / f"{name}.csv", encoding="utf-8", newline="") as file:
+        with open(kernels.DATA / f"{name}.csv", encoding="utf-8", newline="") as file:
             stored = [list(row.values()) for row in csv.DictReader(file) if wanted(row)]
         assert stored == [[str(value) for value in row] for row in written]
 
 
 def test_a_card_has_its_own_rows_or_those_of_its_capability():
-    found = measured.rows("convolutions", H100, *KIND)
+    found = kernels.measured_rows("convolutions", H100, *KIND)
     assert len(found) > 200 and all(row["source"] and "cuDNN" in row["versions"] for row in found.values())
-    assert measured.rows("convolutions", H200, *KIND) == measured.rows("convolutions", SPECS["B200"], *KIND) == found
+    assert (
+        kernels.measured_rows("convolutions", H200, *KIND)
+        == kernels.measured_rows("convolutions", SPECS["B200"], *KIND)
+        == found
+    )
     for card, source in (
         ("A100-80GB", "NeuSight (MIT, 2024)"),
         ("V100-32GB", "DeepBench (Apache-2.0, 2019)"),
         ("RTX 2080 Ti", "dlperf"),
     ):
-        assert any(source in row["source"] for row in measured.rows("convolutions", SPECS[card], *KIND).values())
-    assert not measured.rows("convolutions", SPECS["RTX 3090"], *KIND) and not measured.rows("attention", V100, "by")
+        assert any(
+            source in row["source"] for row in kernels.measured_rows("convolutions", SPECS[card], *KIND).values()
+        )
+    assert not kernels.measured_rows("convolutions", SPECS["RTX 3090"], *KIND) and not kernels.measured_rows(
+        "attention", V100, "by"
+    )
 
 
 def test_of_what_others_published_half_of_the_shapes_are_the_judge():
@@ -74,7 +82,7 @@ def test_of_a_card_that_was_measured_both_times_are_compared(tmp_path):
 
 def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
     """As `make gpu` does it, with twice what the clock's own rule says in place of a GPU: every third row is too large for it."""
-    kernels, calls = tables.Kernels(A100), []
+    card, calls = tables.Kernels(A100), []
 
     def call(family, settings):
         calls.append(settings)
@@ -86,7 +94,7 @@ def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
         family, settings = one
         if family != "convolution":
             return 100.0
-        return 2e6 * tables.convolutions.by_the_rule(kernels, tables.convolution_pass(settings, kernels))
+        return 2e6 * tables.convolutions.by_the_rule(card, tables.convolution_pass(settings, card))
 
     some = kernels_of_a_card.sample(("convolution", "attention", "masked_attention"))[:600]
     monkeypatch.setattr(kernels_of_a_card, "sample", lambda families: some)
@@ -97,16 +105,16 @@ def test_a_new_card_is_measured_and_has_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels_of_a_card, "versions", lambda: "PyTorch 9.9")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: A100.name)
-    monkeypatch.setattr(measured, "DATA", tmp_path / "data")
+    monkeypatch.setattr(kernels, "DATA", tmp_path / "data")
     tables.main(["--measure"])
     with open(tmp_path / "a100_profiled.csv", encoding="utf-8", newline="") as file:
         assert len(list(csv.DictReader(file))) == 400
-    measured._cards.cache_clear()
-    found = measured.rows("convolutions", A100, *KIND)
+    kernels._cards.cache_clear()
+    found = kernels.measured_rows("convolutions", A100, *KIND)
     factors = [float(row["factor"]) for row in found.values()]
     assert len(factors) > 10 and all(math.isclose(factor, 2, abs_tol=0.01) for factor in factors)
     assert next(iter(found.values()))["versions"] == "PyTorch 9.9"
-    assert ("flash", "backward", "16") in measured.rows("attention", A100, "by", "pass", "bits")
+    assert ("flash", "backward", "16") in kernels.measured_rows("attention", A100, "by", "pass", "bits")
 
 
 def test_a_card_that_is_unknown_is_refused(monkeypatch):

@@ -171,7 +171,7 @@ def _published(models: list[str]) -> int:
     for model in models or dict.fromkeys(row.model for row in rows):
         low, high = sorted(row.batch for row in rows if row.model == model)
         trials, said = search(
-            ["--like", "RTX 3090", "--vary", "batch-size=16..1024", "-m", "tests.accuracy.one_batch", model, "first"]
+            ["--like", "RTX 3090", "--vary", "batch-size=16..1024", "-m", "tests.accuracy.vision", model, "first"]
         )
         fits = {int(trial["values"]["batch-size"]): trial for trial in trials if trial["status"] == "fits"}
         if not fits:

@@ -49,7 +49,7 @@ MEASURED, DATASHEET = "measured", "datasheet"
 @dataclass(frozen=True)
 class MachineSettings:
     """clock: MEASURED (kernels take what others measured on such cards) or DATASHEET (what the maker promises: a lower bound).
-    host: what an operation costs the processor, a key of `hosts.HOSTS`. gpus_per_node: how the GPUs are divided into nodes; None: they
+    host: what an operation costs the processor, a key of HOSTS. gpus_per_node: how the GPUs are divided into nodes; None: they
     are one. network: what joins nodes; None: what PyTorch's model of NCCL has for the card.
     """
 

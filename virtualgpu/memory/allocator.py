@@ -17,12 +17,12 @@ from virtualgpu.memory.blocks import (
     FreeList,
     Timeline,
     Untimed,
+    allocation_size,
     format_size,
     round_size,
-    segment_size,
 )
 from virtualgpu.memory.config import Config
-from virtualgpu.memory.expandable import choose
+from virtualgpu.memory.expandable import get_free_block
 from virtualgpu.memory.segments import Segments
 from virtualgpu.memory.statistics import BLOCKS, SPLITS
 
@@ -43,14 +43,14 @@ class SpecialCases(Segments):
         """The size that is looked for."""
         self._context = self.history.gather() if self.history is not None else None
         if self._waiting:
-            self._finish(self.timeline.now())
+            self._process_events(self.timeline.now())
         return self.config.round_size(nbytes)
 
-    def _choose(self, free: FreeList, size: int) -> Block | None:
+    def _get_free_block(self, free: FreeList, size: int) -> Block | None:
         """A free block, out of its list."""
         if self.collects_garbage:
             free.pool.searches += 1
-        return choose(free, size, self.config)
+        return get_free_block(free, size, self.config)
 
     def _least_rest(self, free: FreeList, size: int) -> float:
         """A block is split where more than so many bytes are left over."""
@@ -69,7 +69,7 @@ class SpecialCases(Segments):
 
     # -- within free
 
-    def _waits(self, block: Block, ends: dict[int, float] | None, context) -> bool:
+    def _insert_events(self, block: Block, ends: dict[int, float] | None, context) -> bool:
         """A free was asked for: does the block have to wait for streams?"""
         assert not block.waiting, "freed twice"
         if self.history is not None:
@@ -119,7 +119,7 @@ class SpecialCases(Segments):
         before = self.reserved
         if self.history is not None:
             self._context = self.history.gather(freeing=True)
-        self.release_cached()
+        self.release_cached_blocks()
         self._context = None
         return before - self.reserved
 
@@ -161,7 +161,7 @@ class SpecialCases(Segments):
             pool.lists[stream] = FreeList(pool, stream)
         return pool.lists[stream]
 
-    def _finish(self, now: float) -> None:
+    def _process_events(self, now: float) -> None:
         """The blocks that waited until now, or less long, are free."""
         while self._waiting and self._waiting[0][0] <= now:
             block = self._waiting.pop(0)[2]
@@ -171,10 +171,10 @@ class SpecialCases(Segments):
             block.waiting = False
             self.free(block, waited=True)
 
-    def _wait_for_streams(self) -> None:
+    def _synchronize_and_free_events(self) -> None:
         if self._waiting:
             self.timeline.wait_until(self._waiting[-1][0])
-            self._finish(self._waiting[-1][0])
+            self._process_events(self._waiting[-1][0])
 
 
 # -- PyTorch's caching allocator, in Python: which bytes of one GPU are allocated, which are only reserved, and when it is
@@ -191,7 +191,7 @@ class SpecialCases(Segments):
 # statistics.py: the figures; history.py: what happened. All sizes are in bytes, times in seconds.
 
 
-__all__ = ["Block", "CachingAllocator", "Timeline", "Untimed", "format_size", "round_size", "segment_size"]
+__all__ = ["Block", "CachingAllocator", "Timeline", "Untimed", "format_size", "round_size"]
 
 
 class CachingAllocator(SpecialCases):
@@ -236,7 +236,7 @@ class CachingAllocator(SpecialCases):
             free = self._free_list(size, stream)
         keys = free.keys
         if special:
-            block = self._choose(free, size) or self._grow(free, size)
+            block = self._get_free_block(free, size) or self._grow(free, size)
             least = self._least_rest(free, size)
         else:
             index = bisect_left(keys, size << ADDRESS_BITS)
@@ -249,8 +249,8 @@ class CachingAllocator(SpecialCases):
         # 0, 1, 2: blocks, their bytes, those asked for; 3, 4: free pieces of segments, their bytes (see statistics.py)
         total, next_peak = free.total, free.next_peak
         rest = block.size - size
-        after = block.after
-        whole = after is None and block.before is None
+        after = block.next
+        whole = after is None and block.prev is None
         if rest > least:
             block.size = size
             address = block.address + size
@@ -258,13 +258,13 @@ class CachingAllocator(SpecialCases):
                 piece = free.free_objects.pop()
                 piece.address = address
                 piece.size = rest
-                piece.before = block
-                piece.after = after
+                piece.prev = block
+                piece.next = after
             else:
                 piece = Block(address, rest, free, block, after)
-            block.after = piece
+            block.next = piece
             if after is not None:
-                after.before = piece
+                after.prev = piece
             key = rest << ADDRESS_BITS | address
             index = bisect_left(keys, key)
             keys.insert(index, key)
@@ -308,13 +308,13 @@ class CachingAllocator(SpecialCases):
             return
         assert block.used, "freed twice"
         free, size, special = block.free_list, block.size, self.special
-        before, after = block.before, block.after
+        before, after = block.prev, block.next
         keys, blocks, next_peak = free.keys, free.blocks, free.next_peak
         if not waited:
             next_peak[0] += 1
             next_peak[1] += size
         if special:
-            if not waited and self._waits(block, ends, context):
+            if not waited and self._insert_events(block, ends, context):
                 return
             self._note_free(block, waited)
         block.used = False
@@ -324,19 +324,19 @@ class CachingAllocator(SpecialCases):
             index = bisect_left(keys, before.size << ADDRESS_BITS | before.address)
             del keys[index], blocks[index]
             before.size = joined_size = size + before.size
-            before.after = after
+            before.next = after
             if after is not None:
-                after.before = before
-            block, before, joined = before, before.before, 1
+                after.prev = before
+            block, before, joined = before, before.prev, 1
         if after is not None and not after.used and after.mapped:
             index = bisect_left(keys, after.size << ADDRESS_BITS | after.address)
             del keys[index], blocks[index]
             block.size = joined_size = joined_size + after.size
             if not special:
                 free.free_objects.append(after)
-            block.after = after = after.after
+            block.next = after = after.next
             if after is not None:
-                after.before = block
+                after.prev = block
             joined += 1
         key = joined_size << ADDRESS_BITS | block.address
         index = bisect_left(keys, key)
@@ -374,7 +374,7 @@ class CachingAllocator(SpecialCases):
                 if rest <= free.min_remainder:
                     size, rest = block.size, 0
                 # a whole segment leaves a piece where it is split; of a piece, there is one less or a smaller one
-                is_segment = block.before is None and block.after is None
+                is_segment = block.prev is None and block.next is None
                 pieces, left = (rest > 0, rest) if is_segment else (not rest, size)
                 if (
                     total[0] < next_peak[0]
@@ -416,7 +416,7 @@ class CachingAllocator(SpecialCases):
 
     def _most_taken(self, size: int) -> int:
         """No more than this is taken from the GPU for a rounded request."""
-        segment = segment_size(size, self.config.large_segment)
+        segment = allocation_size(size, self.config.large_segment)
         if self.config.expandable_segments:
             page = self.expandable.page(self.pools[size > SMALL])
             return -(-segment // page) * page

@@ -53,7 +53,7 @@ DEVICE_BITS = 48  # a GPU's addresses go down from (its index + 1) << 48: no too
 
 
 class Block:
-    """A piece of a segment. Its neighbours in the same segment are `before` and `after`.
+    """A piece of a segment. Its neighbours in the same segment are `prev` and `next`.
 
     used: somebody has it, or streams still work on it (`waiting`). requested: bytes asked for, before rounding.
     streams: other streams that use it, by record_stream. mapped: has memory behind it; an expandable segment has pieces
@@ -68,8 +68,8 @@ class Block:
     mark = 0  # the pool's count of searches when it became free
     accesses = None  # who used it, while races are looked for (virtualgpu.sanitizer)
 
-    def __init__(self, address: int, size: int, free_list: "FreeList", before: "Block | None", after: "Block | None"):
-        self.address, self.size, self.free_list, self.before, self.after = address, size, free_list, before, after
+    def __init__(self, address: int, size: int, free_list: "FreeList", prev: "Block | None", next: "Block | None"):
+        self.address, self.size, self.free_list, self.prev, self.next = address, size, free_list, prev, next
         self.used = False
         self.requested = 0
 
@@ -81,7 +81,7 @@ class Block:
     @property
     def whole(self) -> bool:
         """Is it a segment by itself?"""
-        return self.before is None and self.after is None
+        return self.prev is None and self.next is None
 
     def __repr__(self) -> str:
         state = "waiting" if self.waiting else "used" if self.used else "free"
@@ -98,7 +98,7 @@ class FreeList:
 
     __slots__ = ("blocks", "free_objects", "keys", "min_remainder", "next_peak", "pool", "stream", "total", "unmapped")
 
-    def __init__(self, pool: "Pool", stream: int):
+    def __init__(self, pool: "BlockPool", stream: int):
         self.pool, self.stream = pool, stream
         self.total, self.next_peak = pool.counts.total, pool.counts.next_peak
         self.min_remainder = 0 if pool.small else SMALL
@@ -129,7 +129,7 @@ class FreeList:
         return self.blocks.pop(index)
 
 
-class Pool:
+class BlockPool:
     """The small blocks of a GPU, or the large ones. searches: how often it was searched while garbage collection was
     on."""
 
@@ -147,7 +147,7 @@ def round_size(nbytes: int) -> int:
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
 
 
-def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
+def allocation_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
     """What is asked of the GPU when a rounded request of `size` finds no free block."""
     if size <= SMALL:
         return SMALL_SEGMENT

@@ -11,7 +11,7 @@ Note [Expandable Segments], and find_expandable_block, map_block, unmap_block.
 
 import math
 
-from virtualgpu.memory.blocks import SMALL_SEGMENT, Block, FreeList, Pool
+from virtualgpu.memory.blocks import SMALL_SEGMENT, Block, BlockPool, FreeList
 
 
 class Expandable:
@@ -24,7 +24,7 @@ class Expandable:
     def __bool__(self) -> bool:
         return bool(self.segments)
 
-    def page(self, pool: Pool) -> int:
+    def page(self, pool: BlockPool) -> int:
         """Bytes of a page: 2 MiB in the small pool, large_segment_size in the large one."""
         return SMALL_SEGMENT if pool.small else self.allocator.config.large_segment
 
@@ -32,26 +32,26 @@ class Expandable:
 
     def grow(self, free: FreeList, size: int) -> Block | None:
         """A free block of at least `size`, in no list; None where the GPU has no memory left for its pages."""
-        block = self._candidate(free, size)
-        if not block.mapped and not self._map(block, min(block.size, size)):
+        block = self._find_block(free, size)
+        if not block.mapped and not self._map_block(block, min(block.size, size)):
             return None
         while block.size < size:  # a free block, with addresses without memory after it
-            following = block.after
-            if following is None or not self._map(following, min(following.size, size - block.size)):
+            following = block.next
+            if following is None or not self._map_block(following, min(following.size, size - block.size)):
                 return None
             block = following
         free.remove(block)
         return block
 
-    def _candidate(self, free: FreeList, size: int) -> Block:
+    def _find_block(self, free: FreeList, size: int) -> Block:
         """The lowest free or unmapped block from which on there are enough addresses."""
         for block in free.unmapped:
-            before = block.before
+            before = block.prev
             start = before if before is not None and not before.used else block
             total = 0
             piece: Block | None = start
             while total < size and piece is not None and not piece.used:
-                total, piece = total + piece.size, piece.after
+                total, piece = total + piece.size, piece.next
             if total >= size:
                 return start
         return self._reserve(free)
@@ -68,7 +68,7 @@ class Expandable:
         self.allocator._choose_way()
         return block
 
-    def _map(self, block: Block, size: int) -> bool:
+    def _map_block(self, block: Block, size: int) -> bool:
         """Put memory behind the first `size` bytes of an unmapped block, in whole pages, and make it a free block."""
         owner, free = self.allocator, block.free_list
         _, page = _segment(block)
@@ -82,25 +82,25 @@ class Expandable:
             rest = self._split(block, size)
             rest.mapped = False
             self._insert_unmapped(rest)
-        self._join(block)
+        self._merge_neighbours(block)
         free.insert(block)
         owner.statistics.segment_taken(free.pool.counts, size, 0)
-        if block.before is None and block.segment_context is None:
+        if block.prev is None and block.segment_context is None:
             block.segment_context = owner._context
         owner.changed("segment_map", address, size, stream, owner._context)
         return True
 
     # -- shrinking
 
-    def shrink(self, pool: Pool) -> None:
+    def shrink(self, pool: BlockPool) -> None:
         """Unmap every page that is wholly free, and give back the addresses of segments that have none left."""
         if self.segments:
             for block in [block for block in pool.free_blocks() if block.segment is not None]:
-                self._unmap(block)
+                self._unmap_block(block)
                 if block.whole and not block.mapped:
                     self._discard(block)
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap_block(self, block: Block) -> None:
         owner, free = self.allocator, block.free_list
         start, page = _segment(block)
         first = start + -(-(block.address - start) // page) * page
@@ -109,7 +109,7 @@ class Expandable:
             return
         free.remove(block)
         if first > block.address:
-            before = Block(block.address, first - block.address, free, block.before, block)
+            before = Block(block.address, first - block.address, free, block.prev, block)
             before.segment = block.segment
             before.segment_context, block.segment_context = block.segment_context, None
             self._link(before)
@@ -120,7 +120,7 @@ class Expandable:
             free.insert(self._split(block, last - first))
         block.mapped = False
         owner.timeline.wait_until(owner.timeline.ready(free.stream))  # as unmapHandles does
-        self._join(block)
+        self._merge_neighbours(block)
         self._insert_unmapped(block)
         owner.statistics.segment_given_back(free.pool.counts, last - first, 0)
         owner.changed("segment_unmap", first, last - first, free.stream, owner._context or block.segment_context)
@@ -134,7 +134,7 @@ class Expandable:
 
     def _split(self, block: Block, size: int) -> Block:
         """What is left of a block after its first `size` bytes, as a block of its own."""
-        rest = Block(block.address + size, block.size - size, block.free_list, block, block.after)
+        rest = Block(block.address + size, block.size - size, block.free_list, block, block.next)
         rest.segment = block.segment
         self._link(rest)
         block.size = size
@@ -142,44 +142,44 @@ class Expandable:
 
     def _link(self, block: Block) -> None:
         """The neighbours of a new block learn of it."""
-        if block.before is not None:
-            block.before.after = block
+        if block.prev is not None:
+            block.prev.next = block
         else:
             self.allocator.heads[block.address] = block
-        if block.after is not None:
-            block.after.before = block
+        if block.next is not None:
+            block.next.prev = block
 
-    def _join(self, block: Block) -> None:
+    def _merge_neighbours(self, block: Block) -> None:
         """Neighbours that are free as well, and mapped or not like it, become part of a block that is in no list."""
-        for other in (block.before, block.after):
+        for other in (block.prev, block.next):
             if other is not None and not other.used and other.mapped == block.mapped:
                 if other.mapped:
                     other.free_list.remove(other)
                 else:
                     other.free_list.unmapped.remove(other)
-                absorb(self.allocator, block, other)
+                merge(self.allocator, block, other)
 
     def _insert_unmapped(self, block: Block) -> None:
         block.free_list.unmapped.append(block)
         block.free_list.unmapped.sort(key=lambda other: other.address)
 
 
-def absorb(allocator, block: Block, other: Block) -> None:
+def merge(allocator, block: Block, other: Block) -> None:
     """`other`, a neighbour that is in no list, becomes part of `block`."""
-    if other is block.before:
-        block.address, block.before, block.segment_context = other.address, other.before, other.segment_context
-        if block.before is not None:
-            block.before.after = block
+    if other is block.prev:
+        block.address, block.prev, block.segment_context = other.address, other.prev, other.segment_context
+        if block.prev is not None:
+            block.prev.next = block
         else:
             allocator.heads[block.address] = block
     else:
-        block.after = other.after
-        if block.after is not None:
-            block.after.before = block
+        block.next = other.next
+        if block.next is not None:
+            block.next.prev = block
     block.size += other.size
 
 
-def choose(free: FreeList, size: int, config) -> Block | None:
+def get_free_block(free: FreeList, size: int, config) -> Block | None:
     """The free block that PyTorch would take for a request where segments may be expandable or too large to split."""
     blocks, index = free.blocks, free.at_least(size)
     if index == len(blocks):
@@ -204,7 +204,7 @@ def _reach(block: Block | None = None) -> float:
     """The size that a block can come to; no block: infinite."""
     if block is None:
         return math.inf
-    following = block.after
+    following = block.next
     return block.size + (following.size if following is not None and not following.mapped else 0)
 
 

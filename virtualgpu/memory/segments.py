@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 import torch
 
-from virtualgpu.memory.blocks import Addresses, Block, FreeList, Pool, Timeline, Untimed, format_size, segment_size
+from virtualgpu.memory.blocks import (
+    Addresses,
+    Block,
+    BlockPool,
+    FreeList,
+    Timeline,
+    Untimed,
+    allocation_size,
+    format_size,
+)
 from virtualgpu.memory.config import UNLIMITED, Config, from_environment
 from virtualgpu.memory.expandable import Expandable
 from virtualgpu.memory.ledger import PLAYED_PID
@@ -48,7 +57,7 @@ class Segments:
         self.timeline: Timeline = timeline or Untimed()
         limited = None if self.config.max_split_size == UNLIMITED else int(self.config.max_split_size)
         self.statistics = Statistics(limited)
-        self.pools = Pool(True, self.statistics.small), Pool(False, self.statistics.large)
+        self.pools = BlockPool(True, self.statistics.small), BlockPool(False, self.statistics.large)
         self.on_reserved: Callable[[Segments], None] | None = None
         self.exclusive: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.history = None
@@ -116,7 +125,7 @@ class Segments:
             block: Block | None = self.heads[address]
             while block is not None:
                 blocks.append(block)
-                block = block.after
+                block = block.next
         return blocks
 
     def tell(self, action: str, address: int, size: int, stream: int, context, block: Block | None = None) -> None:
@@ -147,24 +156,24 @@ class Segments:
         if size >= EXABYTE:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than 1EB memory.")
         if self.collects_garbage:
-            self._collect_garbage()
-        block = self._take_segment(free, size)
-        if block is None and self._release_oversize(free, size):
-            block = self._take_segment(free, size)
+            self._garbage_collect_cached_blocks()
+        block = self._alloc_block(free, size)
+        if block is None and self._release_available_cached_blocks(free, size):
+            block = self._alloc_block(free, size)
         if block is None:
-            self.release_cached()
+            self.release_cached_blocks()
             self.statistics.retries += 1
-            block = self._take_segment(free, size)
+            block = self._alloc_block(free, size)
         if block is None:
             raise self._out_of_memory(free, size)
         return block
 
-    def _take_segment(self, free: FreeList, size: int) -> Block | None:
+    def _alloc_block(self, free: FreeList, size: int) -> Block | None:
         with self.exclusive():
-            return self._take_now(free, size)
+            return self._alloc_block_now(free, size)
 
-    def _take_now(self, free: FreeList, size: int) -> Block | None:
-        segment = segment_size(size, self.config.large_segment)
+    def _alloc_block_now(self, free: FreeList, size: int) -> Block | None:
+        segment = allocation_size(size, self.config.large_segment)
         if self.config.expandable_segments:
             return self.expandable.grow(free, size) if self.within_limit(segment) else None
         if not self.fits(segment):
@@ -187,24 +196,24 @@ class Segments:
 
     # -- giving back
 
-    def release_cached(self) -> None:
+    def release_cached_blocks(self) -> None:
         """Wait for the blocks that streams still use, then return each segment that is wholly free to the GPU."""
         self.statistics.syncs += 1
-        self._wait_for_streams()
+        self._synchronize_and_free_events()
         for pool in reversed(self.pools):  # the large ones first, as PyTorch does
-            self.release_free(pool)
+            self.release_blocks(pool)
 
-    def release_free(self, pool: Pool) -> None:
+    def release_blocks(self, pool: BlockPool) -> None:
         """Return the segments of one pool that are wholly free."""
         for block in pool.free_blocks():
             if block.segment is None and block.whole:
-                self._release(block)
+                self._release_block(block)
         self.expandable.shrink(pool)
 
-    def _wait_for_streams(self) -> None:
+    def _synchronize_and_free_events(self) -> None:
         raise NotImplementedError
 
-    def _release(self, block: Block) -> None:
+    def _release_block(self, block: Block) -> None:
         """cudaFree: the GPU is done with its work first."""
         free = block.free_list
         free.remove(block)
@@ -216,7 +225,7 @@ class Segments:
             self.statistics.oversize_segments.decrease(1)
         self.changed("segment_free", block.address, block.size, free.stream, self._context or block.segment_context)
 
-    def _collect_garbage(self) -> None:
+    def _garbage_collect_cached_blocks(self) -> None:
         """Return large segments that have not been used for longest, until reserved comes under the threshold."""
         too_much = self.reserved - int(self.config.garbage_collection_threshold * self.limit)
         pool = self.pools[1]
@@ -227,17 +236,17 @@ class Segments:
             old = [block for block in candidates if ages[block.address] >= mean]
             for block in old:
                 too_much -= block.size
-                self._release(block)
+                self._release_block(block)
             candidates = [block for block in candidates if ages[block.address] < mean]
 
-    def _release_oversize(self, free: FreeList, size: int) -> bool:
+    def _release_available_cached_blocks(self, free: FreeList, size: int) -> bool:
         """Free segments that may not be split serve no other request: return one that is large enough, or several."""
         if self.config.max_split_size == UNLIMITED:
             return False
         wanted = max(size, int(self.config.max_split_size))
         index = free.at_least(wanted)
         if index < len(free.blocks) and free.blocks[index].segment is None:
-            self._release(free.blocks[index])
+            self._release_block(free.blocks[index])
             return True
         released = 0
         for block in reversed(free.blocks[:index]):
@@ -245,7 +254,7 @@ class Segments:
                 break
             if block.segment is None:
                 released += block.size
-                self._release(block)
+                self._release_block(block)
         return released >= wanted
 
     def _choose_way(self) -> None:
@@ -255,7 +264,7 @@ class Segments:
 
     def _out_of_memory(self, free: FreeList, size: int) -> torch.OutOfMemoryError:
         self.statistics.ooms += 1
-        segment, left = segment_size(size, self.config.large_segment), self.free_on_gpu
+        segment, left = allocation_size(size, self.config.large_segment), self.free_on_gpu
         if self.history is not None or self.listeners:
             self.tell("oom", left, size, free.stream, self._context)
         message = self._message(segment)

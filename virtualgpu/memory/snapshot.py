@@ -240,7 +240,7 @@ def _segments(allocator, frames: _Frames) -> list[dict[str, Any]]:
     previous: Block | None = None
     for block in allocator.all_blocks():
         if block.mapped:
-            if block.before is None or block.before is not previous or not previous.mapped:
+            if block.prev is None or block.prev is not previous or not previous.mapped:
                 segments.append(_segment(allocator, block, frames))
             _add(segments[-1], block, frames)
         previous = block

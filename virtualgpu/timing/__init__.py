@@ -2,5 +2,5 @@
 
 `clock` is the work of the GPUs that a `host` launches, on `streams`, with collectives beside it (`nccl`, with PyTorch's model of their time).
 `flops` counts and times what multiplies, with `products`, `convolutions` and `attention`; `memory_bound` what moves bytes, with `norms` and
-`reductions`; `kernels` knows one card's rates, `measured` what kernels took on a card (`data/`). `trace` is what GPUs did.
+`reductions`; `kernels` knows one card's rates, and what kernels took on a card (`data/`). `trace` is what GPUs did.
 """

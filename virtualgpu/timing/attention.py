@@ -12,8 +12,7 @@ from collections.abc import Callable
 from torch.utils.flop_counter import sdpa_flop_count
 
 from virtualgpu.hardware.datasheet import FLOAT32, TF32
-from virtualgpu.timing import measured
-from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing.kernels import Kernels, measured_rows
 
 # Queries and keys of a tile, as most of FlashAttention 2's kernels have them (flash_attn/src/flash_fwd_launch_template.h): a tile that
 # the mask cuts is computed as a whole, one that it hides is left out.
@@ -82,7 +81,7 @@ def rule(which: str, by: str = "flash") -> Callable:
 
     def ask(kernels: Kernels, args, tensors, flops, moved, key) -> float:
         query, keys = args[0], args[1].shape[2]
-        row = measured.rows("attention", kernels.spec, "by", "pass", "bits").get((by, which, str(8 * query.itemsize)))
+        row = measured_rows("attention", kernels.spec, "by", "pass", "bits").get((by, which, str(8 * query.itemsize)))
         if by == "efficient" or row:
             flops *= in_whole_tiles(query.shape[2], keys)
         if row is None:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from virtualgpu.hardware.datasheet import BFLOAT16, FLOAT16, FLOAT32, TF32
-from virtualgpu.timing import measured, reductions
-from virtualgpu.timing.kernels import Kernels
+from virtualgpu.timing import reductions
+from virtualgpu.timing.kernels import Kernels, measured_rows
 
 # Tensor cores take so many channels at once, and more are filled up to a multiple; fewer are left to the other cores (implicit_convolve_sgemm)
 CHANNELS = 8
@@ -71,12 +71,12 @@ def _flops(image, weight) -> int:
 
 
 class Pass(NamedTuple):
-    """One of a plain convolution's: "forward" reads `image` and makes `made`, "image" is the gradient of what it read, "weight" that of its weight. A
-    transposed one is an "image". image, made: [batch, channels, *size]; weight: [made, read / groups, *kernel]. key: into Spec.rates."""
+    """One of a plain convolution's: "forward" reads `image` and makes `output`, "image" is the gradient of what it read, "weight" that of its weight. A
+    transposed one is an "image". image, output: [batch, channels, *size]; weight: [channels out, channels in / groups, *kernel]. key: into Spec.rates."""
 
     which: str
     image: torch.Tensor
-    made: torch.Tensor
+    output: torch.Tensor
     weight: torch.Tensor
     stride: Sequence[int]
     dilation: Sequence[int]
@@ -91,7 +91,7 @@ class Pass(NamedTuple):
     @property
     def moved(self) -> int:
         """Bytes in and out."""
-        return sum(one.numel() for one in (self.image, self.made, self.weight)) * self.image.itemsize
+        return sum(one.numel() for one in (self.image, self.output, self.weight)) * self.image.itemsize
 
     @property
     def depthwise(self) -> bool:
@@ -123,17 +123,17 @@ class Pass(NamedTuple):
     @property
     def kind(self) -> tuple[str, ...]:
         """By the columns KIND of the table."""
-        size = sum(_flops(self.made, self.weight) >= limit for limit in SIZES)
+        size = sum(_flops(self.output, self.weight) >= limit for limit in SIZES)
         kind = "few channels" if self.image.shape[1] < CHANNELS else {1: "1x1", 9: "3x3"}.get(self.taps, "larger")
         if self.groups > 1:
             kind = "grouped" if not self.depthwise else f"depthwise by {'PyTorch' if self.by_pytorch else 'cuDNN'}"
-        last = self.image.stride(1) == 1 or self.made.stride(1) == 1
+        last = self.image.stride(1) == 1 or self.output.stride(1) == 1
         return self.which, kind, self.key, "last" if last else "first", str(size)
 
     def seconds(self, kernels: Kernels) -> float:
         """With its launches."""
-        found, kind = measured.rows("convolutions", kernels.spec, *KIND), self.kind
-        row = found.get(kind) or found.get((*kind[:-1], ANY))
+        table, kind = measured_rows("convolutions", kernels.spec, *KIND), self.kind
+        row = table.get(kind) or table.get((*kind[:-1], ANY))
         return by_the_rule(kernels, self) * (float(row["factor"]) if row else 1.0)
 
 
@@ -161,12 +161,12 @@ def backward_seconds(kernels: Kernels, args, tensors, flops, moved, key) -> floa
     return total
 
 
-def plain_pass(kernels: Kernels, which, image, made, weight, stride, dilation, transposed, groups, key) -> Pass:
+def plain_pass(kernels: Kernels, which, image, output, weight, stride, dilation, transposed, groups, key) -> Pass:
     """As a plain one's. A card before Ampere has no TF32."""
     key = FLOAT32 if key == TF32 and key not in kernels.spec.rates else key
     if transposed:
-        image, made, which = made, image, {"forward": "image", "image": "forward"}.get(which, which)
-    return Pass(which, image, made, weight, stride, dilation, groups, key)
+        image, output, which = output, image, {"forward": "image", "image": "forward"}.get(which, which)
+    return Pass(which, image, output, weight, stride, dilation, groups, key)
 
 
 def by_the_rule(kernels: Kernels, one: Pass) -> float:
@@ -174,23 +174,23 @@ def by_the_rule(kernels: Kernels, one: Pass) -> float:
     if one.depthwise:
         return _depthwise(kernels, one)
     spec, which, groups, key = kernels.spec, one.which, one.groups, one.key
-    read, made = one.weight.shape[1], one.weight.shape[0] // groups
+    channels_in, channels_out = one.weight.shape[1], one.weight.shape[0] // groups
     tensor_cores = key in spec.rates and key in (TF32, FLOAT16, BFLOAT16) and spec.capability[0] >= 7
-    positions, length = one.made.shape[0] * prod(one.made.shape[2:]), read * one.taps
-    sizes = positions, made, -(-length // CHANNELS) * CHANNELS if tensor_cores else length
+    positions, length = one.output.shape[0] * prod(one.output.shape[2:]), channels_in * one.taps
+    sizes = positions, channels_out, -(-length // CHANNELS) * CHANNELS if tensor_cores else length
     if which == "weight":
-        sizes = length, made, positions
-    few = min(one.image.shape[1] if which == "forward" else one.made.shape[1], read) < CHANNELS
-    if tensor_cores and groups == 1 and few:
+        sizes = length, channels_out, positions
+    few_channels = min(one.image.shape[1] if which == "forward" else one.output.shape[1], channels_in) < CHANNELS
+    if tensor_cores and groups == 1 and few_channels:
         key, tensor_cores = FLOAT32, False
     longer = DIRECT[which] if key == FLOAT32 or (one.taps == 1 and tensor_cores) else 1.0
-    together = 1
-    while tensor_cores and groups % (2 * together) == 0 and 2 * together * min(sizes[1], read) <= MERGED:
-        together *= 2
-    if together > 1:
-        seconds = kernels.plain(2 * groups * prod(sizes) * together * longer, one.moved, key)
+    merged = 1
+    while tensor_cores and groups % (2 * merged) == 0 and 2 * merged * min(sizes[1], channels_in) <= MERGED:
+        merged *= 2
+    if merged > 1:
+        seconds = kernels.plain(2 * groups * prod(sizes) * merged * longer, one.moved, key)
     else:
-        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, one.moved, share=1 / longer)
+        seconds = spec.kernel + kernels.multiplying(groups, *sizes, key, one.moved, fraction=1 / longer)
     square = tuple(one.weight.shape[2:]) == (3, 3) and {*one.stride, *one.dilation, groups} == {1}
     if key == FLOAT32 and square and not kernels.hopper and not kernels.peak:
         ways = WINOGRAD[1:] if which == "weight" else WINOGRAD
@@ -200,12 +200,14 @@ def by_the_rule(kernels: Kernels, one: Pass) -> float:
 
 def _by_winograd(kernels: Kernels, one: Pass, square: int, filled: tuple[int, ...], longer: float) -> float:
     """By one of WINOGRAD's ways, without launches."""
-    made, read = one.weight.shape[:2]
-    sizes = len(one.made), *one.made.shape[2:]
-    places = prod(-(-size // unit) * unit for size, unit in zip(sizes, filled, strict=True))
-    rows, length = (read, places // square**2) if one.which == "weight" else (places // square**2, read)
+    channels_out, channels_in = one.weight.shape[:2]
+    sizes = len(one.output), *one.output.shape[2:]
+    positions = prod(-(-size // unit) * unit for size, unit in zip(sizes, filled, strict=True))
+    rows, length = (
+        (channels_in, positions // square**2) if one.which == "weight" else (positions // square**2, channels_in)
+    )
     count = (square + 2) ** 2
-    took = kernels.multiplying(count, rows, made, length, FLOAT32, one.moved, share=1 / longer)
+    took = kernels.multiplying(count, rows, channels_out, length, FLOAT32, one.moved, fraction=1 / longer)
     return took + (1 + count / square**2) * one.moved / kernels.bandwidth["memory"] * (square > 2)
 
 
@@ -214,25 +216,25 @@ def _converting(kernels: Kernels, one: Pass, key) -> float:
     ampere = kernels.spec.capability[0] >= 8
     if one.taps == 1 and ({*one.stride} == {1} or not ampere):
         return 0.0
-    read, made = one.image, one.made
-    if one.which == "image" and made.numel() > read.numel():
-        made, read = read, made
-    images = [read, made if one.which == "weight" and ampere else one.weight]
+    source, output = one.image, one.output
+    if one.which == "image" and output.numel() > source.numel():
+        output, source = source, output
+    images = [source, output if one.which == "weight" and ampere else one.weight]
     if one.which != "weight" and key != TF32 and ampere:
-        images.append(made)
+        images.append(output)
     return sum(kernels.reordering(image) for image in images if image.stride(1) != 1 and image.shape[1] > 1)
 
 
 def _depthwise(kernels: Kernels, one: Pass) -> float:
     """By PyTorch's kernels or by cuDNN's."""
     spec, taps = kernels.spec, one.taps
-    made, read = (one.image, one.made) if one.which == "image" else (one.made, one.image)
+    output, source = (one.image, one.output) if one.which == "image" else (one.output, one.image)
     if one.by_pytorch:
         number, tap = CYCLES[kernels.generation]
-        busy = max(one.moved / kernels.bandwidth["memory"], made.numel() * (number + tap * taps) / kernels.cycles)
+        busy = max(one.moved / kernels.bandwidth["memory"], output.numel() * (number + tap * taps) / kernels.cycles)
         return spec.kernel + GRADIENT[one.which][1] * busy
     moving = one.moved / (spec.bandwidth * BANDWIDTH)
-    if made.dtype == torch.float32 and taps >= LARGE:
-        numbers = min(made.numel(), read.numel())  # the smaller one's meet each weight once
+    if output.dtype == torch.float32 and taps >= LARGE:
+        numbers = min(output.numel(), source.numel())  # the smaller one's meet each weight once
         return spec.kernel + max(moving, SINGLE[one.which] * numbers * taps / kernels.cycles)
-    return spec.kernel + GRADIENT[one.which][0] * max(moving, 2 * made.numel() * taps / (spec.rates[FLOAT32] * FLOPS))
+    return spec.kernel + GRADIENT[one.which][0] * max(moving, 2 * output.numel() * taps / (spec.rates[FLOAT32] * FLOPS))

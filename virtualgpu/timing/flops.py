@@ -9,7 +9,7 @@ import torch
 from virtualgpu import _compat
 from virtualgpu.hardware.datasheet import DTYPES, FLOAT32, TF32
 from virtualgpu.timing import attention, convolutions, products
-from virtualgpu.timing.kernels import Kernels, together
+from virtualgpu.timing.kernels import Kernels, vector_width
 from virtualgpu.timing.products import Product
 
 aten = torch.ops.aten
@@ -72,29 +72,31 @@ def tf32_switch(func) -> str:
     return "conv" if func in CONVOLUTIONS else "rnn" if func in RECURRENT else "matmul"
 
 
-def seconds(kernels: Kernels, name: str, args, tensors, flops: float, moved: float, key, share: float = 1.0) -> float:
+def seconds(
+    kernels: Kernels, name: str, args, tensors, flops: float, moved: float, key, fraction: float = 1.0
+) -> float:
     """One kernel, or the few that the operation called `name` is made of. tensors: all that it reads and writes. flops, moved: by their
-    counts. key: into Spec.rates. share: of the FLOPs, where values leave some out."""
+    counts. key: into Spec.rates. fraction: of the FLOPs, where values leave some out."""
     rule = None if kernels.peak else RULES.get(name)
     if rule is None:
-        return kernels.plain(flops * share, moved, key)
-    return rule(kernels, args, tensors, flops * share, moved, key)
+        return kernels.plain(flops * fraction, moved, key)
+    return rule(kernels, args, tensors, flops * fraction, moved, key)
 
 
 def _matrices(first: int, kernels: Kernels, args, tensors, flops, moved, key) -> float:
     """[count, rows, length] times [count, length, columns], from argument `first` on."""
-    left, right = args[first], args[first + 1]
-    if left.layout is not torch.strided or right.layout is not torch.strided:
+    lhs, rhs = args[first], args[first + 1]
+    if lhs.layout is not torch.strided or rhs.layout is not torch.strided:
         # as cuSPARSE: each number of the sparse matrix with a row of the other, which is fetched for it; `flops` are of dense ones
-        sparse, other = (left, right) if left.layout is not torch.strided else (right, left)
+        sparse, other = (lhs, rhs) if lhs.layout is not torch.strided else (rhs, lhs)
         held = parts(sparse)[-1].numel()
-        fetched = held * other.shape[-1 if sparse is left else -2] * other.itemsize
+        fetched = held * other.shape[-1 if sparse is lhs else -2] * other.itemsize
         return kernels.plain(flops * held / max(sparse.numel(), 1), moved + fetched, key)
-    count = (left.shape[0] if left.dim() == 3 else 1) * (4 if left.is_complex() else 1)
-    rows, length, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-    widths = columns, max(left.stride()[-2:]), max(right.stride()[-2:])  # of rows, in numbers
-    loaded = together(left.itemsize, *widths)
-    along = (left.stride(-1) == 1) + (right.stride(-2) == 1)
+    count = (lhs.shape[0] if lhs.dim() == 3 else 1) * (4 if lhs.is_complex() else 1)
+    rows, length, columns = lhs.shape[-2], lhs.shape[-1], rhs.shape[-1]
+    widths = columns, max(lhs.stride()[-2:]), max(rhs.stride()[-2:])  # of rows, in numbers
+    loaded = vector_width(lhs.itemsize, *widths)
+    along = (lhs.stride(-1) == 1) + (rhs.stride(-2) == 1)
     bias = first == 1 and args[0].dim() == 1
     return products.seconds(kernels, Product(count, rows, columns, length, key, moved, loaded, along=along, bias=bias))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, is_grad_enabled
 
 from virtualgpu.hardware.settings import HOSTS, Host
-from virtualgpu.timing import measured
+from virtualgpu.timing.kernels import read_table
 from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task, node_in_cpp
 
 # -- What an operation costs the host beside the average one: some look for an algorithm, ask for workspaces or start several kernels.
@@ -24,7 +24,7 @@ class Weight(NamedTuple):
 
 
 WEIGHTS = {
-    row["operation"]: Weight(float(row["forward"]), float(row["backward"])) for row in measured.read("host_weights")
+    row["operation"]: Weight(float(row["forward"]), float(row["backward"])) for row in read_table("host_weights")
 }
 AVERAGE, ELEMENTWISE, OF_LIST = (WEIGHTS[name] for name in ("average", "elementwise", "list"))
 EVALUATED, BIASED = WEIGHTS["evaluated batch norm"], WEIGHTS["convolution with bias"]

@@ -1,17 +1,25 @@
 """How long one kernel lasts on a card: what its data sheet promises, times what kernels reach of it, for the size it has.
 
 What multiplies (`flops`) or is bound by memory (`memory_bound`) asks it; what fits into the second-level cache is read from it. Times in seconds.
+What kernels of a kind took on a card is in the tables of `data/`, which `python -m tests.gpu.tables` writes from files of measured kernels.
 """
 
+import csv
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from virtualgpu.hardware import cards
+from virtualgpu.hardware import specs
 from virtualgpu.hardware.datasheet import FLOAT32, Spec
 from virtualgpu.timing import products
 from virtualgpu.timing.products import Product
 
+DATA = Path(__file__).parent / "data"
+Row = Mapping[str, str]
+# Data-center Blackwell, until one is measured: with an H100's medians KernelBench's convolutions on a B200 take 1.4 times what is simulated, without 2.5
+LIKE = {"10.0": "9.0"}
 ROW = 16  # bytes: what a row of a matrix should be a multiple of (NVIDIA, "Matrix Multiplication Background User's Guide")
 # Cycles of a multiprocessor for each number that nchwToNhwcKernel moves: 12.8 million in 25 us on an H100, whose memory would bear more
 REORDERED = 0.5
@@ -22,7 +30,7 @@ STARTING = 0.5  # of a launch: the part that passes beside the first numbers of 
 FILLING = 0.5  # of a kernel's time at least, what one that fills takes: 0.9 to 1.1 us on an H100 (tests/gpu/h100_profiled.csv)
 
 
-def together(size: int, *widths: int) -> int:
+def vector_width(size: int, *widths: int) -> int:
     """How many numbers of `size` bytes one load takes, of matrices with rows of so many numbers; 0 where all are a multiple of ROW bytes."""
     shared = math.gcd(ROW, *(size * width for width in widths))
     return 0 if shared == ROW else shared // size
@@ -31,15 +39,15 @@ def together(size: int, *widths: int) -> int:
 class Kind(NamedTuple):
     """Of an operation that is bound by memory: a row of data/memory_bound.csv.
 
-    traffic: bytes really moved over those of all tensors that go in or come out, once; wide: the same where a row does not fit beside a
-    multiprocessor, or 0. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it
+    traffic: bytes really moved over those of all tensors that go in or come out, once; wide_traffic: the same where a row does not fit beside
+    a multiprocessor, or 0. cycles: of a multiprocessor, for each number of the largest tensor, at least. limit: whose share of the bandwidth it
     has (`hardware.achieved`). launches: its kernels. training: which argument says whether this is training. copied: which are copied first
     where they do not lie close. elementwise: each number comes of those at its own place. model: seconds by the card's kernels, the arguments
     and the tensors, of kernels whose threads are counted. step: cycles of a thread for each image and channel that it goes through.
     """
 
     traffic: float = 1.0
-    wide: float = 0.0
+    wide_traffic: float = 0.0
     cycles: float = 0.0
     limit: str = "memory"
     launches: int = 1
@@ -59,7 +67,7 @@ class Kernels:
 
     def __init__(self, spec: Spec, peak: bool = False):
         self.spec, self.peak = spec, peak
-        self.achieved, limits = cards.of(spec), ("memory", "softmax", "layer_norm")
+        self.achieved, limits = specs.achieved(spec), ("memory", "softmax", "layer_norm")
         self.bandwidth = {name: spec.bandwidth * (1.0 if peak else getattr(self.achieved, name)) for name in limits}
         self.cycles = spec.processors * spec.clock_rate * 1e3  # a second, of all
         self.hopper = spec.capability[0] in (9, 10)  # or B200: products by groups of warps (wgmma, tcgen05)
@@ -113,7 +121,35 @@ class Kernels:
         rate = self.spec.rates.get(key, self.spec.rates[FLOAT32]) * (1.0 if self.peak else self.achieved.product(key))
         return self.spec.kernel + max(flops / rate, moved / self.bandwidth["memory"])
 
-    def multiplying(self, count: int, rows: int, columns: int, length: int, key, moved: float, share: float) -> float:
+    def multiplying(
+        self, count: int, rows: int, columns: int, length: int, key, moved: float, fraction: float
+    ) -> float:
         """`count` products by one of cuDNN's kernels, for a convolution that moves so many bytes; without its launch. key: into Spec.rates.
-        share: of what products reach of the peak."""
-        return products.busy(self, Product(count, rows, columns, length, key, moved, share=share, cublas=False))
+        fraction: of what products reach of the peak."""
+        return products.busy(self, Product(count, rows, columns, length, key, moved, fraction=fraction, cublas=False))
+
+
+def measured_rows(table: str, spec: Spec, *columns: str) -> Mapping[tuple[str, ...], Row]:
+    """data/TABLE.csv by what stands in these columns: the rows of that card, or else of the first of its compute capability; none where neither
+    was measured."""
+    capability = ".".join(map(str, spec.capability))
+    for wanted in (capability, LIKE.get(capability)):
+        like = {name: rows for (name, number), rows in _cards(table, columns).items() if number == wanted}
+        if like:
+            return like.get(spec.name) or next(iter(like.values()))
+    return {}
+
+
+@functools.cache
+def _cards(table: str, columns: tuple[str, ...]) -> dict[tuple[str, str], dict[tuple[str, ...], Row]]:
+    """By card and capability, in the order of the file."""
+    cards: dict[tuple[str, str], dict[tuple[str, ...], Row]] = {}
+    for row in read_table(table):
+        cards.setdefault((row["card"], row["capability"]), {})[tuple(row[name] for name in columns)] = row
+    return cards
+
+
+def read_table(table: str) -> list[dict[str, str]]:
+    """data/TABLE.csv, row by row."""
+    with open(DATA / f"{table}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

@@ -13,8 +13,8 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from virtualgpu.timing import measured, norms, reductions
-from virtualgpu.timing.kernels import Kernels, Kind
+from virtualgpu.timing import norms, reductions
+from virtualgpu.timing.kernels import Kernels, Kind, read_table
 
 ORDINARY = Kind()  # each tensor moved once, and nothing beside
 ELEMENTWISE = Kind(elementwise=True)
@@ -37,9 +37,9 @@ def seconds(kernels: Kernels, kind: Kind, args, tensors, nbytes: float) -> float
     copied = sum(copying(kernels, tensor) for tensor in copied_first(kind, args)) if kind.copied else 0.0
     if kind.model is not None and tensors[0].numel() and all(tensor.layout is torch.strided for tensor in tensors):
         return kind.model(kernels, args, tensors) + copied
-    rows = tensors[:-1] if kind.wide and tensors[0].dim() else []  # the backward pass reads two tensors
+    rows = tensors[:-1] if kind.wide_traffic and tensors[0].dim() else []  # the backward pass reads two tensors
     if sum(tensor.shape[-1] * tensor.itemsize for tensor in rows) > ROW:
-        kind = kind._replace(traffic=kind.wide)
+        kind = kind._replace(traffic=kind.wide_traffic)
     return kernels.moving(nbytes, kind, cycles) + copied
 
 
@@ -67,14 +67,17 @@ CONVERTED = 0.145  # a byte, where 16 bits are read for 32 (Liger-Kernel's RMS n
 
 def one_by_one(tensors) -> float:
     """Cycles in all of a kernel that works out places; 0 for any other. tensors: what it reads, and last what it writes."""
-    made = tensors[-1]
+    output = tensors[-1]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return 0.0
-    read, result = [tensor for tensor in tensors if tensor is not made and tensor.dim()], (made.shape, made.stride())
-    layouts = tuple((tensor.shape, tensor.stride()) for tensor in read)
-    if made.dim() and any(layout != result for layout in layouts):
-        return _places(result, layouts, made.itemsize)
-    widened = made.itemsize == 4 and any(tensor.itemsize == 2 for tensor in read)
+    inputs, result = (
+        [tensor for tensor in tensors if tensor is not output and tensor.dim()],
+        (output.shape, output.stride()),
+    )
+    layouts = tuple((tensor.shape, tensor.stride()) for tensor in inputs)
+    if output.dim() and any(layout != result for layout in layouts):
+        return _places(result, layouts, output.itemsize)
+    widened = output.itemsize == 4 and any(tensor.itemsize == 2 for tensor in inputs)
     return CONVERTED * sum(tensor.nbytes for tensor in tensors) if widened else 0.0
 
 
@@ -84,16 +87,19 @@ def close(shape) -> tuple[int, ...]:
 
 
 @functools.lru_cache(4096)
-def _places(made, read, size: int) -> float:
+def _places(output, inputs, size: int) -> float:
     """Of a result and of what is read, (shape, strides) each."""
-    shape, strides = made
+    shape, strides = output
     if size not in WRITTEN:
         return 0.0
-    steps = [tuple(0 if one == 1 else step for one, step in zip(*layout, strict=True)) for layout in read]
-    expanded = [(0,) * (len(shape) - len(own)) + own for own in steps]  # for the dimensions of the result
-    each = WRITTEN[size] + BESIDE[size] * (len(read) - 1)
+    steps = [tuple(0 if one == 1 else step for one, step in zip(*layout, strict=True)) for layout in inputs]
+    expanded = [(0,) * (len(shape) - len(step)) + step for step in steps]  # for the dimensions of the result
+    each = WRITTEN[size] + BESIDE[size] * (len(inputs) - 1)
     each += DIMENSION[size] * max(0, _stretches(shape, [strides, *expanded]) - 2)
-    along, whole = _innermost(shape, strides), [one for one in read if prod(one[0]) == prod(shape) and 0 not in one[1]]
+    along, whole = (
+        _innermost(shape, strides),
+        [one for one in inputs if prod(one[0]) == prod(shape) and 0 not in one[1]],
+    )
     if any(_innermost(*layout) != along for layout in whole):
         beside = BLOCK * 8 / size / (shape[along] if along is not None else 1)
         each += APART + PIECE / min(SECTOR / size, max(1.0, beside))
@@ -164,14 +170,14 @@ def _added(kernels: Kernels, tensors, launches: int, numbers: int) -> float:
 NEAR = 0.64  # of a step, where a line of the cache holds many images; what comes from memory takes a step more
 
 
-def through_planes(kernels: Kernels, step: float, read: Tensor, made: Tensor) -> float:
+def through_planes(kernels: Kernels, step: float, inputs: Tensor, output: Tensor) -> float:
     """Cycles of all multiprocessors where a thread for each place of an image goes through all images and channels (UpSampleBilinear2d.cu)."""
-    small, large = (read, made) if read.nbytes < made.nbytes else (made, read)
+    small, large = (inputs, output) if inputs.nbytes < output.nbytes else (output, inputs)
     if large.stride(1) == 1 and not large.is_contiguous():
         return 0.0  # channels last: a thread for each number
     spec, apart = kernels.spec, min(1.0, prod(small.shape[2:]) * small.itemsize / LINE)
     rounds = ceil(prod(large.shape[2:]) / (spec.processors * spec.limits.threads))
-    step *= NEAR + (1 - NEAR + kernels.lost(read.nbytes + made.nbytes)) * apart
+    step *= NEAR + (1 - NEAR + kernels.lost(inputs.nbytes + output.nbytes)) * apart
     return spec.processors * rounds * prod(large.shape[:2]) * step
 
 
@@ -185,27 +191,31 @@ MEETING, FEW_MEET = 0.25, 0.65  # where fewer than four threads meet at a number
 
 def bilinear_backward(kernels: Kernels, args, tensors) -> float:
     """upsample_bilinear2d_backward_out_frame: a thread for each number of the gradient adds to four, after zeros."""
-    gradient, made = tensors[0], tensors[-1]
+    gradient, output = tensors[0], tensors[-1]
     spec, additions = kernels.spec, 4 * gradient.numel()
-    line, warp, each = ADDING_PAIRS if made.itemsize == 2 else ADDING
-    lines, at_once = made.nbytes / LINE, spec.processors * spec.limits.threads / prod(gradient.shape[2:])
-    if made.stride(1) != 1 or made.is_contiguous():  # the images whose gradients the threads that run together have
-        lines = min(lines, at_once * prod(made.shape[2:]) * made.itemsize / LINE)
-    apart = made.shape[-1] / gradient.shape[-1]  # numbers, from a thread's to its neighbour's
-    met = max(1.0, WARP * apart * made.itemsize / LINE)
+    line, warp, each = ADDING_PAIRS if output.itemsize == 2 else ADDING
+    lines, at_once = output.nbytes / LINE, spec.processors * spec.limits.threads / prod(gradient.shape[2:])
+    if output.stride(1) != 1 or output.is_contiguous():  # the images whose gradients the threads that run together have
+        lines = min(lines, at_once * prod(output.shape[2:]) * output.itemsize / LINE)
+    apart = output.shape[-1] / gradient.shape[-1]  # numbers, from a thread's to its neighbour's
+    met = max(1.0, WARP * apart * output.itemsize / LINE)
     blocks = min(max(1.0, gradient.numel() / ADDING_BLOCK), spec.processors)
     line *= (1.0 if apart <= MEETING else FEW_MEET) / max(1.0, lines)
     cycles = additions * max(line, warp * met / WARP / blocks, each / spec.processors)
-    return kernels.filling(made.nbytes) + spec.kernel + max(kernels.took(cycles), kernels.streaming(gradient.nbytes))
+    return kernels.filling(output.nbytes) + spec.kernel + max(kernels.took(cycles), kernels.streaming(gradient.nbytes))
 
 
 def _kind(row: dict[str, str]) -> Kind:
-    traffic, wide, cycles, step = (float(row[column] or 0) for column in ("traffic", "wide", "cycles", "step"))
+    traffic, wide_traffic, cycles, step = (
+        float(row[column] or 0) for column in ("traffic", "wide_traffic", "cycles", "step")
+    )
     training, copied = int(row["training"]) if row["training"] else None, tuple(map(int, row["copied"].split()))
     model, elementwise = MODELS[row["model"]] if row["model"] else None, row["elementwise"] == "yes"
-    return Kind(traffic, wide, cycles, row["limit"], int(row["launches"]), training, copied, elementwise, model, step)
+    return Kind(
+        traffic, wide_traffic, cycles, row["limit"], int(row["launches"]), training, copied, elementwise, model, step
+    )
 
 
 MODELS = vars(norms) | vars(reductions) | globals()
-KINDS = {row["operation"]: _kind(row) for row in measured.read("memory_bound")}
+KINDS = {row["operation"]: _kind(row) for row in read_table("memory_bound")}
 COPIED = {name: kind for name, kind in KINDS.items() if kind.copied}

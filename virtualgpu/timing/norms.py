@@ -17,7 +17,7 @@ from virtualgpu.timing.kernels import Kernels
 
 THREADS, EVALUATING = 512, 0.62  # of a block; a number of any batch norm that evaluates
 # Threads beside each other by an image's places, of 512: getNumThreads, and as the names of cuDNN's kernels say
-WIDTHS, CUDNN_WIDTHS = {places: places for places in (32, 64, 128, 256)}, {1023: 32, 4095: 128}
+WIDTHS, CUDNN_WIDTHS = {positions: positions for positions in (32, 64, 128, 256)}, {1023: 32, 4095: 128}
 
 
 class Loop(NamedTuple):
@@ -65,12 +65,12 @@ def batch_norm(kernels: Kernels, args, tensors) -> float:
     if len(args) > 5 and args[5] is False:
         return launch + kernels.working(2 * nbytes, EVALUATING * image.numel())
     if image.stride(1) == 1 and shape[1] > 1:
-        if not _own(image, weight):
+        if not _by_pytorch(image, weight):
             return 2 * launch + _semi_persistent(kernels, CUDNN_LAST, image, nbytes, 2 * nbytes)
         tiles = _tiles(shape)
         statistics = LAST_STATISTICS.seconds(kernels, *tiles, nbytes, nbytes)
         return 3 * launch + statistics + LAST_RESULT.seconds(kernels, *tiles, 2 * nbytes, 2 * nbytes)
-    if _own(image, weight):
+    if _by_pytorch(image, weight):
         # between the two a small kernel: inverse deviation, running averages
         statistics = STATISTICS.seconds(kernels, shape[1], _steps(shape, WIDTHS), nbytes, nbytes)
         return 2.5 * launch + statistics + kernels.streaming(2 * nbytes)
@@ -83,21 +83,21 @@ def batch_norm_backward(kernels: Kernels, args, tensors) -> float:
     """native_batch_norm_backward(gradient, input, weight, ..., train, eps, mask)."""
     image = args[1]
     launch, nbytes, shape = kernels.spec.kernel, image.nbytes, image.shape
-    own = not args[7] or _own(image, args[2])
+    by_pytorch = not args[7] or _by_pytorch(image, args[2])
     if image.stride(1) == 1 and shape[1] > 1:
-        if not own:
+        if not by_pytorch:
             return 2 * launch + _semi_persistent(kernels, CUDNN_LAST_BACKWARD, image, 2 * nbytes, 3 * nbytes)
         tiles = _tiles(shape)
         sums = LAST_SUMS.seconds(kernels, *tiles, 3 * nbytes, 2 * nbytes)
         return 2 * launch + sums + LAST_GRADIENT.seconds(kernels, *tiles, 3 * nbytes, 3 * nbytes)
-    if not own and 2 * nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
-        kept, steps = KEPT_BACKWARD[image.itemsize], _kept_steps(image)
-        return launch + kept.seconds(kernels, shape[1], steps, 2 * nbytes, 3 * nbytes)
-    loop, widths = (BACKWARD, WIDTHS) if own else (CUDNN_BACKWARD, CUDNN_WIDTHS)
+    if not by_pytorch and 2 * nbytes // shape[1] <= KEPT_BYTES.get(image.itemsize, 0):
+        saved, steps = KEPT_BACKWARD[image.itemsize], _kept_steps(image)
+        return launch + saved.seconds(kernels, shape[1], steps, 2 * nbytes, 3 * nbytes)
+    loop, widths = (BACKWARD, WIDTHS) if by_pytorch else (CUDNN_BACKWARD, CUDNN_WIDTHS)
     return launch + loop.seconds(kernels, shape[1], _steps(shape, widths), 3 * nbytes, 5 * nbytes)
 
 
-def _own(image, weight) -> bool:
+def _by_pytorch(image, weight) -> bool:
     """Is it PyTorch's kernel? Also where a weight goes to the CPU's kernel in single precision (engine/cuda_only_ops.py)."""
     half = weight is not None and (weight.itemsize == 2 or hasattr(weight, "stands_for_half"))
     return half or image.dtype == torch.bfloat16
@@ -105,9 +105,9 @@ def _own(image, weight) -> bool:
 
 def _steps(shape, widths: dict[int, int], unrolled: int = 1) -> int:
     """Numbers that one thread works on."""
-    places = prod(shape[2:])
-    wide = next((width for most, width in widths.items() if places <= most), THREADS)
-    return unrolled * ceil(places / (wide * unrolled)) * ceil(shape[0] / (THREADS // wide))
+    positions = prod(shape[2:])
+    width = next((width for most, width in widths.items() if positions <= most), THREADS)
+    return unrolled * ceil(positions / (width * unrolled)) * ceil(shape[0] / (THREADS // width))
 
 
 def _kept_steps(image) -> float:
@@ -116,15 +116,17 @@ def _kept_steps(image) -> float:
 
 def _tiles(shape) -> tuple[int, int]:
     """Blocks, and the steps of each, of an image with its channels last."""
-    rows, tall = prod(shape) // shape[1], THREADS // TILE
-    below = min(ceil(rows / (tall * EACH)), TILES)
-    return ceil(shape[1] / TILE) * below, ceil(rows / (below * tall))
+    rows, height = prod(shape) // shape[1], THREADS // TILE
+    below = min(ceil(rows / (height * EACH)), TILES)
+    return ceil(shape[1] / TILE) * below, ceil(rows / (below * height))
 
 
-def _semi_persistent(kernels: Kernels, costs: tuple[float, float, float], image, read: int, moved: int) -> float:
-    """cuDNN's for channels last, which keeps what fits. read: bytes that go in."""
+def _semi_persistent(kernels: Kernels, costs: tuple[float, float, float], image, bytes_in: int, moved: int) -> float:
+    """cuDNN's for channels last, which keeps what fits. bytes_in: what goes in."""
     number, byte, lost = costs
-    return kernels.working(moved, image.numel() * (number + byte * image.itemsize * (1 + lost * kernels.lost(read))))
+    return kernels.working(
+        moved, image.numel() * (number + byte * image.itemsize * (1 + lost * kernels.lost(bytes_in)))
+    )
 
 
 # A row, which is one block's, and each of its bytes: of a root mean square norm and of all gradients (vectorized_layer_norm_kernel,

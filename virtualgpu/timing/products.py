@@ -13,8 +13,8 @@ from virtualgpu.hardware.datasheet import FLOAT32, TF32
 
 
 class Product(NamedTuple):
-    """`batch` products of [rows, length] and [length, columns]. key: into Spec.rates. moved: bytes, of all. together: what kernels.together says of
-    the matrices. share: of what products reach of the peak. along: how many of the two matrices lie along the sum: both in a layer, one in
+    """`batch` products of [rows, length] and [length, columns]. key: into Spec.rates. moved: bytes, of all. vector_width: what kernels.vector_width
+    says of the matrices. fraction: of what products reach of the peak. along: how many of the two matrices lie along the sum: both in a layer, one in
     the gradient of what went into it, none in that of its weight. bias: one is added. cublas: by its kernels, not by cuDNN's."""
 
     batch: int
@@ -23,17 +23,17 @@ class Product(NamedTuple):
     length: int
     key: str
     moved: float
-    together: int = 0
-    share: float = 1.0
+    vector_width: int = 0
+    fraction: float = 1.0
     along: int = 2
     bias: bool = False
     cublas: bool = True
 
 
-def _both(sizes, shares) -> tuple:
+def _both(sizes, fractions) -> tuple:
     """Tiles of these sizes, rows x columns, either way round, and what each reaches of the largest."""
-    tiles = dict(zip(sizes, shares, strict=True))
-    return tuple((tiles | {(wide, tall): share for (tall, wide), share in tiles.items()}).items())
+    tiles = dict(zip(sizes, fractions, strict=True))
+    return tuple((tiles | {(width, height): fraction for (height, width), fraction in tiles.items()}).items())
 
 
 SIZES = (256, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32)
@@ -81,14 +81,14 @@ def _tiled(kernels, product: Product, peak: float) -> float:
     batch, rows, columns, length = product[:4]
     processors, cycle, best = spec.processors, kernels.took(1), math.inf
     tensor_cores = peak > spec.rates[FLOAT32] or (key == TF32 and key in spec.rates)
-    narrow = tensor_cores and bool(product.together)
+    narrow = tensor_cores and bool(product.vector_width)
     across = tensor_cores and kernels.hopper and cublas and key == TF32 and product.along == 0
     warp_groups = tensor_cores and kernels.hopper and not narrow and not across
-    rate = peak * product.share * kernels.achieved.product(key)
+    rate = peak * product.fraction * kernels.achieved.product(key)
     if kernels.hopper and (across or narrow):
         rate = rate * MMA_SYNC if across else min(rate, peak * MMA_SYNC)
     fill = FILL if not tensor_cores else HOPPER_FILL if warp_groups else TENSOR_FILL
-    load = cycle * (ODD_LOAD if product.together == 1 else NARROW_LOAD) if narrow else 0.0
+    load = cycle * (ODD_LOAD if product.vector_width == 1 else NARROW_LOAD) if narrow else 0.0
     wait = cycle * WAIT if cublas and spec.capability[0] >= 8 and not tensor_cores else 0.0
     splits = SPLITS[:1] if wait and product.bias else SPLITS  # few kernels that add a bias split the sum
     nvjet = warp_groups and cublas and spec.capability[0] == 9 and key != TF32

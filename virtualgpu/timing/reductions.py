@@ -72,14 +72,14 @@ def plan(source: torch.Tensor, dims, spec) -> Plan:
 
 @functools.lru_cache(4096)
 def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> Plan:
-    reduced, kept = _coalesced(shape, strides, dims)
-    inputs, outputs = (prod(size for size, _ in group) for group in (reduced, kept))
-    along = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
+    reduced, remaining = _coalesced(shape, strides, dims)
+    inputs, outputs = (prod(size for size, _ in group) for group in (reduced, remaining))
+    along = not remaining or (bool(reduced) and reduced[0][1] < remaining[0][1])
     width, height, vector = inputs if along else outputs, outputs if along else inputs, 1
-    if along and not kept and len(reduced) == 1 and reduced[0][1] == 1 and width >= 128:
+    if along and not remaining and len(reduced) == 1 and reduced[0][1] == 1 and width >= 128:
         width //= 4
-    elif not along and kept[0][1] == 1:
-        vector = gcd(4, offset, kept[0][0], *(stride for _, stride in (*reduced, *kept[1:])))
+    elif not along and remaining[0][1] == 1:
+        vector = gcd(4, offset, remaining[0][0], *(stride for _, stride in (*reduced, *remaining[1:])))
         width //= vector
     most = BLOCK // vector
     width, height = (min(most, 1 << max(size, 1).bit_length() - 1) for size in (width, height))  # powers of two
@@ -87,8 +87,8 @@ def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> P
     across = min(width, most // down)
     step_in, step_out = (across, 1) if along else (1, across)
     each = ceil(inputs / step_in)
-    together = each >= min(down * FEW, MANY)  # do the block's warps share an output?
-    if together:
+    sharing = each >= min(down * FEW, MANY)  # do the block's warps share an output?
+    if sharing:
         step_in *= down
         each = ceil(inputs / step_in)
     else:
@@ -96,7 +96,7 @@ def _plan(shape, strides, offset: int, dims, processors: int, threads: int) -> P
     grid = ceil(outputs // vector / step_out)
     target = processors * (threads // (across * down))
     blocks = 1
-    if together and each >= MANY and grid <= target:
+    if sharing and each >= MANY and grid <= target:
         blocks = max(min(ceil(target / grid), ceil(each / FEW)), ceil(each / MANY))
         each = ceil(inputs / (step_in * blocks))
     divided = inputs * outputs if along and len(reduced) > 1 else 0

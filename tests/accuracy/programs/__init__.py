@@ -1,15 +1,28 @@
 """What one_card.py runs beside torchvision's models: a function each, which takes a row of published.csv and returns a step."""
 
-from tests.accuracy.programs.diffusion import diffusion
-from tests.accuracy.programs.generators import critic, dcgan
-from tests.accuracy.programs.gpt2 import gpt2, medium, offloaded
-from tests.accuracy.programs.optimizers import optimizer
-from tests.accuracy.programs.perceptrons import autoencoder, perceptron, policy
-from tests.accuracy.programs.pictures import contrast, correct, recipe, segmentation, unet, video
-from tests.accuracy.programs.signals import points, speech
-from tests.accuracy.programs.small_llama import llama
-from tests.accuracy.programs.tables import dlrm, factors, gnn
-from tests.accuracy.programs.words import bert, lstm, transformer, translation
+from tests.accuracy.programs.language import bert, gpt2, llama, lstm, medium, offloaded, transformer, translation
+from tests.accuracy.programs.pictures import (
+    contrast,
+    correct,
+    critic,
+    dcgan,
+    diffusion,
+    recipe,
+    segmentation,
+    unet,
+    video,
+)
+from tests.accuracy.programs.vectors import (
+    autoencoder,
+    dlrm,
+    factors,
+    gnn,
+    optimizer,
+    perceptron,
+    points,
+    policy,
+    speech,
+)
 
 PROGRAMS = {  # by the table's column "model"
     "gpt2": gpt2,

@@ -8,8 +8,7 @@ import torch
 import virtualgpu
 from tests.accuracy.kernels import multiplied
 from virtualgpu.hardware import datasheet, specs, units
-from virtualgpu.hardware.cards import basis
-from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec
+from virtualgpu.hardware.specs import SPECS, TF32, Link, Spec, basis
 from virtualgpu.timing.kernels import Kernels
 from virtualgpu.timing.memory_bound import ORDINARY
 
@@ -41,52 +40,26 @@ def test_the_lessons_cards_keep_their_figures():
 
 
 @every_card
-def test_the_driver_leaves_most_of_the_memory(key):
-    memory = SPECS[key].memory / 2**30
-    assert 0.9 * min(size for size in SOLD_AS if size >= memory) <= memory
-
-
-@every_card
-def test_bandwidth_is_bus_times_memory_clock(key):
-    """H200: the data sheet says 4.8 TB/s, its clock gives 4.92. H100-96GB: bus and clock are not known."""
+def test_figures_agree_with_each_other(key):
+    """H200: the data sheet says 4.8 TB/s, its clock gives 4.92. H100-96GB: bus and clock are not known. P100 PCIe: CUDA reports 1,329 MHz, the
+    data sheet's rate is at 1,303. Tensor cores: multiply-adds of one multiprocessor's in a cycle, dense, accumulating in float32 (white
+    papers); on Hopper and Blackwell B200 they are clocked some 8 % lower than the highest clock."""
     spec = SPECS[key]
+    capability, rates, memory = spec.capability, spec.rates, spec.memory / 2**30
+    assert 0.9 * min(size for size in SOLD_AS if size >= memory) <= memory, "the driver leaves most of it"
     if key == "H100-96GB":
         assert spec.bus is None and spec.memory_clock is None and spec.memory_clock_rate == spec.memory_bus_width == 0
     else:
-        assert 2 * spec.memory_clock * spec.bus / 8 == pytest.approx(
-            spec.bandwidth, rel=0.025 if key == "H200" else 0.02
-        )
-
-
-@every_card
-def test_float32_is_cores_times_clock(key):
-    """P100 PCIe: CUDA reports 1,329 MHz, the data sheet's rate is at 1,303."""
-    spec = SPECS[key]
-    cores = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}.get(spec.capability, 128)
+        of_bus, off = 2 * spec.memory_clock * spec.bus / 8, 0.025 if key == "H200" else 0.02
+        assert of_bus == pytest.approx(spec.bandwidth, rel=off)
+    cores = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}.get(capability, 128)
     assert cores == spec.limits.cores
-    assert 2 * spec.processors * cores * spec.clock == pytest.approx(spec.rates["float32"], rel=0.025)
-
-
-@every_card
-def test_float64_is_the_known_fraction_of_float32(key):
-    spec = SPECS[key]
-    fraction = {(7, 5): 32, (8, 6): 64, (8, 9): 64, (12, 0): 64}.get(spec.capability, 2)
-    assert spec.rates["float32"] / spec.rates["float64"] == pytest.approx(fraction, rel=0.025)
-
-
-@every_card
-def test_tensor_cores_do_a_power_of_two_per_clock(key):
-    """Multiply-adds that one multiprocessor's tensor cores do in a cycle, dense, accumulating in float32 (white papers).
-
-    On Hopper and Blackwell B200 they are clocked some 8 % lower than the highest clock.
-    """
-    spec = SPECS[key]
+    assert 2 * spec.processors * cores * spec.clock == pytest.approx(rates["float32"], rel=0.025)
+    fraction = {(7, 5): 32, (8, 6): 64, (8, 9): 64, (12, 0): 64}.get(capability, 2)
+    assert rates["float32"] / rates["float64"] == pytest.approx(fraction, rel=0.025)
     each = {(7, 0): 512, (7, 5): 512, (8, 0): 1024, (8, 6): 512, (8, 9): 512, (9, 0): 2048, (10, 0): 4096, (12, 0): 512}
-    expected = (
-        256 if key in GEFORCE or key == "A10G" else each.get(spec.capability, 64)
-    )  # P100 has none: cores for float32
-    found = spec.rates["float16"] / (2 * spec.processors * spec.clock)
-    assert expected * 0.9 <= found <= expected * 1.01
+    expected = 256 if key in GEFORCE or key == "A10G" else each.get(capability, 64)  # P100 has none: cores for float32
+    assert expected * 0.9 <= rates["float16"] / (2 * spec.processors * spec.clock) <= expected * 1.01
 
 
 @every_card
@@ -195,8 +168,6 @@ def test_every_row_says_its_source():
 @every_card
 def test_the_data_sheet_is_a_lower_bound_but_for_clocks_that_are_held(key):
     kernels, peak = Kernels(SPECS[key]), Kernels(SPECS[key], peak=True)
-    for dtype, size in (("float32", 4), ("float16", 2)):
-        assert multiplied(kernels, 1, 8192, 8192, 8192, dtype, size) > 0.85 * multiplied(
-            peak, 1, 8192, 8192, 8192, dtype, size
-        )
+    for kind in (("float32", 4), ("float16", 2)):
+        assert multiplied(kernels, 1, *[8192] * 3, *kind) > 0.85 * multiplied(peak, 1, *[8192] * 3, *kind)
     assert kernels.moving(1 << 30, ORDINARY) > peak.moving(1 << 30, ORDINARY)

@@ -16,44 +16,55 @@ def test_each_card_is_found_by_its_names(key):
         assert find_spec(name) is spec
 
 
-@pytest.mark.parametrize(
-    "written, key",
-    [
-        *[(name, "A100") for name in ("a100-40gb", "A100-SXM", "A100-SXM4-40GB", "NVIDIA A100", "A100 SXM 40 GB")],
-        *[(name, "A100-80GB") for name in ("a100_80g", "A100 80GB", "A100-SXM4-80GB", "A100-80GB-SXM")],
-        *[
-            ("A100 PCIe", "A100-PCIE-40GB"),
-            ("A100-80GB-PCIe", "A100-PCIE-80GB"),
-            ("A100 PCI Express", "A100-PCIE-40GB"),
-        ],
-        *[("H100-SXM5-80GB", "H100"), ("H100-80GB", "H100"), ("H100 PCI-E", "H100-PCIe"), ("h100 96gb", "H100-96GB")],
-        *[("rtx 4090", "RTX 4090"), ("RTX4090", "RTX 4090"), ("4090", "RTX 4090"), ("GeForce RTX 5090", "RTX 5090")],
-        *[("A6000", "RTX A6000"), ("rtx-a6000", "RTX A6000"), ("RTX TITAN", "TITAN RTX"), ("TITAN RTX", "TITAN RTX")],
-        *[("P100-PCIE-16GB", "P100"), ("P100 SXM2", "P100-SXM2"), ("V100-SXM2", "V100"), ("v100 32 GB", "V100-32GB")],
-        *[
-            ("T4-16GB", "T4"),
-            ("H200-141GB", "H200"),
-            ("B200 192GB", "B200"),
-            ("B200 SXM", "B200"),
-            ("a10g 24gb", "A10G"),
-        ],
-    ],
-)
+WRITTEN = """
+A100: a100-40gb, A100-SXM, A100-SXM4-40GB, NVIDIA A100, A100 SXM 40 GB
+A100-80GB: a100_80g, A100 80GB, A100-SXM4-80GB, A100-80GB-SXM
+A100-PCIE-40GB: A100 PCIe, A100 PCI Express
+A100-PCIE-80GB: A100-80GB-PCIe
+H100: H100-SXM5-80GB, H100-80GB
+H100-PCIe: H100 PCI-E
+H100-96GB: h100 96gb
+RTX 4090: rtx 4090, RTX4090, 4090
+RTX 5090: GeForce RTX 5090
+RTX A6000: A6000, rtx-a6000
+TITAN RTX: RTX TITAN, TITAN RTX
+P100: P100-PCIE-16GB
+P100-SXM2: P100 SXM2
+V100: V100-SXM2
+V100-32GB: v100 32 GB
+T4: T4-16GB
+H200: H200-141GB
+B200: B200 192GB, B200 SXM
+A10G: a10g 24gb
+"""
+OTHERS = """
+RTX 3090: RTX 3090 Ti
+B200: GB200
+L4: L40S
+H100: H100-NVL
+V100: V10
+V100-32GB: V100-PCIE-32GB
+A100-80GB: A100-60GB
+RTX 4090: RTX 4080
+A10G: A10
+"""
+
+
+def names(text: str) -> list[tuple[str, str]]:
+    """(as written, key)."""
+    lines = [line.split(": ") for line in text.strip().splitlines()]
+    return [(name, key) for key, written in lines for name in written.split(", ")]
+
+
+@pytest.mark.parametrize(("written", "key"), names(WRITTEN))
 def test_names_as_people_write_them(written, key):
     assert find_spec(written) is SPECS[key]
 
 
-@pytest.mark.parametrize(
-    "name, nearest",
-    [
-        *[("RTX 3090 Ti", "RTX 3090"), ("GB200", "B200"), ("L40S", "L4"), ("H100-NVL", "H100"), ("V10", "V100")],
-        *[("V100-PCIE-32GB", "V100-32GB"), ("A100-60GB", "A100-80GB"), ("RTX 4080", "RTX 4090"), ("A10", "A10G")],
-    ],
-)
+@pytest.mark.parametrize(("name", "nearest"), names(OTHERS))
 def test_another_card_is_not_taken_for_it(name, nearest):
-    with pytest.raises(
-        ValueError, match=rf"no GPU called '{name}' here \(did you mean {nearest}\?\); choose one of T4, "
-    ):
+    words = rf"no GPU called '{name}' here \(did you mean {nearest}\?\); choose one of T4, "
+    with pytest.raises(ValueError, match=words):
         find_spec(name)
 
 

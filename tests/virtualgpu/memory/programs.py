@@ -1,11 +1,13 @@
-"""Random programs for the allocator, and what must hold after each of their steps."""
+"""Programs for the allocator: random ones, with what must hold after each of their steps, and scripts, with what they expect."""
 
 import itertools
+import re
 
 import hypothesis.strategies as st
 import torch
 
 from virtualgpu.memory.allocator import CachingAllocator
+from virtualgpu.memory.config import parse
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -69,10 +71,10 @@ def check(memory: CachingAllocator, live: list) -> None:
     mapped = [block for block in blocks if block.mapped]
     for block in blocks:
         assert block.size > 0 and block.size % 512 == 0
-        if block.after is not None:
-            assert block.after.before is block and block.after.address == block.address + block.size
-            assert block.after.free_list is block.free_list, "a segment is of one stream and one pool"
-            assert block.used or block.after.used or block.mapped != block.after.mapped, "free neighbours did not join"
+        if block.next is not None:
+            assert block.next.prev is block and block.next.address == block.address + block.size
+            assert block.next.free_list is block.free_list, "a segment is of one stream and one pool"
+            assert block.used or block.next.used or block.mapped != block.next.mapped, "free neighbours did not join"
     assert all(a.address + a.size <= b.address for a, b in itertools.pairwise(blocks)), "two blocks overlap"
     free = [block for pool in memory.pools for block in pool.free_blocks()]
     assert {id(block) for block in free} == {id(block) for block in mapped if not block.used}
@@ -98,3 +100,65 @@ def check(memory: CachingAllocator, live: list) -> None:
 
 def layout(memory: CachingAllocator) -> list[tuple]:
     return [(b.address, b.size, b.used, b.requested if b.used else 0, b.stream) for b in memory.all_blocks()]
+
+
+def allocator(capacity: int = 1 << 40, settings: str = "", **keywords) -> CachingAllocator:
+    """Under a clock of its own; settings: as in PYTORCH_CUDA_ALLOC_CONF."""
+    return CachingAllocator(capacity, timeline=Time(), config=parse(settings), **keywords)
+
+
+SCRIPT = re.compile(
+    r"(?P<name>[a-z])=(?P<size>\d+)(?P<unit>[BK]?)(@(?P<stream>\d))?(?P<fails>!?)"  # a=25 (MiB), b=300K@7: 300 KiB on stream 7, c=9!: out of memory
+    r"|-(?P<freed>[a-z])|(?P<used>[a-z])>(?P<user>\d)"  # freed; used by another stream
+    r"|(?P<worker>\d):(?P<until>\d)|host:(?P<host>\d)"  # a stream works until then; the host has come so far
+    r"|(?P<at>[a-z])(?P<sign>==|!=)(?P<other>[a-z])(\+(?P<offset>\d+))?"  # lies where the other did, or so many MiB behind
+    r"|(?P<allocated>\d+)/(?P<reserved>\d+)|empty=(?P<emptied>\d+)"  # MiB; what empty_cache gives back
+    r"|(?P<figure>[a-z_.]{2,})=(?P<value>-?\d+)|configure:(?P<settings>\S*)"  # of memory_stats, or `host`
+)
+
+
+def play(memory: CachingAllocator, script: str) -> dict:
+    """The blocks by their names, after all of a script's steps and expectations."""
+    blocks: dict = {}
+    for number, step in enumerate(script.split()):
+        match = SCRIPT.fullmatch(step)
+        assert match, step
+        said, where = match.groupdict(), f"step {number}, {step}"
+        if said["name"]:
+            size = int(said["size"]) * {"B": 1, "K": KIB, "": MIB}[said["unit"]]
+            try:
+                blocks[said["name"]] = memory.malloc(size, int(said["stream"] or 0))
+                assert not said["fails"], where
+            except torch.OutOfMemoryError:
+                assert said["fails"], where
+        elif said["freed"]:
+            memory.free(blocks[said["freed"]])
+        elif said["used"]:
+            memory.record_stream(blocks[said["used"]], int(said["user"]))
+        elif said["worker"]:
+            memory.timeline.work[int(said["worker"])] = float(said["until"])
+        elif said["host"]:
+            memory.timeline.host = float(said["host"])
+        elif said["at"]:
+            there = blocks[said["other"]].address + int(said["offset"] or 0) * MIB
+            assert (blocks[said["at"]].address == there) is (said["sign"] == "=="), where
+        elif said["allocated"]:
+            found = memory.allocated / MIB, memory.reserved / MIB
+            assert found == (int(said["allocated"]), int(said["reserved"])), where
+        elif said["emptied"]:
+            assert memory.empty_cache() == int(said["emptied"]) * MIB, where
+        elif said["settings"] is not None:
+            memory.configure(parse(said["settings"]))
+        else:
+            assert figure(memory, said["figure"]) == int(said["value"]), where
+    return blocks
+
+
+def figure(memory: CachingAllocator, name: str) -> float:
+    """Of memory_stats, by its name; `host`: where the host is."""
+    if name == "host":
+        return memory.timeline.host
+    found = memory.statistics.nested()
+    for part in name.split("."):
+        found = found[part]
+    return found

@@ -40,15 +40,9 @@ def tokens(model):
 
 MODELS = {
     "mlp": mlp,
-    "resnet18": vision("resnet18"),
-    "resnet50": vision("resnet50"),
+    **{name: vision(name) for name in ("resnet18", "resnet50", "densenet121", "shufflenet_v2_x0_5", "efficientnet_b0")},
+    **{name: vision(name, dropout=0.0) for name in ("mobilenet_v2", "squeezenet1_1", "mnasnet0_5")},
     "vgg11": vgg,
-    "mobilenet_v2": vision("mobilenet_v2", dropout=0.0),
-    "densenet121": vision("densenet121"),
-    "squeezenet": vision("squeezenet1_1", dropout=0.0),
-    "shufflenet": vision("shufflenet_v2_x0_5"),
-    "mnasnet": vision("mnasnet0_5", dropout=0.0),
-    "efficientnet": vision("efficientnet_b0"),
     "vit": lambda: (
         torchvision.models.VisionTransformer(64, 16, 2, 2, 64, 128, num_classes=10),
         torch.randn(4, 3, 64, 64),

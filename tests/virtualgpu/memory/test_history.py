@@ -1,77 +1,41 @@
-"""Memory history and snapshots through PyTorch's own functions: its C functions replaced, on GPUs without a machine
-around them."""
+"""Figures, history and snapshots of memory through PyTorch's own functions, and what its viewer makes of them."""
 
 import base64
-import contextlib
 import io
 import pickle
+import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.cuda import _memory_viz
 
+import virtualgpu
 from tests import forks
 from tests.virtualgpu.memory.programs import KIB, MIB, Time
-from virtualgpu.memory.allocator import CachingAllocator
-from virtualgpu.torch_api import memory as patch
-from virtualgpu.torch_api import surface
-from virtualgpu.torch_api.patches import Patches
-
-HERE = __file__
-
-
-class GPU:
-    """What the patch knows of a GPU."""
-
-    def __init__(self, index: int):
-        self.index, self.lock = index, threading.RLock()
-        self.memory = CachingAllocator(100 * MIB, index, timeline=Time())
-
-    @contextlib.contextmanager
-    def only(self) -> Iterator[CachingAllocator]:
-        with self.lock:
-            yield self.memory
+from virtualgpu.memory.snapshot import kinds
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Two GPUs, of which the first is current, under torch.cuda.memory."""
-    gpus = [GPU(0), GPU(1)]
-    clock = SimpleNamespace(check=lambda index: None)
-    machine = SimpleNamespace(gpus=gpus, clock=clock, ledger=None, gpu=lambda device: gpus[0])
-    for name, value in (("_cuda_getDevice", lambda: 0), ("_cuda_exchangeDevice", lambda index: 0)):
-        monkeypatch.setattr(torch._C, name, value, raising=False)
-    monkeypatch.setattr(torch.cuda, "_initialized", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: 0)
-    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: 0)
-    patches = Patches()
-    patch.install(machine, patches)
-    surface.install(machine, patches)
-    yield gpus
-    patches.restore()
+def gpus():
+    """Two GPUs of 100 MiB, of which the first is current; under clocks that tests set."""
+    virtualgpu.gpus(2, memory="100 MB")
+    torch.ones(1, device="cuda"), torch.ones(1, device="cuda:1")
+    gpus = virtualgpu.machine().gpus
+    for gpu in gpus:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(gpu.index)
+        gpu.memory.timeline = Time()
+    return gpus
 
 
-def made_here(gpu: GPU, nbytes: int):
+def made_here(gpu, nbytes: int):
     return gpu.memory.malloc(nbytes)
 
 
 def actions(trace: list[dict]) -> list[str]:
     return [entry["action"] for entry in trace]
-
-
-def test_all_is_put_back():
-    names = ("_cuda_memoryStats", "_cuda_memorySnapshot", "_cuda_releasePool", "_accelerator_getDeviceStats")
-    before = {name: getattr(torch._C, name, None) for name in names}
-    patches = Patches()
-    patch.install(SimpleNamespace(gpus=[], clock=None), patches)
-    patches.restore()
-    assert before == {name: getattr(torch._C, name, None) for name in names}
 
 
 def test_figures_by_pytorchs_functions(gpus):
@@ -83,37 +47,37 @@ def test_figures_by_pytorchs_functions(gpus):
     assert torch.cuda.max_memory_allocated(1) == 3 * MIB
     torch.cuda.reset_peak_memory_stats(1)
     assert torch.cuda.max_memory_allocated(1) == 0
-    nested = torch.cuda.memory_stats_as_nested_dict(1)
-    assert nested["allocation"]["large_pool"] == {"current": 0, "peak": 0, "allocated": 1, "freed": 1}
     torch.cuda.reset_accumulated_memory_stats(1)
     assert torch.cuda.memory_stats(1)["allocation.all.allocated"] == 0
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(1) == 0 and torch.cuda.max_memory_reserved(1) == 20 * MIB
+    with pytest.raises(RuntimeError, match="Invalid device argument 2: did you call init"):
+        torch._C._cuda_memoryStats(2)
 
 
-def test_summary_has_every_figure(gpus):
+FIGURES = "allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes allocation segment"
+COUNTERS = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free max_split_size"
+
+
+def test_every_figure_of_memory_stats(gpus):
+    """The names of PyTorch's own documentation, each a number; those of the accelerator; and a table of them."""
     made_here(gpus[0], 3 * MIB)
+    stats, whens = torch.cuda.memory_stats(), ("current", "peak", "allocated", "freed")
+    pools = [(figure, pool) for figure in FIGURES.split() for pool in ("all", "large_pool", "small_pool")]
+    assert {f"{figure}.{pool}.{when}" for figure, pool in pools for when in whens} | set(COUNTERS.split()) <= set(stats)
+    assert len(stats) > 110 and all(isinstance(value, int) for value in stats.values())
+    assert torch.cuda.memory_stats_as_nested_dict()["requested_bytes"]["all"]["peak"] == 3 * MIB
     text = torch.cuda.memory_summary(0)
-    rows = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:6]]
-        for line in text.splitlines()
-        if "B  " in line
-    }
-    assert rows["Allocated memory"] == ["3072 KiB", "3072 KiB", "3072 KiB", "0 B"]
-    assert rows["GPU reserved memory"][0] == "20480 KiB" and rows["Non-releasable memory"][0] == "17408 KiB"
+    for name, now in (("Allocated", "3072 KiB"), ("GPU reserved", "20480 KiB"), ("Non-releasable", "17408 KiB")):
+        assert re.search(rf"\| {name} memory +\| +{now} ", text)
     assert text.count("from large pool") == 9 and "Oversize GPU segments" in text
-
-
-def test_the_accelerators_functions(gpus):
-    if not hasattr(torch.accelerator, "memory_stats"):
-        pytest.skip("this PyTorch has no torch.accelerator.memory_stats")
-    made_here(gpus[1], 3 * MIB)
-    stats = torch._C._accelerator_getDeviceStats(1)
-    assert stats == torch._C._cuda_memoryStats(1) and stats["allocated_bytes"]["all"]["current"] == 3 * MIB
-    torch._C._accelerator_resetAccumulatedStats(1)
-    torch._C._accelerator_resetPeakStats(1)
-    assert torch._C._accelerator_getDeviceStats(1)["allocation"]["all"]["allocated"] == 0
-    assert torch._C._accelerator_isAllocatorInitialized()
+    assert torch.cuda.memory_summary(abbreviated=True, device=1).count("\n") < text.count("\n")
+    if hasattr(torch.accelerator, "memory_stats"):
+        assert torch._C._accelerator_getDeviceStats(0) == torch._C._cuda_memoryStats(0)
+        torch._C._accelerator_resetAccumulatedStats(0)
+        torch._C._accelerator_resetPeakStats(0)
+        assert torch._C._accelerator_getDeviceStats(0)["allocation"]["all"]["allocated"] == 0
+        assert torch._C._accelerator_isAllocatorInitialized()
 
 
 def test_fraction_and_settings(gpus):
@@ -126,8 +90,6 @@ def test_fraction_and_settings(gpus):
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # since 2.12
         assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
     assert torch.cuda.get_allocator_backend() == "native"
-    with pytest.raises(RuntimeError, match="Invalid device argument 2: did you call init"):
-        torch._C._cuda_memoryStats(2)
 
 
 def test_memory_without_a_tensor(gpus):
@@ -157,8 +119,7 @@ def test_not_modelled_says_so(gpus, call):
 
 def test_a_history_by_hand(gpus):
     torch.cuda.memory._record_memory_history(max_entries=100)
-    time = gpus[0].memory.timeline
-    time.host = 0.25
+    gpus[0].memory.timeline.host = 0.25
     block = made_here(gpus[0], 3 * MIB)
     gpus[0].memory.free(block)
     torch.cuda.empty_cache()
@@ -175,8 +136,8 @@ def test_a_history_by_hand(gpus):
     assert (alloc["compile_context"], alloc["user_metadata"], alloc["pool_id"]) == ("N/A", "", (0, 0))
     assert (oom["device_free"], oom["size"]) == (100 * MIB, 200 * MIB) and "addr" not in oom
     assert [(frame["filename"], frame["name"]) for frame in alloc["frames"][:2]] == [
-        (HERE, "made_here"),
-        (HERE, "test_a_history_by_hand"),
+        (__file__, "made_here"),
+        (__file__, "test_a_history_by_hand"),
     ]
     assert alloc["frames"][0]["line"] == made_here.__code__.co_firstlineno + 1
     assert not any("virtualgpu/" in frame["filename"].replace("tests/virtualgpu", "") for frame in alloc["frames"])
@@ -282,6 +243,21 @@ def test_observers_may_take_a_snapshot(gpus):
     assert seen == [(1, 52 * MIB, 100 * MIB, 40 * MIB, 1)]
 
 
+@pytest.mark.parametrize("stacks", ["all", "python"])
+def test_a_recorded_allocation_names_its_operation_first(gpus, stacks):
+    """A product's backward pass; with Python's frames alone it does not."""
+    x = torch.rand(64, 32, device="cuda", requires_grad=True)
+    w = torch.rand(32, 16, device="cuda")
+    torch.cuda.memory._record_memory_history(stacks=stacks)
+    (x @ w).sum().backward()
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    (frames,) = [event["frames"] for event in events if event["action"] == "alloc" and event["size"] == 64 * 32 * 4]
+    first = {"name": "at::_ops::mm::call", "filename": "??", "line": 0}
+    assert (frames[0] == first) is (stacks == "all") is any("::" in frame["name"] for frame in frames)
+    assert {"backward", "test_a_recorded_allocation_names_its_operation_first"} <= {frame["name"] for frame in frames}
+    assert frames[-1]["line"] > 0
+
+
 @pytest.fixture
 def dumped(gpus, tmp_path):
     """A file as _dump_snapshot writes it, of a history with all kinds of events."""
@@ -325,14 +301,55 @@ def test_pytorchs_viewer_reads_the_trace(dumped):
 def test_pytorchs_viewer_draws_the_trace(dumped, tmp_path):
     page = tmp_path / "trace.html"
     viz("trace_plot", dumped, "-o", page)
-    html = page.read_text()
-    data = html.split('"base64": "')[1].split('"')[0]
+    data = page.read_text().split('"base64": "')[1].split('"')[0]
     assert pickle.load(io.BytesIO(base64.b64decode(data))) == pickle.loads(dumped.read_bytes())
-    viz("segment_plot", dumped, "-o", page)
-    assert page.read_text() != html
 
 
 def test_flame_graph_lines_name_the_program(dumped):
     out = io.StringIO()
     _memory_viz._write_blocks(out, "gpu", pickle.loads(dumped.read_bytes())["segments"][0]["blocks"])
     assert "active_allocated" in out.getvalue() and "made_here" in out.getvalue()
+
+
+# -- what a step held of which kind, told from its trace and phases
+
+
+STEP = """
+model:     1=8
+forward:   2=4 3=2 -2
+backward:  2=8 -3
+optimizer: 4=16 -2 -99
+"""  # an address, MiB; what is freed, of which 99 was made before it was recorded
+
+
+def test_what_a_step_held_is_told_by_phase_and_by_what_outlives_it():
+    events: list[dict] = []
+    phases = []
+    for line in STEP.strip().splitlines():
+        phase, *steps = line.split()
+        phases.append((len(events), phase.rstrip(":")))
+        for step in steps:
+            address, _, size = step.partition("=")
+            actions = ("alloc",) if size else ("free_requested", "free_completed")
+            events += [
+                {"action": action, "addr": abs(int(address)), "size": int(size or 0) * MIB} for action in actions
+            ]
+    found = kinds(events, phases)
+    assert found == {
+        "parameters": [8.0] * 13,
+        "activations": [0, 0, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0],
+        "gradients": [0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 0, 0, 0],
+        "optimizer state": [0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16],
+        "temporary": [0, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    }
+
+
+def test_what_was_held_sums_up_to_what_the_allocator_says(gpu):
+    torch.cuda.memory._record_memory_history(max_entries=10_000, stacks="python")
+    layer = torch.nn.Linear(512, 512, device=gpu)
+    phases = [(0, "model"), (len(torch.cuda.memory._snapshot()["device_traces"][0]), "forward")]
+    loss = layer(torch.ones(256, 512, device=gpu)).square().sum()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(None)
+    last = sum(row[-1] for row in kinds(trace, phases).values())
+    assert last == pytest.approx(torch.cuda.memory_allocated() / MIB, abs=0.01) and loss.item() > 0

@@ -1,16 +1,40 @@
-"""What an operation costs the host: a program of short kernels takes as long on every card."""
+"""What an operation costs the host: a program of short kernels takes as long on every card.
+
+Beside what operations cost that of one H100 (tests/gpu/h100_host.csv: PyTorch 2.11, a Xeon of Sapphire Rapids, November 2026; of two visits):
+chains of 40 alike, of a few numbers, from an empty queue; microseconds for each of the 40.
+"""
+
+import contextlib
+import csv
+import functools
+import math
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional as F
 
 import virtualgpu
+from tests.accuracy.kernels import within
 from tests.gpu import host_table
 from virtualgpu.hardware.settings import DATASHEET, HOSTS, find_settings
 from virtualgpu.run import cli
 from virtualgpu.timing.host import BEGUN, ELEMENTWISE, FURTHER, STEP, WEIGHTS, weight_of
 
 resnet50 = pytest.importorskip("torchvision").models.resnet50
+GPU = Path(__file__).parents[2] / "gpu"
+TABLE, MIXED = GPU / "h100_host.csv", GPU / "mixed_host.csv"
+LENGTH, HOST = 40, HOSTS["2026"]
+
+
+@pytest.fixture
+def h100():
+    """In a dry run, with the host of this year."""
+    with virtualgpu.dry_run(1, like="H100", host="2026"):
+        yield virtualgpu.machine().clock
 
 
 def test_the_runner_names_them_all():
@@ -29,11 +53,8 @@ def passed(function):
 def inference(card, batch, host):
     """(images a second, share of the time in which the GPU computed) of the second pass."""
     with virtualgpu.dry_run(1, like=card, host=host), torch.no_grad():
-        model, x, clock = (
-            resnet50().cuda().eval(),
-            torch.zeros(batch, 3, 224, 224, device="cuda"),
-            virtualgpu.machine().clock,
-        )
+        model, x = resnet50().cuda().eval(), torch.zeros(batch, 3, 224, 224, device="cuda")
+        clock = virtualgpu.machine().clock
         model(x)
         torch.cuda.synchronize()
         start, computing = clock.host, clock.computing[0]
@@ -99,41 +120,38 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_call_costs(name):
+def test_what_a_call_costs(h100, name):
     call, forward, backward = CALLS[name]
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        x, made = torch.zeros(2, 3, 4, device="cuda", requires_grad=True), []
-        kernels = [*virtualgpu.machine().clock.computing]
-        assert passed(lambda: made.append(call(x))) == pytest.approx(28 * forward, abs=0.01)
-        if "view" in name:
-            assert virtualgpu.machine().clock.computing == kernels
-        for _ in range(0 if backward is None else 2):  # each a pass of its own
-            one = torch.ones_like(made[0])
-            took = passed(lambda one=one: torch.autograd.grad(made[0], x, one, retain_graph=True))
-            assert took == pytest.approx(21 * (BEGUN + backward), abs=0.01)
+    x, made = torch.zeros(2, 3, 4, device="cuda", requires_grad=True), []
+    kernels = [*h100.computing]
+    assert passed(lambda: made.append(call(x))) == pytest.approx(28 * forward, abs=0.01)
+    if "view" in name:
+        assert h100.computing == kernels
+    for _ in range(0 if backward is None else 2):  # each a pass of its own
+        one = torch.ones_like(made[0])
+        took = passed(lambda one=one: torch.autograd.grad(made[0], x, one, retain_graph=True))
+        assert took == pytest.approx(21 * (BEGUN + backward), abs=0.01)
 
 
-def test_what_autograd_does_not_note_costs_less():
+def test_what_autograd_does_not_note_costs_less(h100):
     """Of 119 chains beside an H100 the median took 0.8 of what they took with its notes."""
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        x = torch.zeros(2, 3, device="cuda", requires_grad=True)
-        noted = passed(x.exp)
-        for without in (torch.no_grad, torch.inference_mode):
-            with without():
-                assert passed(x.exp) == pytest.approx(0.8 * noted)
+    x = torch.zeros(2, 3, device="cuda", requires_grad=True)
+    noted = passed(x.exp)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert passed(x.exp) == pytest.approx(0.8 * noted)
 
 
-def test_lists_cost_by_their_length():
+def test_lists_cost_by_their_length(h100):
     """Beside an H100 `_foreach_add_` of 400 took 82 us, of two lists 159, and `_foreach_mul`, which makes 400, 1158."""
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        few, many = ([torch.zeros(8, device="cuda") for _ in range(count)] for count in (10, 400))
+    few, many = ([torch.zeros(8, device="cuda") for _ in range(count)] for count in (10, 400))
 
-        def more(function):
-            return passed(lambda: function(many)) - passed(lambda: function(few)) - 6 * 4  # seven kernels for one
+    def more(function):
+        return passed(lambda: function(many)) - passed(lambda: function(few)) - 6 * 4  # seven kernels for one
 
-        assert more(lambda tensors: torch._foreach_add_(tensors, 1.0)) == pytest.approx(390 * 0.2)
-        assert more(lambda tensors: torch._foreach_add_(tensors, tensors)) == pytest.approx(2 * 390 * 0.2)
-        assert more(lambda tensors: torch._foreach_mul(tensors, 2.0)) == pytest.approx(390 * 2.5)
+    assert more(lambda tensors: torch._foreach_add_(tensors, 1.0)) == pytest.approx(390 * 0.2)
+    assert more(lambda tensors: torch._foreach_add_(tensors, tensors)) == pytest.approx(2 * 390 * 0.2)
+    assert more(lambda tensors: torch._foreach_mul(tensors, 2.0)) == pytest.approx(390 * 2.5)
 
 
 @pytest.mark.parametrize(
@@ -146,51 +164,47 @@ def test_lists_cost_by_their_length():
         (torch.optim.AdamW, {"foreach": False}, 16158),
     ],
 )
-def test_a_step_costs_the_host_what_it_cost_that_of_the_h100(kind, options, measured):
+def test_a_step_costs_the_host_what_it_cost_that_of_the_h100(h100, kind, options, measured):
     """Of 160 tensors, in microseconds."""
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        parameters = [torch.zeros(64, device="cuda", requires_grad=True) for _ in range(160)]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer = kind(parameters, **options)
-        optimizer.step()  # with the beginnings of its state
-        assert passed(optimizer.step) == pytest.approx(measured, rel=0.35)
+    parameters = [torch.zeros(64, device="cuda", requires_grad=True) for _ in range(160)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = kind(parameters, **options)
+    optimizer.step()  # with the beginnings of its state
+    assert passed(optimizer.step) == pytest.approx(measured, rel=0.35)
 
 
-def test_a_step_costs_its_python_also_right_after_a_backward_pass():
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        parameters = [torch.zeros(4, device="cuda", requires_grad=True) for _ in range(20)]
-        optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=True)
+def test_a_step_costs_its_python_also_right_after_a_backward_pass(h100):
+    parameters = [torch.zeros(4, device="cuda", requires_grad=True) for _ in range(20)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=True)
 
-        def backward():
-            sum(weight.sum() for weight in parameters).backward()
+    def backward():
+        sum(weight.sum() for weight in parameters).backward()
 
-        backward()
-        apart = passed(backward) + passed(optimizer.step)
-        assert passed(lambda: (backward(), optimizer.step())) == pytest.approx(apart)
+    backward()
+    apart = passed(backward) + passed(optimizer.step)
+    assert passed(lambda: (backward(), optimizer.step())) == pytest.approx(apart)
 
 
-def test_a_step_inside_a_backward_pass_costs_its_python():
+def test_a_step_inside_a_backward_pass_costs_its_python(h100):
     """As where a hook of each parameter steps its own optimizer, so that no gradient outlives it."""
-    with virtualgpu.dry_run(1, like="H100", host="2026"):
-        weight = torch.zeros(4, device="cuda", requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=0.1, foreach=True)
+    weight = torch.zeros(4, device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, foreach=True)
 
-        def backward(y):
-            weight.grad = None
-            return passed(y.sum().backward)
+    def backward(y):
+        weight.grad = None
+        return passed(y.sum().backward)
 
-        alone = backward(weight * 2)
-        weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
-        once, each, _ = STEP
-        assert backward(weight * 2) - alone > 1e6 * HOSTS["2026"].optimizer * (once + each)
+    alone = backward(weight * 2)
+    weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
+    once, each, _ = STEP
+    assert backward(weight * 2) - alone > 1e6 * HOSTS["2026"].optimizer * (once + each)
 
 
 @pytest.mark.parametrize("names", [{"clock": "fast"}, {"host": "1999"}])
 def test_unknown_names_say_what_there_is(names):
-    with pytest.raises(
-        ValueError, match="measured or datasheet|measured .* or datasheet" if "clock" in names else ", ".join(HOSTS)
-    ):
+    words = "measured .*or datasheet" if "clock" in names else ", ".join(HOSTS)
+    with pytest.raises(ValueError, match=words):
         find_settings(**names)
 
 
@@ -223,3 +237,107 @@ def test_an_operation_of_many_kernels_costs_the_host_their_launches():
 def test_the_table_is_what_the_chains_say():
     """`python -m tests.gpu.host_table` writes it."""
     assert host_table.TABLE.read_text(encoding="utf-8") == host_table.written()
+
+
+# Of what operations in mixed order cost
+ALIKE = {"evaluation": 20e-6 / HOST.forward, "forward": 20e-6 / HOST.forward, "backward": 16e-6 / HOST.backward}
+IMAGES, TOKENS = (2, 64, 8, 8), (2, 8, 64)
+
+
+class Of(nn.Module):
+    """A function as a module, with or without a weight."""
+
+    def __init__(self, function, *shape: int):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(shape)) if shape else None
+
+    def forward(self, x):
+        return self.function(x) if self.weight is None else self.function(x, self.weight)
+
+
+def attention(x):
+    q = x.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, q, q).squeeze(1)
+
+
+CHAINS = {
+    "linear": (lambda: nn.Linear(64, 64), TOKENS),
+    "linear no bias": (lambda: nn.Linear(64, 64, bias=False), TOKENS),
+    "matmul": (lambda: Of(lambda x, weight: x @ weight, 64, 64), TOKENS),
+    "conv3x3": (lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), IMAGES),
+    "conv1x1": (lambda: nn.Conv2d(64, 64, 1, bias=False), IMAGES),
+    "batch_norm": (lambda: nn.BatchNorm2d(64), IMAGES),
+    "relu": (nn.ReLU, IMAGES),
+    "layer_norm": (lambda: nn.LayerNorm(64), TOKENS),
+    "rms_norm": (lambda: nn.RMSNorm(64), TOKENS),
+    "group_norm": (lambda: nn.GroupNorm(8, 64), IMAGES),
+    "gelu": (nn.GELU, TOKENS),
+    "silu": (nn.SiLU, TOKENS),
+    "add": (lambda: Of(lambda x: x + x), IMAGES),
+    "mul scalar": (lambda: Of(lambda x: x * 1.0), IMAGES),
+    "softmax": (lambda: nn.Softmax(-1), TOKENS),
+    "sdpa": (lambda: Of(attention), TOKENS),
+    "views": (lambda: Of(lambda x: x.transpose(1, 2).unsqueeze(1).squeeze(1)), TOKENS),
+    "max_pool": (lambda: nn.MaxPool2d(3, 1, 1), IMAGES),
+}
+AUTOCAST = {"AMP bfloat16": torch.bfloat16, "AMP": torch.float16}
+
+
+def rows() -> list[tuple[str, str, str, float]]:
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        table = [(row["chain"], row["precision"], row["pass"], float(row["us"])) for row in csv.DictReader(file)]
+    return [row for row in table if row[0] in CHAINS]
+
+
+@functools.cache
+def simulated(name: str, precision: str) -> dict[str, float]:
+    """Microseconds by pass."""
+    make, shape = CHAINS[name]
+    with virtualgpu.dry_run(1, like="H100", host="2026"):
+        clock, taken = virtualgpu.machine().clock, {}
+        chain = nn.Sequential(*[make() for _ in range(LENGTH)]).cuda()
+        x = torch.randn(shape, device="cuda").requires_grad_()
+        if precision == "bfloat16":
+            chain, x = chain.bfloat16(), x.detach().bfloat16().requires_grad_()
+
+        def passed(kind, function):
+            torch.cuda.synchronize()
+            begin = clock.host
+            result = function()
+            taken[kind] = ALIKE[kind] * 1e6 * (clock.host - begin) / LENGTH
+            return result
+
+        def forward():
+            with cast():
+                return chain(x)
+
+        dtype = AUTOCAST.get(precision)
+        cast = contextlib.nullcontext if dtype is None else lambda: torch.autocast("cuda", dtype)
+        for _ in range(2):
+            chain.zero_grad()
+            y = passed("forward", forward)
+            x.grad, gradient = None, torch.ones_like(y)
+            passed("backward", lambda y=y, gradient=gradient: y.backward(gradient))
+        chain.eval()
+        with torch.no_grad():
+            passed("evaluation", forward)
+        return taken
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_operations_in_mixed_order_cost_more_than_chains_of_them(pass_):
+    """As each is followed by another, in a program as here."""
+    with open(MIXED, encoding="utf-8", newline="") as file:
+        times = [
+            float(row["mixed_us"]) / float(row["parts_us"]) for row in csv.DictReader(file) if row["pass"] == pass_
+        ]
+    assert len(times) == 12 and 1 / ALIKE[pass_] == pytest.approx(median(times), rel=0.02)
+
+
+@pytest.mark.parametrize("pass_", ["evaluation", "forward", "backward"])
+def test_an_operation_costs_the_host_what_it_cost_that_of_the_h100(pass_):
+    logs = [math.log(us / simulated(chain, precision)[pass_]) for chain, precision, kind, us in rows() if kind == pass_]
+    assert len(logs) >= 15 and abs(median(logs)) < math.log(1.15) and within(logs, 30) > 0.6, sorted(
+        map(math.exp, logs)
+    )

@@ -1,6 +1,7 @@
 """Kernels as programs call them, beside what an H100 and an H200 took (tests/gpu/*_profiled.csv: torch.profiler, 2026-11-27).
 
 What goes in was written just before. A part of the rows, one of STRIDE; all of them, or those of an H200: `python -m tests.virtualgpu.timing.test_profiled_kernels [H200]`.
+Those of other families in a replayed CUDA graph (*_kernels.csv).
 """
 
 import math
@@ -13,6 +14,7 @@ import pytest
 import virtualgpu
 from tests.accuracy.kernels import within
 from tests.gpu import kernels_of_a_card
+from tests.virtualgpu.timing.test_kernels import seconds
 
 STRIDE = 5
 # by family: how far the median may be off (a factor), and which share of the kernels is within 30 %
@@ -63,6 +65,18 @@ def test_a_kernel_takes_what_it_took_in_a_program(family, card):
     off, share = REACHED[family]
     every = [log for group in logs(family, card, STRIDE).values() for log in group]
     assert abs(median(every)) < math.log(off) and within(every, 30) >= share, sorted(map(math.exp, every))
+
+
+@pytest.mark.parametrize(
+    ("family", "card"),
+    [*((family, "H100") for family in kernels_of_a_card.IN_A_GRAPH), ("unary", "H200"), ("binary", "H200")],
+)
+def test_a_kernel_takes_what_it_took_in_a_graph(family, card):
+    """Scans, and narrow rows that are sorted, are those that are off."""
+    found = kernels_of_a_card.calls_in_a_graph(family, card)
+    logs = [math.log(us / 1e6 / seconds(make, card)) for make, us in found]
+    off = 1.15 if family == "indexing" else 1.12
+    assert len(logs) >= 8 and abs(median(logs)) < math.log(off) and within(logs, 30) > 0.7, sorted(map(math.exp, logs))
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
 """FLOPs of convolutions, against a count of their products one by one: on ones, each product adds one to a sum."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torchvision import models
 
 import virtualgpu
+from tests.virtualgpu.timing.test_kernels import convolution, cuda, seconds
 from virtualgpu import _compat
 from virtualgpu.engine.timing import Timing
 from virtualgpu.timing.flops import formula
@@ -66,53 +67,7 @@ def test_a_backward_pass_is_two_forward_passes(make, monkeypatch):
     assert 1.85 < flops[True] / flops[False] <= 2  # no gradient of the images
 
 
-def test_a_transposed_convolution_that_makes_few_channels_is_short():
-    """Of as many channels: a quarter of the products. An A100, as the rule for it is the one for most cards."""
-    with virtualgpu.dry_run(1, like="A100"):
-        clock, seconds = virtualgpu.machine().clock, []
-        image = torch.empty(16, 512, 32, 32, device="cuda")
-        for made in (512, 128):
-            weight = torch.empty(512, made, 4, 4, device="cuda")
-            before = clock.computing[0]
-            F.conv_transpose2d(image, weight, stride=2, padding=1)
-            seconds.append(clock.computing[0] - before)
-    assert 2.5 < seconds[0] / seconds[1] < 5
-
-
-@pytest.mark.parametrize("card", ("A100", "H100"))
-@pytest.mark.parametrize("stride", (1, 2))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_a_transposed_convolution_takes_what_the_gradient_of_an_image_does(card, stride, dtype):
-    def seconds(function):
-        before = virtualgpu.machine().clock.computing[0]
-        result = function()
-        return result, virtualgpu.machine().clock.computing[0] - before
-
-    with virtualgpu.dry_run(1, like=card):
-        read, weight = (
-            torch.ones(*shape, device="cuda", dtype=dtype) for shape in ((16, 256, 28, 28), (256, 128, 4, 4))
-        )
-        made, forward = seconds(lambda: F.conv_transpose2d(read, weight, None, stride, 1))
-        image = made.detach().requires_grad_()
-        result = F.conv2d(image, weight, None, stride, 1)
-        gradient = torch.ones_like(result)
-        _, backward = seconds(lambda: torch.autograd.grad(result, image, gradient))
-    assert forward == pytest.approx(backward)
-
-
 def test_the_gradient_of_a_bias_is_a_sum_over_all_but_the_channels():
-    def seconds(function):
-        before = virtualgpu.machine().clock.computing[0]
-        function()
-        return virtualgpu.machine().clock.computing[0] - before
-
-    def backward(bias):
-        weight = torch.ones(64, 64, 3, 3, device="cuda", requires_grad=True)
-        bias = torch.ones(64, device="cuda", requires_grad=True) if bias else None
-        result = torch.nn.functional.conv2d(x, weight, bias, padding=1)
-        return lambda: torch.autograd.grad(result, [weight] if bias is None else [weight, bias], gradient)
-
-    with virtualgpu.dry_run(1, like="H100"):
-        x, gradient = (torch.ones(32, 64, 56, 56, device="cuda") for _ in range(2))
-        without, with_bias = (seconds(backward(bias)) for bias in (False, True))
-        assert with_bias - without == pytest.approx(seconds(lambda: gradient.sum((0, 2, 3))), rel=0.02)
+    gradients = partial(convolution, (32, 64, 56, 56), 64, 3, padding=1, gradients=True)
+    more = seconds(partial(gradients, bias=True), "H100") - seconds(gradients, "H100")
+    assert more == pytest.approx(seconds(lambda: partial(cuda(32, 64, 56, 56).sum, (0, 2, 3)), "H100"), rel=0.02)

@@ -1,16 +1,70 @@
-"""Priorities of streams: who goes before whom, and what stays as it was."""
+"""Who shares a GPU: streams of other priorities, and NCCL's kernels with those beside them."""
 
 import pytest
 import torch
 
 import virtualgpu
 from virtualgpu.engine.machine import GAP
+from virtualgpu.timing.nccl import Beside
 from virtualgpu.timing.streams import Engine, Priorities, Queue
+
+
+def of(*kernels: tuple[float, float]) -> Beside:
+    engine = Engine()
+    for kernel in kernels:
+        engine.extend(*kernel)
+    return Beside(engine)
+
+
+def test_what_runs_at_the_same_time_counts_once():
+    gpu = of((2, 4), (9, 12))
+    gpu.add(1, 10, 0)
+    assert gpu.alone() == 9 - 2 - 1
+    gpu.add(3, 11, 0)  # of another communicator
+    assert gpu.alone() == 6
+    gpu.add(20, 21, 0)
+    assert gpu.alone() == 7
+    gpu.kernels.extend(20.5, 30)  # queued later
+    assert gpu.alone() == 6.5 and gpu.charge() == 0
+
+
+def test_the_parts_that_are_new():
+    engine = Engine()
+    assert engine.cover(1, 3) == [(1, 3)] and engine.cover(5, 7) == [(5, 7)]
+    assert engine.cover(2, 9) == [(3, 5), (7, 9)] and engine.cover(0, 9) == [(0, 1)] and engine.cover(4, 6) == []
+    assert (engine.starts, engine.ends) == ([0], [9])
+
+
+def test_kernels_beside_it_do_without_its_processors():
+    within, over = of((0, 6)), of((0, 20))
+    for gpu in (within, over):
+        gpu.add(0, 10, 0.1)
+    assert within.charge() == pytest.approx(6 / 0.9 - 6)  # six seconds of work at nine tenths of the speed
+    assert over.charge() == pytest.approx(1)  # beside it for ten seconds, of which they lose a tenth
+    assert within.alone() == pytest.approx(10 - 6 / 0.9) and over.alone() == 0
+    assert within.charge() == over.charge() == 0  # once
+    over.kernels.extend(20, 30)
+    assert over.charge() == 0
+    within.kernels.extend(6 / 0.9, 20)
+    assert within.charged + within.charge() == pytest.approx(1)
+
+
+def test_a_collective_behind_slowed_kernels_comes_later():
+    gpu = of((0, 20))
+    gpu.add(0, 10, 0.1)
+    assert gpu.lateness(5, 0) == pytest.approx(0.5) and gpu.lateness(20, 0) == pytest.approx(1)
+    gpu.charge()
+    assert gpu.lateness(20, gpu.charged) == 0  # launched when the stream had been charged
+    gpu.add(15, 16, 0.1)
+    assert gpu.lateness(20, 0) == pytest.approx(1.1)
+
+
+# -- priorities: who goes before whom, and what stays as it was
 
 
 def ends(priorities: tuple[int, int], host_waits=False) -> tuple[list[float], list[float], float]:
     """Ten products on one stream, then one on another: when each of the first ended, and of the second; and how long one takes."""
-    with virtualgpu.dry_run():
+    with virtualgpu.gpus(2, host="launch"), virtualgpu.dry_run():
         x, out = torch.ones(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
         low, high = (torch.cuda.Stream(priority=priority) for priority in priorities)
         torch.cuda.synchronize()
@@ -30,7 +84,7 @@ def ends(priorities: tuple[int, int], host_waits=False) -> tuple[list[float], li
         return *of, spans[0].end - spans[0].start, before.elapsed_time(after) / 1e3
 
 
-def test_a_kernel_goes_before_those_that_have_not_begun(gpus):
+def test_a_kernel_goes_before_those_that_have_not_begun():
     low, high, lasts, between = ends((0, -1))
     assert high == [pytest.approx(low[0] + lasts)]  # the first had begun
     assert low[1:] == pytest.approx([low[0] + lasts * n for n in range(2, 11)])  # the others are that much later
@@ -38,12 +92,12 @@ def test_a_kernel_goes_before_those_that_have_not_begun(gpus):
 
 
 @pytest.mark.parametrize("priorities", [(0, 0), (-1, -1), (-2, -1)])
-def test_others_wait_for_their_turn(gpus, priorities):
+def test_others_wait_for_their_turn(priorities):
     low, high, lasts, _ = ends(priorities)
     assert high == [pytest.approx(low[-1] + lasts)]
 
 
-def test_what_is_over_stays(gpus):
+def test_what_is_over_stays():
     low, high, lasts, _ = ends((0, -1), host_waits=True)
     assert high[0] >= low[-1] + lasts * 0.999 and low == pytest.approx([low[0] + (lasts + GAP) * n for n in range(10)])
 
