@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import threading
 
 import pytest
 
@@ -63,7 +64,7 @@ REFUSED = [
 
 
 def refusal(capsys, line) -> str:
-    assert cli.main(line if isinstance(line, list) else line.split()) == 2
+    assert cli.main(line.split()) == 2
     out, error = capsys.readouterr()
     assert not out and error.count("\n") == 1
     return error
@@ -85,6 +86,12 @@ def raises(error):
 @pytest.mark.parametrize(
     ("place", "name", "error", "messages"),
     [
+        (
+            threading.Thread,
+            "start",
+            RuntimeError("can't start new thread"),
+            ["no process or thread more", "`ulimit -u`"],
+        ),
         (cli, "run", OSError(11, "Resource temporarily unavailable"), ["temporarily unavailable", "`ulimit -u`"]),
         (cli, "run", OSError(24, "Too many open files"), ["Too many open files", "`ulimit -n 1024`"]),
         (
@@ -97,8 +104,8 @@ def raises(error):
 )
 def test_what_the_system_has_no_more_of_is_said_with_the_cure(monkeypatch, capsys, place, name, error, messages):
     monkeypatch.setattr(place, name, raises(error))
-    told = refusal(capsys, ["-c", "print('never')"])
-    assert all(message in told for message in messages)
+    error = refusal(capsys, "fit x.py" if place is threading.Thread else "x.py")
+    assert all(message in error for message in messages)
 
 
 def test_options_end_where_the_program_begins():
