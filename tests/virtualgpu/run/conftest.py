@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests import forks
-from virtualgpu.run.trials import forked
-from virtualgpu.run.trials.forked import WarmPython
+from virtualgpu.run.prefork import ScriptServer
+from virtualgpu.run.trials import programs
 
 RUNNER = [sys.executable, "-m", "virtualgpu"]
 
@@ -63,7 +63,7 @@ def script(request, tmp_path):
     return str(path)
 
 
-class Shared(WarmPython):
+class Shared(ScriptServer):
     """One for all searches of a session: no test waits until PyTorch is imported again."""
 
     def start(self, command, environ, output):
@@ -78,10 +78,10 @@ class Shared(WarmPython):
 def shared():
     python = Shared()
     yield python
-    WarmPython.end(python)
+    ScriptServer.end(python)
 
 
 @pytest.fixture
 def warm(monkeypatch, shared):
-    """What `fit` and `--explain` try in this test starts from the session's warm Python."""
-    monkeypatch.setattr(forked, "WarmPython", lambda: shared)
+    """What `fit` and `--explain` try in this test starts from the session's server."""
+    monkeypatch.setattr(programs, "ScriptServer", lambda: shared)

@@ -12,10 +12,10 @@ from virtualgpu import environment
 from virtualgpu.hardware import specs
 from virtualgpu.run import cli, results
 from virtualgpu.run.explain import applied, changes, real
+from virtualgpu.run.explain import cli as explain_cli
 from virtualgpu.run.explain import runs as explain
-from virtualgpu.run.explain import table as explain_table
 from virtualgpu.run.explain.changes import Explained, Parts, kind_of, mean, parts
-from virtualgpu.run.explain.loader import _Workers
+from virtualgpu.run.explain.watch import _Workers
 from virtualgpu.timing.trace import Span
 
 
@@ -223,13 +223,13 @@ def test_what_is_not_known_is_said():
     change = changes.Change("half precision", "In half precision", changes.COMPUTING)
     found = explain.Explanation(1.0, (), (explain.Tried(change, None, "out of memory: 1 GiB"),))
     message = "Not known: half precision, for the run with it failed (out of memory"
-    assert explain_table.sentences(found)[-1].startswith(message)
+    assert explain_cli.sentences(found)[-1].startswith(message)
 
 
 def test_many_ranks_are_three_columns():
     ranks = [of(1.0, rank, computing=0.1 * rank, waiting=1 - 0.1 * rank) for rank in range(1, 9)]
     rows = tuple(explain.Row(one.rank, 0, one.gpus["0"][0]) for one in ranks)
-    table = explain_table.lines(explain.Explanation(1.0, rows), "8 x T4")
+    table = explain_cli.lines(explain.Explanation(1.0, rows), "8 x T4")
     assert "rank 1, least work" in table[1] and "rank 8, most work" in table[1] and "mean of 8" in table[1]
     assert table[2].split()[:2] == ["computing", "100"] and table[2].split()[-4:] == ["450", "ms", "45", "%"]
 
@@ -288,7 +288,7 @@ def test_what_ranks_wait_for_each_other_is_no_communication():
     assert {name: zero.idle[name] for name in idle} == pytest.approx(idle)
     assert one.idle["waiting"] == 0 and one.idle["communication"] == pytest.approx(100e-6)
     assert (zero.computing["convolutions"], zero.computing["optimizer"]) == pytest.approx((50e-6, 100e-6))
-    printed = "\n".join(explain_table.lines(found, explain_table.REAL))
+    printed = "\n".join(explain_cli.lines(found, explain_cli.REAL))
     assert "waiting for other ranks" in printed and "torch.profiler" in printed and "--gpus and --like" in printed
 
 

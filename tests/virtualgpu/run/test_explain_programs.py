@@ -7,9 +7,9 @@ import pytest
 
 from virtualgpu import environment
 from virtualgpu.run import cli
+from virtualgpu.run.explain import cli as explain_cli
 from virtualgpu.run.explain import real
 from virtualgpu.run.explain import runs as explain
-from virtualgpu.run.explain import table as explain_table
 
 # Fat layers, whose gradients are large beside their work
 DDP = """
@@ -134,8 +134,8 @@ def ranks_of(tmp_path, warm):
 def first(found):
     """The change that is named first, and what the step is with it."""
     change, step, _ = next(one for one in found.tried if not one.change.bound)
-    sentence = explain_table.sentences(found)[0]
-    assert change.words in sentence and explain_table.milliseconds(step) in sentence, sentence
+    sentence = explain_cli.sentences(found)[0]
+    assert change.words in sentence and explain_cli.milliseconds(step) in sentence, sentence
     return change.name, step
 
 

@@ -13,10 +13,10 @@ import virtualgpu
 from virtualgpu import environment
 from virtualgpu.run import cli, results
 from virtualgpu.run.fit import cli as fit_cli
-from virtualgpu.run.fit import progress, search, table
+from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price
-from virtualgpu.run.trials import forked, steps
+from virtualgpu.run.trials import programs, steps
 
 GIB = 2**30
 fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
@@ -120,9 +120,9 @@ def test_the_error_that_ended_a_program(printed, error):
     ],
 )
 def test_programs_that_might_meet_at_a_port_run_one_after_the_other(monkeypatch, command, gpus, several):
-    monkeypatch.setattr(forked.os, "sched_getaffinity", lambda pid: range(4), raising=False)
-    monkeypatch.setattr(forked, "ROOM", 1)
-    assert forked.side_by_side(command.split(), gpus) == (4 if several else 1)
+    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(programs, "ROOM", 1)
+    assert programs.side_by_side(command.split(), gpus) == (4 if several else 1)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def tried(tmp_path_factory, shared):
             path.write_text(program)
             words = [str(path) if word == "@" else word for word in command.split()]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(forked, "WarmPython", lambda: shared)
+                patch.setattr(programs, "ScriptServer", lambda: shared)
                 done[name] = search.run(words, **options)
         return done[name]
 
@@ -407,7 +407,7 @@ def test_an_interrupt_tells_what_there_is(monkeypatch, capsys):
 def test_the_bar_of_a_terminal_goes_at_the_end(monkeypatch, capsys):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress.of(["T4", "L4"], [1], {"n": ["1", "2"]}) as note:
+    with fit_cli.progress(["T4", "L4"], [1], {"n": ["1", "2"]}) as note:
         note(Trial("T4", 1, {"n": "1"}, "fits"))
     shown = capsys.readouterr().err.split("\r\033[K")
     assert shown == ["", "0 of 4 tried", "1 of 4 tried: 1 x T4 n=1 fits", ""]
@@ -420,11 +420,11 @@ def test_the_bar_of_a_notebook_goes_at_the_end(monkeypatch):
     handle = SimpleNamespace(update=lambda bundle, raw: shown.append(bundle["text/plain"]))
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
     monkeypatch.setattr("IPython.display.display", lambda *args, **options: handle)
-    with progress.of(["T4"], [1], {"n": Range(1, 9)}) as note:
+    with fit_cli.progress(["T4"], [1], {"n": Range(1, 9)}) as note:
         note(Trial("T4", 1, {"n": "1"}, "fits"))
     assert shown == ["1 tried: 1 x T4 n=1 fits", ""]
     shown.clear()
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    with progress.of(["T4"], [1], {}) as note:
+    with fit_cli.progress(["T4"], [1], {}) as note:
         note(Trial("T4", 1, {}, "fits"))
     assert shown == []

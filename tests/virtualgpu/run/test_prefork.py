@@ -13,7 +13,7 @@ from tests import forks
 from tests.processes import free_port, wait_until
 from virtualgpu import environment
 from virtualgpu.run import cli
-from virtualgpu.run.trials.forked import Forked, WarmPython
+from virtualgpu.run.prefork import Forked, ScriptServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each starts anew here")
 
@@ -53,7 +53,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def python():
-    python = WarmPython()
+    python = ScriptServer()
     yield python
     python.end()
 
@@ -108,7 +108,7 @@ def test_what_is_started_anew(python, environ, script):
 
 def test_where_it_has_died_programs_start_anew(environ, script):
     command, output = script("import time\ntime.sleep(60)")
-    python = WarmPython()
+    python = ScriptServer()
     started = python.start(command, environ, output)
     with pytest.raises(subprocess.TimeoutExpired):
         started.wait(0.01)
@@ -118,7 +118,7 @@ def test_where_it_has_died_programs_start_anew(environ, script):
     started.kill()  # what it has started goes on, and ends as any process does
     assert started.wait(10) == -signal.SIGKILL
     python.end()
-    python = WarmPython()  # nobody waits for one that ends before it is warm
+    python = ScriptServer()  # nobody waits for one that ends before it is warm
     python._begin(environ)
     python._process.kill()
     assert python.start(command, environ, output) is None
@@ -188,7 +188,7 @@ def look(context, times):
             getattr(child, act)()
     mp.spawn(reduces, nprocs=2)
     codes = [child.exitcode for child in children]
-    return {"found": found[-1], "codes": codes, "drawn": drawn, "forked": ["import processes" in command for command in commands]}
+    return {"found": found[-1], "codes": codes, "drawn": drawn, "forked": ["import prefork" in command for command in commands]}
 
 if __name__ == "__main__":
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=sys.argv[1])
@@ -223,7 +223,7 @@ def test_a_spawned_process_is_as_in_a_new_python(looks):
 
 def test_the_commands_of_these_tests_are_forked_too():
     """By tests/forks.py, which starts anew what it cannot fork: the runner, its program, and what that starts."""
-    tells = "import subprocess, sys; print('import processes' in open('/proc/self/cmdline').read(), 'torch' in sys.modules, flush=True); "
+    tells = "import subprocess, sys; print('import prefork' in open('/proc/self/cmdline').read(), 'torch' in sys.modules, flush=True); "
     leaf = [sys.executable, "-c", tells + "print(sys.stdin.read(), end='', flush=True); 1 / 0"]
     code = f"{tells}sys.exit(4 + subprocess.call({leaf!r}))"
     ended = forks.run("-m", "virtualgpu", "--quiet", "-c", code, input="read")

@@ -18,8 +18,8 @@ from jupyter_client.manager import start_new_kernel
 
 from tests.processes import family, runs, wait_until
 from virtualgpu import scratch
-from virtualgpu.run.trials import forked
-from virtualgpu.run.trials.forked import Programs, ended_by_sigterm
+from virtualgpu.run.trials import programs as trials
+from virtualgpu.run.trials.programs import Programs, ended_by_sigterm
 
 ROOT = Path(__file__).resolve().parents[3]
 tells_environments = pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
@@ -246,7 +246,7 @@ def test_an_interrupt_in_the_midst_of_a_start_leaves_no_program(monkeypatch, ctr
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.5)
 
-    monkeypatch.setattr(forked.subprocess, "Popen", Popen)
+    monkeypatch.setattr(trials.subprocess, "Popen", Popen)
     leaf = [sys.executable, "-S", "-c", "import time; time.sleep(300)", "leaf"]
     with pytest.raises(KeyboardInterrupt), Programs() as programs:
         programs.run(leaf, dict(os.environ), subprocess.DEVNULL)

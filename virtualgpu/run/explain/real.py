@@ -17,7 +17,7 @@ from virtualgpu.run import cli, results
 from virtualgpu.run.explain.changes import mean, parts
 from virtualgpu.run.explain.runs import NOT_ENDED, STEPS, Explanation, Row
 from virtualgpu.run.trials import steps as steps_
-from virtualgpu.run.trials.forked import Programs
+from virtualgpu.run.trials.programs import Programs
 from virtualgpu.run.trials.steps import StepCounter
 from virtualgpu.timing.trace import Span
 

@@ -1,17 +1,20 @@
 """`virtualgpu.fit`, from Python or a notebook, and the command line of `python -m virtualgpu fit`."""
 
+import contextlib
+import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from virtualgpu.run import cli
-from virtualgpu.run.fit import progress, search, table
+from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price, load
-from virtualgpu.run.trials.forked import ended_by_sigterm
+from virtualgpu.run.trials.programs import ended_by_sigterm
+from virtualgpu.run.trials.steps import line
 
 # -- `virtualgpu.fit`: what `python -m virtualgpu fit` does, from Python or a notebook.
 
@@ -93,7 +96,7 @@ def tried(
 ) -> Trials:
     """As `fit`, of what has been read. options: of `search.run`."""
     known = load(prices)
-    with progress.of(like, gpus, vary) as note:
+    with progress(like, gpus, vary) as note:
 
         def told(trial: Trial) -> None:
             on_trial(trial)
@@ -102,6 +105,27 @@ def tried(
         options |= {"like": like, "gpus": gpus, "vary": vary, "world_size": world_size, "on_trial": told}
         trials = search.run(command, **options)
     return Trials(trials, known, world_size, search.searched(vary))
+
+
+@contextlib.contextmanager
+def progress(
+    like: Sequence[str], gpus: Sequence[int], vary: Mapping[str, Sequence[str] | Range]
+) -> Iterator[Callable[[Trial], None]]:
+    """What to call with each trial of such a search."""
+    lists = [len(values) for values in vary.values() if not isinstance(values, Range)]
+    total = len(like) * len(gpus) * math.prod(lists) if len(lists) == len(vary) else None
+    count = 0
+
+    def note(trial: Trial) -> None:
+        nonlocal count
+        count += 1
+        values = "".join(f" {name}={value}" for name, value in trial.values.items())
+        show(f"{count}{f' of {total}' * bool(total)} tried: {trial.gpus} x {trial.card}{values} {trial.status}")
+
+    with line() as show:
+        if total:
+            show(f"0 of {total} tried")
+        yield note
 
 
 def varied_by(text: str) -> tuple[str, Sequence[str] | Range]:

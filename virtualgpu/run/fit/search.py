@@ -11,7 +11,7 @@ from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import cli, results
 from virtualgpu.run.trials import steps
-from virtualgpu.run.trials.forked import Programs, side_by_side
+from virtualgpu.run.trials.programs import Programs, side_by_side
 
 # -- The command of a trial: values put into it, and how many samples a step of it has.
 

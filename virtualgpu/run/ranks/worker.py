@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from virtualgpu.run import inherit
+from virtualgpu.run import inherit, prefork
 from virtualgpu.run.processes import keep_tree, kill_tree
-from virtualgpu.run.trials import forked
 
 # -- What ranks print, on its way to the notebook: bytes through a pipe of each rank's own, lines when all have ended.
 #
@@ -117,7 +116,7 @@ def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port:
     multiprocessing.set_start_method(None, force=True)  # started as everywhere else, not from the forkserver too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
     keep_tree()
-    forked.draw_own_numbers()
+    prefork.draw_own_numbers()
     try:
         payload = pipe.recv_bytes()
     except (EOFError, OSError):
