@@ -91,8 +91,8 @@ USAGE_ERROR = 2  # what argparse and click end with
 def at_start(program: tuple[str, ...], options: Collection[str]) -> str | None:
     """A sentence, where the program is a script that reads no arguments; also behind torchrun and its kind."""
     program = _script(program)
-    words, text = _words(program, options), _source(program)
-    return _sentence(words[0], program, "reads no arguments") if words and text and _reads_nothing(text) else None
+    behind, text = _options_behind(program, options), _source(program)
+    return _sentence(behind[0], program, "reads no arguments") if behind and text and _reads_nothing(text) else None
 
 
 def at_end(program: tuple[str, ...], status: int, options: Collection[str]) -> str | None:
@@ -100,7 +100,7 @@ def at_end(program: tuple[str, ...], status: int, options: Collection[str]) -> s
     if status != USAGE_ERROR:
         return None
     text = _source(program) or ""
-    word = next((word for word in _words(program, options) if word not in text), None)
+    word = next((word for word in _options_behind(program, options) if word not in text), None)
     return None if word is None else _sentence(word, program, "got it")
 
 
@@ -118,7 +118,7 @@ def _script(program: tuple[str, ...]) -> tuple[str, ...]:
     return program if start is None else behind[start:]
 
 
-def _words(program: tuple[str, ...], options: Collection[str]) -> list[str]:
+def _options_behind(program: tuple[str, ...], options: Collection[str]) -> list[str]:
     """Those behind the program that are called as our options."""
     words = program[2:] if program[0] in ("-m", "-c") else program[1:]
     words = words[: words.index("--")] if "--" in words else words
@@ -340,9 +340,9 @@ CURES = {
 }
 
 
-def cure(words: str) -> str:
-    """To add to those words, in brackets; nothing where it is another error."""
-    return next((f" ({sentence})" for said, sentence in CURES.items() if re.search(said, words)), "")
+def cure(message: str) -> str:
+    """To add to that error's message, in brackets; nothing where it is another error."""
+    return next((f" ({sentence})" for pattern, sentence in CURES.items() if re.search(pattern, message)), "")
 
 
 # -- The command line of `python -m virtualgpu`.
@@ -517,8 +517,8 @@ def _alone(line: SimpleNamespace) -> rank_config.RankConfig | None:
             raise ValueError("--rank is of one rank of many: say of how many, --world-size N")
         return None
     if not line.dry:
-        words = "add --dry (or start all ranks, by torchrun)"
-        raise ValueError(f"--world-size plays one rank of many, on shapes alone: {words}")
+        advice = "add --dry (or start all ranks, by torchrun)"
+        raise ValueError(f"--world-size plays one rank of many, on shapes alone: {advice}")
     per_node = 8 if line.gpus_per_node is None else line.gpus_per_node
     return _checked(f"--world-size {line.world_size}", rank_config.make, line.world_size, line.rank or 0, per_node)
 

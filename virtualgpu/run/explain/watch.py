@@ -51,9 +51,9 @@ class Watch(steps.Watch):
         machine.clock.record(Recording())
         self.before_step(0)
 
-    def made(self) -> None:
+    def on_step(self) -> None:
         """A step was made. What the first one did is nobody's to tell: it makes the optimizer's state."""
-        super().made()
+        super().on_step()
         self.rank = rank()
         if self.count == 1:
             self.machine.clock.record(Recording())
@@ -105,8 +105,8 @@ class Watch(steps.Watch):
         return applied.seconds(self.change, kind, nbytes, real)
 
     def _compressible(self) -> bool:
-        plain = (ddp for ddp in self.wrapped if not comm_hooks(ddp))
-        parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in plain)
+        unhooked = (ddp for ddp in self.wrapped if not comm_hooks(ddp))
+        parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in unhooked)
         return any(parameter.dtype == torch.float32 for parameter in parameters if parameter.requires_grad)
 
     def _together(self, first: int, windows: int) -> dict[str, list[float]]:
@@ -168,8 +168,8 @@ class Loader:
         with measuring():
             batch = original(iterator)
         seconds, workers, now = time.perf_counter() - start, self.workers.get(iterator), self.clock.host
-        if (known := self.seconds_of()) is not None:
-            seconds = known
+        if (measured := self.seconds_of()) is not None:
+            seconds = measured
         elif workers is not None:
             seconds = self._fetched() or seconds
         until = now + seconds if workers is None else workers.ready(now, seconds)

@@ -95,16 +95,16 @@ def tried(
     **options: Any,
 ) -> Trials:
     """As `fit`, of what has been read. options: of `search.run`."""
-    known = load(prices)
+    price_table = load(prices)
     with progress(like, gpus, vary) as note:
 
-        def told(trial: Trial) -> None:
+        def ended(trial: Trial) -> None:
             on_trial(trial)
             note(trial)
 
-        options |= {"like": like, "gpus": gpus, "vary": vary, "world_size": world_size, "on_trial": told}
+        options |= {"like": like, "gpus": gpus, "vary": vary, "world_size": world_size, "on_trial": ended}
         trials = search.run(command, **options)
-    return Trials(trials, known, world_size, search.searched(vary))
+    return Trials(trials, price_table, world_size, search.searched(vary))
 
 
 @contextlib.contextmanager
