@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from virtualgpu import environment, scratch
-from virtualgpu.run import cli
+from virtualgpu.run import cli, options
 
 LONE = "--dry --world-size"
 REFUSED = [
@@ -246,7 +246,7 @@ def test_options_behind_the_program(text, words, status, named, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text(text)
     program = tuple(words.split())
-    sentence = cli.at_start(program, OURS) if status is None else cli.at_end(program, status, OURS)
+    sentence = options.at_start(program, OURS) if status is None else options.at_end(program, status, OURS)
     assert sentence is None if named is None else sentence.startswith(named)
 
 

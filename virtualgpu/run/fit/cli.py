@@ -13,6 +13,7 @@ from virtualgpu.run import cli
 from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price, load
+from virtualgpu.run.options import listed, split, whole_number
 from virtualgpu.run.trials.programs import ended_by_sigterm
 from virtualgpu.run.trials.steps import line
 
@@ -175,7 +176,7 @@ Options of fit stand before the program. A program that decides by a value of th
 
 Exit status: 0 where something fits, 1 where nothing does, 2 where the program failed or the command line is wrong.
 """
-OPTIONS = cli.listed(USAGE)
+OPTIONS = listed(USAGE)
 
 
 def main(arguments: list[str]) -> int:
@@ -187,7 +188,7 @@ def main(arguments: list[str]) -> int:
 def _main(arguments: list[str]) -> int:
     done: list[Trial] = []  # for an interrupt
     try:
-        given, command = cli.split(arguments, OPTIONS, "fit --help")
+        given, command = split(arguments, OPTIONS, "fit --help")
         last = {name[2:]: values[-1] for name, values in given.items()}
         if "help" in last:
             print(USAGE, end="")
@@ -195,7 +196,7 @@ def _main(arguments: list[str]) -> int:
         if not command:
             raise ValueError("name a program to try: a script, a command, or -m and a module (fit --help says more)")
         numbers = {
-            name: cli.whole_number(f"--{name}", last[name])
+            name: whole_number(f"--{name}", last[name])
             for name in ("world-size", "steps", "jobs", "limit")
             if name in last
         }
