@@ -13,7 +13,6 @@ when the server began, a new Python it is.
 import array
 import contextlib
 import ctypes
-import fcntl
 import gc
 import importlib.util
 import os
@@ -356,6 +355,8 @@ def serve_spawned(number: int) -> types.CodeType:
 
 def _become(asked: bytes, files: Sequence[int]) -> types.CodeType:
     """A Python that has just started: these are its open files, by the numbers that its parent knows them by."""
+    import fcntl  # not on Windows
+
     environ, folder, code, numbers = pickle.loads(asked)
     aside = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for file in files]
     for file in files:

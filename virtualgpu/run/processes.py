@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import select
 import shutil
@@ -230,6 +229,8 @@ class Supervisor:
 
 def _pipe() -> tuple[int, int]:
     """Its ends are none of 0, 1, 2: these may be closed (`<&-`), and the supervisor puts nothing in their place."""
+    import fcntl  # not on Windows
+
     ends = os.pipe()
     read, write = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
     for end in ends:

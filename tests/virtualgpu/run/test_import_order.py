@@ -39,10 +39,11 @@ def test_a_pytest_plugin_that_imports_it_before_torch(run, tmp_path):
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_runner_itself_imports_no_torch():
+def test_the_runner_itself_imports_no_torch_and_nothing_that_windows_has_not():
     code = """if True:
         import sys
-        from virtualgpu.run import cli
+        sys.modules |= dict.fromkeys(["fcntl", "resource", "pwd", "grp", "termios"])
+        from virtualgpu.run import cli, ranks
         import virtualgpu.run.explain.cli, virtualgpu.run.fit.cli
         cli._settings(cli.parse("--dry --world-size 8 --network NDR --like A100 x.py".split()))
         print(cli.find_cards(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
