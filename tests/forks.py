@@ -1,5 +1,5 @@
 """Python programs without the three seconds in which each imports PyTorch: each in a fork of a process that has imported PyTorch and virtualgpu,
-and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/processes.py says how.
+and nothing more. What such a program finds is what it would find in a new Python: virtualgpu/run/prefork.py says how.
 
 `run` and `Popen` are for commands, also for what those start in turn (the runner its program, torchrun its ranks). Python's own end, its flags
 and sitecustomize are not in them: a test that is about these starts a Python of its own.
@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
-from virtualgpu.run import cli, processes
-from virtualgpu.run.trials import forked
+from virtualgpu.run import cli, prefork
 
 DYNAMO = (
     "import sympy, torch.distributed.tensor"  # what torch._dynamo imports at its first use, and what takes its time
@@ -71,14 +70,14 @@ del sys.path[0]
 forks.become"""
 # In what an environment may differ from that of the Python that is forked: what nothing reads when PyTorch is imported
 OWN = re.compile(
-    processes.OF_RANKS.pattern
+    prefork.OF_RANKS.pattern
     + "|HELPERS_GPUS|PATH|PYTHONPATH|TMPDIR|HOME|USERPROFILE|CUDA_MODULE_LOADING|TRITON_INTERPRET|OMP_(NUM_THREADS|WAIT_POLICY)|TORCHELASTIC_.*|TORCH_NCCL_.*|(GROUP|ROLE|LOCAL)_.*"
 )
 BEFORE = cli.defaults({}) | os.environ  # what tests set is theirs
 _one = threading.Lock()  # at a time has this process's environment replaced
 
 
-class WarmPython(processes.WarmPython):
+class WarmPython(prefork.SpawnServer):
     """The Python that commands are forked from, begun with the first of them."""
 
     def __init__(self, environ: Mapping[str, str]):
@@ -91,8 +90,7 @@ class WarmPython(processes.WarmPython):
             return None
         with _one, mock.patch.dict(os.environ, self.environ, clear=True):
             return (
-                self.start(lambda *_: 0, sys.executable, [sys.executable, "-c", code, processes.SPAWN_WORD], ends)
-                or None
+                self.start(lambda *_: 0, sys.executable, [sys.executable, "-c", code, prefork.SPAWN_WORD], ends) or None
             )
 
 
@@ -109,7 +107,7 @@ class _Within(WarmPython):
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
-        exec(processes.serve(other.detach()), {"__name__": "__main__"})
+        exec(prefork.serve_spawned(other.detach()), {"__name__": "__main__"})
 
     def _begin(self, args):
         """It has begun."""
@@ -192,7 +190,7 @@ def become(words: list[str], environ: dict[str, str], folder: str, ends: Sequenc
     )  # whose children they would not be
     for name in ("tests.forks", "tests"):
         sys.modules.pop(name, None)
-    forked.as_if_not_imported("torch", "virtualgpu")
+    prefork.as_if_not_imported("torch", "virtualgpu")
     status = 0
     try:
         _execute(words)

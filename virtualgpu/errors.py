@@ -86,7 +86,7 @@ def in_kernel(error: Exception) -> bool:
 
 def assertions(name: str, args) -> str:
     """What CUDA prints where this operation's kernel asserts: a line for each of the first threads that do, each with one number."""
-    where, what = next((said for begin, said in ASSERTIONS.items() if name.startswith(begin)), OF_INDEX)
+    where, what = next((assertion for begin, assertion in ASSERTIONS.items() if name.startswith(begin)), OF_INDEX)
     lines = [
         f"/pytorch/aten/src/ATen/native/cuda/{where}: block: [{at // 128},0,0], thread: [{at % 128},0,0] Assertion `{what}` failed."
         for at in _offending(name, args)

@@ -209,7 +209,7 @@ def _marked(
     memory: int | str | None = None,
     sanitize: bool = False,
 ) -> environment.Settings:
-    from virtualgpu.run import cli
+    from virtualgpu.run import cli, options
 
-    count = None if n is None else cli.number_of_gpus(str(n))
+    count = None if n is None else options.number_of_gpus(str(n))
     return environment.Settings(cli.find_cards(count, like or "T4", memory), sanitize=sanitize)

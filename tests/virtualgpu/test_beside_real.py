@@ -28,27 +28,26 @@ def driver(monkeypatch):
 def on_card(driver, monkeypatch):
     """What makes a tensor of 1, 2 and 3 on the card: memory of the CPU, of which PyTorch says otherwise, and copies by Tensor.to."""
     held, to, card = [], torch.Tensor.to, torch.device("cuda:0")
-    device, storage_device = _compat.real_device, _compat.real_storage_device
+    device, device_of_storage = _compat.real_device, _compat.real_storage_device
+
+    def holds(storage) -> bool:
+        return storage._cdata in [one._cdata for one in held]
 
     def is_there(tensor) -> bool:
-        return tensor.untyped_storage()._cdata in [storage._cdata for storage in held]
-
-    def answer(storage) -> bool:
-        return storage._cdata in [one._cdata for one in held]
+        return holds(tensor.untyped_storage())
 
     def make() -> torch.Tensor:
         tensor = torch.tensor([1.0, 2.0, 3.0])
         held.append(tensor.untyped_storage())
         return tensor
 
+    def copies(x, *args, **options):
+        return to(x.clone() if is_there(x) else x, *args, **options)
+
     monkeypatch.setattr(_compat, "is_really_on_gpu", is_there)
-    monkeypatch.setattr(_compat, "real_device", lambda tensor: card if is_there(tensor) else device(tensor))
-    monkeypatch.setattr(
-        _compat, "real_storage_device", lambda storage: card if answer(storage) else storage_device(storage)
-    )
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda x, *args, **options: to(x.clone() if is_there(x) else x, *args, **options)
-    )
+    monkeypatch.setattr(_compat, "real_device", lambda x: card if is_there(x) else device(x))
+    monkeypatch.setattr(_compat, "real_storage_device", lambda x: card if holds(x) else device_of_storage(x))
+    monkeypatch.setattr(torch.Tensor, "to", copies)
     return make
 
 
@@ -84,10 +83,8 @@ def test_an_operation_with_a_real_ones_tensor_is_refused(on_card, use):
 def test_it_is_taken_over(on_card, device):
     real = on_card()
     virtualgpu.gpus(2)
-    taken = real.to(device)
-    wanted = (
-        (device.device, torch.float64) if isinstance(device, torch.Tensor) else (torch.device(device), torch.float32)
-    )
+    taken, is_tensor = real.to(device), isinstance(device, torch.Tensor)
+    wanted = (device.device, torch.float64) if is_tensor else (torch.device(device), torch.float32)
     assert (taken.device, taken.dtype, taken.tolist()) == (*wanted, [1, 2, 3])
     assert not _compat.is_really_on_gpu(taken) and (taken + taken).tolist() == [2, 4, 6]
 
@@ -112,27 +109,18 @@ def test_a_module_is_taken_over(on_card):
     assert layer(torch.ones(1, 3, device=ONE)).device == ONE
 
 
-def test_it_is_read(on_card):
-    real = on_card()
-    virtualgpu.gpus(2)
-    assert real.tolist() == [1, 2, 3] and "1., 2., 3." in repr(real) and real.numpy(force=True).tolist() == [1, 2, 3]
-    assert real.device == torch.device("cuda:0")
-
-
-def test_it_is_saved(on_card):
+def test_it_is_read_and_saved_and_afterwards_as_before(on_card):
     """PyTorch reads memory at a storage's address after storage.cpu(), which gave the card's."""
     real, file = on_card(), io.BytesIO()
-    virtualgpu.gpus(2)
-    assert not _compat.is_really_on_gpu(torch.empty(0).set_(real.untyped_storage().cpu()))
-    torch.save(real, file)
-    file.seek(0)
-    assert torch.load(file, map_location=ONE).tolist() == [1, 2, 3]
-
-
-def test_afterwards_it_is_as_before(on_card):
-    real = on_card()
     with virtualgpu.gpus(2):
-        pass
+        assert (
+            real.tolist() == [1, 2, 3] and "1., 2., 3." in repr(real) and real.numpy(force=True).tolist() == [1, 2, 3]
+        )
+        assert real.device == torch.device("cuda:0")
+        assert not _compat.is_really_on_gpu(torch.empty(0).set_(real.untyped_storage().cpu()))
+        torch.save(real, file)
+        file.seek(0)
+        assert torch.load(file, map_location=ONE).tolist() == [1, 2, 3]
     assert (real + 1).tolist() == [2, 3, 4] and torch.cuda.device_count() == 1
 
 
@@ -179,42 +167,41 @@ def test_a_result_on_a_real_one_is_not_passed_on(on_card):
     torch.library.define("beside_real::leak", "(Tensor x) -> Tensor")
     torch.library.impl("beside_real::leak", "CPU", lambda x: real)
     virtualgpu.gpus(2)
-    with pytest.raises(
-        RuntimeError, match=r"beside_real.leak.* made its result on a real GPU, which virtual ones hide"
-    ):
+    message = r"beside_real.leak.* made its result on a real GPU, which virtual ones hide"
+    with pytest.raises(RuntimeError, match=message):
         torch.ops.beside_real.leak(torch.ones(3))
 
 
 # -- events, streams, generators
 
 
-def test_an_event_of_before(driver):
+def test_events_streams_and_generators_of_before(driver):
     event, generator = torch.cuda.Event(), torch.Generator()
-    virtualgpu.gpus(2)
-    for use in (event.record, event.wait, lambda: torch.cuda.current_stream().wait_event(event)):
-        with pytest.raises(RuntimeError, match="belongs to a real GPU, which virtual ones hide: make it again"):
-            use()
-    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
-        torch.rand(2, device=ONE, generator=generator)
-
-
-def test_a_stream_of_before(driver, monkeypatch):
     stream = torch.Stream.__new__(torch.Stream, stream_id=0, device_index=0, device_type=1)
     virtualgpu.gpus(2)
-    for use in (torch.cuda.current_stream().wait_stream, torch.cuda.Event().record):
-        with pytest.raises(RuntimeError, match="belongs to a real GPU"):
-            use(stream)
+    here, again = torch.cuda.current_stream(), "belongs to a real GPU, which virtual ones hide: make it again"
+    for use, message in [
+        (event.record, again),
+        (event.wait, again),
+        (lambda: here.wait_event(event), again),
+        (lambda: here.wait_stream(stream), again),
+        (lambda: torch.cuda.Event().record(stream), again),
+        (
+            lambda: torch.rand(2, device=ONE, generator=generator),
+            "Expected a 'cuda' device type for generator but found 'cpu'",
+        ),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            use()
 
 
 # -- C++ asks the driver for GPUs that it does not have
 
 
 def test_sparse_tensors_are_made_without_the_driver(driver, monkeypatch):
-    asked = []
-    make = torch.sparse_coo_tensor
-    monkeypatch.setattr(
-        torch, "sparse_coo_tensor", lambda *args, **options: asked.append(options) or make(*args, **options)
-    )
+    asked, make = [], torch.sparse_coo_tensor
+    asks = lambda *args, **options: asked.append(options) or make(*args, **options)  # noqa: E731
+    monkeypatch.setattr(torch, "sparse_coo_tensor", asks)
     virtualgpu.gpus(2)
     made = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (2, 2), device=ONE, check_invariants=True)
     assert made.device == ONE and made.to_dense().tolist() == [[0, 1], [2, 0]]
@@ -223,12 +210,9 @@ def test_sparse_tensors_are_made_without_the_driver(driver, monkeypatch):
 
 def test_a_fake_tensor_knows_the_real_alone(driver):
     virtualgpu.gpus(2)
-    with (
-        FakeTensorMode(),
-        pytest.raises(NotImplementedError, match="find 1 real GPU here, and no cuda:1: hide the real by"),
-    ):
-        torch.ones(2, device=ONE)
     with FakeTensorMode():
+        with pytest.raises(NotImplementedError, match="find 1 real GPU here, and no cuda:1: hide the real by"):
+            torch.ones(2, device=ONE)
         assert torch.ones(2, device="cuda:0").device.index == 0
 
 

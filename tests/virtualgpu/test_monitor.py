@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import virtualgpu
+from tests.processes import wait_until
 from virtualgpu import Monitor, monitor
 from virtualgpu.monitor import CPUSource, NVMLSource, Reading, Source, VirtualSource, best_source
 
@@ -34,10 +35,7 @@ def watch(source, steps, until):
     """Run a monitor over `source` for `steps` iterations, each of which lasts until `until(monitor, step)`."""
     with Monitor(source) as watched:
         for step in range(steps):
-            deadline = time.monotonic() + 5
-            while not until(watched, step):
-                assert time.monotonic() < deadline, "the source was not read"
-                time.sleep(0.001)
+            wait_until(lambda step=step: until(watched, step), 5)
             watched.step()
     return watched
 
@@ -51,10 +49,7 @@ def test_each_reading_carries_its_iteration():
 
 def test_an_iteration_takes_the_mean_of_its_readings():
     watched = Monitor(Scripted(["a", "b"], [[]]))
-    watched.samples = [
-        (0, [Reading(10, 5), Reading(0)]),
-        (0, [Reading(30, 7), Reading(math.nan)]),
-    ]
+    watched.samples = [(0, [Reading(10, 5), Reading(0)]), (0, [Reading(30, 7), Reading(math.nan)])]
     watched.step_times = [0.3, 0.4]
     assert watched.utilization()["a"][0] == 20 and watched.computing()["a"][0] == 6
     assert watched.utilization()["b"][0] == 0 and math.isnan(watched.computing()["b"][0])
@@ -128,20 +123,17 @@ def test_nvml_follows_cuda_visible_devices(nvml, monkeypatch):
         NVMLSource()
 
 
-def test_without_a_driver_nvml_says_so(monkeypatch):
+def test_without_a_driver_the_cpu_is_read_but_a_fault_of_ours_is_raised(monkeypatch):
     def missing():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    def broken():
+        raise RuntimeError("a bug")
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     with pytest.raises(RuntimeError, match="NVML"):
         NVMLSource()
     assert isinstance(best_source(), CPUSource)
-
-
-def test_a_fault_of_ours_is_not_taken_for_a_missing_source(monkeypatch):
-    def broken():
-        raise RuntimeError("a bug")
-
     monkeypatch.setattr(monitor, "NVMLSource", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         best_source()

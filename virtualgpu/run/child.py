@@ -104,9 +104,9 @@ def _start() -> None:
 
     _compat.hide_real_gpus()
     if sys.platform == "linux":
-        from virtualgpu.run import processes
+        from virtualgpu.run import prefork
 
-        processes.WarmPython().install()
+        prefork.SpawnServer().install()
     if settings.folder:
         _Process(settings, settings.folder)
     else:

@@ -102,14 +102,14 @@ def export_trace(offered: bytes | None) -> bytes | None:
     return pickle.dumps((machine.clock.latest(), machine.clock.spans))
 
 
-def merge_traces(left: list[bytes | None]) -> None:
+def merge_traces(traces: list[bytes | None]) -> None:
     """In the notebook: the ranks began when it started them, and it has waited for the last."""
     machine = _machine()
     if machine is None or machine.clock.spans is None:
         return
     clock = machine.clock
     begin = end = clock.host
-    for what in left:
+    for what in traces:
         if what is not None:
             last, spans = pickle.loads(what)
             end = max(end, begin + last)

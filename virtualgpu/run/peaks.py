@@ -53,12 +53,17 @@ class Peaks:
 def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """What a module or an optimizer knows of parameters, gradients and state, each with its kind; nothing of one whose __init__ has not
     begun."""
-    known, state = vars(owner), []
+    attributes, state = vars(owner), []
     if isinstance(owner, torch.optim.Optimizer):
-        tensors = [tensor for group in known.get("param_groups", ()) for tensor in group["params"]]
-        state = [value for own in known.get("state", {}).values() if isinstance(own, dict) for value in own.values()]
+        tensors = [tensor for group in attributes.get("param_groups", ()) for tensor in group["params"]]
+        state = [
+            value
+            for values in attributes.get("state", {}).values()
+            if isinstance(values, dict)
+            for value in values.values()
+        ]
     else:
-        tensors = [*known.get("_parameters", {}).values(), *known.get("_buffers", {}).values()]
+        tensors = [*attributes.get("_parameters", {}).values(), *attributes.get("_buffers", {}).values()]
     yield from (("optimizer", value) for value in state if isinstance(value, torch.Tensor))
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
@@ -165,8 +170,8 @@ def peak(gpu: GPU, asked: int) -> Peak:
     seen, sizes = set(), dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     owners = [owner for owner in gc.get_objects() if issubclass(type(owner), (torch.nn.Module, torch.optim.Optimizer))]
     for kind, tensor in itertools.chain.from_iterable(map(owned_by, owners)):
-        own, block = place_of(tensor)
-        if own is gpu and block is not None and block.address not in seen:
+        its_gpu, block = place_of(tensor)
+        if its_gpu is gpu and block is not None and block.address not in seen:
             seen.add(block.address)
             sizes[kind] += block.size
     sizes[REST] = gpu.settled().allocated - sum(sizes.values())

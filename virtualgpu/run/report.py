@@ -218,11 +218,11 @@ def collect(folder: str) -> list[str]:
 def peak_lines(peak: Peak, who: str = "") -> list[str]:
     """The report on one GPU."""
     total = sum(block.bytes for block in peak.blocks)
-    made: dict[str, list[LiveBlock]] = {}
+    blocks_by_line: dict[str, list[LiveBlock]] = {}
     for block in peak.blocks:
-        made.setdefault(place(block), []).append(block)
+        blocks_by_line.setdefault(place(block), []).append(block)
     ranked = sorted(
-        ((where, sum(block.bytes for block in blocks), blocks) for where, blocks in made.items()),
+        ((where, sum(block.bytes for block in blocks), blocks) for where, blocks in blocks_by_line.items()),
         key=lambda row: (-row[1], row[0]),
     )
     rows = [(where, nbytes, _what(len(blocks), blocks)) for where, nbytes, blocks in ranked[:MAX_LINES]]

@@ -64,10 +64,12 @@ def merge(folder: str, entries: list[Entry], path: str) -> str:
     traces = dict(collect(folder, LEFT))
     for number, entry in by_rank(entries):
         name = f"rank {entry.rank}" if entry.rank >= 0 else f"process {number}"
-        if (own := traces.get(entry.pid)) is None:  # killed, or ended by os._exit
+        if (trace := traces.get(entry.pid)) is None:  # killed, or ended by os._exit
             missing.append(name)
             continue
-        renamed = _renamed(own["traceEvents"] if isinstance(own, dict) else own, f"{name} (pid {entry.pid})", rows)
+        renamed = _renamed(
+            trace["traceEvents"] if isinstance(trace, dict) else trace, f"{name} (pid {entry.pid})", rows
+        )
         rows = 1 + max((event["pid"] for event in renamed), default=rows - 1)
         events += renamed
         written += 1
@@ -102,8 +104,8 @@ def nothing(folder: str) -> None:
 
 def _renamed(events: list[dict], name: str, first: int) -> list[dict]:
     """One process's events under pids of their own, from `first` on, with its name on each."""
-    own = sorted({event.get("pid", 0) for event in events}, key=str)
-    pids = {pid: first + place for place, pid in enumerate(own)}
+    own_pids = sorted({event.get("pid", 0) for event in events}, key=str)
+    pids = {pid: first + place for place, pid in enumerate(own_pids)}
     called = {event.get("pid", 0): event["args"]["name"] for event in events if event.get("name") == "process_name"}
     head = []
     for pid, new in pids.items():

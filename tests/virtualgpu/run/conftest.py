@@ -1,21 +1,24 @@
 """The runner, started as a user starts it."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests import forks
-from virtualgpu.run.trials import forked
-from virtualgpu.run.trials.forked import WarmPython
+from virtualgpu.run.prefork import ScriptServer
+from virtualgpu.run.trials import programs
+
+RUNNER = [sys.executable, "-m", "virtualgpu"]
 
 
 @pytest.fixture(scope="session")
 def clean_environ():
     """The environment without what these tests themselves may run under."""
-    return {
-        name: value for name, value in forks.environment().items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")
-    }
+    ours = ("VIRTUALGPU", "HELPERS_GPUS", "RANK")
+    return {name: value for name, value in forks.environment().items() if name not in ours}
 
 
 @pytest.fixture(scope="session")
@@ -24,17 +27,32 @@ def run(clean_environ, tmp_path_factory):
     (tests/forks.py) unless anew is true."""
 
     def start(*arguments, environ=(), anew=False, **options) -> subprocess.CompletedProcess:
-        options |= {
-            "env": {**clean_environ, **dict(environ)},
-            "cwd": tmp_path_factory.mktemp("elsewhere"),
-            "timeout": 180,
-        }
+        options |= {"env": {**clean_environ, **dict(environ)}, "cwd": tmp_path_factory.mktemp("elsewhere")}
         if not anew:
-            return forks.run("-m", "virtualgpu", *arguments, **options)
-        command = [sys.executable, "-m", "virtualgpu", *map(str, arguments)]
-        return subprocess.run(command, text=True, capture_output=True, **options)
+            return forks.run("-m", "virtualgpu", *arguments, timeout=180, **options)
+        command = [*RUNNER, *map(str, arguments)]
+        return subprocess.run(command, text=True, capture_output=True, timeout=180, **options)
 
     return start
+
+
+@pytest.fixture
+def start(clean_environ, tmp_path):
+    """start("-c", code): the runner in a process group of its own, with this test's folder for what is temporary; a Popen."""
+    started = []
+
+    def start(*arguments, **options) -> subprocess.Popen:
+        options = {"stdout": subprocess.PIPE, "start_new_session": True, **options}
+        environ = {**clean_environ, "TMPDIR": str(tmp_path)}
+        started.append(subprocess.Popen([*RUNNER, *arguments], env=environ, text=True, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.stdout is None or not process.stdout.closed:
+            process.communicate()
 
 
 @pytest.fixture
@@ -45,7 +63,7 @@ def script(request, tmp_path):
     return str(path)
 
 
-class Shared(WarmPython):
+class Shared(ScriptServer):
     """One for all searches of a session: no test waits until PyTorch is imported again."""
 
     def start(self, command, environ, output):
@@ -60,10 +78,10 @@ class Shared(WarmPython):
 def shared():
     python = Shared()
     yield python
-    WarmPython.end(python)
+    ScriptServer.end(python)
 
 
 @pytest.fixture
 def warm(monkeypatch, shared):
-    """What `fit` and `--explain` try in this test starts from the session's warm Python."""
-    monkeypatch.setattr(forked, "WarmPython", lambda: shared)
+    """What `fit` and `--explain` try in this test starts from the session's server."""
+    monkeypatch.setattr(programs, "ScriptServer", lambda: shared)

@@ -1,75 +1,137 @@
-"""Bad options end with one sentence and status 2, before anything is started."""
+"""The command lines of the runner, `--explain` and `fit`, read before anything is started: options, cards, the program, and options behind it."""
 
-import subprocess
+import contextlib
+import os
 import sys
+import threading
 
 import pytest
 
-from virtualgpu import environment
-from virtualgpu.run import cli
+from virtualgpu import environment, scratch
+from virtualgpu.run import cli, options
+
+LONE = "--dry --world-size"
+REFUSED = [
+    ("", "name a program"),
+    ("-m", "-m needs a module"),
+    ("-c", "-c needs code"),
+    ("--gpus", "--gpus needs a value"),
+    ("--gpus 0 x.py", "1 to 64"),
+    ("--gpus 65 x.py", "1 to 64"),
+    ("--gpus two x.py", "'two'"),
+    ("--gpus=1.5 x.py", "'1.5'"),
+    ("--like T5 x.py", "T4, V100"),
+    ("--like T4,H100,L4 --gpus 2 x.py", "3 cards"),
+    ("--memory lots x.py", "'lots' is not a size"),
+    ("--memory 1MB x.py", "at least 2 MiB"),
+    ("--speed x.py", "'--speed'"),
+    ("--dry=yes x.py", "'--dry=yes'"),
+    ("--trace /nowhere/t.json x.py", "'/nowhere/t.json'"),
+    ("--quiet --report x.py", "contradict"),
+    ("--timers cpu x.py", "--timers 'cpu': choose simulated or real"),
+    ("--rank 1 x.py", "--world-size N"),
+    ("--world-size 2 x.py", "add --dry"),
+    (f"{LONE} many x.py", "--world-size 'many': give a whole number"),
+    (f"{LONE} 0 x.py", "--world-size 0: world_size=0: give a whole number, 1 at least"),
+    (f"{LONE} 2 --rank 2 x.py", "--world-size 2: rank=2 of world_size=2: ranks count from 0 to 1"),
+    (f"{LONE} 2 --gpus-per-node 0 x.py", "gpus_per_node=0: give a whole number"),
+    (f"{LONE} 4 --like 3090-NVLink x.py", "joins two equal cards"),
+    ("--gpus 4 --gpus-per-node 3 x.py", "--gpus-per-node 3: gpus_per_node=3 does not divide 4 GPUs into nodes"),
+    ("--gpus-per-node half x.py", "--gpus-per-node 'half': give a whole number"),
+    ("--network wet x.py", "--network: there is no network called 'wet' here; choose one of InfiniBand HDR"),
+    ("--gpus 3 --like TITAN-RTX-NVLink x.py", "joins two equal cards"),
+    ("torchrn x.py", "'torchrn' is neither a file here nor a command on PATH"),
+    *[(f"{option} x.py", "is of --explain") for option in ("--json", "--steps=3", "--jobs=1")],
+    ("--explain --gpus 1", "name a program to run"),
+    ("--explain --gpus 1 --like T5 x.py", "T5"),
+    ("--explain --gpus 1 --trace t.json x.py", "leave out --trace"),
+    ("--explain --gpus 1 --report x.py", "leave out --report"),
+    ("--explain --gpus 1 --steps 1 x.py", "one step has the beginnings"),
+    ("--explain --gpus 1 --steps two x.py", "give a whole number"),
+    ("--explain --gpus 1 --jobs", "--jobs needs a value"),
+    ("--explain --gpus 1 no_such_command", "neither a file here nor a command"),
+    ("fit", "name a program to try"),
+    ("fit --like T5 x.py", "T5"),
+    ("fit --gpus two x.py", "--gpus 'two': give whole numbers with commas"),
+    ("fit --vary batch-size x.py", "give an option of the program and its values"),
+    ("fit --vary n=9..3 x.py", "n=9..3: the first number"),
+    ("fit --vary n=1..3 --vary m=1..3 x.py", "one option can be searched at a time"),
+    ("fit --prices nowhere.csv x.py", "columns card and usd_per_hour"),
+    ("fit --cheap x.py", "there is no option '--cheap'"),
+    ("fit --samples 8x2 x.py", "--samples: '8x2' is no product of numbers"),
+    ("fit --world-size 8 --gpus 2 x.py", "one rank plays alone, on one GPU"),
+]
+
+
+def refusal(capsys, line) -> str:
+    assert cli.main(line.split()) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED)
+def test_what_is_wrong_is_one_sentence(line, message, capsys):
+    error = refusal(capsys, line)
+    assert message in error and error.startswith(f"python -m virtualgpu{' fit' * line.startswith('fit')}: ")
+
+
+def raises(error):
+    def stand_in(*arguments):
+        raise error
+
+    return stand_in
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("place", "name", "error", "messages"),
     [
-        ("", "name a program"),
-        ("-m", "-m needs a module"),
-        ("-c", "-c needs code"),
-        ("--gpus", "--gpus needs a value"),
-        ("--gpus 0 x.py", "1 to 64"),
-        ("--gpus 65 x.py", "1 to 64"),
-        ("--gpus two x.py", "'two'"),
-        ("--gpus=1.5 x.py", "'1.5'"),
-        ("--like T5 x.py", "T4, V100"),
-        ("--like T4,H100,L4 --gpus 2 x.py", "3 cards"),
-        ("--memory lots x.py", "'lots' is not a size"),
-        ("--memory 1MB x.py", "at least 2 MiB"),
-        ("--speed x.py", "'--speed'"),
-        ("--dry=yes x.py", "'--dry=yes'"),
-        ("--trace /nowhere/t.json x.py", "'/nowhere/t.json'"),
-        ("--quiet --report x.py", "contradict"),
-        ("--rank 1 x.py", "--world-size N"),
-        ("--world-size 2 x.py", "add --dry"),
-        ("--dry --world-size many x.py", "--world-size 'many': give a whole number"),
-        ("--dry --world-size 0 x.py", "--world-size 0: world_size=0: give a whole number, 1 at least"),
-        ("--dry --world-size 2 --rank 2 x.py", "--world-size 2: rank=2 of world_size=2: ranks count from 0 to 1"),
-        ("--dry --world-size 2 --gpus-per-node 0 x.py", "gpus_per_node=0: give a whole number"),
-        ("--dry --world-size 4 --like 3090-NVLink x.py", "joins two equal cards"),
-        ("--gpus 4 --gpus-per-node 3 x.py", "--gpus-per-node 3: gpus_per_node=3 does not divide 4 GPUs into nodes"),
-        ("--gpus-per-node half x.py", "--gpus-per-node 'half': give a whole number"),
-        ("--network wet x.py", "--network: there is no network called 'wet' here; choose one of InfiniBand HDR"),
-        ("--gpus 3 --like TITAN-RTX-NVLink x.py", "joins two equal cards"),
+        (
+            threading.Thread,
+            "start",
+            RuntimeError("can't start new thread"),
+            ["no process or thread more", "`ulimit -u`"],
+        ),
+        (cli, "run", OSError(11, "Resource temporarily unavailable"), ["temporarily unavailable", "`ulimit -u`"]),
+        (cli, "run", OSError(24, "Too many open files"), ["Too many open files", "`ulimit -n 1024`"]),
+        (
+            scratch.tempfile,
+            "gettempdir",
+            FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+            ["No usable temporary directory", "set TMPDIR"],
+        ),
     ],
 )
-def test_bad_options(line, words, capsys):
-    assert cli.main(line.split()) == 2
-    out, error = capsys.readouterr()
-    assert not out and words in error
-    assert error.startswith("python -m virtualgpu: ") and error.count("\n") == 1
+def test_what_the_system_has_no_more_of_is_said_with_the_cure(monkeypatch, capsys, place, name, error, messages):
+    monkeypatch.setattr(place, name, raises(error))
+    error = refusal(capsys, "fit x.py" if place is threading.Thread else "x.py")
+    assert all(message in error for message in messages)
 
 
 def test_options_end_where_the_program_begins():
-    found = cli.parse(["--gpus=4", "--dry", "--like", "L4", "-m", "train", "--gpus", "2", "--dry"])
-    assert found.program == ("-m", "train", "--gpus", "2", "--dry")
-    assert (found.gpus, found.dry, found.like, found.quiet) == (4, True, "L4", None)
-    found = cli.parse(["train.py", "--quiet"])
-    assert (found.program, found.quiet, found.like) == (("train.py", "--quiet"), None, "T4")
+    line = cli.parse(["--gpus=4", "--dry", "--like", "L4", "-m", "train", "--gpus", "2", "--dry"])
+    assert line.program == ("-m", "train", "--gpus", "2", "--dry")
+    assert (line.gpus, line.dry, line.like, line.quiet) == (4, True, "L4", None)
+    line = cli.parse(["train.py", "--quiet"])
+    assert (line.program, line.quiet, line.like) == (("train.py", "--quiet"), None, "T4")
     assert cli.parse(["-"]).program == ("-",)
+    assert cli.parse(["--explain", "--steps", "4", "a.py"]).real  # where nobody asks for virtual GPUs
+    assert not cli.parse(["--explain", "--like", "T4", "a.py"]).real and not cli.parse(["a.py"]).real
 
 
-def settings_of(line: str):
-    return cli._settings(cli.parse(line.split()))
-
-
-def test_what_processes_are_told_of_nodes():
-    told = settings_of("--gpus 4 --gpus-per-node 2 --network ndr x.py")
-    assert (told.gpus_per_node, told.network, told.single_rank) == (2, "InfiniBand NDR", None)
-    told = settings_of("--dry --world-size 64 --rank 9 --network=40Gb/s x.py")
-    assert (told.gpus_per_node, told.network, told.single_rank) == (None, "40Gb/s", (64, 9, 8))
-    told = settings_of("x.py")
-    assert (told.gpus_per_node, told.network, told.single_rank) == (None, None, None)
-    told = settings_of("--dry --world-size 64 --rank 9 --network=40Gb/s x.py")
-    assert environment.settings({"VIRTUALGPU": told.text()})._replace(single_rank=(64, 9, 8)) == told
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--gpus 4 --gpus-per-node 2 --network ndr x.py", (2, "InfiniBand NDR", None)),
+        ("--dry --world-size 64 --rank 9 --network=40Gb/s x.py", (None, "40Gb/s", (64, 9, 8))),
+        ("x.py", (None, None, None)),
+    ],
+)
+def test_processes_learn_of_nodes(line, expected):
+    settings = cli._settings(cli.parse(line.split()))
+    assert (settings.gpus_per_node, settings.network, settings.single_rank) == expected
+    passed_on = environment.settings({"VIRTUALGPU": settings.text()})
+    assert passed_on._replace(single_rank=settings.single_rank) == settings
 
 
 def test_cards_for_each_gpu(tmp_path, monkeypatch):
@@ -82,33 +144,59 @@ def test_cards_for_each_gpu(tmp_path, monkeypatch):
     assert (mine.name, mine.like) == ("Mine", str(tmp_path / "mine.toml"))  # wherever the program goes
 
 
-def test_the_list_of_cards(capsys):
+def test_cards_and_help_are_listed(capsys):
     assert cli.main(["--cards"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in ("T4", "NVIDIA H100 80GB HBM3", "TITAN RTX", "B200"))
-
-
-def test_help(capsys):
     assert cli.main(["--help"]) == cli.main(["-h"]) == 0
-    told = capsys.readouterr().out
-    assert all(told.count(f"\n  {option} ") == 2 for option in cli.OPTIONS.keys() - {"--help"})
+    usage = capsys.readouterr().out
+    assert all(usage.count(f"\n  {option} ") == 2 for option in cli.OPTIONS.keys() - {"--help"})
 
 
-def test_the_runner_itself_imports_no_torch():
-    code = """if True:
-        import sys
-        from virtualgpu.run import cli
-        import virtualgpu.run.explain.cli, virtualgpu.run.fit.cli
-        cli._settings(cli.parse("--dry --world-size 8 --network NDR --like A100 x.py".split()))
-        print(cli.find_cards(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [str(16 << 30), "False"]
+# -- Which program is started, with which of Python's flags
 
 
-def test_python_told_to_heed_no_environment(capsys):
-    command = [sys.executable, "-s", "-E", "-m", "virtualgpu", "-c", "print('never')"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (2, "") and "-E" in found.stderr
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_script_goes_to_this_python_and_a_command_by_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", "-m", "virtualgpu", "x"])
+    python = [sys.executable, "-u"]
+    console = executable(commands / "trainer", "#!/opt/some/python3.11\nprint(1)\n")
+    shell = executable(commands / "shelly", "#!/bin/sh /home/python/x\n")
+    by_pip = "#!/bin/sh\n'''exec' \"/a b/python3\" \"$0\" \"$@\"\n' '''\n"
+    spaced = executable(commands / "spaced", by_pip)
+    own = executable(tmp_path / "run.sh", "#!/bin/sh\n")
+    executable(tmp_path / "x.py", "print(3)\n")
+    (tmp_path / "plain.sh").write_text("#!/bin/sh\n")  # not executable
+    (tmp_path / "shelly").mkdir()  # a folder without a program does not hide a command
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text("")
+    for words, started in [
+        (["trainer", "fit", "--gpus", "2"], [*python, console, "fit", "--gpus", "2"]),
+        (["shelly", "x"], [shell, "x"]),
+        (["-m", "trainer"], [*python, "-m", "trainer"]),
+        (["-"], [*python, "-"]),
+        (["folder"], [*python, "folder"]),
+        (["spaced", "x"], [*python, spaced, "x"]),
+        (["./x.py", "1"], [*python, "./x.py", "1"]),
+        (["plain.sh"], [*python, "plain.sh"]),
+        ([own], [own]),
+    ]:
+        assert cli.command(words) == started
+    (tmp_path / "trainer").write_text("print(2)\n")  # a file comes before a command
+    assert cli.command(["trainer"]) == [*python, "trainer"]
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")
+    if os.path.exists(torchrun):  # of this Python's environment, also where that is not on PATH
+        assert cli.command(["torchrun", "x.py"]) == [*python, torchrun, "x.py"]
 
 
 def test_flags_of_python_are_the_programs():
@@ -116,3 +204,64 @@ def test_flags_of_python_are_the_programs():
     assert flags(["python", "-X", "dev", "-u", "-m", "virtualgpu", "-m", "virtualgpu"]) == ["-X", "dev", "-u"]
     assert flags(["python", "-um", "virtualgpu", "x.py"]) == ["-u"]
     assert flags(["python", "-m", "virtualgpu", "x.py"]) == flags(["pytest", "x"]) == []
+
+
+# -- Options behind the program: named where it cannot have meant them, and never otherwise
+
+OURS = cli.OPTIONS.keys() - {"--help"}
+READS_NOTHING = "import torch, os\nfrom torch import nn\nx = torch.ones(3, device='cuda')\n"
+PARSES = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
+OWN = PARSES.replace("--lr", "--gpus")
+BEHIND = "reads no arguments: options of `python -m virtualgpu`"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "status", "named"),
+    [
+        (READS_NOTHING, "x.py --gpus 2", None, f"--gpus stands behind x.py, which {BEHIND}"),
+        (READS_NOTHING, "x.py --like=H100 --dry", None, "--like"),
+        (READS_NOTHING, "torchrun --nproc-per-node 2 x.py --quiet", None, "--quiet"),
+        (READS_NOTHING, "-m torch.distributed.run x.py --trace t.json", None, "--trace"),
+        (READS_NOTHING, "x.py", None, None),
+        (READS_NOTHING, "x.py --lr 3 -- --gpus 2", None, None),
+        (READS_NOTHING, "-m pytest x.py --report", None, None),
+        (READS_NOTHING, "nowhere.py --gpus 2", None, None),
+        (READS_NOTHING + "import lightning\n", "x.py --gpus 2", None, None),
+        (READS_NOTHING + "from .options import options\n", "x.py --gpus 2", None, None),
+        (READS_NOTHING + "import sys\nprint(sys.argv)\n", "x.py --gpus 2", None, None),
+        (PARSES, "x.py --gpus 2", None, None),
+        ("no Python at all", "x.py --gpus 2", None, None),
+        # at its end, of a program that ended as one ends that does not know its arguments
+        (PARSES, "x.py --gpus 2", 2, "--gpus stands behind x.py, which got it"),
+        (PARSES, "x.py --gpus 2", 0, None),
+        (PARSES, "x.py --gpus 2", 1, None),
+        (OWN, "x.py --gpus 2 --lear 3", 2, None),  # its own; the fault is another
+        (OWN, "x.py --gpus 2 --like H100", 2, "--like stands behind x.py"),
+        (PARSES, "torchrun --gpus 2 x.py", 2, "--gpus stands behind torchrun"),
+        (PARSES, "-m train --memory 3GB", 2, "--memory stands behind train, which got it"),
+        (PARSES, "x.py --help", 2, None),
+    ],
+)
+def test_options_behind_the_program(text, words, status, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text(text)
+    program = tuple(words.split())
+    sentence = options.at_start(program, OURS) if status is None else options.at_end(program, status, OURS)
+    assert sentence is None if named is None else sentence.startswith(named)
+
+
+def test_a_program_that_refuses_an_option_of_ours(run, tmp_path):
+    (tmp_path / "x.py").write_text(PARSES)
+    ended = run("--quiet", tmp_path / "x.py", "--gpus", 2)
+    assert ended.returncode == 2 and "unrecognized arguments: --gpus 2" in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"python -m virtualgpu: --gpus stands behind {tmp_path / 'x.py'}, which got it")
+
+
+def test_an_interrupt_before_anything_is_started(monkeypatch):
+    monkeypatch.setattr(cli, "find_cards", raises(KeyboardInterrupt()))
+    ends = []
+    monkeypatch.setattr("virtualgpu.run.processes.end_as", lambda status: ends.append(status) or 130)
+    with contextlib.suppress(KeyboardInterrupt):
+        cli.main(["-c", ""])
+    assert ends == [-2]

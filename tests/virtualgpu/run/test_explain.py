@@ -1,207 +1,158 @@
-"""`python -m virtualgpu --explain`: its command line, what fails and how it says so, and nothing left at an interrupt."""
+"""What `--explain` makes of what was recorded: the parts of a step, what is tried, whose NVLink, its table; a loader; traces of real GPUs."""
 
+import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
+import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import family, runs, wait_until
 from virtualgpu import environment
 from virtualgpu.hardware import specs
 from virtualgpu.run import cli, results
-from virtualgpu.run.explain import changes
+from virtualgpu.run.explain import applied, changes, real
+from virtualgpu.run.explain import cli as explain_cli
 from virtualgpu.run.explain import runs as explain
-from virtualgpu.run.explain import table as explain_table
-from virtualgpu.run.explain.changes import Explained, Parts
-
-PROGRAM = """
-import sys, torch
-from torch import nn
-fault = sys.argv[1]
-model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range({"half": 2, "one": 1}.get(fault, 10**6)):
-    optimizer.zero_grad()
-    rows = 10**7 if fault == "memory" and step == 3 else 512
-    model(torch.randn(rows, 1024, device="cuda")).square().mean().backward()
-    if fault == "key" and step == 3:
-        {}["missing"]
-    if fault == "half" and torch.is_autocast_enabled("cuda"):
-        torch.empty(10**12, device="cuda")
-    optimizer.step()
-"""
+from virtualgpu.run.explain.changes import Explained, Parts, kind_of, mean, parts
+from virtualgpu.run.explain.watch import _Workers
+from virtualgpu.timing.trace import Span
 
 
-def start(script, *arguments, like="T4"):
-    return explain.run([script, *arguments], environment.Settings(cli.find_cards(1, like, None)))
+def settings(gpus=2, like="T4", **more):
+    return environment.Settings(cli.find_cards(gpus, like, None), **more)
+
+
+# -- Where a step went: each moment is in one part, and the parts add up to the step
+
+
+def span(start, end, kind="forward", name="mm", issued=0.0):
+    return Span(0, start, end, kind, name, issued=issued)
+
+
+MIXED = [
+    span(1, 3, issued=1),  # the host launched it only now
+    span(3, 4, "optimizer", "add"),
+    span(4, 6, "communication", "all_reduce"),
+    span(5, 7, name="relu", issued=2),  # beside the collective
+    span(8, 9, "copy", "copy from the host"),
+    span(9, 10, name="convolution", issued=2),
+]
+KINDS = {"matrix products": 2, "optimizer": 1, "elementwise and others": 2, "convolutions": 1}
+OUTSIDE = [span(0, 2), span(2, 4, "communication"), span(4, 6, issued=3), span(9, 12, issued=5)]
+STEPS = [  # spans, when the host was in the loader, begin, end; what computed, what idled, what was hidden
+    (MIXED, [(0.2, 0.7)], 0, 10, KINDS, {"loader": 0.5, "launches": 0.5, "communication": 1, "copies": 1, "other": 1}, 1),
+    # waiting for other ranks is no communication
+    (
+        [span(0, 3, "waiting"), span(3, 4, "communication"), span(4, 6, issued=1)], [], 0, 6,
+        {"matrix products": 2}, {"waiting": 3, "communication": 1}, 0,
+    ),
+    # what lies outside is cut off; what comes next was launched at 5, and begins at 9
+    (OUTSIDE, [(0, 1), (7, 20)], 1, 8, {"matrix products": 3}, {"communication": 2, "loader": 1, "other": 1}, 0),
+    ([span(0, 1)], [], 0, 3, {"matrix products": 1}, {"launches": 2}, 0),  # no next kernel: the host is waited for
+    # a copy to another GPU is communication
+    (
+        [span(0, 1, "copy", "copy cuda:0 to cuda:1"), span(1, 2, issued=0.1)], [], 0, 2,
+        {"matrix products": 1}, {"communication": 1}, 0,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spans, loading, begin, end, computing, idle, hidden", STEPS)
+def test_parts_of_a_step(spans, loading, begin, end, computing, idle, hidden):
+    found = parts(spans, loading, begin, end)
+    assert found.computing == pytest.approx(computing)
+    assert {name: seconds for name, seconds in found.idle.items() if seconds} == pytest.approx(idle)
+    assert found.hidden == pytest.approx(hidden) and found.step == end - begin
+    others = sum(idle.get(name, 0) for name in ("communication", "waiting", "other"))
+    assert found.work == pytest.approx(end - begin - others)
+
+
+def test_the_parts_add_up_whatever_happened():
+    draw = random.Random(1)
+    for _ in range(200):
+        spans, moment = [], 0.0
+        for _ in range(draw.randrange(12)):
+            start = moment + draw.random()
+            moment = start + draw.random()
+            spans.append(span(start, moment, issued=start * draw.random()))
+        for kind in ("communication", "waiting", "copy") * 3:
+            start = 10 * draw.random()
+            spans.append(span(start, start + 2 * draw.random(), kind))
+        loading = [(at, at + draw.random()) for at in range(0, 10, 2)]
+        begin = 5 * draw.random()
+        found = parts(spans, loading, begin, begin + 5)
+        assert sum(found.computing.values()) + sum(found.idle.values()) == pytest.approx(found.step)
+        assert min([*found.computing.values(), *found.idle.values(), found.hidden]) >= 0
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "name, kind",
     [
-        ([], "name a program to run"),
-        (["--like", "T5", "a.py"], "T5"),
-        (["--trace", "t.json", "a.py"], "leave out --trace"),
-        (["--report", "a.py"], "leave out --report"),
-        (["--steps", "1", "a.py"], "one step has the beginnings"),
-        (["--steps", "two", "a.py"], "give a whole number"),
-        (["--jobs"], "--jobs needs a value"),
-        (["no_such_command"], "neither a file here nor a command"),
+        ("addmm", "matrix products"),
+        ("convolution_backward", "convolutions"),
+        ("_scaled_dot_product_flash_attention", "attention"),
+        ("native_layer_norm_backward", "normalization"),
+        ("linalg_vector_norm", "elementwise and others"),
+        ("_log_softmax", "softmax and loss"),
+        ("_to_copy", "casts and copies"),
+        ("embedding_dense_backward", "embedding and indexing"),
+        ("_cudnn_rnn", "recurrent layers"),
+        ("add.Tensor", "elementwise and others"),
     ],
 )
-def test_a_wrong_command_line_is_a_sentence(capsys, arguments, words):
-    assert cli.main(["--explain", "--gpus", "1", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("python -m virtualgpu: ") and words in error and error.count("\n") == 1
+def test_kinds_of_kernels(name, kind):
+    assert kind_of(span(0, 1, name=name)) == kind
+    assert kind_of(span(0, 1, "optimizer", name)) == "optimizer"
 
 
-@pytest.mark.parametrize("option", ["--json", "--steps=3", "--jobs=1"])
-def test_options_of_explain_alone(capsys, option):
-    assert cli.main([option, "a.py"]) == 2
-    assert "is of --explain" in capsys.readouterr().err
+def test_a_mean_of_steps():
+    both = mean([parts([span(0, 2)], [], 0, 2), parts([span(0, 1, name="relu")], [(1, 4)], 0, 4)])
+    assert both.step == 3 and both.computing == {"matrix products": 1, "elementwise and others": 0.5}
+    assert both.idle["loader"] == 1.5
 
 
-def test_real_gpus_are_taken_where_nobody_asks_for_virtual_ones():
-    assert cli.parse(["--explain", "--steps", "4", "a.py"]).real
-    assert not cli.parse(["--explain", "--like", "T4", "a.py"]).real and not cli.parse(["a.py"]).real
+# -- What is tried
 
 
-@pytest.mark.parametrize(
-    "fault, words",
-    [("key", "KeyError: 'missing' (train it.py:12)"), ("memory", "out of memory: 38.15 GiB more were asked for")],
-)
-def test_a_program_that_fails_says_how(script, fault, words, warm):
-    assert start(script, fault).failed == words
-
-
-def test_a_program_that_uses_no_gpu(script, warm):
-    with open(script, "w") as file:
-        file.write(PROGRAM.replace(".cuda()", "").replace(', device="cuda"', ""))
-    assert start(script, "").failed == "the program used no GPU"
-
-
-def test_a_program_that_steps_no_optimizer_is_ended(tmp_path):
-    path = tmp_path / "loop.py"
-    path.write_text("import time\ntime.sleep(1000)\n")
-    settings = environment.Settings(cli.find_cards(1, "T4", None))
-    assert explain.run([str(path)], settings, limit=0.5).failed == explain.NOT_ENDED
-
-
-def test_two_steps_are_enough_and_a_run_that_fails_is_told(script, capsys):
-    assert cli.main(["--explain", "--gpus", "1", "--like", "P100", "--json", script, "half"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    (row,) = told["rows"]
-    assert row["step"] == told["step"] == pytest.approx(sum(row["computing"].values()) + sum(row["idle"].values()))
-    (half,) = told["tried"]
-    assert (half["change"], half["step"], told["failed"]) == ("half precision", None, "")
-    assert half["failed"].startswith("out of memory")
-
-
-def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    ended = SimpleNamespace(output_of=lambda *args: (0, ""))
-    settings = environment.Settings(cli.find_cards(1, "T4", None))
-    assert explain.once(ended, settings, ["a.py"]).failed.startswith("the program ended after 0 steps of an optimizer")
-    monkeypatch.setattr(results, "leave", full)
-    failed = explain.once(ended, settings, ["a.py"]).failed
-    assert failed.startswith("its figures could not be written: No space left on device in ") and "TMPDIR" in failed
-
-
-def test_what_is_not_known_is_said():
-    change = changes.Change("half precision", "In half precision", changes.COMPUTING)
-    found = explain.Explanation(1.0, (), (explain.Tried(change, None, "out of memory: 1 GiB"),))
-    assert explain_table.sentences(found)[-1].startswith(
-        "Not known: half precision, for the run with it failed (out of memory"
-    )
-
-
-def test_one_step_is_too_few(script, capsys, warm):
-    assert cli.main(["--explain", "--gpus", "1", "--json", script, "one"]) == 2
-    words = "the program ended after 1 step of an optimizer of torch.optim: two at least can be told of"
-    assert json.loads(capsys.readouterr().out)["failed"] == words
-
-
-def of(step, rank=0, computing=0.0, **idle):
+def of(step, rank=0, computing=0.0, more=(), **idle):
     idle = {"communication": 0.0, "waiting": 0.0, **idle}
-    return Explained(
-        rank, {"0": [Parts(step, {"matrix products": computing}, idle, 0.0)] * 2}, {}, None, False, True, False, None
-    )
+    steps = {"0": [Parts(step, {"matrix products": computing}, idle, 0.0)] * 2}
+    return Explained(rank, steps, {}, None, False, True, False, None)._replace(**dict(more))
+
+
+BOUND, LINKS = "no communication", ["no communication", "NVLink"]
 
 
 @pytest.mark.parametrize(
     "explained, names",
     [
         ([of(1.0, computing=1.0)], []),
-        ([of(1.0, computing=1.0)._replace(half=False)], ["half precision"]),
+        ([of(1.0, computing=1.0, more={"half": False})], ["half precision"]),
         ([of(1.0, computing=0.985, launches=0.015)], []),
         ([of(1.0, launches=1.0)], ["no launches"]),
         ([of(1.0, loader=0.5, copies=0.5)], ["no loader", "copies ahead"]),
-        ([of(1.0, communication=0.5)._replace(bucket_cap=1.0)], ["no communication", "NVLink", "larger buckets"]),
-        ([of(1.0, communication=0.5)], ["no communication", "NVLink"]),
-        ([of(1.0, communication=0.5)._replace(compressible=True)], ["no communication", "NVLink", "half gradients"]),
+        ([of(1.0, communication=0.5)], LINKS),
+        ([of(1.0, communication=0.5, more={"bucket_cap": 1.0})], [*LINKS, "larger buckets"]),
+        ([of(1.0, communication=0.5, more={"compressible": True})], [*LINKS, "half gradients"]),
         ([of(1.0, waiting=0.5, computing=0.5), of(1.0, 1, computing=1.0)], ["equal ranks"]),
         (
-            [of(1.0, communication=0.5)._replace(together={"all_reduce": [50.0, 1e6, 0.4, 0.1]})],
-            ["no communication", "NVLink", "fewer collectives"],
+            [of(1.0, communication=0.5, more={"together": {"all_reduce": [50.0, 1e6, 0.4, 0.1]}})],
+            [*LINKS, "fewer collectives"],
         ),
-        (
-            [of(1.0, communication=0.5)._replace(together={"all_gather": [8.0, 3.2e9, 0.4, 0.1]})],
-            ["no communication", "NVLink"],
-        ),
+        ([of(1.0, communication=0.5, more={"together": {"all_gather": [8.0, 3.2e9, 0.4, 0.1]}})], LINKS),
     ],
 )
 def test_what_is_tried(explained, names):
-    settings = environment.Settings(cli.find_cards(2, "T4", None))
-    tries = changes.candidates(explained, settings, {})
-    assert [change.name for change in tries] == names
-
-
-@pytest.mark.parametrize(
-    "like, gpus, words",
-    [
-        ("T4", 2, "NVLink as a V100 has it (this card takes none)"),
-        ("RTX 3090", 2, "NVLink (the bridge of two such cards)"),
-        ("RTX 3090", 4, "NVLink as an A100 has it (its bridge joins two)"),
-        ("RTX 5090", 2, "NVLink as a B200 has it (this card takes none)"),
-    ],
-)
-def test_whose_nvlink(like, gpus, words):
-    spec, told = changes.nvlinked(specs.find_spec(like), gpus)
-    assert told == words and spec.nvlink and spec.peer_access
-    with pytest.raises(ValueError, match="has NVLink"):
-        changes.nvlinked(spec, gpus)
-
-
-@pytest.mark.parametrize(
-    "gpus, settings, joined",
-    [
-        (4, {}, 4),
-        (4, {"gpus_per_node": 2}, 2),
-        (1, {"single_rank": (2, 0, 8)}, 2),  # one rank plays alone
-        (1, {"single_rank": (64, 9, 8)}, 8),
-    ],
-)
-def test_nvlink_joins_the_gpus_of_a_node(gpus, settings, joined):
-    settings = environment.Settings(cli.find_cards(gpus, "RTX 3090", None), **settings)
-    (change,) = (one for one in changes.candidates([of(1.0, communication=0.5)], settings, {}) if one.name == "NVLink")
-    assert change.setting["link"] == joined and ("two such cards" in change.words) == (joined == 2)
+    assert [change.name for change in changes.candidates(explained, settings(), {})] == names
 
 
 def test_where_a_variable_holds_nccl_up():
-    settings = environment.Settings(cli.find_cards(2, "V100", None))
-    environ = {"NCCL_P2P_DISABLE": "1"}
-    tries = changes.candidates([of(1.0, communication=0.5)], settings, environ)
-    assert [change.name for change in tries] == ["no communication", "peer to peer"]
+    explained = [of(1.0, communication=0.5)]
+    tries = changes.candidates(explained, settings(like="V100"), {"NCCL_P2P_DISABLE": "1"})
+    assert [change.name for change in tries] == [BOUND, "peer to peer"]
     assert "NCCL_P2P_DISABLE" in tries[1].words and "NCCL_P2P_DISABLE" in tries[1].without
-    assert [change.name for change in changes.candidates([of(1.0, communication=0.5)], settings, {})] == [
-        "no communication"
-    ]
+    assert [change.name for change in changes.candidates(explained, settings(like="V100"), {})] == [BOUND]
 
 
 def test_equal_work_is_the_mean_of_the_ranks():
@@ -209,25 +160,138 @@ def test_equal_work_is_the_mean_of_the_ranks():
     assert changes._factors([one, two]) == {"0": [2.0] * 4, "1": [pytest.approx(2 / 3)] * 4}
 
 
+@pytest.mark.parametrize(
+    "like, gpus, message",
+    [
+        ("T4", 2, "NVLink as a V100 has it (this card takes none)"),
+        ("RTX 3090", 2, "NVLink (the bridge of two such cards)"),
+        ("RTX 3090", 4, "NVLink as an A100 has it (its bridge joins two)"),
+        ("RTX 5090", 2, "NVLink as a B200 has it (this card takes none)"),
+    ],
+)
+def test_whose_nvlink(like, gpus, message):
+    spec, sentence = changes.nvlinked(specs.find_spec(like), gpus)
+    assert sentence == message and spec.nvlink and spec.peer_access
+    with pytest.raises(ValueError, match="has NVLink"):
+        changes.nvlinked(spec, gpus)
+
+
+@pytest.mark.parametrize(
+    "gpus, more, joined",
+    [
+        (4, {}, 4),
+        (4, {"gpus_per_node": 2}, 2),
+        (1, {"single_rank": (2, 0, 8)}, 2),  # one rank plays alone
+        (1, {"single_rank": (64, 9, 8)}, 8),
+    ],
+)
+def test_nvlink_joins_the_gpus_of_a_node(gpus, more, joined):
+    tries = changes.candidates([of(1.0, communication=0.5)], settings(gpus, "RTX 3090", **more), {})
+    (change,) = (one for one in tries if one.name == "NVLink")
+    assert change.setting["link"] == joined and ("two such cards" in change.words) == (joined == 2)
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_a_bridge_is_the_card_with_the_bridge(here):
+    """Also where one rank of the two plays alone."""
+    bridged = applied.cards({"link": 2}, [specs.find_spec("TITAN RTX")] * here)
+    assert [card.peer for card in bridged] == [specs.find_spec("TITAN RTX NVLink").peer] * here
+    assert applied.cards({"link": 4}, [specs.find_spec("TITAN RTX")])[0].peer == specs.find_spec("V100").peer
+
+
+def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch):
+    """Python ends with 120 where what it printed cannot be kept."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    def failed(status):
+        ended = SimpleNamespace(output_of=lambda *args: (status, ""))
+        return explain.once(ended, settings(1), ["a.py"]).failed
+
+    assert failed(0).startswith("the program ended after 0 steps of an optimizer")
+    monkeypatch.setattr(results, "leave", full)
+    for status in (0, 120):
+        assert failed(status).startswith("its figures could not be written: No space left on device in ")
+        assert "TMPDIR" in failed(status)
+
+
+# -- The table
+
+
+def test_what_is_not_known_is_said():
+    change = changes.Change("half precision", "In half precision", changes.COMPUTING)
+    found = explain.Explanation(1.0, (), (explain.Tried(change, None, "out of memory: 1 GiB"),))
+    message = "Not known: half precision, for the run with it failed (out of memory"
+    assert explain_cli.sentences(found)[-1].startswith(message)
+
+
 def test_many_ranks_are_three_columns():
-    rows = tuple(
-        explain.Row(rank, 0, of(1.0, rank, computing=0.1 * rank, waiting=1 - 0.1 * rank).gpus["0"][0])
-        for rank in range(1, 9)
-    )
-    table = explain_table.lines(explain.Explanation(1.0, rows), "8 x T4")
+    ranks = [of(1.0, rank, computing=0.1 * rank, waiting=1 - 0.1 * rank) for rank in range(1, 9)]
+    rows = tuple(explain.Row(one.rank, 0, one.gpus["0"][0]) for one in ranks)
+    table = explain_cli.lines(explain.Explanation(1.0, rows), "8 x T4")
     assert "rank 1, least work" in table[1] and "rank 8, most work" in table[1] and "mean of 8" in table[1]
     assert table[2].split()[:2] == ["computing", "100"] and table[2].split()[-4:] == ["450", "ms", "45", "%"]
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])  # SIGKILL: test_fit
-def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, status):
-    monkeypatch.setenv("MARK", str(tmp_path))
-    words = [sys.executable, "-m", "virtualgpu", "--explain", "--gpus", "1", "--steps", "0", script, ""]
-    search = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: runs(script, "MARK", str(tmp_path)), 120)
-    search.send_signal(number)
-    _, errors = search.communicate(timeout=60)
-    assert search.returncode == status, errors
-    assert ("Interrupted: no program is left." in errors) == (number == signal.SIGINT), errors
-    wait_until(lambda: not family("MARK", str(tmp_path)), 10)
-    assert os.path.exists(script)
+# -- A loader's workers on the simulated clock: they load beside the step, as many batches ahead as PyTorch asks for
+
+
+@pytest.mark.parametrize(
+    "workers, ahead, batch, step, first, later",
+    [
+        *[(n, 2 * n, 0.02 * n, 0.01, 0.02 * n * (1 + 1 / n) + 0.01, 0.02) for n in (1, 2, 8)],  # they set the pace
+        (2, 4, 0.03, 0.02, None, 0.02),  # they keep up, and cost nothing after the first batch
+    ],
+)
+def test_workers_of_a_loader(workers, ahead, batch, step, first, later):
+    queue, now, ends = _Workers(workers, ahead, 0.0), 0.0, []
+    for _ in range(40):
+        now = max(now, queue.ready(now, batch)) + step
+        ends.append(now)
+    assert first is None or ends[0] == pytest.approx(first, rel=0.5)
+    assert [end - start for start, end in itertools.pairwise(ends[2:])] == pytest.approx([later] * 37)
+
+
+def test_no_batch_is_loaded_before_it_is_asked_for():
+    """Of one batch ahead, a worker begins with the next when this one is taken: it cannot be there sooner than that."""
+    queue = _Workers(4, 1, 0.0)
+    first = queue.ready(0.0, 1.0)
+    assert queue.ready(first + 5.0, 1.0) == pytest.approx(first + 1.0)
+
+
+# -- Traces of torch.profiler from real GPUs, made by hand: two ranks, two steps, NCCL, a copy and a loader
+
+TRACES = json.loads(Path(__file__).with_name("explain_traces.json").read_text("utf-8"))
+
+
+def test_a_trace_is_read():
+    trace = real.read_trace(TRACES["0"])
+    assert trace.ends == pytest.approx([0.0001, 0.0011, 0.0021])
+    assert trace.loading == [pytest.approx((0.00015, 0.00025))]
+    kinds = {(span.kind, span.name) for span in trace.spans}
+    assert {("forward", "mm"), ("optimizer", "elementwise"), ("forward", "convolution")} <= kinds
+    assert {"communication", "copy"} <= {kind for kind, _ in kinds}
+    unmarked = [event for event in TRACES["1"] if event["name"] != real.MARK]
+    assert len(real.read_trace(unmarked).ends) == 2  # the optimizer marks steps where nobody else does
+
+
+def test_what_ranks_wait_for_each_other_is_no_communication():
+    """Rank 0's kernel of NCCL lasts 400 us, rank 1's, which came last, 200 us."""
+    found = real.explained([(int(rank), events) for rank, events in TRACES.items()])
+    assert not found.failed and found.step == pytest.approx(1e-3) and found.has_loader
+    zero, one = (row.parts for row in found.rows)
+    for each in (zero, one):
+        assert sum(each.computing.values()) + sum(each.idle.values()) == pytest.approx(each.step)
+    # in the first of two steps; the second has no collective
+    idle = {"waiting": 100e-6, "communication": 100e-6, "loader": 50e-6, "copies": 25e-6}
+    assert {name: zero.idle[name] for name in idle} == pytest.approx(idle)
+    assert one.idle["waiting"] == 0 and one.idle["communication"] == pytest.approx(100e-6)
+    assert (zero.computing["convolutions"], zero.computing["optimizer"]) == pytest.approx((50e-6, 100e-6))
+    printed = "\n".join(explain_cli.lines(found, explain_cli.REAL))
+    assert "waiting for other ranks" in printed and "torch.profiler" in printed and "--gpus and --like" in printed
+
+
+@pytest.mark.parametrize("events", [[], [{"ph": "M", "name": "process_name", "pid": 0}]])
+def test_a_trace_of_nothing(events):
+    assert "before the profiler had seen a step" in real.explained([(0, events)]).failed

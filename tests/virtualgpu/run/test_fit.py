@@ -1,24 +1,150 @@
-"""`python -m virtualgpu fit`: what fits, how fast, what failed and where; a search for the largest; nothing left at an interrupt."""
+"""`python -m virtualgpu fit` and `virtualgpu.fit`: the command of a trial, what trials of programs come to, and how far they are."""
 
 import json
-import os
-import signal
-import subprocess
+import multiprocessing
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.processes import family, runs, wait_until
+import virtualgpu
 from virtualgpu import environment
 from virtualgpu.run import cli, results
 from virtualgpu.run.fit import cli as fit_cli
-from virtualgpu.run.fit import search as fit
-from virtualgpu.run.fit import table as fit_table
+from virtualgpu.run.fit import search, table
+from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price
-from virtualgpu.run.trials import steps
+from virtualgpu.run.trials import programs, steps
 
-PROGRAM = """
+GIB = 2**30
+fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+
+# -- The command of a trial, and how many samples a step of it has
+
+
+@pytest.mark.parametrize(
+    "command, values, filled",
+    [
+        ("a.py", {"batch-size": "8"}, "a.py --batch-size=8"),
+        ("a.py --batch_size 4 x", {"batch-size": "8"}, "a.py --batch_size 8 x"),
+        ("a.py --lr=1", {"lr": "2"}, "a.py --lr=2"),
+        ("a.py train.lr=1", {"train.lr": "2"}, "a.py train.lr=2"),
+        ("a.py train.batch={b}", {"b": "8"}, "a.py train.batch=8"),
+        ("torchrun --nproc-per-node={gpus}", {"gpus": "2"}, "torchrun --nproc-per-node=2"),
+    ],
+)
+def test_values_reach_the_program(command, values, filled):
+    assert search.filled(command.split(), values) == filled.split()
+
+
+@pytest.mark.parametrize(
+    "command, values, batch",
+    [
+        ("a.py --batch-size 8", {}, 8),
+        ("a.py --per_device_train_batch_size=8 --per_device_eval_batch_size=64", {}, 8),
+        ("a.py data.batch=8", {}, 8),
+        ("a.py --micro-batch-size 2 --global-batch-size 8", {}, None),
+        ("a.py --micro-batch-size 2 --global-batch-size 8", {"micro-batch-size": "2"}, 2),
+        ("a.py 8", {"batch": "8"}, 8),
+        ("a.py --batch-first --lr 8", {"lr": "8"}, None),
+    ],
+)
+def test_the_batch_that_a_command_asks_for(command, values, batch):
+    assert search.batch(command.split(), values) == batch
+
+
+@pytest.mark.parametrize(
+    "shapes, passes, ranks, gpus, rows",
+    [
+        ([([8, 512], 1)], 1, 1, 1, 8),
+        ([([8, 512], 40)], 40, 2, 2, 320),  # micro-batches
+        ([([8, 512], 2)], 1, 1, 1, 8),  # two views of a batch
+        ([([512, 8], 1)], 1, 1, 1, 8),  # the sequence first
+        ([([4, 3], 1)], 1, 2, 2, 4),  # the batch is of all ranks
+        ([([16, 3], 1)], 1, 1, 2, 16),  # DataParallel, and the batch is of each GPU
+        ([([8, 3], 1), ([5, 3], 1)], 2, 1, 1, None),
+        ([([8, 3], 1)], 0, 1, 1, 8),
+        ([], 0, 1, 1, None),
+    ],
+)
+def test_rows_of_a_step(shapes, passes, ranks, gpus, rows):
+    assert search.rows(shapes, passes, 8, ranks, gpus) == rows
+
+
+def test_a_product():
+    assert search.product("8*4 * 2") == 64 and search.product("64/8*0.5") == 4
+    for wrong in ("8x2", "{batch}*2", "8**2", "8/0", ""):
+        with pytest.raises(ValueError, match="--samples: "):
+            search.product(wrong)
+
+
+TORCHRUN = """\
+[rank1]: Traceback (most recent call last):
+[rank0]: Traceback (most recent call last):
+[rank1]:   File "/home/me/train.py", line 8, in <module>
+[rank0]:   File "/home/me/train.py", line 7, in <module>
+[rank1]: KeyError: 'missing'
+[rank0]: torch.distributed.DistBackendError: rank 1 will not come
+Traceback (most recent call last):
+  File "/usr/bin/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+ARGPARSE = "usage: a.py\na.py: error: unrecognized arguments: --n=4\n" + TORCHRUN[-160:]
+
+
+@pytest.mark.parametrize(
+    "printed, error",
+    [
+        (TORCHRUN, "KeyError: 'missing' (train.py:8)"),
+        (ARGPARSE, "unrecognized arguments: --n=4"),
+        ("all is well\nSegmentation fault\n", "Segmentation fault"),
+        ("", ""),
+    ],
+)
+def test_the_error_that_ended_a_program(printed, error):
+    found = steps.error(printed)
+    assert found.endswith(error) and bool(found) == bool(error)
+
+
+@pytest.mark.parametrize(
+    "command, gpus, several",
+    [
+        ("train.py", [1], True),
+        ("train.py", [1, 2], False),  # it may start ranks, at the port that it names
+        ("torchrun --nproc-per-node=1 train.py", [1], False),  # at 29500
+        ("-m torch.distributed.run train.py", [1], False),
+        ("accelerate launch train.py", [1], False),
+        ("torchrun --standalone --nproc-per-node={gpus} train.py", [1, 2], True),
+    ],
+)
+def test_programs_that_might_meet_at_a_port_run_one_after_the_other(monkeypatch, command, gpus, several):
+    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(programs, "ROOM", 1)
+    assert programs.side_by_side(command.split(), gpus) == (4 if several else 1)
+
+
+@pytest.mark.parametrize(
+    "low, high, limit, tried",
+    [
+        (8, 512, 100, [8, 16, 32, 64, 128, 96, 112, 104]),
+        (8, 64, 1000, [8, 16, 32, 64]),
+        (8, 50, 1000, [8, 16, 32, 50]),
+        (8, 512, 7, [8]),
+        (1, 1, 5, [1]),
+    ],
+)
+def test_the_order_of_a_search(low, high, limit, tried):
+    def trial(value):
+        return Trial("T4", 1, {}, "fits" if value <= limit else "out of memory", reserved=value)
+
+    assert [result.reserved for result in search._search(low, high, trial)] == tried
+
+
+# -- Trials of programs
+
+TRAIN = """
 import argparse, os, torch
 from torch import nn
 parser = argparse.ArgumentParser()
@@ -46,71 +172,6 @@ for step in range(10**6):
         print("large")
     optimizer.step()
 """
-
-
-def test_what_fits_and_what_does_not(script, warm):
-    samples = "{batch-size}*{gpus}*3"
-    trials = fit.run([script], like=["T4", "A100"], vary={"batch-size": ["300000"]}, samples=samples)
-    assert [(t.card, t.values["batch-size"], t.status, t.samples) for t in trials] == [
-        ("T4", "300000", "out of memory", 900_000),
-        ("A100", "300000", "fits", 900_000),
-    ]
-    small, large = trials
-    assert 2**30 < large.reserved < 32 * 2**30 and large.step > 0 and large.ranks == 1
-    assert "more were asked for" in small.words
-    lines = fit_table.lines(trials, {"T4": Price(1.0), "A100": Price(1000.0)})
-    assert lines[0].split()[:3] == ["card", "GPUs", "batch-size"] and "samples/s" in lines[0]
-    assert [line for line in lines if line.endswith("<")] == [lines[2]]
-
-
-def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    ended = SimpleNamespace(output_of=lambda *args: (0, ""))
-    tried = ended, environment.Settings(cli.find_cards(1, "T4", None)), ["a.py"], fit.Trial("T4", 1, {}, "fits"), None
-    assert fit._trial(*tried).words == "the program used no GPU"
-    monkeypatch.setattr(results, "leave", full)
-    trial = fit._trial(*tried)
-    assert trial.status == "failed" and trial.words.startswith("its figures could not be written: No space left")
-
-
-@pytest.mark.parametrize(
-    "low, high, limit, tried",
-    [
-        (8, 512, 100, [8, 16, 32, 64, 128, 96, 112, 104]),
-        (8, 64, 1000, [8, 16, 32, 64]),
-        (8, 50, 1000, [8, 16, 32, 50]),
-        (8, 512, 7, [8]),
-        (1, 1, 5, [1]),
-    ],
-)
-def test_the_order_of_a_search(low, high, limit, tried):
-    def trial(value):
-        return fit.Trial("T4", 1, {}, "fits" if value <= limit else "out of memory", reserved=value)
-
-    assert [result.reserved for result in fit._search(low, high, trial)] == tried
-
-
-def test_more_gpus_by_torchrun(script, warm):
-    command = ["torchrun", "--standalone", "--nproc-per-node={gpus}", script, "--batch-size", "8"]
-    one, two = trials = fit.run(command, gpus=[1, 2], vary={"batch-size": ["4096"]})
-    assert (one.status, one.ranks, two.status, two.ranks) == ("fits", 1, "fits", 2), trials
-    assert (one.samples, two.samples) == (4096, 8192), trials
-    assert two.step > one.step  # gradients pass the host
-    assert fit_table.efficiency(two, trials) == pytest.approx(one.step / two.step)
-    told = fit_table.lines(trials, {})
-    assert "against 1 GPU" in told[0] and f"{100 * one.step / two.step:.0f} %" in told[2]
-
-
-@pytest.mark.parametrize(
-    "options, samples", [(["--micro-steps", "2"], 64 * 2 * 16), (["--micro-steps", "3", "--total"], 64 * 3)]
-)
-def test_one_rank_that_plays_alone_counts_for_all(script, options, samples, warm):
-    (trial,) = fit.run([script, "--batch-size", "64", *options], world_size=16)
-    assert trial.samples == samples
-
-
 GAN = """
 import argparse, torch
 from torch import nn
@@ -146,14 +207,152 @@ for step in range(99):
     checkpoint(model, x, False, use_reentrant=False).sum().backward()
     optimizer.step()
 """
+COMPILED = """
+import torch
+model = torch.compile(torch.nn.Linear(8, 8).cuda())
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(9):
+    model(torch.ones(2, 8, device='cuda')).sum().backward()
+    optimizer.step()
+"""
+GOES = "import torch\nif torch.cuda.device_count() < 2:\n    print('I need two.')\n    exit()\n"
+SERVES = "import time, torch\ntorch.ones(2, device='cuda')\ntime.sleep(1000)\n"
+KILLED = "import os\nprint('well')\nos.kill(os.getpid(), 9)\n"
+RANKS = "torchrun --standalone --nproc-per-node={gpus} "
+EAGER = "torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time"
+NOT_ENDED = "it had not ended after 0.5 s: does it step an optimizer?"
+LONELY = {"world_size": 16}
+# Program, command ("@" for its path), options of the search, and of each trial what it came to; and what the table says
+TRIALS = {
+    "too large for one card": (
+        TRAIN, "@", {"like": ["T4", "A100"], "vary": {"batch-size": ["300000"]}, "samples": "{batch-size}*{gpus}*3"},
+        [{"status": "out of memory", "samples": 900_000, "words": "more were asked for"},
+         {"status": "fits", "samples": 900_000, "ranks": 1}], "samples/s",
+    ),
+    "more GPUs by torchrun": (
+        TRAIN, RANKS + "@ --batch-size 8", {"gpus": [1, 2], "vary": {"batch-size": ["4096"]}},
+        [{"status": "fits", "ranks": 1, "samples": 4096}, {"status": "fits", "ranks": 2, "samples": 8192}], "against 1 GPU",
+    ),
+    "a rank plays alone": (TRAIN, "@ --batch-size 64 --micro-steps 2", LONELY, [{"samples": 64 * 2 * 16}], ""),
+    "... and the batch is of all": (TRAIN, "@ --batch-size 64 --micro-steps 3 --total", LONELY, [{"samples": 64 * 3}], ""),
+    "two optimizers": (GAN, "@ --batchSize 16", {}, [{"samples": 16}], ""),
+    "checkpoints": (CHECKPOINTED, "@ --batch-size 16", {}, [{"samples": 48}], ""),
+    "a rank that fails": (
+        TRAIN, RANKS + "@ --fault key", {"gpus": [2]}, [{"status": "failed", "words": "KeyError: 'missing' (train it.py:24)"}],
+        "failed: KeyError: 'missing' (train it.py:24)",
+    ),
+    "an idle GPU": (
+        TRAIN, "@ --fault value", {"gpus": [1, 2]},
+        [{"status": "fits", "used": 1, "reads": "train it.py:25"}, {"used": 1}], "1 of 2 GPUs stayed idle: the program uses 1",
+    ),
+    "compiled": (COMPILED, "@", {}, [{"notes": (EAGER,)}], EAGER),
+    "no GPU": (GOES, "@", {}, [{"status": "failed", "words": "the program used no GPU, and said at its end: I need two."}], ""),
+    "no step": (SERVES, "@", {"limit": 0.5}, [{"status": "failed", "words": NOT_ENDED}], NOT_ENDED),
+    "a signal": (KILLED, "@", {}, [{"status": "failed", "words": "ended by SIGKILL (this machine's memory may have been"}], ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("program, option, samples", [(GAN, "--batchSize", 16), (CHECKPOINTED, "--batch-size", 48)])
-def test_samples_count_once(tmp_path, program, option, samples, warm):
-    path = tmp_path / "train.py"
-    path.write_text(program)
-    (trial,) = fit.run([str(path), option, "16"])
-    assert trial.samples == samples, trial
+@pytest.fixture(scope="session")
+def tried(tmp_path_factory, shared):
+    """tried(name): the trials of that row, made once a session."""
+    done: dict[str, list[Trial]] = {}
+
+    def run(name) -> list[Trial]:
+        if name not in done:
+            program, command, options, *_ = TRIALS[name]
+            path = tmp_path_factory.mktemp("fit") / "train it.py"
+            path.write_text(program)
+            words = [str(path) if word == "@" else word for word in command.split()]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(programs, "ScriptServer", lambda: shared)
+                done[name] = search.run(words, **options)
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_what_a_program_comes_to(tried, name):
+    *_, expected, sentence = TRIALS[name]
+    trials = tried(name)
+    for trial, wanted in zip(trials, expected, strict=True):
+        found = {field: getattr(trial, field) for field in wanted}
+        if "words" in wanted:
+            assert wanted["words"] in found["words"]
+            found["words"] = wanted["words"]
+        assert found == wanted, trial
+    assert sentence in "\n".join(table.lines(trials, {}))
+
+
+def test_bytes_and_seconds_of_trials(tried):
+    _, large = trials = tried("too large for one card")
+    assert GIB < large.reserved < 32 * GIB and large.step > 0
+    lines = table.lines(trials, {"T4": Price(1.0), "A100": Price(1000.0)})
+    assert lines[0].split()[:3] == ["card", "GPUs", "batch-size"]
+    assert [line for line in lines if line.endswith("<")] == [lines[2]]
+    one, two = trials = tried("more GPUs by torchrun")
+    assert two.step > one.step  # gradients pass the host
+    assert table.efficiency(two, trials) == pytest.approx(one.step / two.step)
+    assert f"{100 * one.step / two.step:.0f} %" in table.lines(trials, {})[2]
+    _, two = trials = tried("an idle GPU")
+    assert table.efficiency(two, trials) == pytest.approx(0.5)
+    assert "\ntrain it.py:25 reads a value of the GPU: a dry run has nan there" in "\n".join(table.lines(trials, {}))
+
+
+def test_a_search_for_the_largest(tmp_path, monkeypatch, warm):
+    """And the command as a function, whose trials show themselves as the table."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    trials = virtualgpu.fit(
+        "train.py --micro-steps 1", ["T4"], memory="1GB", vary={"batch-size": "15000..30000"}, steps=2
+    )
+    assert repr(trials).splitlines()[0].split()[:3] == ["card", "GPUs", "batch-size"]
+    assert "$ per GPU and hour: T4 0.35" in repr(trials) and 2**28 < trials[0].reserved < GIB
+    found = [(trial.values["batch-size"], trial.status) for trial in trials]
+    assert found == [("15000", "fits"), ("30000", "out of memory")]
+    (best,) = trials.largest
+    assert best.fits and best.values == {"batch-size": "15000"}
+    assert "Largest that fits: T4: batch-size=15000." in repr(trials)
+    assert fit_cli.Trials(trials, {}, None, "").largest == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"command": ""}, "name a program to try"),
+        ({"gpus": 0}, "gpus=0: give whole numbers of GPUs"),
+        ({"gpus": [1, True]}, "gpus=True: give whole numbers of GPUs"),
+        ({"like": "T5"}, "T5"),
+        ({"vary": {"n": []}}, "no value of n to try"),
+        ({"vary": {"n": "9..3"}}, "n=9..3: the first number"),
+        ({"samples": "n"}, "'n' is no product"),
+        ({"prices": "nowhere.csv"}, "columns card and usd_per_hour"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(monkeypatch, arguments, message):
+    monkeypatch.setattr(search, "_trial", None)  # nothing runs
+    with pytest.raises(ValueError, match=message) as raised:
+        virtualgpu.fit(**{"command": "a.py", **arguments})
+    assert "\n" not in str(raised.value) or "T5" in message
+
+
+def test_what_a_full_disk_left_out_is_not_laid_at_the_programs_door(monkeypatch):
+    """Python ends with 120 where what it printed cannot be kept."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    def trial(status):
+        ended = SimpleNamespace(output_of=lambda *args: (status, ""))
+        cards = environment.Settings(cli.find_cards(1, "T4", None))
+        return search._trial(ended, cards, ["a.py"], Trial("T4", 1, {}, "fits"), None)
+
+    assert trial(0).words == "the program used no GPU"
+    monkeypatch.setattr(results, "leave", full)
+    for status in (0, 120):
+        failed = trial(status)
+        assert failed.status == "failed" and "TMPDIR" in failed.words
+        assert failed.words.startswith("its figures could not be written: No space left")
 
 
 def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
@@ -163,109 +362,69 @@ def test_processes_without_a_rank_of_which_one_ran_out_of_memory(tmp_path):
     assert {process.asked for process in steps.collect(str(tmp_path))} == {None, 512}
 
 
-def test_a_rank_that_fails_is_named_and_not_torchrun_nor_who_waited(script, warm):
-    command = ["torchrun", "--standalone", "--nproc-per-node={gpus}", script, "--fault", "key"]
-    (trial,) = fit.run(command, gpus=[2])
-    assert trial.status == "failed" and trial.words == "KeyError: 'missing' (train it.py:24)", trial
-    assert trial.words in fit_table.lines([trial], {})[-1]
-
-
-def test_gpus_that_stay_idle_and_a_program_that_decides_by_a_value_are_said(script, warm):
-    one, two = trials = fit.run([script, "--fault", "value"], gpus=[1, 2])
-    assert (one.used, two.used) == (1, 1) and fit_table.efficiency(two, trials) == pytest.approx(0.5)
-    assert one.status == "fits" and one.reads == "train it.py:25"
-    told = "\n".join(fit_table.lines(trials, {}))
-    assert "1 of 2 GPUs stayed idle: the program uses 1" in told
-    assert "\ntrain it.py:25 reads a value of the GPU: a dry run has nan there" in told
-
-
-def test_what_the_engine_does_otherwise_is_said(tmp_path, warm):
-    path = tmp_path / "compiled.py"
-    path.write_text(
-        "import torch\nmodel = torch.compile(torch.nn.Linear(8, 8).cuda())\n"
-        "optimizer = torch.optim.SGD(model.parameters())\n"
-        "for _ in range(9):\n    model(torch.ones(2, 8, device='cuda')).sum().backward()\n    optimizer.step()\n"
-    )
-    (trial,) = fit.run([str(path)])
-    assert trial.notes == ("torch.compile: on virtual GPUs it runs eagerly, with eager's memory and time",)
-    assert trial.notes[0] in fit_table.lines([trial], {})
-
-
-def test_a_program_that_looks_for_gpus_and_goes(tmp_path, warm):
-    path = tmp_path / "two.py"
-    path.write_text("import torch\nif torch.cuda.device_count() < 2:\n    print('I need two.')\n    exit()\n")
-    (trial,) = fit.run([str(path)])
-    assert trial.status == "failed" and trial.words == "the program used no GPU, and said at its end: I need two."
-
-
-def test_a_program_that_makes_no_step_and_no_end(tmp_path, warm):
-    path = tmp_path / "serve.py"
-    path.write_text("import time, torch\ntorch.ones(2, device='cuda')\ntime.sleep(1000)\n")
-    (trial,) = fit.run([str(path)], limit=0.5)
-    assert trial.words == "it had not ended after 0.5 s: does it step an optimizer?" and trial.status == "failed"
-
-
-def test_a_program_that_a_signal_ends(tmp_path, warm):
-    path = tmp_path / "killed.py"
-    path.write_text("import os\nprint('well')\nos.kill(os.getpid(), 9)\n")
-    (trial,) = fit.run([str(path)])
-    assert trial.words.startswith("ended by SIGKILL (this machine's memory may have been too small")
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ([], "name a program to try"),
-        (["--like", "T5", "a.py"], "T5"),
-        (["--gpus", "two", "a.py"], "--gpus 'two': give whole numbers with commas"),
-        (["--vary", "batch-size", "a.py"], "give an option of the program and its values"),
-        (["--vary", "n=9..3", "a.py"], "n=9..3: the first number"),
-        (["--vary", "n=1..3", "--vary", "m=1..3", "a.py"], "one option can be searched at a time"),
-        (["--prices", "nowhere.csv", "a.py"], "columns card and usd_per_hour"),
-        (["--cheap", "a.py"], "there is no option '--cheap'"),
-        (["--samples", "8x2", "a.py"], "--samples: '8x2' is no product of numbers"),
-        (["--world-size", "8", "--gpus", "2", "a.py"], "one rank plays alone, on one GPU"),
-    ],
-)
-def test_a_wrong_command_line_is_a_sentence(capsys, arguments, words):
-    assert fit_cli.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("python -m virtualgpu fit: ") and words in error and error.count("\n") == 1
+@fork
+def test_a_loaders_worker_is_no_rank(tmp_path):
+    """A process that was forked does not tell its parent's steps again."""
+    clock = types.SimpleNamespace(latest=lambda: 1.0, busy=[0.5])
+    watch = steps.Watch(types.SimpleNamespace(gpus=[], clock=clock), 0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for _ in range(2):
+        optimizer.step()
+    worker = multiprocessing.get_context("fork").Process(target=watch.leave, args=(str(tmp_path),))
+    worker.start()
+    worker.join()
+    watch.leave(str(tmp_path))
+    assert sorted(len(process.ends) for process in steps.collect(str(tmp_path))) == [0, 2]
 
 
 @pytest.mark.parametrize(
     "ended, status", [(["fits", "failed"], 0), (["out of memory"], 1), (["out of memory", "failed"], 2)]
 )
 def test_json_and_the_exit_status(monkeypatch, capsys, ended, status):
-    trials = [fit.Trial("T4", 1, {"batch-size": "8"}, how, 2**29, 2**30) for how in ended]
-    monkeypatch.setattr(fit, "run", lambda command, **options: trials)
+    trials = [Trial("T4", 1, {"batch-size": "8"}, how, 2**29, GIB) for how in ended]
+    monkeypatch.setattr(search, "run", lambda command, **options: trials)
     assert fit_cli.main(["--json", "--memory", "1GB", "--vary", "batch-size=8", "train.py"]) == status
-    told = json.loads(capsys.readouterr().out)
-    assert [trial["status"] for trial in told] == ended and told[0]["capacity"] == 2**30
-    assert (told[0]["usd_per_1000_steps"], told[0]["usd_per_hour"], told[0]["price_as_of"]) == (None, 0.35, "2026")
+    records = json.loads(capsys.readouterr().out)
+    assert [record["status"] for record in records] == ended and records[0]["capacity"] == GIB
+    costs = [records[0][name] for name in ("usd_per_1000_steps", "usd_per_hour", "price_as_of")]
+    assert costs == [None, 0.35, "2026"]
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_signal_leaves_no_process(script, monkeypatch, tmp_path, number, status):
-    monkeypatch.setenv("MARK", str(tmp_path))
-    words = [sys.executable, "-m", "virtualgpu", "fit", "--gpus", "1,2", "--steps", "0", script]
-    search = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: runs(script, "MARK", str(tmp_path)), 60)
-    search.send_signal(number)
-    told, errors = search.communicate(timeout=60)
-    assert search.returncode == status, errors
-    assert ("Interrupted: no program is left." in errors) == (number == signal.SIGINT), errors
-    assert told == ""  # no trial had ended
-    wait_until(lambda: not family("MARK", str(tmp_path)), 10)
-    assert os.path.exists(script)
-
-
-def test_an_interrupt_tells_what_there_is(script, tmp_path, monkeypatch, capsys):
+def test_an_interrupt_tells_what_there_is(monkeypatch, capsys):
     def stop(arguments, **options):
-        options["on_trial"](fit.Trial("T4", 1, {}, "fits", 1 << 30, 16 << 30, 0.5, 1, used=1))
+        options["on_trial"](Trial("T4", 1, {}, "fits", GIB, 16 * GIB, 0.5, 1, used=1))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fit, "run", stop)
-    assert fit_cli.main([script]) == 130
-    told, errors = capsys.readouterr()
-    assert "1.00 GiB" in told and errors == "\nInterrupted: no program is left.\n"
+    monkeypatch.setattr(search, "run", stop)
+    assert fit_cli.main(["train.py"]) == 130
+    printed, errors = capsys.readouterr()
+    assert "1.00 GiB" in printed and errors == "\nInterrupted: no program is left.\n"
+
+
+# -- How far it is
+
+
+def test_the_bar_of_a_terminal_goes_at_the_end(monkeypatch, capsys):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with fit_cli.progress(["T4", "L4"], [1], {"n": ["1", "2"]}) as note:
+        note(Trial("T4", 1, {"n": "1"}, "fits"))
+    shown = capsys.readouterr().err.split("\r\033[K")
+    assert shown == ["", "0 of 4 tried", "1 of 4 tried: 1 x T4 n=1 fits", ""]
+
+
+def test_the_bar_of_a_notebook_goes_at_the_end(monkeypatch):
+    IPython = pytest.importorskip("IPython")
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    shown = []
+    handle = SimpleNamespace(update=lambda bundle, raw: shown.append(bundle["text/plain"]))
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr("IPython.display.display", lambda *args, **options: handle)
+    with fit_cli.progress(["T4"], [1], {"n": Range(1, 9)}) as note:
+        note(Trial("T4", 1, {"n": "1"}, "fits"))
+    assert shown == ["1 tried: 1 x T4 n=1 fits", ""]
+    shown.clear()
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    with fit_cli.progress(["T4"], [1], {}) as note:
+        note(Trial("T4", 1, {}, "fits"))
+    assert shown == []

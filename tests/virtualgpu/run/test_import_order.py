@@ -1,4 +1,7 @@
-"""Under the runner a program may import any part of virtualgpu before torch: there is one session, and it is on."""
+"""What is imported when: no torch by the runner; under it a program may import any part of virtualgpu before torch, and one session is on."""
+
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +37,15 @@ def test_a_pytest_plugin_that_imports_it_before_torch(run, tmp_path):
     arguments = ["-m", "pytest", "-q", "-p", "early", "-p", "no:cacheprovider", tmp_path / "test_early.py"]
     done = run("--gpus", "2", "--quiet", *arguments, environ={"PYTHONPATH": str(tmp_path)}, anew=True)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_runner_itself_imports_no_torch_and_nothing_that_windows_has_not():
+    code = """if True:
+        import sys
+        sys.modules |= dict.fromkeys(["fcntl", "resource", "pwd", "grp", "termios"])
+        from virtualgpu.run import cli, ranks
+        import virtualgpu.run.explain.cli, virtualgpu.run.fit.cli
+        cli._settings(cli.parse("--dry --world-size 8 --network NDR --like A100 x.py".split()))
+        print(cli.find_cards(2, "A100", "16GB")[1].memory, "torch" in sys.modules)"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [str(16 << 30), "False"]

@@ -36,10 +36,11 @@ def program() -> str:
 
 
 def test_a_program_has_the_same_gpus_and_sees_what_others_hold(two_gpus):
-    held = torch.empty(300 << 20, dtype=torch.uint8, device="cuda:1")
+    held, before = torch.empty(300 << 20, dtype=torch.uint8, device="cuda:1"), dict(os.environ)
     own = 2 << 20  # what the program reserves for its one MiB
     free = (1 << 30) - (held.nbytes + CONTEXT) - (own + CONTEXT)
     assert program() == f"2 NVIDIA H100 80GB HBM3 ({free}, {1 << 30})"
+    assert dict(os.environ) == before
 
 
 def test_what_a_dry_run_left_cached_is_room_for_others(two_gpus):
@@ -51,12 +52,6 @@ def test_what_a_dry_run_left_cached_is_room_for_others(two_gpus):
     assert torch.cuda.memory_reserved(1) > 800 << 20
     free = (1 << 30) - CONTEXT - (2 << 20) - CONTEXT
     assert not held and program() == f"2 NVIDIA H100 80GB HBM3 ({free}, {1 << 30})"
-
-
-def test_the_environment_of_this_process_stays(two_gpus):
-    before = dict(os.environ)
-    inherit.variables()
-    assert dict(os.environ) == before
 
 
 def test_a_card_of_ones_own_is_refused():

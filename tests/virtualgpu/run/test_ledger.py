@@ -92,18 +92,13 @@ def test_a_forked_process_has_its_own_page(tmp_path):
     assert mine.others(0) == 0
 
 
-def test_peaks_are_the_largest_noted(tmp_path):
-    mine = Ledger(str(tmp_path), 1)
-    for used, allocated, reserved in ((5, 3, 4), (9, 8, 9), (2, 1, 1)):
-        mine.note(0, used, allocated, reserved)
-    assert entries(str(tmp_path))[0].gpus[0][:3] == (2, 8, 9)
-
-
-def test_no_file_before_the_first_note(tmp_path):
+def test_peaks_are_the_largest_noted_and_no_file_is_there_before(tmp_path):
     mine = Ledger(str(tmp_path), 1)
     assert not mine.begun and mine.others(0) == 0 and entries(str(tmp_path)) == []
-    mine.note(0, used=1)
-    assert mine.begun and len(entries(str(tmp_path))) == 1
+    for used, allocated, reserved in ((5, 3, 4), (9, 8, 9), (2, 1, 1)):
+        mine.note(0, used, allocated, reserved)
+    (entry,) = entries(str(tmp_path))
+    assert mine.begun and entry.gpus[0][:3] == (2, 8, 9)
 
 
 def test_a_folder_that_has_gone_disturbs_nobody(tmp_path):

@@ -128,28 +128,29 @@ def test_without_the_option(run, pytester):
     run("--strict-markers").assert_outcomes(passed=6)
 
 
+def options(number=None, like=None, sanitize=False):
+    return Namespace(
+        virtual_gpus=number, virtual_gpus_like=like, virtual_gpus_memory=None, virtual_gpus_sanitize=sanitize
+    )
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
-        (("0", None), "--virtual-gpus: '0' GPUs: ask for 1 to 64"),
-        (("2", "A99"), "--virtual-gpus: there is no GPU called 'A99'"),
-        ((None, "A100"), "need --virtual-gpus N"),
+        (options("0"), "--virtual-gpus: '0' GPUs: ask for 1 to 64"),
+        (options("2", "A99"), "--virtual-gpus: there is no GPU called 'A99'"),
+        (options(None, "A100"), "need --virtual-gpus N"),
     ],
 )
-def test_bad_options(given, words):
-    number, like = given
-    options = Namespace(
-        virtual_gpus=number, virtual_gpus_like=like, virtual_gpus_memory=None, virtual_gpus_sanitize=False
-    )
-    with pytest.raises(pytest.UsageError, match=words):
-        pytest_plugin._begin(Namespace(stash=pytest.Stash()), options)
+def test_bad_options(given, message):
+    with pytest.raises(pytest.UsageError, match=message):
+        pytest_plugin._begin(Namespace(stash=pytest.Stash()), given)
 
 
 def test_races_of_gpus_that_tests_make_themselves():
     """The option without --virtual-gpus."""
-    options = Namespace(virtual_gpus=None, virtual_gpus_like=None, virtual_gpus_memory=None, virtual_gpus_sanitize=True)
     try:
-        pytest_plugin._begin(Namespace(stash=pytest.Stash()), options)
+        pytest_plugin._begin(Namespace(stash=pytest.Stash()), options(sanitize=True))
         assert session.looks_for_races()
     finally:
         session.look_for_races(False)

@@ -38,7 +38,7 @@ def example(name, folder, environ, *options, status=0):
 
 @pytest.fixture
 def in_process(tmp_path, monkeypatch, capsys, warm):
-    """The same for a command that tries a program many times, which is told by this process. less: what to replace in the
+    """The same for a command that tries a program many times, which is run by this process. less: what to replace in the
     command, and by what."""
 
     def start(main, name, less):
@@ -60,16 +60,16 @@ of_2_15 = pytest.mark.skipif(_compat.KEEPS_WORKSPACES, reason="before PyTorch 2.
 
 @of_2_15
 def test_the_runner(tmp_path, clean_environ):
-    told, shown = example("train.py", tmp_path, clean_environ)
-    assert told == shown and "\n".join(shown) in (PACKAGE / "README.md").read_text("utf-8")
+    printed, shown = example("train.py", tmp_path, clean_environ)
+    assert printed == shown and "\n".join(shown) in (PACKAGE / "README.md").read_text("utf-8")
 
 
 @of_2_15
 def test_several_processes(tmp_path, clean_environ):
     """And the trace of the ranks, in which a collective takes place on all of them at once."""
-    told, shown = example("ddp.py", tmp_path, clean_environ, "--trace", "trace.json")
-    assert told[-len(shown) - 1 : -1] == shown  # torchrun has words of its own before
-    assert told[-1].startswith("Trace of 2 processes in ")
+    printed, shown = example("ddp.py", tmp_path, clean_environ, "--trace", "trace.json")
+    assert printed[-len(shown) - 1 : -1] == shown  # torchrun has words of its own before
+    assert printed[-1].startswith("Trace of 2 processes in ")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(name.split(" (")[0] for name in names.values()) == ["rank 0", "rank 1"]
@@ -83,29 +83,28 @@ def test_several_processes(tmp_path, clean_environ):
 @of_2_15
 def test_what_fits(in_process):
     """A third of the table."""
-    told, shown = in_process(cli.main, "translate.py", less=("=32,64,128", "=128"))
+    printed, shown = in_process(cli.main, "translate.py", less=("=32,64,128", "=128"))
     others = [line for line in shown if "  32  " in line or "  64  " in line]
-    assert [line.split() for line in told[:-1]] == [line.split() for line in shown[:-1] if line not in others]
-    assert len(told) == len(shown) - 6
-    assert shown[-1].endswith(told[-1].removeprefix("$ per GPU and hour: "))  # the T4, too small for it, needs no price
+    assert [line.split() for line in printed[:-1]] == [line.split() for line in shown[:-1] if line not in others]
+    assert len(printed) == len(shown) - 6
+    assert shown[-1].endswith(
+        printed[-1].removeprefix("$ per GPU and hour: ")
+    )  # the T4, too small for it, needs no price
 
 
 @of_2_15
 def test_where_the_step_goes(in_process):
-    """One rank of the two plays alone: all but the second column. Two ranks: test_explain_causes."""
+    """One rank of the two plays alone: all but the second column. Two ranks: test_explain_programs."""
     torchrun = "--gpus 2 torchrun --standalone --nproc-per-node 2"
-    told, shown = in_process(cli.main, "pair.py", less=(torchrun, "--world-size 2"))
+    printed, shown = in_process(cli.main, "pair.py", less=(torchrun, "--world-size 2"))
     end = shown[1].index("rank 0") + len("rank 0")
-    assert told[1:13] == [line[:end] for line in shown[1:13]]
+    assert printed[1:13] == [line[:end] for line in shown[1:13]]
     assert all(line[:end].endswith(line[end:].strip()) for line in shown[2:13])
-    assert told[13:] == [line.replace("rank 0's step", "the step") for line in shown[13:]]
+    assert printed[13:] == [line.replace("rank 0's step", "the step") for line in shown[13:]]
 
 
-def test_a_race(tmp_path, clean_environ):
-    told, shown = example("race.py", tmp_path, clean_environ, status=1)
-    assert told[-len(shown) :] == shown  # a traceback before
-
-
-def test_the_plugin(tmp_path, clean_environ):
-    told, shown = example("test_sharding.py", tmp_path, clean_environ)
-    assert told[-1].startswith(shown[-1]) and shown[-1] == "2 passed"
+def test_a_race_and_the_plugin(tmp_path, clean_environ):
+    printed, shown = example("race.py", tmp_path, clean_environ, status=1)
+    assert printed[-len(shown) :] == shown  # a traceback before
+    printed, shown = example("test_sharding.py", tmp_path, clean_environ)
+    assert printed[-1].startswith(shown[-1]) and shown[-1] == "2 passed"

@@ -1,4 +1,4 @@
-"""Exit status, stdin and signals are the program's, each signal once."""
+"""How runs end: status and signals are the program's, each signal once; whoever is killed, no process is left, and no folder for long."""
 
 import fcntl
 import os
@@ -6,13 +6,23 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
+import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+from jupyter_client.manager import start_new_kernel
 
-from tests.processes import family, wait_until
+from tests.processes import family, runs, wait_until
+from virtualgpu import scratch
+from virtualgpu.run.trials import programs as trials
+from virtualgpu.run.trials.programs import Programs, ended_by_sigterm
+
+ROOT = Path(__file__).resolve().parents[3]
+tells_environments = pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
 
 # Waits for signals; after each, long enough that a second one of the same would have come.
 WAITS = """
@@ -30,40 +40,14 @@ while True:
 """
 
 
-@pytest.fixture
-def start(clean_environ, tmp_path):
-    """start(code): the runner with that program, in a process group of its own."""
-    started = []
-
-    def start(code, **options):
-        command = [sys.executable, "-m", "virtualgpu", "--quiet", "-c", code]
-        options = {"stdout": subprocess.PIPE, "start_new_session": True, **options}
-        environ = {**clean_environ, "TMPDIR": str(tmp_path)}
-        started.append(subprocess.Popen(command, env=environ, text=True, **options))
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
 def test_status_and_stdin_are_the_programs(run):
-    found = run(
-        "-c", "import sys; print(sys.stdin.read()[::-1], sys.argv); sys.exit(7)", "--gpus", input="abc", anew=True
-    )
-    assert (found.returncode, found.stdout) == (7, "cba ['-c', '--gpus']\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_signal_that_ends_the_program_ends_the_runner(run, number):
-    found = run("--quiet", "-c", f"import os; os.kill(os.getpid(), {int(number)})", anew=True)
-    assert found.returncode == -number
+    code = "import sys; print(sys.stdin.read()[::-1], sys.argv); sys.exit(7)"
+    ended = run("-c", code, "--gpus", input="abc", anew=True)
+    assert (ended.returncode, ended.stdout) == (7, "cba ['-c', '--gpus']\n")
 
 
 def test_each_signal_comes_once(start):
-    runner = start(WAITS)
+    runner = start("--quiet", "-c", WAITS)
     program = int(runner.stdout.readline().split()[1])
     os.killpg(runner.pid, signal.SIGTERM)  # the program has it already
     assert runner.stdout.readline() == "SIGTERM\n"
@@ -82,7 +66,8 @@ def test_each_signal_comes_once(start):
 
 def test_ctrl_c_in_a_terminal_comes_once(start):
     ours, theirs = pty.openpty()
-    start(WAITS, stdin=theirs, stdout=theirs, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None)
+    terminal = {"stdin": theirs, "stdout": theirs, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None}
+    start("--quiet", "-c", WAITS, **terminal)
     os.close(theirs)
     with open(ours, buffering=1) as terminal:
         assert terminal.readline().startswith("ready")
@@ -91,30 +76,30 @@ def test_ctrl_c_in_a_terminal_comes_once(start):
 
 
 def test_a_keyboard_interrupt_is_the_programs_end(start):
-    runner = start("print('ready', flush=True); import signal; signal.pause()", stderr=subprocess.PIPE)
+    code = "print('ready', flush=True); import signal; signal.pause()"
+    runner = start("--quiet", "-c", code, stderr=subprocess.PIPE)
     assert runner.stdout.readline() == "ready\n"
     os.killpg(runner.pid, signal.SIGINT)
     assert runner.communicate()[1].count("KeyboardInterrupt") == 1
     assert runner.returncode == -signal.SIGINT
 
 
-def test_a_killed_runner_takes_the_program_along(start):
-    runner = start(WAITS)
-    _, program, tools = runner.stdout.readline().split()
-    folder = Path(tools).parent
-    assert folder.is_dir()
-    runner.kill()
-    assert runner.stdout.read() == ""  # until the last of them has closed it: the program
-    with pytest.raises(ProcessLookupError):
-        while True:
-            os.kill(int(program), 0)
-    while folder.exists():  # the supervisor is about to remove it
-        pass
+@pytest.mark.parametrize(
+    ("traps", "sent", "status"), [("trap 'echo INT; exit 3' INT;", signal.SIGINT, 3), ("", signal.SIGTERM, -15)]
+)
+def test_signals_reach_a_command(start, traps, sent, status):
+    """One sent to the runner alone is passed on, once; one that ends the command ends the runner."""
+    runner = start("--quiet", "bash", "-c", f"{traps} echo ready; while :; do sleep 0.05; done")
+    assert runner.stdout.readline() == "ready\n"
+    runner.send_signal(sent)
+    assert runner.wait(timeout=60) == status
+    assert runner.stdout.read() == ("INT\n" if traps else "")
 
 
 def test_what_was_ignored_stays_ignored(start):
+    """As nohup has it."""
     code = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)"
-    runner = start(code, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None)
+    runner = start("-c", code, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None)
     assert runner.stdout.readline() == "True\n"
 
 
@@ -132,31 +117,21 @@ sys.exit(cli.main(["--quiet", "-c", "import signal; signal.alarm(10); signal.pau
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("kill", ["os.kill(os.getpid(), {})", "os.killpg(0, {})"], ids=["runner", "group"])
+@pytest.mark.parametrize(
+    ("number", "kill"), [(signal.SIGINT, "os.killpg(0, {})"), (signal.SIGTERM, "os.kill(os.getpid(), {})")]
+)
 def test_a_signal_before_there_is_a_program(clean_environ, tmp_path, number, kill):
     """It reaches the program as soon as that is there."""
     code = EARLY.replace("KILL", kill.format(int(number)))
     options = {"start_new_session": True, "preexec_fn": lambda: signal.signal(number, signal.SIG_DFL) and None}
     environ = {**clean_environ, "TMPDIR": str(tmp_path)}
-    found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, **options)
-    assert (found.returncode, found.stdout) == (-number, "")
-    assert "virtualgpu" not in found.stderr  # a KeyboardInterrupt is the program's
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, **options)
+    assert (ended.returncode, ended.stdout) == (-number, "")
+    assert "virtualgpu" not in ended.stderr  # a KeyboardInterrupt is the program's
     wait_until(lambda: not os.listdir(tmp_path))
 
 
-def test_interrupted_before_anything_is_started(clean_environ):
-    code = """if True:
-        import os, signal, sys
-        from virtualgpu.run import cli
-        def find(*arguments):
-            signal.raise_signal(signal.SIGINT)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        cli.find_cards = find
-        sys.exit(cli.main(["-c", ""]))"""
-    found = subprocess.run([sys.executable, "-c", code], env=clean_environ, capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (-signal.SIGINT, "")
-
+# -- What the program started
 
 FAMILY = """
 import subprocess, sys, time
@@ -171,11 +146,11 @@ while True:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
+@tells_environments
 @pytest.mark.parametrize("kill", [os.kill, os.killpg])
 def test_a_killed_runner_takes_the_ranks_along(start, tmp_path, kill):
     """torchrun's ranks have sessions of their own, and their own children. A kernel's restart kills all of its group."""
-    runner = start(FAMILY)
+    runner = start("--quiet", "-c", FAMILY)
     mine = {"name": "TMPDIR", "value": str(tmp_path)}
     assert runner.stdout.readline() == "ready\n"
     wait_until(lambda: len(family(**mine)) == 8)  # runner, its two watchers, program, two ranks, a leaf of each
@@ -183,16 +158,14 @@ def test_a_killed_runner_takes_the_ranks_along(start, tmp_path, kill):
     wait_until(lambda: not family(**mine) and not os.listdir(tmp_path))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
+@tells_environments
 @pytest.mark.parametrize(("end", "left"), [("killed", 0), (f"os._exit({128 + signal.SIGKILL})", 0), ("os._exit(0)", 4)])
 def test_a_signal_that_ends_the_program_takes_its_ranks_along(start, tmp_path, end, left):
     """A shell's status says of a signal, too. What a program leaves when it ends of itself goes on."""
-    family_until = (
-        FAMILY
-        if end == "killed"
-        else FAMILY.replace("while True:", f"import os; sys.stdin.read(1); {end}\nwhile True:")
+    ends = f"import os; sys.stdin.read(1); {end}\nwhile True:"
+    runner = start(
+        "--quiet", "-c", FAMILY if end == "killed" else FAMILY.replace("while True:", ends), stdin=subprocess.PIPE
     )
-    runner = start(family_until, stdin=subprocess.PIPE)
     mine = {"name": "TMPDIR", "value": str(tmp_path)}
     assert runner.stdout.readline() == "ready\n"
     wait_until(lambda: len(family(**mine)) == 8)
@@ -203,3 +176,225 @@ def test_a_signal_that_ends_the_program_takes_its_ranks_along(start, tmp_path, e
     wait_until(lambda: len(family(**mine)) == left)
     for process in family(**mine):
         process.kill()
+
+
+# -- Programs that `fit` and `--explain` try
+
+TRAINS = """
+import torch
+weight = torch.nn.Parameter(torch.ones(9, device="cuda"))
+optimizer = torch.optim.SGD([weight])
+while True:
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+@tells_environments
+@pytest.mark.parametrize(
+    ("search", "number", "status"),
+    [
+        (["fit", "--gpus", "1,2"], signal.SIGKILL, -9),
+        (["fit", "--gpus", "1,2"], signal.SIGTERM, 143),
+        (["--explain", "--gpus", "1"], signal.SIGINT, 130),
+    ],
+    ids=str,
+)
+def test_a_signal_leaves_nothing_that_was_tried(start, tmp_path, search, number, status):
+    path = tmp_path / "train it.py"
+    path.write_text(TRAINS)
+    mine = {"name": "TMPDIR", "value": str(tmp_path)}
+    searching = start(*search, "--steps", "0", str(path), stderr=subprocess.PIPE)
+    wait_until(lambda: runs(str(path), **mine), 120)
+    searching.send_signal(number)
+    printed, errors = searching.communicate(timeout=60)
+    assert (searching.returncode, printed) == (status, ""), errors  # no trial had ended
+    assert ("Interrupted: no program is left." in errors) == (number == signal.SIGINT), errors
+    wait_until(lambda: not family(**mine), 10)
+    assert path.exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX threads")
+def test_a_signal_that_another_thread_was_given_is_heard():
+    """The system may give it to any; Python handles it in the main thread, which then must not sleep until a program ends."""
+    heard, late = threading.Event(), []
+
+    def work(_):
+        time.sleep(0.5)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        late.append(not heard.wait(20))
+
+    class Ended(Programs):
+        def end(self):
+            heard.set()
+            super().end()
+
+    with pytest.raises(SystemExit) as error, ended_by_sigterm(), Ended() as programs:
+        programs.side_by_side(work, [0], 1)
+    assert error.value.code == 143 and late == [False]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_an_interrupt_in_the_midst_of_a_start_leaves_no_program(monkeypatch, ctrl_c):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, command, **options):
+            super().__init__(command, **options)
+            if command[-1] == "leaf":
+                started.append(self)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.5)
+
+    monkeypatch.setattr(trials.subprocess, "Popen", Popen)
+    leaf = [sys.executable, "-S", "-c", "import time; time.sleep(300)", "leaf"]
+    with pytest.raises(KeyboardInterrupt), Programs() as programs:
+        programs.run(leaf, dict(os.environ), subprocess.DEVNULL)
+    wait_until(lambda: started[0].poll() is not None)
+
+
+# -- What killed processes leave in the folder for temporary files goes with the next one that needs a folder
+
+MAKER = """
+import os, signal, sys, tempfile
+from virtualgpu import scratch
+
+path = scratch.folder()
+open(os.path.join(path, "1.ledger"), "w").close()
+number, page = tempfile.mkstemp(prefix=scratch.PREFIX, suffix=".moments")
+scratch.hold(number)
+print(path, page, flush=True)
+if sys.argv[1] == "ends":
+    scratch.remove(path), os.unlink(page)
+else:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def maker(how: str) -> tuple[subprocess.Popen, list[str]]:
+    command = [sys.executable, "-c", MAKER, how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return process, process.stdout.readline().split()
+
+
+def make_old(*paths) -> None:
+    for path in paths:
+        os.utime(path, (0, 0))
+
+
+def test_what_a_killed_process_left_goes_with_the_next(temporary):
+    """Neither what is held, young or another program's, nor where a link leads; who ends by itself leaves nothing."""
+    ends, gone = maker("ends")
+    assert ends.wait() == 0 and len(gone) == 2 and os.listdir(temporary) == []
+    alive, held = maker("waits")
+    killed, left = maker("waits")
+    killed.kill()
+    killed.communicate()
+    young, others, mine = (temporary / name for name in ("virtualgpu-young", "virtual-reality", "mine"))
+    for folder in (young, others, mine):
+        folder.mkdir()
+    (mine / "thesis.tex").write_text("all of it")
+    link = temporary / "virtualgpu-link"
+    link.symlink_to(mine)
+    os.utime(link, (0, 0), follow_symlinks=False)
+    make_old(*held, *left, others)
+    try:
+        made = scratch.folder()
+        assert not any(map(os.path.exists, left))
+        assert all(map(os.path.exists, [*held, young, others, made, mine / "thesis.tex"]))
+    finally:
+        alive.kill()
+        alive.communicate()
+    scratch.remove(made)
+    assert not os.path.exists(made)
+
+
+def nobody_holds(folder) -> bool:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        return scratch.hold(number)
+    finally:
+        os.close(number)
+
+
+def test_a_runner_killed_with_all_that_it_started(temporary, start):
+    """As a container's end does; what it left goes when the next one starts."""
+    code = "print('up', flush=True); input()"
+    runner = start("--gpus", "1", "-c", code, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert runner.stdout.readline() == "up\n"
+    [left] = temporary.glob("virtualgpu-*")
+    runner.send_signal(signal.SIGSTOP)  # nobody may clean up
+    for process in [*psutil.Process(runner.pid).children(recursive=True), runner]:
+        process.kill()
+    wait_until(lambda: nobody_holds(left))  # they end a moment after
+    make_old(left)
+    mine = scratch.folder()
+    assert list(map(str, temporary.glob("virtualgpu-*"))) == [mine]
+    scratch.remove(mine)
+
+
+NOTEBOOK = """
+import sys, time, torch, torch.distributed as dist
+from virtualgpu.run.ranks import launch
+
+def worker(wait):
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+    for batch in loader:
+        if wait and dist.get_rank() == 0:
+            open(wait, "w").close()
+        time.sleep(600 if wait else 0)
+
+launch(worker, sys.argv[1])
+"""
+
+
+def test_a_killed_notebook(temporary, tmp_path_factory, clean_environ):
+    """Its sockets, its ranks', their loaders', and what passes between them."""
+    begun = tmp_path_factory.mktemp("notebook") / "begun"
+    mark = str(begun)
+    environ = {**clean_environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "NOTEBOOK": mark}
+    environ["TORCHINDUCTOR_CACHE_DIR"] = str(begun.parent)  # PyTorch's own, which is kept
+    command = [sys.executable, "-c", NOTEBOOK]
+    killed = subprocess.Popen([*command, mark], env=environ)
+    try:
+        wait_until(begun.exists, 100)
+    finally:
+        killed.kill()
+        killed.wait()
+    wait_until(lambda: not family("NOTEBOOK", mark))
+    left = list(temporary.iterdir())
+    assert left and all(path.name.startswith(scratch.PREFIX) for path in left)
+    make_old(*left)
+    subprocess.run([*command, ""], env=environ, check=True)
+    assert list(temporary.iterdir()) == []
+
+
+RANKS = """
+import tempfile
+from virtualgpu.run.ranks import launch
+
+scratch = tempfile.TemporaryDirectory(prefix="of-a-cell-")
+launch(lambda: 0, nprocs=2)
+"""
+
+
+def test_a_notebook_that_had_ranks_ends_when_it_is_asked_to(temporary, clean_environ):
+    """ipykernel waited half a minute for what ranks are forked from; Jupyter waits five seconds, then kills."""
+    environ = {**clean_environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    manager, client = start_new_kernel(cwd=ROOT, env=environ)
+    try:
+        reply = client.execute(RANKS, reply=True, timeout=100)
+        assert reply["content"]["status"] == "ok", reply["content"]
+        assert list(temporary.glob("of-a-cell-*"))
+    finally:
+        client.stop_channels()
+        manager.shutdown_wait_time = 20  # the kernel is killed after half of it
+        manager.shutdown_kernel()
+    assert not list(temporary.glob("of-a-cell-*"))

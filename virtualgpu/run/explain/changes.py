@@ -69,11 +69,11 @@ def kind_of(span: Span) -> str:
 def parts(spans: Iterable[Span], loading: Iterable[Interval], begin: float, end: float) -> Parts:
     """Of one GPU between two moments. spans: all that it did, also before and after. loading: when the host was in the loader."""
     kernels: list[Span] = []
-    beside: dict[str, list[Span]] = {"communication": [], "copy": [], "waiting": []}
+    concurrent: dict[str, list[Span]] = {"communication": [], "copy": [], "waiting": []}
     for span in spans:
-        if span.end > begin and (span.start < end or span.kind not in beside):
+        if span.end > begin and (span.start < end or span.kind not in concurrent):
             kind = "communication" if span.name.startswith(BETWEEN) else span.kind
-            beside.get(kind, kernels).append(span)
+            concurrent.get(kind, kernels).append(span)
     kernels.sort(key=lambda span: span.start)
     computing: dict[str, float] = {}
     gaps, cursor = [], begin  # a gap: from, to, and until when the host had not launched what follows
@@ -92,16 +92,16 @@ def parts(spans: Iterable[Span], loading: Iterable[Interval], begin: float, end:
     if cursor < end:
         gaps.append((cursor, end, end))
     causes = {
-        COMMUNICATION: _merged((span.start, span.end) for span in beside["communication"]),
-        COPIES: _merged((span.start, span.end) for span in beside["copy"]),
-        WAITING: _merged((span.start, span.end) for span in beside["waiting"]),
+        COMMUNICATION: _merged((span.start, span.end) for span in concurrent["communication"]),
+        COPIES: _merged((span.start, span.end) for span in concurrent["copy"]),
+        WAITING: _merged((span.start, span.end) for span in concurrent["waiting"]),
         LOADER: _merged(loading),
         LAUNCHES: [(start, issued) for start, _, issued in gaps if issued > start],
     }
-    left, idle = [(start, until) for start, until, _ in gaps], {}
+    remaining, idle = [(start, until) for start, until, _ in gaps], {}
     for name, intervals in causes.items():
-        idle[name], left = _split(left, intervals)
-    idle[OTHER] = sum(until - start for start, until in left)
+        idle[name], remaining = _split(remaining, intervals)
+    idle[OTHER] = sum(until - start for start, until in remaining)
     total = sum(min(until, end) - max(start, begin) for start, until in causes[COMMUNICATION])
     return Parts(end - begin, computing, idle, max(0.0, total - idle[COMMUNICATION]))
 
@@ -134,21 +134,21 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 def _split(gaps: list[Interval], intervals: list[Interval]) -> tuple[float, list[Interval]]:
     """How much of the gaps the intervals cover, and what is left of them. Both are in order, and overlap nothing of their own."""
-    taken, left, index = 0.0, [], 0
+    taken, remaining, index = 0.0, [], 0
     for start, end in gaps:
         while index < len(intervals) and intervals[index][1] <= start:
             index += 1
         while index < len(intervals) and intervals[index][0] < end:
             first, last = max(start, intervals[index][0]), min(end, intervals[index][1])
             if first > start:
-                left.append((start, first))
+                remaining.append((start, first))
             taken, start = taken + last - first, last
             if intervals[index][1] > end:
                 break
             index += 1
         if start < end:
-            left.append((start, end))
-    return taken, left
+            remaining.append((start, end))
+    return taken, remaining
 
 
 # -- What each process of `--explain` leaves for the runner, which reads it without PyTorch (`watch` makes it).
@@ -175,10 +175,10 @@ class Explained(NamedTuple):
 def collect(folder: str) -> list[Explained]:
     """What the processes left that stepped, by rank."""
     processes = [Explained(*record) for _, record in results.collect(folder, LEFT) if record is not None]
-    read = [
+    restored = [
         one._replace(gpus={gpu: [Parts(*step) for step in own] for gpu, own in one.gpus.items()}) for one in processes
     ]
-    return sorted((one for one in read if one.gpus), key=lambda one: one.rank)
+    return sorted((one for one in restored if one.gpus), key=lambda one: one.rank)
 
 
 # -- A card that has no NVLink, with it: what `--explain` asks for, and the run with that change has.

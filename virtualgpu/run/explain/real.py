@@ -17,7 +17,7 @@ from virtualgpu.run import cli, results
 from virtualgpu.run.explain.changes import mean, parts
 from virtualgpu.run.explain.runs import NOT_ENDED, STEPS, Explanation, Row
 from virtualgpu.run.trials import steps as steps_
-from virtualgpu.run.trials.forked import Programs
+from virtualgpu.run.trials.programs import Programs
 from virtualgpu.run.trials.steps import StepCounter
 from virtualgpu.timing.trace import Span
 
@@ -173,8 +173,8 @@ def run(
 
 def explained(traces: Sequence[tuple[int, list[dict]]]) -> Explanation:
     """From (rank, the events of its trace): a row for each GPU of each rank."""
-    read = [(rank, read_trace(events)) for rank, events in traces]
-    ended = [(rank, trace) for rank, trace in read if len(trace.ends) >= 2]
+    traces_read = [(rank, read_trace(events)) for rank, events in traces]
+    ended = [(rank, trace) for rank, trace in traces_read if len(trace.ends) >= 2]
     if not ended:
         return Explanation(
             failed="the program ended before the profiler had seen a step of an optimizer of torch.optim"
@@ -201,7 +201,7 @@ class Profile(StepCounter):
         self.folder = folder
         self.profiler: Any = None
 
-    def made(self) -> None:
+    def on_step(self) -> None:
         """A step was made."""
         import torch
 

@@ -10,7 +10,7 @@ from virtualgpu import environment
 from virtualgpu.run import cli, results
 from virtualgpu.run.explain.changes import Change, Explained, Parts, candidates, collect, mean
 from virtualgpu.run.trials import steps
-from virtualgpu.run.trials.forked import Programs, side_by_side
+from virtualgpu.run.trials.programs import Programs, side_by_side
 
 # -- `python -m virtualgpu --explain`: where a step of a program goes, and which changes would gain most.
 #

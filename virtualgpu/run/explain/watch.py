@@ -2,24 +2,33 @@
 
 import functools
 import itertools
+import multiprocessing
+import os
+import statistics
+import struct
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from virtualgpu import environment
-from virtualgpu._compat import distributed as _compat
+from virtualgpu import _compat, environment
 from virtualgpu._compat import in_tf32
+from virtualgpu._compat.distributed import comm_hooks
 from virtualgpu.distributed.topology import Layout
 from virtualgpu.engine.half_precision import HALVES
 from virtualgpu.run import results
 from virtualgpu.run.explain import applied
 from virtualgpu.run.explain.changes import LEFT, Explained, parts
-from virtualgpu.run.explain.loader import Loader
 from virtualgpu.run.trials import steps
 from virtualgpu.timing.trace import Recording
+from virtualgpu.torch_api.host_time import measuring
 from virtualgpu.torch_api.patches import Patches
 
 
@@ -42,9 +51,9 @@ class Watch(steps.Watch):
         machine.clock.record(Recording())
         self.before_step(0)
 
-    def made(self) -> None:
+    def on_step(self) -> None:
         """A step was made. What the first one did is nobody's to tell: it makes the optimizer's state."""
-        super().made()
+        super().on_step()
         self.rank = rank()
         if self.count == 1:
             self.machine.clock.record(Recording())
@@ -96,8 +105,8 @@ class Watch(steps.Watch):
         return applied.seconds(self.change, kind, nbytes, real)
 
     def _compressible(self) -> bool:
-        plain = (ddp for ddp in self.wrapped if not _compat.comm_hooks(ddp))
-        parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in plain)
+        unhooked = (ddp for ddp in self.wrapped if not comm_hooks(ddp))
+        parameters = itertools.chain.from_iterable(ddp.parameters() for ddp in unhooked)
         return any(parameter.dtype == torch.float32 for parameter in parameters if parameter.requires_grad)
 
     def _together(self, first: int, windows: int) -> dict[str, list[float]]:
@@ -121,3 +130,82 @@ class Watch(steps.Watch):
 def rank() -> int:
     """Of this process, as far as it knows by now: of its process group, or its launcher's word; -1 where there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else environment.rank()
+
+
+# -- What a program's DataLoaders take, measured on this machine, on the simulated clock: in `--explain` alone.
+#
+# Without workers the host is in the loader for as long as `next` really lasts. Workers load beside the step: what each really takes for a
+# batch is measured in it, and a batch is there one worker's share of that after the one before, and no earlier than that time after
+# its worker was asked for it. A dry run's own pace, which is not the program's, thus decides over nothing.
+
+SUFFIX = ".fetched"
+NUMBER = struct.Struct("d")
+
+
+class Loader:
+    """Of this process. seconds_of: says the seconds of a batch, as an earlier run measured them; None: they are measured. loading: from when to when, on
+    the simulated clock, the host waited for a batch. seconds: of each batch. folder: where workers leave what they took."""
+
+    def __init__(self, machine, patches: Patches, folder: str, seconds_of: Callable[[], float | None]):
+        self.clock, self.folder, self.seconds_of = machine.clock, folder, seconds_of
+        self.loading: list[tuple[float, float]] = []
+        self.seconds: list[float] = []
+        self.workers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each iterator that has some
+        patches.stand_in(DataLoader, "__iter__", self._begin)
+        patches.stand_in(_compat.loader_iterator(), "__next__", self._next)
+        for fetcher in _compat.fetchers():
+            patches.stand_in(fetcher, "fetch", self._fetch)
+
+    def _begin(self, original, loader):
+        iterator = original(loader)
+        if loader.num_workers:
+            ahead = loader.num_workers * (loader.prefetch_factor or 2)
+            self.workers[iterator] = _Workers(loader.num_workers, ahead, self.clock.host)
+        return iterator
+
+    def _next(self, original, iterator):
+        start = time.perf_counter()
+        with measuring():
+            batch = original(iterator)
+        seconds, workers, now = time.perf_counter() - start, self.workers.get(iterator), self.clock.host
+        if (measured := self.seconds_of()) is not None:
+            seconds = measured
+        elif workers is not None:
+            seconds = self._fetched() or seconds
+        until = now + seconds if workers is None else workers.ready(now, seconds)
+        self.seconds.append(seconds)
+        if until > now:
+            self.loading.append((now, until))
+            self.clock.wait_until(until)
+        return batch
+
+    def _fetch(self, original, *args):
+        """In a worker it is measured."""
+        start = time.perf_counter()
+        batch = original(*args)
+        parent = multiprocessing.parent_process()
+        if _compat.in_loader_worker() and parent is not None:
+            with open(os.path.join(self.folder, f"{parent.pid}.{os.getpid()}{SUFFIX}"), "ab", buffering=0) as file:
+                file.write(NUMBER.pack(time.perf_counter() - start))
+        return batch
+
+    def _fetched(self) -> float | None:
+        """What this process's workers have taken for a batch so far: the median, which the first ones do not move."""
+        taken: list[float] = []
+        for path in Path(self.folder).glob(f"{os.getpid()}.*{SUFFIX}"):
+            data = path.read_bytes()
+            taken += [value for (value,) in NUMBER.iter_unpack(data[: len(data) // NUMBER.size * NUMBER.size])]
+        return statistics.median(taken) if taken else None
+
+
+class _Workers:
+    """Of one iterator, on the simulated clock. ahead: batches that are asked for before they are needed."""
+
+    def __init__(self, count: int, ahead: int, now: float):
+        self.count, self.last, self.asked = count, now, deque([now] * ahead)
+
+    def ready(self, now: float, seconds: float) -> float:
+        """When the next batch is there; one more is asked for then."""
+        self.last = max(self.last + seconds / self.count, self.asked.popleft() + seconds)
+        self.asked.append(max(now, self.last))
+        return self.last

@@ -1,17 +1,21 @@
 """`virtualgpu.fit`, from Python or a notebook, and the command line of `python -m virtualgpu fit`."""
 
+import contextlib
+import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from virtualgpu.run import cli
-from virtualgpu.run.fit import progress, search, table
+from virtualgpu.run.fit import search, table
 from virtualgpu.run.fit.search import Range, Trial
 from virtualgpu.run.fit.table import Price, load
-from virtualgpu.run.trials.forked import ended_by_sigterm
+from virtualgpu.run.options import listed, split, whole_number
+from virtualgpu.run.trials.programs import ended_by_sigterm
+from virtualgpu.run.trials.steps import line
 
 # -- `virtualgpu.fit`: what `python -m virtualgpu fit` does, from Python or a notebook.
 
@@ -92,16 +96,37 @@ def tried(
     **options: Any,
 ) -> Trials:
     """As `fit`, of what has been read. options: of `search.run`."""
-    known = load(prices)
-    with progress.of(like, gpus, vary) as note:
+    price_table = load(prices)
+    with progress(like, gpus, vary) as note:
 
-        def told(trial: Trial) -> None:
+        def ended(trial: Trial) -> None:
             on_trial(trial)
             note(trial)
 
-        options |= {"like": like, "gpus": gpus, "vary": vary, "world_size": world_size, "on_trial": told}
+        options |= {"like": like, "gpus": gpus, "vary": vary, "world_size": world_size, "on_trial": ended}
         trials = search.run(command, **options)
-    return Trials(trials, known, world_size, search.searched(vary))
+    return Trials(trials, price_table, world_size, search.searched(vary))
+
+
+@contextlib.contextmanager
+def progress(
+    like: Sequence[str], gpus: Sequence[int], vary: Mapping[str, Sequence[str] | Range]
+) -> Iterator[Callable[[Trial], None]]:
+    """What to call with each trial of such a search."""
+    lists = [len(values) for values in vary.values() if not isinstance(values, Range)]
+    total = len(like) * len(gpus) * math.prod(lists) if len(lists) == len(vary) else None
+    count = 0
+
+    def note(trial: Trial) -> None:
+        nonlocal count
+        count += 1
+        values = "".join(f" {name}={value}" for name, value in trial.values.items())
+        show(f"{count}{f' of {total}' * bool(total)} tried: {trial.gpus} x {trial.card}{values} {trial.status}")
+
+    with line() as show:
+        if total:
+            show(f"0 of {total} tried")
+        yield note
 
 
 def varied_by(text: str) -> tuple[str, Sequence[str] | Range]:
@@ -151,7 +176,7 @@ Options of fit stand before the program. A program that decides by a value of th
 
 Exit status: 0 where something fits, 1 where nothing does, 2 where the program failed or the command line is wrong.
 """
-OPTIONS = cli.listed(USAGE)
+OPTIONS = listed(USAGE)
 
 
 def main(arguments: list[str]) -> int:
@@ -163,7 +188,7 @@ def main(arguments: list[str]) -> int:
 def _main(arguments: list[str]) -> int:
     done: list[Trial] = []  # for an interrupt
     try:
-        given, command = cli.split(arguments, OPTIONS, "fit --help")
+        given, command = split(arguments, OPTIONS, "fit --help")
         last = {name[2:]: values[-1] for name, values in given.items()}
         if "help" in last:
             print(USAGE, end="")
@@ -171,7 +196,7 @@ def _main(arguments: list[str]) -> int:
         if not command:
             raise ValueError("name a program to try: a script, a command, or -m and a module (fit --help says more)")
         numbers = {
-            name: cli.whole_number(f"--{name}", last[name])
+            name: whole_number(f"--{name}", last[name])
             for name in ("world-size", "steps", "jobs", "limit")
             if name in last
         }

@@ -11,7 +11,7 @@ from virtualgpu import environment
 from virtualgpu.memory.ledger import entries
 from virtualgpu.run import cli, results
 from virtualgpu.run.trials import steps
-from virtualgpu.run.trials.forked import Programs, side_by_side
+from virtualgpu.run.trials.programs import Programs, side_by_side
 
 # -- The command of a trial: values put into it, and how many samples a step of it has.
 
@@ -177,13 +177,13 @@ def run(
             raise ValueError(f"{name}={low}..{high}: the first number is to be 1 or more, and not above the second")
     if world_size is not None and list(gpus) != [1]:
         raise ValueError(f"with a world size of {world_size} one rank plays alone, on one GPU: give no number of GPUs")
-    known = {name: cli.find_cards(1, name, memory) for name in like}  # a wrong name is said before anything runs
+    cards = {name: cli.find_cards(1, name, memory) for name in like}  # a wrong name is said before anything runs
     with Programs() as programs:
 
         def trial(card: str, count: int, values: dict[str, str]) -> Trial:
-            settings = environment.Settings(known[card] * count, dry=True, steps=step)
+            settings = environment.Settings(cards[card] * count, dry=True, steps=step)
             if world_size is not None:
-                settings = settings._replace(cards=known[card], single_rank=(world_size, 0, 8))
+                settings = settings._replace(cards=cards[card], single_rank=(world_size, 0, 8))
             held = {"gpus": str(count), **values}
             words = filled(command, held)
             result = _trial(programs, settings, words, Trial(card, count, values, "fits"), limit)
@@ -200,12 +200,12 @@ def run(
             return sorted(tried, key=lambda result: int(result.values[name]))
 
         combinations = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-        places = list(itertools.product(like, gpus, combinations))
+        combined = list(itertools.product(like, gpus, combinations))
         if samples is not None:  # what is wrong with it is said before anything runs, too
             lows = {name: str(low) for name, (low, _) in ranges.items()}
             for count, combination in itertools.product(gpus, combinations):
                 product(put(samples, {"gpus": str(count), **combination, **lows}))
-        groups = programs.side_by_side(lambda place: search(*place), places, jobs or side_by_side(command, gpus))
+        groups = programs.side_by_side(lambda place: search(*place), combined, jobs or side_by_side(command, gpus))
     return [result for group in groups for result in group]
 
 

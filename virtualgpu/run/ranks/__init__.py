@@ -57,5 +57,5 @@ def launch(fn, *args, nprocs: int = 2, timeout: float = 60.0, dry: bool = False,
                 rank.end()
             for rank in ranks:
                 worker.show(f"[rank {rank.index}] {line}" for line in rank.lines())
-    inherit.merge_traces([rank.left for rank in ranks])
+    inherit.merge_traces([rank.trace for rank in ranks])
     return [cloudpickle.loads(rank.result) for rank in ranks]

@@ -52,14 +52,14 @@ def for_sockets() -> None:
 
 def interface() -> str | None:
     """Where gloo's sockets listen: for this machine alone, or where the reader has said."""
-    known = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen and os.name == "posix" and (unknown := set(chosen.split(",")) - set(known)):
+    if chosen and os.name == "posix" and (unknown := set(chosen.split(",")) - set(interfaces)):
         raise ValueError(
             f"GLOO_SOCKET_IFNAME={chosen}: this machine has no network interface {sorted(unknown)[0]!r}; "
-            f"unset the variable, or name one of {', '.join(known)}"
+            f"unset the variable, or name one of {', '.join(interfaces)}"
         )
-    return chosen or next((name for name in known if re.fullmatch(r"lo\d*", name)), None)
+    return chosen or next((name for name in interfaces if re.fullmatch(r"lo\d*", name)), None)
 
 
 def store(nprocs: int):
@@ -68,8 +68,8 @@ def store(nprocs: int):
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    kept = listener.detach()  # the store closes it
-    return dist.TCPStore("127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=kept)
+    descriptor = listener.detach()  # the store closes it
+    return dist.TCPStore("127.0.0.1", port, nprocs, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def require_files(number: int, what: str) -> None:

@@ -24,14 +24,14 @@ _starting = threading.Lock()
 class Rank:
     """One process, as the parent sees it. state: starting, running the reader's function, or returned from it.
 
-    stacks, words: files for where it stands, and for what C++ writes.
+    stacks, output: files for where it stands, and for what C++ writes.
     """
 
     def __init__(self, index: int, folder: Path):
-        self.index, self.stacks, self.words = index, folder / f"{index}.stacks", folder / f"{index}.words"
+        self.index, self.stacks, self.output = index, folder / f"{index}.stacks", folder / f"{index}.output"
         self.state = "starting"
         self.result: bytes | None = None
-        self.left: bytes | None = None  # what its GPUs did
+        self.trace: bytes | None = None  # what its GPUs did
         self.error: tuple[float, str] | None = None  # when (monotonic: one clock for all processes), and the traceback
         self.process: Any = None
 
@@ -41,7 +41,7 @@ class Rank:
         self.pipe, child_pipe = context.Pipe()
         printed, child_stdout = context.Pipe(duplex=False)
         self.printed = worker.Printed(printed)
-        arguments = (child_pipe, child_stdout, self.index, world_size, port, str(self.stacks), str(self.words))
+        arguments = (child_pipe, child_stdout, self.index, world_size, port, str(self.stacks), str(self.output))
         self.process = context.Process(target=worker.work, args=arguments, name=f"rank {self.index}", daemon=True)
         with _starting, _no_main_module(), forkserver.in_a_group_of_its_own():
             try:
@@ -162,8 +162,8 @@ def died(rank: Rank) -> str | None:
         how = f"was killed by {name}" + (" (out of memory on this machine, perhaps)" if name == "SIGKILL" else "")
     else:
         how = f"exited with status {code} before it was done"
-    words = rank.words.read_text("utf-8", "replace").strip() if rank.words.exists() else ""
-    return how + (f"{cli.cure(words)}. Its last words:\n{words[-2000:]}" if words else "")
+    output = rank.output.read_text("utf-8", "replace").strip() if rank.output.exists() else ""
+    return how + (f"{cli.cure(output)}. Its last words:\n{output[-2000:]}" if output else "")
 
 
 def where(ranks: list[Rank]) -> list[str]:

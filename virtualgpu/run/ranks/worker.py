@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from virtualgpu.run import inherit
+from virtualgpu.run import inherit, prefork
 from virtualgpu.run.processes import keep_tree, kill_tree
-from virtualgpu.run.trials import forked
 
 # -- What ranks print, on its way to the notebook: bytes through a pipe of each rank's own, lines when all have ended.
 #
@@ -111,18 +110,18 @@ def import_cloudpickle():
     return cloudpickle
 
 
-def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port: int, stacks: str, words: str) -> None:
-    """Until the parent ends it. pipe: the function comes, and its answer goes. stacks, words: files, as of `Rank`."""
+def work(pipe: Connection, stdout: Connection, rank: int, world_size: int, port: int, stacks: str, output: str) -> None:
+    """Until the parent ends it. pipe: the function comes, and its answer goes. stacks, output: files, as of `Rank`."""
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # a DataLoader in it may have workers
     multiprocessing.set_start_method(None, force=True)  # started as everywhere else, not from the forkserver too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted cell reaches the whole group; the parent decides
     keep_tree()
-    forked.draw_own_numbers()
+    prefork.draw_own_numbers()
     try:
         payload = pipe.recv_bytes()
     except (EOFError, OSError):
         os._exit(1)  # the parent was interrupted meanwhile, and has cleared everything away
-    with open(words, "wb") as file:  # what C++ writes, gloo's greetings among it
+    with open(output, "wb") as file:  # what C++ writes, gloo's greetings among it
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if ASK and hasattr(faulthandler, "register"):
@@ -169,7 +168,7 @@ def _run(pipe: Connection, payload: bytes, rank: int, world_size: int, port: int
         machine.communicators.returned(store, rank)
     if dist.is_initialized():
         _meet(store, rank, world_size)
-        pipe.send(("left", inherit.export_trace(offered)))
+        pipe.send(("trace", inherit.export_trace(offered)))
         with contextlib.suppress(RuntimeError):  # of a GPU that an assertion in a kernel has left unusable
             dist.destroy_process_group()
     return result

@@ -143,7 +143,7 @@ def _next_sitecustomize():
         spec.loader.exec_module(module)
 
 
-if __name__ == "sitecustomize":  # run/trials/forked.py takes the finder alone
+if __name__ == "sitecustomize":  # run/prefork.py takes the finder alone
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]
     if os.environ.get("VIRTUALGPU") or os.environ.get("VIRTUALGPU_PROFILED"):
         sys.meta_path.insert(0, _Finder())

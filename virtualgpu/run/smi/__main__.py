@@ -1,8 +1,8 @@
 """The program's `nvidia-smi`: what people and tools ask of the real one, answered for the virtual GPUs.
 
 Known: the plain table, -L, --query-gpu and --query-compute-apps with --format=csv[,noheader][,nounits], --help-query-gpu, -i, -l,
--lms, -f, --version, topo -m, topo -p2p r, nvlink -s. What a virtual GPU does not have is [N/A], a field that nvidia-smi does not have is
-refused in its words, and all else in a sentence. It runs without `site`, and imports neither PyTorch nor the package's session.
+--version, topo -m. What a virtual GPU does not have is [N/A], a field that nvidia-smi does not have is refused in its words, and all
+else in a sentence. It runs without `site`, and imports neither PyTorch nor the package's session.
 
 Utilization is the share of simulated time in which kernels ran since the same process last asked.
 """
@@ -24,13 +24,13 @@ if __name__ == "__main__":  # a script: the package without its __init__
 
 from virtualgpu import environment
 from virtualgpu.hardware import specs
+from virtualgpu.hardware.datasheet import Spec
 from virtualgpu.memory.ledger import Board, share
-from virtualgpu.run.smi import fields as fields_
 from virtualgpu.run.smi.fields import APPS, FIELDS, MIB, NONE, columns_of
 from virtualgpu.torch_api import nvml
 
 DRIVER, CUDA = nvml.DRIVER, f"{nvml.CUDA // 1000}.{nvml.CUDA % 1000 // 10}"
-ANSWERS = "-L, --query-gpu=... --format=csv (repeated by -l 1), --query-compute-apps, topo -m, topo -p2p r, nvlink -s and the plain table are"
+ANSWERS = "-L, --query-gpu=... --format=csv (repeated by -l 1), --query-compute-apps, topo -m and the plain table are"
 LOOP = 5  # seconds: -l without a number
 
 
@@ -76,9 +76,8 @@ class Parser(argparse.ArgumentParser):
             option(f"--query-{what}", type=lambda text, what=what: (what, self.words(text)), dest="query")
         option("--format", type=self.words)
         option("-i", "--id", type=self.words)
-        option("-f", "--filename")
         option("-l", "--loop", nargs="?", const=LOOP, type=self.seconds)
-        option("-lms", "--loop-ms", dest="loop", type=lambda text: self.seconds(text) / 1000)
+        option("-lms", "--loop-ms")  # refused; not -l with the value ms
 
     def error(self, message):
         """Of a value that is not there, or is none."""
@@ -98,15 +97,12 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, arguments: list[str]) -> argparse.Namespace:
         """what: the answer that is asked for."""
-        if arguments[:1] in (["topo"], ["nvlink"]):
-            options, unknown = self.parse_known_args([])
-            options.what = fields_.read(arguments)
-        else:
-            options, unknown = self.parse_known_args(arguments)
-        if unknown or options.what is None:
-            raise Refused(
-                f"nvidia-smi {' '.join(unknown or arguments)} is not modelled by virtual GPUs: {ANSWERS}.\n", 2
-            )
+        if arguments in (["topo", "-m"], ["topo", "--matrix"]):
+            return argparse.Namespace(**vars(self.parse_args([])) | {"what": "topology"})
+        options, unknown = self.parse_known_args(arguments)
+        if unknown or options.loop_ms:
+            words = arguments if options.loop_ms or arguments[0] in unknown else unknown
+            raise Refused(f"nvidia-smi {' '.join(words)} is not modelled by virtual GPUs: {ANSWERS}.\n", 2)
         if options.query:
             options.what, options.fields = options.query
         if options.known:
@@ -121,23 +117,18 @@ def main(arguments: list[str]) -> int:
         settings = environment.settings()
         if settings is None:
             raise Refused("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9)
-        with (
-            open(options.filename, "w", encoding="utf-8")
-            if options.filename
-            else contextlib.nullcontext(sys.stdout) as out
-        ):
-            while True:
-                out.write(answer(options, Board(settings), settings.gpus_per_node))
-                out.flush()
-                if options.loop is None:
-                    return 0
-                time.sleep(options.loop)
+        while True:
+            sys.stdout.write(answer(options, Board(settings), settings.gpus_per_node))
+            sys.stdout.flush()
+            if options.loop is None:
+                return 0
+            time.sleep(options.loop)
     except Refused as refused:
         sys.stdout.write(refused.words)
         return refused.status
     except KeyboardInterrupt:
         return 130
-    except OSError as error:  # a full disk; a folder that is not there
+    except OSError as error:  # a full disk
         print(f"nvidia-smi: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at its end
         return 1
@@ -154,12 +145,11 @@ def answer(options: argparse.Namespace, board: Board, gpus_per_node: int | None 
     if options.what == "fields":
         return "".join(f"{name}\n" for name in options.fields)
     chosen = _chosen(options.id, len(board.cards))
-    titles = [f"GPU {i}: {board.cards[i].name} (UUID: {environment.uuid(i)})" for i in chosen]
     if options.what == "list":
-        return "".join(f"{title}\n" for title in titles)
-    if options.what.startswith(("topo", "nvlink")):
+        return "".join(f"GPU {i}: {board.cards[i].name} (UUID: {environment.uuid(i)})\n" for i in chosen)
+    if options.what == "topology":
         nodes = [i // (gpus_per_node or len(board.cards)) for i in chosen]
-        return fields_.answer(options.what, [specs.find_spec(card.like) for card in board.cards], nodes, titles)
+        return topology([specs.find_spec(card.like) for card in board.cards], nodes)
     before = _asked(board, options.fields)
     gpus = [GPU(board, index, before[index]) for index in chosen]
     if options.what == "table":
@@ -243,6 +233,53 @@ def table(gpus: list[GPU]) -> str:
     if not apps:
         lines.append(f"| {'No running processes found':<85} |")
     return "\n".join([*lines, whole_line, ""])
+
+
+# -- `nvidia-smi topo -m`: how the virtual GPUs reach each other, as the cards' data sheets say.
+#
+# Cards with NVLink are NV#: by # links lead a copy from one to the other (`hardware.datasheet.NVLink`). All others are PHB, the way
+# over PCI Express that the machines of cloud and Kaggle print. GPUs of two nodes have no way but the network.
+
+LEGEND = """
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NODE = Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node
+  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
+  PXB  = Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)
+  PIX  = Connection traversing at most a single PCIe bridge
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+NETWORK = "  N/A  = On another node: reached over the network (virtual GPUs alone)\n"
+
+
+def topology(cards: list[Spec], nodes: list[int]) -> str:
+    """The matrix. nodes: of each GPU."""
+    gpus = range(len(cards))
+    lines = ["\t".join(["", *(f"GPU{i}" for i in gpus), "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])]
+    for i in gpus:
+        ways = [" X " if i == j else _way(cards[i], cards[j]) if nodes[i] == nodes[j] else "N/A" for j in gpus]
+        # this machine's processors, of which each GPU is as near as the other; virtual GPUs have no memory node
+        lines.append("\t".join([f"GPU{i}", *ways, _processors(), "N/A", "", "N/A"]))
+    return "\n".join(lines) + "\n" + LEGEND + (NETWORK if len(set(nodes)) > 1 else "")
+
+
+def _way(one: Spec, other: Spec) -> str:
+    links = [round(card.peer.bandwidth / card.nvlink.bandwidth) for card in (one, other) if card.nvlink]
+    return f"NV{min(links)}" if len(links) == 2 else "PHB"
+
+
+def _processors() -> str:
+    """As nvidia-smi lists them: 0-3,8."""
+    here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    runs: list[list[int]] = []
+    for number in here:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,11 @@ class StepCounter:
             self.several = True
             return
         self.count += 1
-        self.made()
+        self.on_step()
         if self.count == self.most:
             raise SystemExit(0)
 
-    def made(self) -> None:
+    def on_step(self) -> None:
         """After each of them."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class Watch(StepCounter):
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_anew)
 
-    def made(self) -> None:
+    def on_step(self) -> None:
         """A step was made."""
         self.ends.append(self.machine.clock.latest())
         self.busy.append(max(self.machine.clock.busy))
@@ -183,7 +183,7 @@ def error(output: str) -> str:
         head = RANK.match(line)
         rank, line = (head[0], line[head.end() :]) if head else ("", line)
         if where := PLACE.search(line):
-            if _own(where[1]):
+            if _is_the_programs(where[1]):
                 places[rank] = f" ({os.path.basename(where[1])}:{where[2]})"
         elif line.startswith("Traceback"):
             places[rank] = ""
@@ -199,7 +199,7 @@ def last_line(output: str) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def _own(path: str) -> bool:
+def _is_the_programs(path: str) -> bool:
     """Of the program, not of Python, a package or a command such as torchrun."""
     others = (PACKAGE + os.sep, sys.base_prefix + os.sep, sys.prefix + os.sep, "<")
     return "site-packages" not in path and not path.startswith(others) and os.path.basename(path) != "torchrun"
