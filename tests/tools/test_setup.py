@@ -47,18 +47,22 @@ def setup(tmp_path, monkeypatch):
     return module, calls, tmp_path
 
 
-def test_a_second_call_does_not_install_again(setup):
-    module, calls, _ = setup
-    assert module.main() == 0 and module.main() == 0
-    assert (calls.made, calls.installed) == (1, 1)
+def changed(name):
+    return lambda module, root: (root / name).write_text("two")
 
 
-def test_a_changed_requirement_is_installed_into_what_is_there(setup):
+@pytest.mark.parametrize("between, made, installed", [
+    (lambda module, root: None, 1, 1),
+    (changed("requirements.txt"), 1, 2),  # installed into what is there
+    (lambda module, root: (root / ".venv" / "finished").write_text("3.10 " + module.wanted().split()[1]), 2, 2),  # another Python
+    (lambda module, root: module.python_in_venv().unlink(), 2, 2),  # which is gone
+])  # fmt: skip
+def test_a_second_call_does_what_is_needed(setup, between, made, installed):
     module, calls, root = setup
-    module.main()
-    (root / "requirements.txt").write_text("two")
     assert module.main() == 0
-    assert (calls.made, calls.installed) == (1, 2)
+    between(module, root)
+    assert module.main() == 0
+    assert (calls.made, calls.installed) == (made, installed)
 
 
 @pytest.mark.parametrize("cut", [KeyboardInterrupt(), None])
@@ -88,21 +92,6 @@ def test_an_update_cut_off_in_the_middle_is_repaired_too(setup):
     calls.fail = None
     assert module.main() == 0
     assert calls.made == 2, "made anew"
-
-
-def test_another_python_makes_a_new_folder(setup):
-    module, calls, root = setup
-    module.main()
-    (root / ".venv" / "finished").write_text("3.10 " + module.wanted().split()[1])
-    module.main()
-    assert calls.made == 2
-
-
-def test_a_python_that_is_gone_makes_a_new_folder(setup):
-    module, calls, _ = setup
-    module.main()
-    module.python_in_venv().unlink()
-    assert module.main() == 0 and calls.made == 2
 
 
 def made_by_hand(folder, installed):

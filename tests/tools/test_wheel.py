@@ -88,21 +88,13 @@ def modules_of(name: str) -> set[str]:
         needed.add(wanted.lower().replace("_", "-"))
         names = [re.match(r"[\w.-]+", line)[0] for line in lines if "extra ==" not in line]
         found += [each for each in names if each not in found]
-    return {
-        module
-        for module, packages in metadata.packages_distributions().items()
-        if needed & {package.lower().replace("_", "-") for package in packages}
-    }
+    provided = metadata.packages_distributions().items()
+    return {name for name, packages in provided if needed & {one.lower().replace("_", "-") for one in packages}}
 
 
 def files_of_virtualgpu() -> set[str]:
-    folder = series.ROOT / "virtualgpu"
-    modules = {
-        f"virtualgpu/{path.relative_to(folder).as_posix()}"
-        for kind in ("*.py", "*.csv", "*.toml")
-        for path in folder.rglob(kind)
-    }
-    return modules | {"virtualgpu/README.md"}
+    paths = [path for kind in ("*.py", "*.csv", "*.toml") for path in (series.ROOT / "virtualgpu").rglob(kind)]
+    return {path.relative_to(series.ROOT).as_posix() for path in paths} | {"virtualgpu/README.md"}
 
 
 def files_in(wheel) -> set[str]:
