@@ -22,7 +22,7 @@ import virtualgpu
 from tests.processes import alive, listening, ranks, wait_until
 from virtualgpu.run.ranks import WorkerError, launch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
