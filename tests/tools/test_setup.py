@@ -65,33 +65,41 @@ def test_a_second_call_does_what_is_needed(setup, between, made, installed):
     assert (calls.made, calls.installed) == (made, installed)
 
 
-@pytest.mark.parametrize("cut", [KeyboardInterrupt(), None])
-def test_a_set_up_cut_off_in_the_middle_is_repaired(setup, capsys, cut):
-    """Interrupted, or killed: the half-made folder stays, without its stamp."""
-    module, calls, root = setup
-    if cut:
-        calls.fail = cut
-        assert module.main() == 130
-        assert "repairs it" in capsys.readouterr().out
-        calls.fail = None
-    else:
-        (root / ".venv" / "lib").mkdir(parents=True)
-        (root / ".venv" / "made-by-make").touch()
-    (root / ".venv" / "half-written").touch()
-    assert module.main() == 0
-    assert "starting over" in capsys.readouterr().out
-    assert not (root / ".venv" / "half-written").exists()
+def interrupted(module, calls, root):
+    calls.fail = KeyboardInterrupt()
+    assert module.main() == 130
 
 
-def test_an_update_cut_off_in_the_middle_is_repaired_too(setup):
-    module, calls, root = setup
+def killed(module, calls, root):
+    """The half-made folder stays, without its stamp."""
+    (root / ".venv" / "lib").mkdir(parents=True)
+    (root / ".venv" / "made-by-make").touch()
+    calls.made += 1
+
+
+def an_update(module, calls, root):
     module.main()
     (root / "constraints.txt").write_text("two")
-    calls.fail = KeyboardInterrupt()
-    module.main()
-    calls.fail = None
-    assert module.main() == 0
-    assert calls.made == 2, "made anew"
+    interrupted(module, calls, root)
+
+
+def behind_a_link(module, calls, root):
+    """On another disk, say: the link stays."""
+    (root / "elsewhere").mkdir()
+    (root / ".venv").symlink_to("elsewhere")
+    interrupted(module, calls, root)
+
+
+@pytest.mark.parametrize("cut_off", [interrupted, killed, an_update, behind_a_link])
+def test_what_was_cut_off_in_the_middle_is_made_anew(setup, capsys, cut_off):
+    module, calls, root = setup
+    cut_off(module, calls, root)
+    assert cut_off is killed or "repairs it" in capsys.readouterr().out
+    (root / ".venv" / "half-written").touch()
+    calls.fail, is_link = None, (root / ".venv").is_symlink()
+    assert module.main() == 0 and "starting over" in capsys.readouterr().out
+    assert calls.made == 2 and not (root / ".venv" / "half-written").exists()
+    assert (root / ".venv").is_symlink() == is_link and (root / ".venv" / "finished").exists()
 
 
 def made_by_hand(folder, installed):
@@ -131,18 +139,6 @@ def test_a_name_that_is_taken(setup, capsys):
     file, link = capsys.readouterr().out.splitlines()
     assert "is a file" in file and "is a link to nothing" in link and "try again" in file and "try again" in link
     assert calls.made == 0 and (root / ".venv").is_symlink()
-
-
-def test_an_environment_behind_a_link_is_made_and_repaired(setup, capsys):
-    """On another disk, say: the link stays."""
-    module, calls, root = setup
-    (root / "elsewhere").mkdir()
-    (root / ".venv").symlink_to("elsewhere")
-    calls.fail = KeyboardInterrupt()
-    module.main()
-    calls.fail = None
-    assert module.main() == 0 and "starting over" in capsys.readouterr().out
-    assert calls.made == 2 and (root / ".venv").is_symlink() and (root / "elsewhere" / "finished").exists()
 
 
 def test_killed_while_starting_over(setup, monkeypatch):
