@@ -163,10 +163,14 @@ def _gpipe_complaint(stages: int, pieces: int, rows: list[list]) -> str | None:
 
 def _held_complaint(stages: int, pieces: int, rows: list[list]) -> str | None:
     for stage, row in enumerate(rows):
-        held = max(accumulate({"F": 1, "B": -1}.get((work or " ")[0], 0) for work in row))
-        if held > stages - stage:
-            return f"stage {stage} holds {held} micro-batches at once; in 1F1B at most {stages - stage}"
+        if (most := held(row)) > stages - stage:
+            return f"stage {stage} holds {most} micro-batches at once; in 1F1B at most {stages - stage}"
     return None
+
+
+def held(row: Iterable[str | None]) -> int:
+    """Micro-batches that a stage holds at once, from their forward (F0) to their backward (B0)."""
+    return max(accumulate({"F": 1, "B": -1}.get((work or " ")[0], 0) for work in row))
 
 
 def _table_complaint(stages: int, pieces: int, rows: list[list] | None) -> str | None:

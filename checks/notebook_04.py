@@ -2,7 +2,7 @@
 
 import os
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import virtualgpu
 from checks.grader import grader, launched_on_gpus
+from virtualgpu.timing.clock import Span
 
 RANKS = 3  # with two, a half would do for one by world_size
 
@@ -145,7 +146,12 @@ def _hidden(talk_early: Callable) -> float:
             model(x).sum().backward()
             finish()
             torch.cuda.synchronize()
-    talking = [(span.start, span.end) for span in spans if span.kind == "communication"]
-    busy = [(span.start, span.end) for span in spans if span.kind == "backward"]
-    beside = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in talking for begin, stop in busy)
-    return beside / sum(end - start for start, end in talking) if talking else 0.0
+    talking, beside, _ = hidden([span for span in spans if span.kind == "communication"], spans)
+    return beside / talking if talking else 0.0
+
+
+def hidden(messages: Sequence[Span], spans: Iterable[Span]) -> tuple[float, float, int]:
+    """Seconds of these messages, how many of them backward computes, and how many messages there are."""
+    computing = [span for span in spans if span.kind == "backward"]
+    beside = sum(max(0.0, min(m.end, c.end) - max(m.start, c.start)) for m in messages for c in computing)
+    return sum(message.end - message.start for message in messages), beside, len(messages)

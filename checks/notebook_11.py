@@ -1,6 +1,5 @@
 """The graders of notebook 11: a runner for a pipeline's order of work, with small messages and with large ones."""
 
-import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from checks.grader import grader, launched_on_gpus, plain
+from checks.notebook_03 import held
 from checks.notebook_04 import draw, on_own_gpu
 
 WIDTH, LAYERS = 8, 6
@@ -68,9 +68,8 @@ def _complaint(order: list[str], m: int, returned, did: str, got: list, wanted: 
         if abs(ratio - m) < 1e-2 * m:
             return f"has gradients {m} times one GPU's: the loss is the mean over the whole batch, and each micro-batch adds its own"
         return f"has other gradients than one GPU: they differ by {100 * off:.0f} %"
-    held = max(itertools.accumulate(1 if kind == "F" else -1 for kind in did))
-    if plain(returned) != held:
-        return f"returns {returned!r}; it held {held} micro-batches at most, between their forward and their backward"
+    if plain(returned) != (most := held(did)):
+        return f"returns {returned!r}; it held {most} micro-batches at most, between their forward and their backward"
     return None
 
 

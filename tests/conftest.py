@@ -1,6 +1,7 @@
 """A fake nvidia-smi for the tests, and which of them are slow."""
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Where tests start processes or train. What is left, `pytest -m "not slow" tests`, answers in half a minute.
 SLOW = re.compile(
     r"tests/(virtualgpu/(run|engine|distributed|sanitizer|timing/test_(clock|streams)|memory/test_(events|out_of_memory)|torch_api/test_(data_parallel|hooks|files)|session/test_session|test_programs)"
-    r"|notebooks/test_(checks|notebook|train|pipeline)|helpers/test_(faults|tuning|watch|launch|ranks|oom)|tools/test_(classroom|run)|virtualgpu/test_package)"
+    r"|notebooks/test_(checks|notebook|train|pipeline)|helpers/test_(faults|tuning|ranks|oom)|tools/test_(classroom|run)|virtualgpu/test_package)"
 )
 
 GOOD_LINES = "\n".join(
@@ -91,6 +92,20 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def open_files_left():
+    """open_files_left(20): this process may open so many files more, until the test ends. (Windows has no such limit.)"""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def leave(number: int):
+        free = (n for n in range(soft) if not os.path.exists(f"/dev/fd/{n}"))  # whatever tests before have left open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, number, None)), hard))
+
+    yield leave
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

@@ -250,13 +250,9 @@ def tidy(notebook) -> None:
 
 def keep(stored, executed) -> None:
     """Give each executed cell its stored outputs, where they say the same: as nbval compares them, and a picture by its words if it was
-    measured. Of a cell that nbval does not compare they stay in any case. Below the first cell with another source all is new."""
-    before = {cell.id: cell for cell in stored.cells}
-    for cell in series.code_cells(executed):
-        old = before.get(cell.id)
-        if old is None or old.source != cell.source:
-            return
-        if [said(output) for output in old.get("outputs", [])] == [said(output) for output in cell.outputs] or (
+    measured. Of a cell that nbval does not compare they stay in any case. (Those of changed cells have gone before: lesson_text.paired.)"""
+    for old, cell in zip(series.code_cells(stored), series.code_cells(executed), strict=True):
+        if [said(output) for output in old.outputs] == [said(output) for output in cell.outputs] or (
             "nbval-ignore-output" in series.tags(cell) and old.outputs
         ):
             cell.outputs = old.outputs

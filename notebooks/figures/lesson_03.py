@@ -1,8 +1,8 @@
 """Schedules on paper, each stage with what it holds."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
+from checks.notebook_03 import held
 from helpers import plots
 from virtualgpu import Timeline
 
@@ -16,8 +16,3 @@ def schedules(tables: Mapping[str, Sequence[Sequence[str | None]]], title: str) 
         rows = dict(zip(names, timeline.rows.values(), strict=True))
         drawn[name] = Timeline(rows, timeline.seconds, timeline.origin)
     plots.timelines(drawn, title, xlabel="slots")
-
-
-def held(row: Sequence[str | None]) -> int:
-    """Micro-batches that a stage holds at once."""
-    return max(accumulate({"F": 1, "B": -1}.get((work or " ")[0], 0) for work in row))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 import virtualgpu
+from checks.notebook_04 import hidden
 from helpers import plots
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
@@ -129,7 +130,8 @@ def buckets(runs: Mapping[str, list], start: int) -> None:
     longest = max(timeline.seconds for timeline in timelines.values())
 
     def draw(size: str) -> None:
-        talking, beside, messages = hidden(runs[size])
+        spans = runs[size]
+        talking, beside, messages = hidden([span for span in spans if span.name.startswith("all_reduce")], spans)
         number = "all_reduce" if messages < 10 else ""  # 35 numbers find no room
         timeline = Timeline.of_ranks([runs[size]], "simulated", number)
         said = "1 message" if messages == 1 else f"{messages} messages"
@@ -139,14 +141,6 @@ def buckets(runs: Mapping[str, list], start: int) -> None:
         plots.timeline(timeline, title, until=longest)
 
     plots.slider(draw, list(runs), "size of a bucket", start=start)
-
-
-def hidden(spans: Sequence) -> tuple[float, float, int]:
-    """Seconds of communication, how many of them backward computes, and the number of messages."""
-    talking = [(s.start, s.end) for s in spans if s.name.startswith("all_reduce")]
-    computing = [(s.start, s.end) for s in spans if s.kind == "backward"]
-    beside = sum(max(0, min(end, stop) - max(start, begin)) for start, end in talking for begin, stop in computing)
-    return sum(end - start for start, end in talking), beside, len(talking)
 
 
 def band(batches: Sequence[int], alone: Sequence[Step], ddp: Sequence[Step], factor: float) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import virtualgpu
 from helpers import plots
 from helpers.plots import figures
 from helpers.plots.figures import COLORS
+from notebooks.figures.lesson_06 import Recorder
 
 GiB = 2**30
 STEPS, TEXTS, LENGTH, WORDS = 30, 8, 16, 200  # of the tiny model's training run
@@ -194,30 +195,24 @@ class PriceList:
 
 def held(patient: Patient) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
     """GiB of each kind after every allocation and free of a plain second step, and where its phases begin."""
-    memory, phases = torch.cuda.memory, [(0, "model")]
-
-    def events() -> list:
-        return memory._snapshot()["device_traces"][0]
-
     with virtualgpu.dry_run(1, like="T4"):
-        memory._record_memory_history(max_entries=100_000, context=None)
-        with torch.device("cuda"):
+        record = Recorder(torch.device("cuda"))
+        with record("model"), torch.device("cuda"):
             net, text = patient.model(), torch.zeros(patient.texts, patient.length, dtype=torch.long)
         optimizer = torch.optim.Adam(net.parameters())
         for _ in range(2):  # the first one makes the optimizer's state
             optimizer.zero_grad()
-            step = len(phases)
-            phases.append((len(events()), "forward"))
-            loss = F.cross_entropy(net(text), text.flatten())
-            phases.append((len(events()), "backward"))
-            loss.backward()
-            phases.append((len(events()), "optimizer"))
-            optimizer.step()
-        kinds = virtualgpu.kinds(events(), phases)
-        memory._record_memory_history(None)
-    start = phases[step][0]
-    gib = {kind: [mib / 1024 for mib in values[start:]] for kind, values in kinds.items()}
-    return gib, [(event - start, phase) for event, phase in phases[step:]]
+            step = len(record.phases)
+            with record("forward"):
+                loss = F.cross_entropy(net(text), text.flatten())
+            with record("backward"):
+                loss.backward()
+            with record("optimizer"):
+                optimizer.step()
+        record.end()
+    start, phases = record.phases[step][0], record.phases[step:]
+    gib = {kind: [mib / 1024 for mib in values[start:]] for kind, values in record.kinds.items()}
+    return gib, [(event - start, phase) for event, phase in phases]
 
 
 def at_the_peak(layers: Mapping[str, Sequence[float]]) -> dict[str, float]:

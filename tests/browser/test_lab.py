@@ -16,6 +16,7 @@ import psutil
 import pytest
 import series
 
+from tests.browser.conftest import SLIDERS
 from tests.browser.test_pages import DIM
 from tests.processes import free_port, ranks
 
@@ -101,7 +102,6 @@ def run_all(page) -> None:
 # Of the pictures, those that a reader sees; of the texts within, those that are hard to read
 SEEN = "figure => [...figure.querySelectorAll('img')].filter(image => image.checkVisibility()).map(image => image.alt)"
 LESSON = "02_model_parallel"
-SLIDERS = "10_models_that_do_not_fit"  # the lesson whose answers hold sliders; it has solutions, too
 
 
 def pages_of(cell) -> list[str]:

@@ -6,6 +6,8 @@ import pytest
 import run
 import series
 
+from tests.browser.conftest import SLIDERS
+
 WIDTHS = {"desktop": 1440, "phone": 390}
 
 
@@ -48,7 +50,6 @@ def test_the_search_works_from_the_disk(browser, pages):
     page.close()
 
 
-SLIDERS = "09_"  # the lesson whose answers hold sliders
 FOLDED_FIGURE = "article details:has(figure.frames) > summary:text-is('The answer')"
 
 
@@ -62,7 +63,7 @@ def test_without_javascript_all_is_there_to_read(browser, pages):
     assert answer.locator("pre").is_hidden()
     answer.locator("summary").click()
     assert answer.locator("pre").is_visible()
-    page.goto(next(path for path in pages if path.stem.startswith(SLIDERS)).as_uri())
+    page.goto(next(path for path in pages if path.stem == SLIDERS).as_uri())
     page.locator(FOLDED_FIGURE).first.click()
     assert page.locator("figure.frames img").filter(visible=True).count() == 1
     page.close()
@@ -82,7 +83,7 @@ def test_from_the_index_one_reads_on_to_the_last_lesson(browser, pages):
 
 def test_the_slider_moves_by_keyboard(browser, pages):
     page = browser.new_page()
-    page.goto(next(path for path in pages if path.stem.startswith(SLIDERS)).as_uri())
+    page.goto(next(path for path in pages if path.stem == SLIDERS).as_uri())
     page.locator(FOLDED_FIGURE).first.click()
     slider = page.locator("input[type=range]").first
     slider.focus()

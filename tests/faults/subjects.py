@@ -120,143 +120,71 @@ def _epochs_lost(work: Path) -> list[str]:
     return [] if {"model", "optimizer", "epoch"} == state.keys() else ["not a whole state"]
 
 
-LAUNCH = Subject(
-    "launch",
-    [*PYTHON, _program("ranks")],
-    ("[1000.0, 1000.0]", "done"),
-    {
-        "more than cores": Misuse([*PYTHON, _program("ranks"), "5"], "", is_right=True),
-        "no rank": Misuse([*PYTHON, _program("ranks"), "0"], "nprocs=0: ask for"),
-        "MASTER_PORT of others": Misuse(
-            [*PYTHON, _program("ranks")], "", environ=(("MASTER_PORT", "1"),), is_right=True
-        ),
-        "no such interface": Misuse(
-            [*PYTHON, _program("ranks")], "no network interface", environ=(("GLOO_SOCKET_IFNAME", "eth9"),)
-        ),
-        "TMPDIR is not there": Misuse(
-            [*PYTHON, _program("ranks")], "", environ=(("TMPDIR", "/nowhere"),), is_right=True
-        ),
-    },
-    least=60.0,
-)
-RUN = Subject(
-    "runner",
-    [*RUNNER, "--gpus", "2", "--trace", "trace.json", _program("program")],
-    ("10.0 4000",),
-    {
-        "no such file": Misuse([*RUNNER, "none.py"], "No such file|can't open file"),
-        "no such card": Misuse([*RUNNER, "--like", "T5", _program("program")], "T5"),
-        "no such option": Misuse([*RUNNER, "--gpu", "2", _program("program")], "--gpu"),
-        "options behind": Misuse([*RUNNER, _program("program"), "--gpus", "2"], "", is_right=True),
-        "no program": Misuse([*RUNNER, "--gpus", "2"], "name a program"),
-        "no memory": Misuse([*RUNNER, "--memory", "1 KB", _program("program")], "memory"),
-        "trace into a folder": Misuse(
-            [*RUNNER, "--trace", ".", _program("program")], "--trace.*name a file in a folder"
-        ),
-        "TMPDIR is not there": Misuse(
-            [*RUNNER, _program("program")], "", environ=(("TMPDIR", "/nowhere"),), is_right=True
-        ),
-        "half a GPU": Misuse([*RUNNER, "--gpus", "0.5", _program("program")], "0.5.*ask for 1 to"),
-    },
-    _trace,
-    _trace_lost,
-    is_ours=True,
-    passes_on=True,
-)
-TORCHRUN = Subject(
-    "torchrun",
-    [*RUNNER, "--gpus", "2", *TORCH, "--standalone", "--nproc-per-node=2", TRAIN_DDP, "--checkpoint", "model.pt"],
-    ("epoch 2:",),
-    {
-        "more than GPUs": Misuse(
-            [*RUNNER, *TORCH, "--standalone", "--nproc-per-node=3", TRAIN_DDP, "--checkpoint=a.pt"], "device|GPU"
-        ),
-        "more than cores": Misuse(
-            [*RUNNER, "--gpus=4", *TORCH, "--standalone", "--nproc-per-node=4", TRAIN_DDP, "--checkpoint=a.pt"],
-            "",
-            is_right=True,
-        ),
-        "a truncated checkpoint": Misuse(
-            [*RUNNER, *TORCH, "--standalone", "--nproc-per-node=2", TRAIN_DDP, "--checkpoint", "cut.pt"],
-            "truncated",
-            _cut,
-        ),
-        "the port is taken": Misuse(
-            [*RUNNER, *TORCH, "--nproc-per-node=2", f"--master-port={PORT}", TRAIN_DDP, "--checkpoint=a.pt"],
-            "in use|EADDRINUSE",
-        ),
-        "no such file": Misuse(
-            [*RUNNER, *TORCH, "--standalone", "--nproc-per-node=2", "none.py"], "No such file|can't open"
-        ),
-    },
-    lost=_epochs_lost,
-    is_ours=True,
-    passes_on=True,
-    least=120.0,
-)
-FIT = Subject(
-    "fit",
-    [*RUNNER, "fit", "--like", "T4,L4", "--vary", "batch-size=8,16", "--jobs", "2", "--limit", "60", _program("train")],
-    ("T4     1          16  fits",),
-    {
-        "no such file": Misuse([*RUNNER, "fit", "none.py"], "No such file|can't open file"),
-        "no such card": Misuse([*RUNNER, "fit", "--like", "T5", _program("train")], "T5"),
-        "no such option": Misuse([*RUNNER, "fit", "--lik", "T4", _program("train")], "--lik"),
-        "no values": Misuse([*RUNNER, "fit", "--vary", "batch-size", _program("train")], "give an option"),
-        "no table of prices": Misuse([*RUNNER, "fit", "--prices", "none.csv", _program("train")], "none.csv"),
-        "prices that are none": Misuse(
-            [*RUNNER, "fit", "--prices", _program("train"), _program("train")], "price|column"
-        ),
-        "an option of none": Misuse(
-            [*RUNNER, "fit", "--vary", "batch-size=x", _program("train")], "ValueError|invalid literal"
-        ),
-        "a limit too short": Misuse([*RUNNER, "fit", "--limit", "1", _program("train")], "had not ended after 1 s"),
-    },
-    is_ours=True,
-    may_be_0=True,
-    least=150.0,
-)
-EXPLAIN = Subject(
-    "explain",
-    [*RUNNER, "--explain", "--gpus", "1", "--like", "V100", "--limit", "90", _program("train")],
-    ("the step", "Also tried"),
-    {
-        "no such file": Misuse([*RUNNER, "--explain", "--gpus=1", "none.py"], "No such file|can't open file"),
-        "no such card": Misuse([*RUNNER, "--explain", "--like", "T5", _program("train")], "T5"),
-        "one step": Misuse([*RUNNER, "--explain", "--gpus=1", "--steps=1", _program("train")], "one step"),
-        "no step": Misuse([*RUNNER, "--explain", "--gpus=1", _program("loads"), "none.pt"], "No such file"),
-        "a limit too short": Misuse(
-            [*RUNNER, "--explain", "--gpus=1", "--limit=1", _program("train")], "not ended in time"
-        ),
-    },
-    is_ours=True,
-    may_be_0=True,
-    least=150.0,
-)
-TUNE = Subject(
-    "tune",
-    [*PYTHON, _program("search"), "."],
-    ("[3, 4, 5, 6]", "done"),
-    {
-        "read-only folder": Misuse([*PYTHON, _program("search"), "closed"], "[Rr]ead-only", _read_only),
-        "TMPDIR is not there": Misuse(
-            [*PYTHON, _program("search"), "."], "", environ=(("TMPDIR", "/nowhere"),), is_right=True
-        ),
-    },
-    least=150.0,
-)
-NOTEBOOK = Subject(
-    "notebook",
-    [*PYTHON, _program("notebooks")],
-    ("[ OK ] 01_short", "1 of 1 notebooks ran"),
-    {
-        "no such notebook": Misuse([*PYTHON, _program("notebooks"), "77"], "No notebook's name begins with 77"),
-        "no such option": Misuse([*PYTHON, _program("notebooks"), "--stores"], "--stores"),
-    },
-    _notebook,
-    _notebook_lost,
-    is_ours=True,
-    entries=(_program("notebooks"), str(ROOT / "tools" / "run.py")),
-    least=150.0,
-)
+def misuse(command: list[str], words: str, owes: str = "", before=lambda work: None, **environ: str) -> Misuse:
+    """That command with these words behind it, programs by their names below. What is owed no words is to work all the same."""
+    return Misuse(
+        [*command, *(NAMED.get(word, word) for word in words.split())],
+        owes,
+        before,
+        tuple(environ.items()),
+        is_right=not owes,
+    )
+
+
+RANKS, PROGRAM, TRAIN, SEARCH = (_program(name) for name in ("ranks", "program", "train", "search"))
+NAMED = {"PROGRAM": PROGRAM, "TRAIN": TRAIN, "TRAIN_DDP": TRAIN_DDP, "LOADS": _program("loads")}
+NO_FILE, NO_PROGRAM = "none.py", "No such file|can't open file"
+TWO = [*RUNNER, *TORCH, "--nproc-per-node=2"]
+FITS, EXPLAINS = [*RUNNER, "fit"], [*RUNNER, "--explain", "--gpus=1"]
+
+LAUNCH = Subject("launch", [*PYTHON, RANKS], ("[1000.0, 1000.0]", "done"), {
+    "more than cores": misuse([*PYTHON, RANKS], "5"),
+    "no rank": misuse([*PYTHON, RANKS], "0", "nprocs=0: ask for"),
+    "MASTER_PORT of others": misuse([*PYTHON, RANKS], "", MASTER_PORT="1"),
+    "no such interface": misuse([*PYTHON, RANKS], "", "no network interface", GLOO_SOCKET_IFNAME="eth9"),
+    "TMPDIR is not there": misuse([*PYTHON, RANKS], "", TMPDIR="/nowhere"),
+}, least=60.0)  # fmt: skip
+RUN = Subject("runner", [*RUNNER, "--gpus", "2", "--trace", "trace.json", PROGRAM], ("10.0 4000",), {
+    "no such file": misuse(RUNNER, NO_FILE, NO_PROGRAM),
+    "no such card": misuse(RUNNER, "--like T5 PROGRAM", "T5"),
+    "no such option": misuse(RUNNER, "--gpu 2 PROGRAM", "--gpu"),
+    "options behind": misuse(RUNNER, "PROGRAM --gpus 2"),
+    "no program": misuse(RUNNER, "--gpus 2", "name a program"),
+    "no memory": Misuse([*RUNNER, "--memory", "1 KB", PROGRAM], "memory"),
+    "trace into a folder": misuse(RUNNER, "--trace . PROGRAM", "--trace.*name a file in a folder"),
+    "TMPDIR is not there": misuse(RUNNER, "PROGRAM", TMPDIR="/nowhere"),
+    "half a GPU": misuse(RUNNER, "--gpus 0.5 PROGRAM", "0.5.*ask for 1 to"),
+}, _trace, _trace_lost, is_ours=True, passes_on=True)  # fmt: skip
+TORCHRUN = Subject("torchrun", [*RUNNER, "--gpus", "2", *TORCH, "--standalone", "--nproc-per-node=2", TRAIN_DDP, "--checkpoint", "model.pt"], ("epoch 2:",), {
+    "more than GPUs": misuse([*RUNNER, *TORCH], "--standalone --nproc-per-node=3 TRAIN_DDP --checkpoint=a.pt", "device|GPU"),
+    "more than cores": misuse([*RUNNER, "--gpus=4", *TORCH], "--standalone --nproc-per-node=4 TRAIN_DDP --checkpoint=a.pt"),
+    "a truncated checkpoint": misuse(TWO, "--standalone TRAIN_DDP --checkpoint cut.pt", "truncated", _cut),
+    "the port is taken": misuse(TWO, f"--master-port={PORT} TRAIN_DDP --checkpoint=a.pt", "in use|EADDRINUSE"),
+    "no such file": misuse(TWO, f"--standalone {NO_FILE}", "No such file|can't open"),
+}, lost=_epochs_lost, is_ours=True, passes_on=True, least=120.0)  # fmt: skip
+FIT = Subject("fit", [*FITS, "--like", "T4,L4", "--vary", "batch-size=8,16", "--jobs", "2", "--limit", "60", TRAIN], ("T4     1          16  fits",), {
+    "no such file": misuse(FITS, NO_FILE, NO_PROGRAM),
+    "no such card": misuse(FITS, "--like T5 TRAIN", "T5"),
+    "no such option": misuse(FITS, "--lik T4 TRAIN", "--lik"),
+    "no values": misuse(FITS, "--vary batch-size TRAIN", "give an option"),
+    "no table of prices": misuse(FITS, "--prices none.csv TRAIN", "none.csv"),
+    "prices that are none": misuse(FITS, "--prices TRAIN TRAIN", "price|column"),
+    "an option of none": misuse(FITS, "--vary batch-size=x TRAIN", "ValueError|invalid literal"),
+    "a limit too short": misuse(FITS, "--limit 1 TRAIN", "had not ended after 1 s"),
+}, is_ours=True, may_be_0=True, least=150.0)  # fmt: skip
+EXPLAIN = Subject("explain", [*EXPLAINS, "--like", "V100", "--limit", "90", TRAIN], ("the step", "Also tried"), {
+    "no such file": misuse(EXPLAINS, NO_FILE, NO_PROGRAM),
+    "no such card": misuse([*RUNNER, "--explain"], "--like T5 TRAIN", "T5"),
+    "one step": misuse(EXPLAINS, "--steps=1 TRAIN", "one step"),
+    "no step": misuse(EXPLAINS, "LOADS none.pt", "No such file"),
+    "a limit too short": misuse(EXPLAINS, "--limit=1 TRAIN", "not ended in time"),
+}, is_ours=True, may_be_0=True, least=150.0)  # fmt: skip
+TUNE = Subject("tune", [*PYTHON, SEARCH, "."], ("[3, 4, 5, 6]", "done"), {
+    "read-only folder": misuse([*PYTHON, SEARCH], "closed", "[Rr]ead-only", _read_only),
+    "TMPDIR is not there": misuse([*PYTHON, SEARCH], ".", TMPDIR="/nowhere"),
+}, least=150.0)  # fmt: skip
+NOTEBOOK = Subject("notebook", [*PYTHON, _program("notebooks")], ("[ OK ] 01_short", "1 of 1 notebooks ran"), {
+    "no such notebook": misuse([*PYTHON, _program("notebooks")], "77", "No notebook's name begins with 77"),
+    "no such option": misuse([*PYTHON, _program("notebooks")], "--stores", "--stores"),
+}, _notebook, _notebook_lost, is_ours=True, entries=(_program("notebooks"), str(ROOT / "tools" / "run.py")), least=150.0)  # fmt: skip
 SUBJECTS = {s.name: s for s in (LAUNCH, RUN, TORCHRUN, FIT, EXPLAIN, TUNE, NOTEBOOK)}

@@ -1,7 +1,9 @@
-"""Ray as notebook 05 uses it: started and ended without a trace, restored after a kill."""
+"""Ray as notebook 05 uses it: started and ended without a trace, restored after a kill; the callbacks that say why a search does not go on."""
 
+import contextlib
 import errno
 import os
+import pickle
 import signal
 import stat
 import subprocess
@@ -11,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.tune.execution.tune_controller import TuneController
+from ray.tune.experiment import Trial
 
 import virtualgpu
 from notebooks.scripts import tuning
@@ -147,60 +151,57 @@ def test_a_killed_experiment_goes_on(tmp_path):
     assert not (folder / ".ray").exists() and not (folder / "ray_results").exists()  # in the home folder
 
 
-@pytest.mark.parametrize("words, tries", [("The current node timed out during startup.", 2), ("something else", 1)])
-def test_a_start_that_ray_found_too_slow_is_tried_again(monkeypatch, words, tries):
-    """From a cold disk Ray's processes may need more than the 30 s it gives them."""
+# -- a start that fails
+
+
+@pytest.fixture
+def init(monkeypatch):
+    """init(words): Ray's own start raises these, and notes each time the environment that it has."""
     import ray
 
-    calls = []
+    seen = []
 
-    def init(**options):
-        calls.append(options)
-        raise RuntimeError(words)
+    def fails(words):
+        def start(**options):
+            seen.append(dict(os.environ))
+            raise RuntimeError(words)
 
-    monkeypatch.setattr(ray, "init", init)
+        monkeypatch.setattr(ray, "init", start)
+        return seen
+
+    yield fails
+    tuning.stop_ray()
+    assert not any(name.startswith("RAY_TMPDIR") for name in os.environ)
+
+
+@pytest.mark.parametrize("words, tries", [("The current node timed out during startup.", 2), ("something else", 1)])
+def test_a_start_that_ray_found_too_slow_is_tried_again(init, words, tries):
+    """From a cold disk Ray's processes may need more than the 30 s it gives them."""
+    calls = init(words)
     with pytest.raises(RuntimeError, match=words):
         tuning.start_ray(cpus=1)
     assert len(calls) == tries
-    tuning.stop_ray()
 
 
-def test_a_full_disk_is_said(monkeypatch):
+def test_a_full_disk_is_said(init, monkeypatch):
     """Ray's own words, where nothing can be written: it timed out waiting for a file."""
-    import ray
-
-    def init(**options):
-        raise RuntimeError("Timed out waiting for file gcs_server_port")
-
-    monkeypatch.setattr(ray, "init", init)
+    init("Timed out waiting for file gcs_server_port")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
     with pytest.raises(OSError, match="is full: free some space") as raised:
         tuning.start_ray(cpus=1)
     assert raised.value.errno == errno.ENOSPC and "gcs_server_port" in str(raised.value.__cause__)
-    assert not any(name.startswith("RAY_TMPDIR") for name in os.environ)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
-def test_too_few_open_files_are_said_at_once():
+def test_too_few_open_files_are_said_at_once(open_files_left):
     """Ray's own processes would end or wait, each for another."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    number = os.open(os.devnull, os.O_RDONLY)
-    os.close(number)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number + 20, hard))
-    try:
-        with pytest.raises(OSError, match=r"Ray's processes need 128 more open files .* `ulimit -n 1024`"):
-            tuning.start_ray(cpus=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    open_files_left(20)
+    with pytest.raises(OSError, match=r"Ray's processes need 128 more open files .* `ulimit -n 1024`"):
+        tuning.start_ray(cpus=1)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
 def test_too_small_files_are_said_at_once():
     """Ray itself times out after half a minute, twice, and suspects an overload."""
-    import resource
-
+    resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, hard))
     try:
@@ -228,25 +229,18 @@ def test_why_a_worker_does_not_start_is_told(monkeypatch, tmp_path):
     assert tuning._last_words() == ""
 
 
-def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(monkeypatch):
+def test_rays_processes_have_the_notebooks_gpus_and_this_one_its_environment(init):
     """What a program with these variables has is test_inherit's; that trials share a GPU's memory is an output of notebook 05."""
-    import ray
-
-    seen = {}
-
-    def init(**options):
-        seen.update(os.environ)
-        raise RuntimeError("seen")
-
     virtualgpu.reset()
     with pytest.raises(ValueError, match=r"PyTorch sees 0 here; call virtualgpu.gpus\(2\) first"):
         tuning.start_ray(cpus=2, gpus=2)
-    monkeypatch.setattr(ray, "init", init)
+    calls = init("seen")
     with virtualgpu.gpus(2, memory="1 GB"):
         given, before = inherit.variables(), dict(os.environ)
         with pytest.raises(RuntimeError, match="seen"):
             tuning.start_ray(cpus=2, gpus=2)
     tuning.stop_ray()
+    (seen,) = calls
     assert "VIRTUALGPU" in given and given.items() <= seen.items()
     assert seen["RAY_AUTH_MODE"] == "token" and len(seen["RAY_AUTH_TOKEN"]) == 32
     assert dict(os.environ) == before and "VIRTUALGPU" not in before
@@ -257,3 +251,122 @@ def test_what_is_private_in_ray_is_there(name):
     """With each of Ray's versions, or notebook 05 would wait, be open to strangers, or read an old token."""
     where, what = getattr(tuning._Private, name)
     assert hasattr(where, what)
+
+
+# -- why a search does not go on. No Ray runs here: trials and cluster are stand-ins
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A time that tests set."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(tuning.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 2.0})
+    return now
+
+
+@pytest.fixture
+def watch(clock):
+    watch = tuning.Watch(silence=100)
+    watch.setup(total_num_samples=2)
+    assert pickle.loads(pickle.dumps(watch)).bar is None, "a Tuner writes it to a file"
+    return watch
+
+
+def trial(status, **resources):
+    factory = SimpleNamespace(required_resources={"CPU": 1.0, **resources})
+    return SimpleNamespace(status=status, placement_group_factory=factory, is_finished=lambda: False)
+
+
+RUNS, WAITS, LARGE = trial(Trial.RUNNING), trial(Trial.PENDING), trial(Trial.PENDING, GPU=8.0)
+REPORT = "report"
+
+
+@pytest.mark.parametrize("steps, error", [
+    ([(0, LARGE)], "a trial asks for 8 GPU, and the cluster has 2: it would wait for ever"),
+    ([(0, trial(Trial.PENDING, tpu=1.0))], "asks for 1 tpu, and the cluster has 0"),
+    ([(0, LARGE, RUNS)], None),
+    ([(0, LARGE, WAITS)], None),
+    ([(0, WAITS), (59, WAITS), (61, WAITS)], "no trial has begun for 60 seconds.* the last one said: bash: /my: No such file"),
+    ([(59, RUNS), (110, WAITS)], None),  # time in which a trial runs is not counted
+    ([(0, RUNS), (90, REPORT), (180, RUNS)], None),
+    ([(0, RUNS), (90, REPORT), (191, RUNS)], "no trial has reported for 100 seconds"),
+    ([(1000, trial(Trial.TERMINATED))], None),  # nothing left to do is no waiting
+])  # fmt: skip
+def test_why_a_search_does_not_go_on(watch, clock, monkeypatch, steps, error):
+    monkeypatch.setattr(tuning, "_last_words", lambda: "; the last one said: bash: /my: No such file or directory")
+    with pytest.raises((ValueError, RuntimeError), match=error) if error else contextlib.nullcontext():
+        for number, (clock.seconds, *trials) in enumerate(steps):
+            if trials == [REPORT]:
+                watch.on_trial_result(number, [RUNS], RUNS, {})
+            else:
+                watch.on_step_begin(number, trials)
+
+
+def test_a_cluster_of_which_nothing_is_left(watch, monkeypatch):
+    """Its raylet was killed."""
+    monkeypatch.setattr(tuning.ray, "cluster_resources", dict)
+    with pytest.raises(ValueError, match=r"the cluster has 0: .*has a process of Ray's died\? start_ray\(\) starts it"):
+        watch.on_step_begin(1, [WAITS])
+
+
+def test_ray_that_was_started_by_hand_from_a_folder_with_a_space(watch, clock, monkeypatch):
+    monkeypatch.setattr(tuning.sys, "executable", "/my course/python")
+    watch.on_step_begin(1, [WAITS])
+    clock.seconds = 61
+    with pytest.raises(RuntimeError, match=r"no trial from '/my course/python': start it by tuning\.start_ray"):
+        watch.on_step_begin(2, [WAITS])
+
+
+@pytest.mark.parametrize(
+    "config, scheduler, asks", [("loss", None, "tune.TuneConfig"), (None, "loss", "SimpleNamespace")]
+)
+def test_a_report_without_the_metric(watch, config, scheduler, asks):
+    """Ray raises its own traceback as text, then cleans up."""
+    wanted = {"_scheduler_alg": SimpleNamespace(metric=scheduler), "_search_alg": SimpleNamespace(metric=None)}
+    with pytest.raises(ValueError, match=rf"report has no loss, by which {asks}.* goes: put it into each tune\.report"):
+        try:
+            TuneController._validate_result_metrics(SimpleNamespace(_metric=config, **wanted), {"los": 1.0, "round": 1})
+        except ValueError:
+            watch.on_experiment_end([])
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupted_search_raises(clock, interrupted):
+    """Ray's handler notes the interrupt and puts Python's back; fit() would return, with trials that never ran. Where none came,
+    Ray leaves its own, which would take the next one from whatever runs then.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    watch = pickle.loads(pickle.dumps(tuning.Watch()))  # as Tuner.restore has it
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        watch.setup()
+        if interrupted:
+            signal.signal(signal.SIGINT, before)
+        with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+            watch.on_experiment_end([trial(Trial.TERMINATED)])
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_diary_has_a_bar_for_each_trial_from_its_first_round_on(clock):
+    """Ray says that a trial has started while its process still imports."""
+    diary = tuning.Diary(rounds=4)
+    one, other, silent = (SimpleNamespace(trial_id=name, last_result={}) for name in "abc")
+    for each in (one, other, silent):
+        diary.on_trial_start(1, [], each)
+    for seconds, each, done, took in ((9, one, 1, 2), (11, one, 2, 2), (12, other, 1, 1), (20, other, 4, 2)):
+        clock.seconds = seconds
+        each.last_result = {"training_iteration": done, "time_this_iter_s": took, "pid": 70 + (each is other)}
+        diary.on_trial_result(1, [], each, each.last_result)
+        if done in (2, 4):
+            diary.on_trial_complete(1, [], each)
+    diary.on_trial_complete(1, [], silent)
+    first = min(diary.begun.values())
+    assert [(bar.process, bar.trial, bar.rounds, bar.stopped) for bar in diary.bars] == [
+        (70, "a", 2, True),
+        (71, "b", 4, False),
+    ]
+    assert [(bar.start + first, bar.end + first) for bar in diary.bars] == [(7, 11), (11, 20)]
+    assert pickle.loads(pickle.dumps(diary)).bars == diary.bars, "a Tuner writes its callbacks to a file"

@@ -2,7 +2,6 @@
 
 examples CHECKOUT [name ...]   multi-GPU examples of PyTorch, unmodified
 tutorials CHECKOUT [name ...]  PyTorch's tutorials that use several GPUs
-labs FOLDER [name ...]         courses and tutorials, unmodified, beside gloo on the CPU
 torchtitan CHECKOUT [name ...] torchtitan's debug model, two steps on four GPUs
 pytorch FOLDER [file ...]      tests of PyTorch's own suite
 distributed FOLDER [file ...]  tests of several processes from it
@@ -14,7 +13,7 @@ op_db [--dry] [name ...]       every operation of PyTorch's own database
 import importlib
 import sys
 
-JUDGES = ("examples", "tutorials", "torchtitan", "pytorch", "distributed", "labs", "op_db", "fit", "card")
+JUDGES = ("examples", "tutorials", "torchtitan", "pytorch", "distributed", "op_db", "fit", "card")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in JUDGES:

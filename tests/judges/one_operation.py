@@ -190,10 +190,7 @@ def _differences(found: Run, expected: Run):
     if found.structure != expected.structure:
         yield "numbers", f"structure {found.structure} instead of {expected.structure}"
         return
-    checks = (
-        ("numbers", found.results, expected.results),
-        ("gradients", found.gradients, expected.gradients),
-    )
+    checks = (("numbers", found.results, expected.results), ("gradients", found.gradients, expected.gradients))
     for check, ours, theirs in checks:
         if len(ours) != len(theirs):
             yield check, f"{len(ours)} instead of {len(theirs)}"

@@ -1,17 +1,6 @@
 """The tutorials that are judged: which blocks of a page, where it is shortened or corrected, what it must print."""
 
-from tests.judges.tutorials_given import (
-    BOTH,
-    DATA,
-    END,
-    FSDP2,
-    MLP,
-    MNIST_NEEDS,
-    NCCL,
-    RANK,
-    TP,
-    Tutorial,
-)
+from tests.judges.tutorials_given import BOTH, DATA, END, FSDP2, MLP, MNIST_NEEDS, NCCL, RANK, TP, Tutorial
 
 EIGHT, PLAN = "(8,)", "layer_tp_plan = {...}"
 NO_DOWNLOAD = {"range(10)": "range(2)"}

@@ -18,6 +18,7 @@ import pytest
 import checks
 from checks import notebook_05
 from notebooks.scripts import tuning
+from tests.notebooks.answers import PASSED, table
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,11 @@ AT_4 = {"max_t": 16, "grace_period": 4}
     ("HyperBandForBOHB", {"max_t": 16}, "HyperBandForBOHB asks for the controller's `search_alg`, which recorded losses have not"),
     ("PopulationBasedTraining", MUTATIONS, "take a scheduler that stops trials by their losses alone, such as ASHAScheduler"),
     ("FIFOScheduler", {}, "it spends 100 % of the rounds"),
-    (ASHA, AT_4 | {"reduction_factor": 3}, "[passed]"),  # the solution
-    (ASHA, AT_4 | {"reduction_factor": 2}, "[passed]"),
-    (ASHA, {"max_t": 16, "grace_period": 5, "reduction_factor": 3}, "[passed]"),
-    (ASHA, AT_4 | {"reduction_factor": 3, "metric": "loss", "mode": "min", "time_attr": "time_total_s"}, "[passed]"),
-    (MEDIAN, {"grace_period": 6, "time_attr": "training_iteration"}, "[passed]"),
+    (ASHA, AT_4 | {"reduction_factor": 3}, PASSED),  # the solution
+    (ASHA, AT_4 | {"reduction_factor": 2}, PASSED),
+    (ASHA, {"max_t": 16, "grace_period": 5, "reduction_factor": 3}, PASSED),
+    (ASHA, AT_4 | {"reduction_factor": 3, "metric": "loss", "mode": "min", "time_attr": "time_total_s"}, PASSED),
+    (MEDIAN, {"grace_period": 6, "time_attr": "training_iteration"}, PASSED),
 ])  # fmt: skip
 def test_frugal(says, tune, name, options, said):
     from ray.tune import schedulers
@@ -71,74 +72,32 @@ def test_frugal(says, tune, name, options, said):
     says(said, checks.frugal, getattr(schedulers, name)(**options))
 
 
-@pytest.fixture
-def rule():
-    """rule(stops): a scheduler written as in the exercise; stops(loss, round, trial, remembered) -> whether, or an answer of its own."""
-    from ray.tune.schedulers import FIFOScheduler
+BEFORE, MEDIAN_OF, NOTED = (
+    'self.seen.get(result["training_iteration"])',
+    "np.median(before)",
+    "        before.append(loss)\n",
+)
+WORSE, RUNGS, IS_NONE = "worse = bool(before) and loss > np.median(before)", "{4: [], 8: []}", "before is None"
 
-    class MyRule(FIFOScheduler):
-        def __init__(self, stops):
-            super().__init__()
-            self.stops, self.remembered = stops, {}
-
-        def on_trial_result(self, controller, trial, result):
-            said = self.stops(result["loss"], result["training_iteration"], trial.trial_id, self.remembered)
-            return {True: "STOP", False: "CONTINUE"}.get(said, said) if isinstance(said, bool) else said
-
-    return MyRule
-
-
-def at_rungs(*rungs, keep=0.5):
-    """ASHA by hand."""
-
-    def stops(loss, round, trial, seen):
-        if round not in rungs:
-            return False
-        before = seen.setdefault(round, [])
-        worse = bool(before) and loss > np.quantile(before, keep)
-        before.append(loss)
-        return bool(worse)
-
-    return stops
-
-
-def far_from_the_best(loss, round, trial, seen):
-    """Half way: is it far above the lowest loss that any trial had by then?"""
-    seen[round] = min(loss, seen.get(round, 9.0))
-    return round >= 5 and loss > 1.5 * seen[round]
-
-
-def no_longer_falls(loss, round, trial, seen):
-    """What has stopped falling and is not among the lowest ends."""
-    losses = seen.setdefault(trial, [])
-    losses.append(loss)
-    lowest = min(min(others) for others in seen.values())
-    return len(losses) > 4 and losses[-4] - loss < 0.05 and loss > lowest + 0.05
-
-
-def lowest_of_all(loss, round, trial, seen):
-    """Compares early rounds with others' late ones."""
-    lowest = seen["lowest"] = min(loss, seen.get("lowest", 9.0))
-    return round >= 4 and loss > 3 * lowest
-
-
-@pytest.mark.parametrize("stops, said", [
-    (lambda *seen: False, "it spends 100 % of the rounds"),  # the first try
-    (at_rungs(1, 2, 4, 8), "where do the late bloomers overtake?"),
-    (lambda loss, *seen: loss > 2.0, "where do the late bloomers overtake?"),
-    (lambda loss, round, *seen: round >= 4 and loss < 0.8, "in 97 of 100 searches: does it stop the trials of low loss, the good ones?"),
-    (at_rungs(8), "it spends 76 % of the rounds, and stops the best trial in 0 of 100 searches; at most 60 %"),
-    (lowest_of_all, "and stops the best trial in"),
-    (lambda *seen: None, "on_trial_result returned None; it answers TrialScheduler.CONTINUE or STOP"),
-    (lambda loss, *seen: loss > 1 and "stop", "it answers TrialScheduler.CONTINUE or STOP"),
-    (lambda *seen: 1 / 0, "your code raised ZeroDivisionError"),
-    (at_rungs(4, 8), "[passed]"),  # the solution
-    (at_rungs(4, keep=1 / 3), "[passed]"),
-    (far_from_the_best, "[passed]"),
-    (no_longer_falls, "[passed]"),
+test_a_rule_of_ones_own = table(checks.frugal, "05", "MyRule()", [
+    (("TrialScheduler.STOP if worse else ", ""), "it spends 100 % of the rounds"),  # the first try
+    ((RUNGS, "{1: [], 2: [], 4: [], 8: []}"), "where do the late bloomers overtake?"),
+    (("        if " + IS_NONE, "        if loss > 2.0:\n            return TrialScheduler.STOP\n        if " + IS_NONE), "where do the late bloomers overtake?"),
+    ((WORSE, "worse = loss < 0.9"), "of 100 searches: does it stop the trials of low loss, the good ones?"),
+    ((RUNGS, "{8: []}"), "it spends 76 % of the rounds, and stops the best trial in 0 of 100 searches; at most 60 %"),
+    # early rounds against others' late ones
+    ((NOTED, "", BEFORE, "self.seen[4]", IS_NONE, 'before.append(loss) or result["training_iteration"] < 4', WORSE, "worse = loss > 3 * min(before)"),
+     "and stops the best trial in"),
+    (("return TrialScheduler.CONTINUE", "return None"), "on_trial_result returned None; it answers TrialScheduler.CONTINUE or STOP"),
+    (("TrialScheduler.STOP", '"stop"'), "it answers TrialScheduler.CONTINUE or STOP"),
+    ((WORSE, "1 / 0"), "your code raised ZeroDivisionError"),
+    ((RUNGS, "{4: []}", MEDIAN_OF, "np.quantile(before, 1 / 3)"), PASSED),
+    # half way: is it far above the lowest loss that any trial had by then?
+    ((BEFORE, 'self.seen.setdefault(result["training_iteration"], [])', IS_NONE, 'result["training_iteration"] < 5', MEDIAN_OF, "1.5 * min(before)"), PASSED),
+    # what has stopped falling and is not among the lowest ends
+    ((NOTED, "", BEFORE, "self.seen.setdefault(trial.trial_id, [])", RUNGS, "{}", IS_NONE, "before.append(loss) or len(before) < 5",
+      WORSE, "worse = before[-4] - loss < 0.05 and loss > 0.05 + min(min(losses) for losses in self.seen.values())"), PASSED),
 ])  # fmt: skip
-def test_a_rule_of_ones_own(says, rule, stops, said):
-    says(said, checks.frugal, rule(stops))
 
 
 def test_frugal_changes_neither_scheduler_nor_numbers_and_says_what_is_none(says, tune):
@@ -154,49 +113,6 @@ def test_frugal_changes_neither_scheduler_nor_numbers_and_says_what_is_none(says
         checks.frugal,
         SimpleNamespace(on_trial_result=print),
     )
-
-
-def goes_on(config, forgets_the_total=False, every=1):
-    from ray import tune
-
-    checkpoint, done, total = tune.get_checkpoint(), 0, 0
-    if checkpoint is not None:
-        with checkpoint.as_directory() as saved:
-            done, total = map(int, Path(saved, "state").read_text().split())
-    if forgets_the_total:
-        total = 0
-    for round in range(done + 1, 7):
-        total += config["work"](round)
-        with tempfile.TemporaryDirectory() as saved:
-            Path(saved, "state").write_text(f"{round} {total}")
-            kept = tune.Checkpoint.from_directory(saved) if round % every == 0 else None
-            tune.report({"total": total}, checkpoint=kept)
-
-
-def every_second(config):
-    """A checkpoint too rarely: the crash loses a round."""
-    return goes_on(config, every=2)
-
-
-def catches_the_crash(config):
-    """And starts from nothing where its process is killed."""
-    from ray import tune
-
-    total = 0
-    for round in range(1, 7):
-        try:
-            total += config["work"](round)
-        except RuntimeError:
-            total += config["work"](round)
-        tune.report({"total": total})
-
-
-def does_not_work(config):
-    """A cheat: reports, and works nothing."""
-    from ray import tune
-
-    for round in range(1, 7):
-        tune.report({"total": 1000 * round})
 
 
 def works_for_ever(config):
@@ -220,20 +136,6 @@ def state_beside_a_pickle(config):
         checkpoint.set_metadata({"done": len(worked)})
         tune.report({"total": sum(worked), "more": "numbers"}, checkpoint=checkpoint)
         shutil.rmtree(folder)
-
-
-def one_file_in_json(config):
-    from ray import tune
-
-    totals = [0]
-    if checkpoint := tune.get_checkpoint():
-        with checkpoint.as_directory() as saved:
-            totals = json.loads(Path(saved, "totals.json").read_text("utf-8"))
-    for round in range(len(totals), 7):
-        totals.append(totals[-1] + config["work"](round))
-        with tempfile.TemporaryDirectory() as saved:
-            Path(saved, "totals.json").write_text(json.dumps(totals), "utf-8")
-            tune.report({"total": totals[-1]}, checkpoint=tune.Checkpoint.from_directory(saved))
 
 
 class Results(list):
@@ -271,31 +173,33 @@ def played(tune, monkeypatch, tmp_path):
     monkeypatch.setattr(notebook_05, "_run", run)
 
 
-@pytest.mark.parametrize("trainable, said", [
-    (lambda config: goes_on(config, forgets_the_total=True), "in total; it should be"),
-    (does_not_work, "round 1 was worked 0 times"),
-    (every_second, "was worked 2 times; it crashed once"),
-    (catches_the_crash, "and left no checkpoint"),
+STATE = "done, total = map(int, file.read().split())"
+KEEPS = "checkpoint=tune.Checkpoint.from_directory(folder)"
+WORK = 'total += config["work"](round)'
+
+test_goes_on = pytest.mark.usefixtures("played")(table(checks.goes_on, "05", "my_trainable", [
+    ((STATE, "done, total = int(file.read().split()[0]), 0"), "in total; it should be"),
+    ((WORK, "total += 1000"), "round 1 was worked 0 times"),  # a cheat: it reports, and works nothing
+    ((KEEPS, KEEPS + " if round % 2 == 0 else None"), "was worked 2 times; it crashed once"),
+    ((WORK, f"try: {WORK}\n        except RuntimeError: {WORK}", KEEPS, "checkpoint=None"), "and left no checkpoint"),
     (lambda config: None, "round 1 was worked 0 times"),
     (lambda config: config["rounds"], "it ended with KeyError: 'rounds'"),
-    (goes_on, "[passed]"),
-    (state_beside_a_pickle, "[passed]"),
-    (one_file_in_json, "[passed]"),
-])  # fmt: skip
-def test_goes_on(says, played, trainable, said):
-    says(said, checks.goes_on, trainable)
+    ((), PASSED),
+    (state_beside_a_pickle, PASSED),
+    (("map(int, file.read().split())", "json.load(file)", 'file.write(f"{round} {total}")', "json.dump([round, total], file)"), PASSED),
+], json=json))  # fmt: skip
 
 
 @pytest.mark.parametrize("trainable, said", [
     (works_for_ever, "it ended with RuntimeError: hundreds of rounds: does the loop end?"),
-    (state_beside_a_pickle, "[passed]"),
+    (state_beside_a_pickle, PASSED),
 ])  # fmt: skip
 def test_goes_on_by_ray(capsys, cluster, trainable, said):
     """(A loop that does not end and does nothing is Watch's to tell: test_trials.)"""
-    assert checks.goes_on(trainable) is (said == "[passed]")
+    assert checks.goes_on(trainable) is (said == PASSED)
     assert said in capsys.readouterr().out
 
 
 def test_without_ray_the_grader_says_how_to_start_it(says, tune):
     tuning.stop_ray()
-    says("start_ray(cpus=2) of notebooks/scripts/tuning.py starts it", checks.goes_on, goes_on)
+    says("start_ray(cpus=2) of notebooks/scripts/tuning.py starts it", checks.goes_on, state_beside_a_pickle)

@@ -10,22 +10,12 @@ from torch.nn import functional as F
 
 import checks
 from checks import notebook_06
+from tests.notebooks.answers import PASSED, solution, table
 from tests.processes import no_end
 
 MIB = 1 << 20
 
 pytestmark = pytest.mark.usefixtures("no_gpus_before")
-
-
-def parts(widths, batch_size):
-    """Bytes of the parameters, of each layer's input, and of the widest layer's output."""
-    parameters = sum((a + 1) * b for a, b in itertools.pairwise(widths))
-    return 4 * parameters, 4 * batch_size * sum(widths[:-1]), 4 * batch_size * max(widths[1:])
-
-
-def right(widths, batch_size):
-    parameters, activations, widest = parts(widths, batch_size)
-    return max(3 * parameters + activations + 2 * widest, 4 * parameters) / MIB
 
 
 def layer_by_layer(widths, batch_size):
@@ -53,107 +43,26 @@ def by_running(widths, batch_size):
     return torch.tensor(notebook_06.measured(widths, batch_size))
 
 
-@pytest.mark.parametrize("peak_mib, said", [
-    (lambda widths, batch: parts(widths, batch)[0] / MIB, "0 of 12 are right within 10%"),
-    (lambda widths, batch: 4 * parts(widths, batch)[0] / MIB, "3 of 12 are right within 10%. Farthest off, widths ["),
-    (lambda widths, batch: sum(np.multiply(parts(widths, batch), (4, 1, 0))) / MIB, "Farthest off, widths [784, 256, 1024, 10]"),
-    (lambda widths, batch: sum(np.multiply(parts(widths, batch), (3, 1, 1))) / MIB, "1 of 12 are right within 10%. Farthest off, widths [1024, 8192, 8192, 1024, 10]"),
-    (lambda widths, batch: sum(np.multiply(parts(widths, batch), (4, 2, 0))) / MIB, "you say 1,044 MiB, and it takes 671"),
-    (lambda widths, batch: right(widths, batch) * MIB, "it returns bytes, it seems"),
+PEAK = "max(early_in_backward, 4 * parameters)"
+ENDLESS = "after 60 seconds your code stands in line 19, in no_end: is there a loop without an end?"
+
+test_estimates = table(checks.estimates, "06", "peak_mib", [
+    ((PEAK, "parameters"), "0 of 12 are right within 10%"),
+    ((PEAK, "4 * parameters"), "3 of 12 are right within 10%. Farthest off, widths ["),
+    ((PEAK, "(4 * parameters + activations)"), "Farthest off, widths [784, 256, 1024, 10]"),
+    (("2 * batch_size", "batch_size", PEAK, "early_in_backward"), "1 of 12 are right within 10%. Farthest off, widths [1024, 8192, 8192, 1024, 10]"),
+    ((PEAK, "(4 * parameters + 2 * activations)"), "you say 1,044 MiB, and it takes 671"),
+    ((" / 2**20", ""), "it returns bytes, it seems"),
     (lambda widths, batch: None, "it returns None: a number of MiB is asked for"),
-    (lambda widths, batch: f"{right(widths, batch)} MiB", "a number of MiB is asked for"),
+    (lambda widths, batch: "9 MiB", "a number of MiB is asked for"),
     (lambda widths, batch: float("nan"), "it returns nan"),
     (lambda widths, batch: widths[9], "your code raised IndexError: list index out of range"),
-    (no_end, "after 60 seconds your code stands in line 19, in no_end: is there a loop without an end?"),
-    (right, "[passed]"),
-    (layer_by_layer, "[passed]"),
-    (by_the_modules, "[passed]"),
-    (by_running, "[passed]"),
-    (lambda widths, batch: 1.07 * right(widths, batch), "[passed]"),
+    (no_end, ENDLESS),
+    (layer_by_layer, PASSED),
+    (by_the_modules, PASSED),
+    (by_running, PASSED),
+    (("return 4 *", "return 1.07 * 4 *"), PASSED),
 ])  # fmt: skip
-def test_estimates(says, peak_mib, said):
-    says(said, checks.estimates, peak_mib)
-
-
-class Stranger:
-    """The program of the exercise; each idea of a repair is an attribute."""
-
-    image = staticmethod(lambda x, worst: x[worst].cpu())
-    margin = staticmethod(lambda margin: margin.item())
-    mode = staticmethod(torch.no_grad)
-    trains = True
-
-    def __init__(self, net, batches, device):
-        self.net, self.batches, self.device = net.to(device), batches, device
-        self.optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-        self.hardest, self.report = [], []
-
-    def train_step(self, x, y):
-        x, y = x.to(self.device), y.to(self.device)
-        losses = F.cross_entropy(self.net(x), y, reduction="none")
-        self.optimizer.zero_grad()
-        losses.mean().backward()
-        if self.trains:
-            self.optimizer.step()
-        worst = losses.argmax()
-        self.hardest.append((self.image(x, worst), losses[worst].item()))
-
-    def evaluate(self):
-        self.net.eval()
-        margins, right = [], 0
-        with self.mode():
-            for x, y in self.batches:
-                scores = self.net(x.to(self.device))
-                first, second = scores.topk(2, dim=1).values.unbind(dim=1)
-                margins.append(self.margin((first - second).mean()))
-                right += (scores.argmax(dim=1) == y.to(self.device)).sum().item()
-        self.net.train()
-        return {"right": right, "margin": sum(margins) / len(margins)}
-
-    def epoch(self):
-        for x, y in self.batches:
-            self.train_step(x, y)
-        self.report.append(self.evaluate())
-
-
-def made(**ideas):
-    return type("Repaired", (Stranger,), {name: staticmethod(idea) for name, idea in ideas.items()})
-
-
-class Forgetful(Stranger):
-    def epoch(self):
-        super().epoch()
-        self.hardest.clear()
-
-
-class Silent(Stranger):
-    def evaluate(self):
-        return {"right": super().evaluate()["right"]}
-
-
-class Untrained(Stranger):
-    trains = False
-
-
-class Nameless(Stranger):
-    """Keeps the images under another name."""
-
-    def __getattribute__(self, name):
-        if name == "hardest":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-    def train_step(self, x, y):
-        pass
-
-
-class Circle(Stranger):
-    """Refers to itself, as some programs do; what is garbage leaves nothing behind once Python has looked."""
-
-    def epoch(self):
-        held = [torch.zeros(MIB, device=self.device)]
-        held.append(held)
-        super().epoch()
 
 
 class AsALoop:
@@ -180,30 +89,33 @@ class AsALoop:
         self.report.append({"right": right, "margin": np.mean(gaps)})
 
 
-@pytest.mark.parametrize("run, said", [
-    (made(image=lambda x, worst: x[worst], margin=lambda m: m, mode=torch.enable_grad), "still leaves ... KiB on the GPU"),
-    (made(image=lambda x, worst: x[worst]), "an epoch of 5 batches still leaves 1"),
-    (made(image=lambda x, worst: x[worst].clone()), "an epoch of 5 batches still leaves 5 KiB"),
-    (made(margin=lambda m: m, mode=torch.enable_grad), "still leaves"),
-    (Forgetful, "`hardest` has 0 images, and the program as it was 20"),
-    (Silent, "`report` says nothing of 'margin' any more"),
-    (Untrained, "it trains another network"),
-    (Nameless, "the run has no `hardest` any more"),
-    (made(image=lambda x, worst: x[0].cpu()), "`hardest` has another image"),
+KEEP, GRAPHS = "self.hardest.append((image.cpu(), loss))", "    @torch.no_grad()\n"
+STEP = "        super().train_step(x, y)\n"
+NO_HARDEST = "        pass\n\n    def __init__(self, *args):\n        super().__init__(*args)\n        del self.hardest\n\n    def pop(self):\n"
+# it refers to itself, as some programs do; what is garbage leaves nothing behind once Python has looked
+CIRCLE = "    def epoch(self):\n        held = [torch.zeros(1 << 20, device=self.device)]\n        held.append(held)\n        super().epoch()\n\n"
+
+test_leaks_nothing = table(checks.leaks_nothing, "06", "Repaired", [
+    (("(Run):", "(Run):\n    pass\n\n\nclass Other(Run):"), "still leaves ... KiB on the GPU"),
+    (("image.cpu()", "image"), "an epoch of 5 batches still leaves 1"),
+    (("image.cpu()", "image.clone()"), "an epoch of 5 batches still leaves 5 KiB"),
+    ((".item()", "", GRAPHS, ""), "still leaves"),
+    ((KEEP, "pass"), "`hardest` has 0 images, and the program as it was 20"),
+    (('{**found, "margin": found["margin"].item()}', '{"right": found["right"]}'), "`report` says nothing of 'margin' any more"),
+    ((STEP, "        self.optimizer.step = lambda: None\n" + STEP), "it trains another network"),
+    ((STEP, NO_HARDEST), "the run has no `hardest` any more"),
+    (("image.cpu()", "0 * image.cpu()"), "`hardest` has another image"),
     (lambda net, batches, device: None, "your code raised AttributeError"),
-    (no_end, "after 60 seconds your code stands in line 19, in no_end: is there a loop without an end?"),
-    (Stranger, "[passed]"),
-    (made(mode=torch.enable_grad), "[passed]"),
-    (made(image=lambda x, worst: x[worst].tolist()), "[passed]"),
-    (Circle, "[passed]"),
-    (AsALoop, "[passed]"),
+    (no_end, ENDLESS),
+    ((GRAPHS, ""), PASSED),
+    (("image.cpu()", "image.tolist()"), PASSED),
+    (("    def train_step", CIRCLE + "    def train_step"), PASSED),
+    (AsALoop, PASSED),
 ])  # fmt: skip
-def test_leaks_nothing(says, run, said):
-    says(said, checks.leaks_nothing, run)
 
 
 def test_the_notebooks_full_gpu_does_not_matter(gpu, says):
     """As when the cells ran in another order, and an error still keeps what it held."""
     held = torch.zeros(246 << 20, dtype=torch.uint8, device=gpu)
-    says("[passed]", checks.leaks_nothing, Stranger)
+    says(PASSED, checks.leaks_nothing, *solution("06", "Repaired"))
     del held

@@ -4,22 +4,13 @@ import math
 import random
 
 import pytest
-import series
 
 import checks
 from checks.notebook_12 import TRIALS, planned, searched
 from notebooks.scripts import plan_llama
+from tests.notebooks.answers import PASSED, solution, table
 
 TABLES = {name: plan_llama.table(name) for name in plan_llama.RUNS}
-
-
-def solution(name):
-    """That function of the lesson's solution."""
-    (path,) = (path for path in series.notebooks() if path.name.startswith("12"))
-    (cell,) = (c for c in series.read(path).cells if "@title Solution" in c.source and f"def {name}" in c.source)
-    names: dict = {}
-    exec(cell.source.rsplit("\n\nchecks.", 1)[0], names)
-    return names[name]
 
 
 def score(try_layout, layout, room):
@@ -27,8 +18,14 @@ def score(try_layout, layout, room):
     return max(gib - room, 0), seconds
 
 
-def sweep(run, layouts, try_layout, room):
-    return min(layouts, key=lambda layout: score(try_layout, layout, room))
+def within(**wanted):
+    """The best of the first layouts with these values."""
+
+    def search(run, layouts, try_layout, room):
+        few = [layout for layout in layouts if wanted.items() <= layout.items()][:TRIALS]
+        return min(few, key=lambda layout: score(try_layout, layout, room))
+
+    return search
 
 
 def swallowed(run, layouts, try_layout, room):
@@ -47,43 +44,27 @@ def fastest_of_all(run, layouts, try_layout, room):
     return min(few, key=lambda layout: try_layout(layout)[0])
 
 
-def tensor_parallel_always(run, layouts, try_layout, room):
-    few = [layout for layout in layouts if layout["tp"] == 8][:TRIALS]
-    return min(few, key=lambda layout: score(try_layout, layout, room))
-
-
-def one_group_always(run, layouts, try_layout, room):
-    few = [layout for layout in layouts if layout["replicas"] == 1 and layout["tp"] == 1][:TRIALS]
-    return min(few, key=lambda layout: score(try_layout, layout, room))
-
-
 def by_heart(run, layouts, try_layout, room):
     return {"tp": 2, "replicas": 1, "checkpointing": "none", "micro_batch": 2}
 
 
-def nothing(run, layouts, try_layout, room):
-    score(try_layout, layouts[0], room)
-
-
-def complaints(find_layout):
-    """Of all runs, the layouts in one order."""
+def complaints(find_layout, seeds=range(1)):
+    """Of all runs, each with its layouts in these orders."""
     for name, rows in TABLES.items():
         run = plan_llama.RUNS[name]
-        yield searched(find_layout, run, rows, plan_llama.room(run), random.Random(0))
+        for seed in seeds:
+            yield searched(find_layout, run, rows, plan_llama.room(run), random.Random(seed))
 
 
-@pytest.mark.parametrize(
-    "find_layout, words",
-    [
-        (sweep, f"more than {TRIALS} trials"),
-        (swallowed, f"makes {TRIALS + 1} trials"),
-        (fastest_of_all, "there is room for"),
-        (tensor_parallel_always, "are possible"),
-        (one_group_always, "are possible"),
-        (by_heart, "are possible"),
-        (nothing, "which is not one of the layouts"),
-    ],
-)
+@pytest.mark.parametrize("find_layout, words", [
+    (lambda run, layouts, try_layout, room: min(layouts, key=lambda layout: score(try_layout, layout, room)), f"more than {TRIALS} trials"),
+    (swallowed, f"makes {TRIALS + 1} trials"),
+    (fastest_of_all, "there is room for"),
+    (within(tp=8), "are possible"),
+    (within(replicas=1, tp=1), "are possible"),
+    (by_heart, "are possible"),
+    (lambda run, layouts, try_layout, room: None, "which is not one of the layouts"),
+])  # fmt: skip
 def test_a_search_that_is_not_right(find_layout, words):
     said = [complaint for complaint in complaints(find_layout) if complaint]
     assert any(words in complaint for complaint in said), said
@@ -151,17 +132,12 @@ def test_a_search_that_is_right_in_another_way(find_layout):
 
 
 def test_the_solution_searches_well_from_every_order():
-    find_layout = solution("find_layout")
-    for name, rows in TABLES.items():
-        run = plan_llama.RUNS[name]
-        for seed in range(30):
-            assert not searched(find_layout, run, rows, plan_llama.room(run), random.Random(seed)), (name, seed)
+    assert not any(complaints(*solution("12", "find_layout"), seeds=range(30)))
 
 
-def test_the_grader_runs_the_search(capsys):
-    assert checks.finds_layouts(solution("find_layout"))
-    assert not checks.finds_layouts(by_heart)
-    assert "passed" in capsys.readouterr().out
+def test_the_grader_runs_the_search(says):
+    says(PASSED, checks.finds_layouts, *solution("12", "find_layout"))
+    says("", checks.finds_layouts, by_heart)  # what is wrong with it depends on the run that was drawn
 
 
 @pytest.mark.parametrize("name", plan_llama.RUNS)
@@ -181,104 +157,62 @@ def test_two_depths_give_the_whole_model():
 
 
 CLUSTER = dict(nodes=64, between=2000 * 3600.0, save=60.0, restart=1500.0)
+RETURNED = "return interval, spares, share"
 
 
-def week(nodes, between, save, restart):
-    return solution("plan_week")(nodes, between, save, restart)
+def returning(text: str) -> tuple[str, str]:
+    return RETURNED, f"return {text}"
 
 
-def interval_of_one_node(nodes, between, save, restart):
-    _, spares, share = week(nodes, between, save, restart)
-    return math.sqrt(2 * save * between), spares, share
-
-
-def in_hours(nodes, between, save, restart):
-    interval, spares, share = week(nodes, between, save, restart)
-    return interval / 3600, spares, share
-
-
-def no_restarts(nodes, between, save, restart):
-    interval, spares, share = week(nodes, between, save, restart)
-    return interval, spares, share + nodes / between * restart
-
-
-def saves_alone(nodes, between, save, restart):
-    interval, spares, _ = week(nodes, between, save, restart)
-    return interval, spares, 1 - save / interval
-
-
-def mean_failures(nodes, between, save, restart):
-    interval, _, share = week(nodes, between, save, restart)
-    return interval, round(nodes * 7 * 24 * 3600 / between), share
-
-
-def too_many(nodes, between, save, restart):
-    interval, spares, share = week(nodes, between, save, restart)
-    return interval, 2 * spares, share
-
-
-def half_a_node(nodes, between, save, restart):
-    interval, spares, share = week(nodes, between, save, restart)
-    return interval, spares - 0.5, share
-
-
-@pytest.mark.parametrize(
-    "plan_week, words",
-    [
-        (interval_of_one_node, "How often does one of 64 nodes fail"),
-        (in_hours, "are possible"),
-        (no_restarts, "lost work and restarts"),
-        (saves_alone, "lost work and restarts"),
-        (mean_failures, "95% are asked"),
-        (too_many, "more than 95% of the weeks need"),
-        (half_a_node, "a whole number"),
-        (lambda **cluster: None, "is not (seconds between saves"),
-        (lambda **cluster: (0, 3, 0.9), "above 0"),
-    ],
-)
-def test_a_plan_that_is_not_right(plan_week, words):
+@pytest.mark.parametrize("changes, words", [
+    (("2 * save / rate", "2 * save * between"), "How often does one of 64 nodes fail"),
+    (returning("interval / 3600, spares, share"), "are possible"),
+    (("(interval / 2 + restart)", "interval / 2"), "lost work and restarts"),
+    ((" - rate * (interval / 2 + restart)", ""), "lost work and restarts"),
+    (returning("interval, round(mean), share"), "95% are asked"),
+    (returning("interval, 2 * spares, share"), "more than 95% of the weeks need"),
+    (returning("interval, spares - 0.5, share"), "a whole number"),
+    (returning("None"), "is not (seconds between saves"),
+    (returning("0, 3, 0.9"), "above 0"),
+])  # fmt: skip
+def test_a_plan_that_is_not_right(changes, words):
+    (plan_week,) = solution("12", "plan_week", *changes)
     assert words in planned(plan_week(**CLUSTER), **CLUSTER)
 
 
-def normal(nodes, between, save, restart):
-    """The Poisson distribution by the normal one."""
-    interval, _, share = week(nodes, between, save, restart)
-    mean = nodes * 7 * 24 * 3600 / between
-    return interval, math.ceil(mean + 1.645 * math.sqrt(mean)), share
-
-
-def exact(nodes, between, save, restart):
-    """Useful by the exponential distribution's exact formula, with an interval that was searched."""
-    rate = nodes / between
-
-    def share(interval):
+# the Poisson distribution by the normal one
+NORMAL = returning("interval, math.ceil(mean + 1.645 * math.sqrt(mean)), share")
+# useful by the exponential distribution's exact formula, with an interval that was searched
+EXACT = (
+    RETURNED,
+    """def useful(interval):
         return interval * rate / (math.exp(rate * restart) * math.expm1(rate * (interval + save)))
 
-    _, spares, _ = week(nodes, between, save, restart)
-    interval = max(range(60, 40_000, 20), key=share)
-    return interval, spares, share(interval)
-
-
-def drawn(nodes, between, save, restart):
-    """Spares from weeks of its own, as a float."""
-    interval, _, share = week(nodes, between, save, restart)
-    draws, mean = random.Random(5), nodes * 7 * 24 * 3600 / between
-    counts = []
+    interval = max(range(60, 40_000, 20), key=useful)
+    return interval, spares, useful(interval)""",
+)
+# spares from weeks of its own, as a float
+DRAWN = (
+    RETURNED,
+    """draws, counts = random.Random(5), []
     for _ in range(2000):
         count, now = 0, draws.expovariate(mean)
         while now < 1:
             count, now = count + 1, now + draws.expovariate(mean)
         counts.append(count)
-    return 1.15 * interval, float(sorted(counts)[1900]), share
+    return 1.15 * interval, float(sorted(counts)[1900]), share""",
+)
 
 
-@pytest.mark.parametrize("plan_week", [normal, exact, drawn])
-def test_a_plan_that_is_right_in_another_way(plan_week):
+@pytest.mark.parametrize("changes", [NORMAL, EXACT, DRAWN], ids=["normal", "exact", "drawn"])
+def test_a_plan_that_is_right_in_another_way(changes):
+    (plan_week,) = solution("12", "plan_week", *changes, random=random)
     for nodes in (24, 32, 64, 128):
         cluster = CLUSTER | {"nodes": nodes}
         assert planned(plan_week(**cluster), **cluster) is None
 
 
-def test_the_grader_draws_clusters():
-    assert checks.plans_a_week(solution("plan_week"))
-    assert not checks.plans_a_week(mean_failures)
+test_the_grader_draws_clusters = table(checks.plans_a_week, "12", "plan_week", [
+    ((), PASSED),
+    (returning("interval, round(mean), share"), "95% are asked"),
+])  # fmt: skip

@@ -4,20 +4,15 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import series
 
 import virtualgpu
 from notebooks.figures import lesson_11
-
-
-def cells(number: str) -> list[str]:
-    (path,) = (path for path in series.notebooks() if path.name.startswith(number))
-    return [cell.source for cell in series.code_cells(series.read(path))]
+from tests.notebooks import answers
 
 
 def source(number: str, words: str) -> str:
     """The one cell of code that holds these words."""
-    (found,) = (cell for cell in cells(number) if words in cell)
+    (found,) = (cell for cell in answers.cells(number) if words in cell)
     return found
 
 
@@ -45,11 +40,7 @@ def test_the_schedules_memory_that_is_drawn_is_the_maximum_over_the_ranks(fulles
 def of_03(monkeypatch):
     """What notebook 03 measures with, without the cells between."""
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    lesson: dict = {}
-    exec(source("03", "def recorded").split("def recorded")[0], lesson)  # its imports
-    for words in ("def resnet_row", "def measure("):
-        exec(source("03", words).split("one_gpu, ")[0], lesson)
-    yield lesson
+    yield answers.defined("03", "torch", "virtualgpu", "TwoStages", "measure", "train_step")
     virtualgpu.reset()
 
 

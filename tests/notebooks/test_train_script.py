@@ -13,6 +13,7 @@ import series
 import torch
 
 from notebooks.scripts import terminal
+from tests import forks
 from tests.processes import family, wait_until
 
 NOTEBOOK = series.NOTEBOOKS / "09_launch_and_survive.ipynb"
@@ -42,25 +43,10 @@ def test_a_rank_that_is_killed_leaves_a_checkpoint_to_go_on_from(tmp_path, monke
 def test_a_truncated_checkpoint_is_refused_in_a_sentence(tmp_path):
     torch.save({"model": torch.zeros(1000)}, tmp_path / "a.pt")
     os.truncate(tmp_path / "a.pt", 600)
-    command = [
-        sys.executable,
-        "-m",
-        "virtualgpu",
-        "--gpus",
-        "1",
-        "--quiet",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-    ]
-    run = subprocess.run(
-        [*command, str(SCRIPT), "--checkpoint", str(tmp_path / "a.pt")], capture_output=True, text=True
-    )
-    assert (
-        run.returncode
-        and "a.pt is truncated, or no checkpoint" in run.stderr
-        and "Load an earlier checkpoint" in run.stderr
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", SCRIPT, "--checkpoint", tmp_path / "a.pt")
+    run = forks.run("-m", "virtualgpu", "--gpus", "1", "--quiet", *torchrun)
+    assert run.returncode and "a.pt is truncated, or no checkpoint" in run.stderr
+    assert "Load an earlier checkpoint" in run.stderr
 
 
 def test_two_nodes_of_two_are_one_of_four(tmp_path, capsys):
@@ -104,6 +90,7 @@ IN_A_CELL = """
 import sys
 from pathlib import Path
 from notebooks.scripts import terminal
+from tests import forks
 node = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-id=1 --rdzv-backend=c10d --rdzv-endpoint=first-node:29500"
 terminal.terminals(Path(sys.argv[1]), *[f"{node} train_ddp.py --checkpoint a.pt --epochs 10000"] * 2)
 """
@@ -113,13 +100,8 @@ terminal.terminals(Path(sys.argv[1]), *[f"{node} train_ddp.py --checkpoint a.pt 
 def test_an_interrupted_cell_leaves_no_process(tmp_path):
     """Ctrl-C reaches the notebook's process, as Stop in JupyterLab does it."""
     environment = os.environ | {"MARK": str(tmp_path)}
-    cell = subprocess.Popen(
-        [sys.executable, "-c", IN_A_CELL, tmp_path],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [sys.executable, "-c", IN_A_CELL, tmp_path], subprocess.PIPE
+    cell = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
     while not cell.stdout.readline().startswith("epoch 0"):
         assert cell.poll() is None, cell.stderr.read()
     assert len(family("MARK", str(tmp_path))) > 6

@@ -131,10 +131,8 @@ def submission(root, one=None, two=None, added="", marked=True):
     return nbformat.writes(notebook)
 
 
-RIGHT, ALSO = (
-    "def double(x):\n    return x + x\nchecks.doubles(double, start, budget=7)",
-    "answer = 6 * 7\nchecks.found(answer)",
-)
+RIGHT = "def double(x):\n    return x + x\nchecks.doubles(double, start, budget=7)"
+ALSO = "answer = 6 * 7\nchecks.found(answer)"
 HANDED_OUT = "as it was handed out"
 
 
@@ -146,34 +144,16 @@ def students(root, outside):
 
     def first(source, value=0, *says):
         """A right second answer, whatever becomes of the first."""
-        return hand(
-            value,
-            1,
-            one=f"{source}\nchecks.doubles(double, start, budget=7)",
-            two=f"mine = {source!r}\n{ALSO}",
-            says=says,
-        )
+        one, two = f"{source}\nchecks.doubles(double, start, budget=7)", f"mine = {source!r}\n{ALSO}"
+        return hand(value, 1, one=one, two=two, says=says)
 
-    same = "the same code as"
+    same, late = "01.1: the same code as", "no end within the time limit"
     table = {
         "ann": hand(1, 1, one=RIGHT, two="answer = 40 + 2\nchecks.found(answer)"),
-        "without marks": hand(
-            1, 1, one=f"two = 2\n{RIGHT}", two="answer = 84 // 2\nchecks.found(answer)", marked=False
-        ),
-        "helper above": hand(
-            1,
-            0,
-            one="double = twice\nchecks.doubles(double, start)",
-            added="def twice(x): return 2 * x",
-            says=[HANDED_OUT],
-        ),
+        "without marks": hand(1, 1, one=f"two = 2\n{RIGHT}", two="answer = 84 // 2\nchecks.found(answer)", marked=False),
+        "helper above": hand(1, 0, one="double = twice\nchecks.doubles(double, start)", added="def twice(x): return 2 * x", says=[HANDED_OUT]),
         "no call": hand(1, 1, one="double = lambda x: 2 * x", two="answer = 21 + 21"),
-        "another name": hand(
-            1,
-            1,
-            one="double = lambda x: x\nmine = lambda x: 2 * x\nchecks.doubles(mine, start, budget=7)",
-            two="answer = 41 + 1",
-        ),
+        "another name": hand(1, 1, one="double = lambda x: x\nmine = lambda x: 2 * x\nchecks.doubles(mine, start, budget=7)", two="answer = 41 + 1"),
         "solution": hand(1, 1, one=SOLVED[0], two="answer = 43 - 1", says=["01.1: our solution, word for word"]),
         "untouched": hand(0, 0, says=[HANDED_OUT, HANDED_OUT]),
         "comments": hand(0, 0, one=f"# hm\n{ONE}", says=[HANDED_OUT, HANDED_OUT]),
@@ -182,23 +162,13 @@ def students(root, outside):
         "prints": first("double = lambda x: print('[passed] well done')"),
         "replaces": first("checks.doubles = lambda *a, **k: True\ndouble = abs"),
         "replaces more": first("checks._said = lambda passed: True\ndouble = lambda x: 0"),
-        "replaces all": first(
-            "import sys, types\nsys.modules['checks'] = types.SimpleNamespace(doubles=lambda *a, **k: True)\ndouble = abs"
-        ),
+        "replaces all": first("import sys, types\nsys.modules['checks'] = types.SimpleNamespace(doubles=lambda *a, **k: True)\ndouble = abs"),
         "begins at 0": first("start = 0\ndouble = lambda x: 0"),
-        "a larger budget": hand(
-            1, 1, one="double = lambda x: x * 2\nchecks.doubles(double, start, budget=9)", two="answer = 45 - 3"
-        ),
-        "loop": first("while True: pass", 0, "no end within the time limit"),
-        "loop in function": first("def double(x):\n    while True: pass", 0, "no end within the time limit"),
-        "deaf": first(
-            "import signal, time\n[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]\ntime.sleep(1e5)",
-            0,
-            "no end within",
-        ),
-        "swallows": first(
-            "while True:\n    try: import time; time.sleep(1e5)\n    except BaseException: pass", 0, "no end within"
-        ),
+        "a larger budget": hand(1, 1, one="double = lambda x: x * 2\nchecks.doubles(double, start, budget=9)", two="answer = 45 - 3"),
+        "loop": first("while True: pass", 0, late),
+        "loop in function": first("def double(x):\n    while True: pass", 0, late),
+        "deaf": first("import signal, time\n[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]\ntime.sleep(1e5)", 0, late),
+        "swallows": first("while True:\n    try: import time; time.sleep(1e5)\n    except BaseException: pass", 0, late),
         "exit": first("import sys\nsys.exit(3)", 0, "SystemExit: 3"),
         "exit in function": first("def double(x): raise SystemExit(0)", 0, "SystemExit: 0"),
         "_exit": first("import os\nos._exit(5)", 0, "its process ended (status 5)"),
@@ -208,36 +178,20 @@ def students(root, outside):
         "asks": first("double = input('?')", 0, "EOFError"),
         "writes outside": first(f"open({str(outside / 'file')!r}, 'w')", 0, "lies outside the folder"),
         "makes a folder": first(f"import os\nos.mkdir({str(outside / 'folder')!r})", 0, "lies outside the folder"),
-        "writes at home": first(
-            "import pathlib\n(pathlib.Path.home() / 'a').write_text('')\ndouble = lambda x: 3 * x - x", 1
-        ),
-        "reads what is there": hand(
-            1,
-            1,
-            one="double = lambda x: 6 if x else 0",
-            two="answer = 34 + int(open('left').read())\nchecks.found(answer)",
-        ),
-        "no fork": first(  # what CUDA says there; by itself a process has three arguments more
-            "import sys\nif len(sys.argv) < 4: raise RuntimeError('not in a forked subprocess')\ndouble = lambda x: 2 * x",
-            1,
-        ),
+        "writes at home": first("import pathlib\n(pathlib.Path.home() / 'a').write_text('')\ndouble = lambda x: 3 * x - x", 1),
+        "reads what is there": hand(1, 1, one="double = lambda x: 6 if x else 0", two="answer = 34 + int(open('left').read())\nchecks.found(answer)"),
+        # what CUDA says there; by itself a process has three arguments more
+        "no fork": first("import sys\nif len(sys.argv) < 4: raise RuntimeError('not in a forked subprocess')\ndouble = lambda x: 2 * x", 1),
         "network": first("import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=9)", 0, "rror"),
-        "daemon": first(
-            "import subprocess\nsubprocess.Popen(['sleep', '98765'], start_new_session=True)\ndouble = lambda x: x", 0
-        ),
-        "copies": hand(1, 1, one=RIGHT + "\nmine = 8", two="answer = 48 - 6", says=[f"01.1: {same} copied"]),
-        "copied": hand(1, 1, one=RIGHT + "\nmine =  8", two="answer = 47 - 5", says=[f"01.1: {same} copies"]),
+        "daemon": first("import subprocess\nsubprocess.Popen(['sleep', '98765'], start_new_session=True)\ndouble = lambda x: x", 0),
+        "copies": hand(1, 1, one=RIGHT + "\nmine = 8", two="answer = 48 - 6", says=[f"{same} copied"]),
+        "copied": hand(1, 1, one=RIGHT + "\nmine =  8", two="answer = 47 - 5", says=[f"{same} copies"]),
         "no cell": (nbformat.writes(new_notebook()), 0, 0, ["01.1: no cell of it", "01.2: no cell of it"]),
         "no json": ("what?", 0, 0, ["01.1: no notebook can be read"]),
         "a list": ("[1]", 0, 0, ["01.1: no notebook can be read"]),
-        "odd metadata": (
-            submission(root).replace('"grade_id": "exercise-01-1"', '"grade_id": [[]]'),
-            0,
-            0,
-            [HANDED_OUT],
-        ),
+        "odd metadata": (submission(root).replace('"grade_id": "exercise-01-1"', '"grade_id": [[]]'), 0, 0, [HANDED_OUT]),
         "empty": (None, 0, 0, ["01.1: not handed in; 01.2: not handed in"]),
-    }
+    }  # fmt: skip
     assert len(table) >= 40
     return table
 
@@ -284,20 +238,18 @@ def test_a_folder_without_submissions_is_said(series_of_one, tmp_path, capsys):
 
 
 def test_interrupted_no_process_is_left_and_what_is_known_is_kept(series_of_one, tmp_path, monkeypatch):
-    table = {
-        "a": (submission(series_of_one, one=RIGHT),),
-        "b": (submission(series_of_one, one="import subprocess\nsubprocess.run(['sleep', '98765'])"),),
-    }
-    hand_in(tmp_path / "in", table)
+    waits = "import subprocess\nsubprocess.run(['sleep', '98765'])"
+    hand_in(
+        tmp_path / "in", {name: (submission(series_of_one, one=one),) for name, one in (("a", RIGHT), ("b", waits))}
+    )
     monkeypatch.setenv("CLASS_OF_THIS_TEST", str(tmp_path))
     code = (
         f"import sys, pathlib; sys.path.insert(0, {str(ROOT / 'tools')!r}); import classroom, series\n"
         f"series.ROOT = pathlib.Path({str(series_of_one)!r}); series.NOTEBOOKS = series.ROOT / 'notebooks'\n"
         f"sys.exit(classroom.main(['collect', {str(tmp_path / 'in')!r}, '--jobs', '1']))"
     )
-    started = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    command = [sys.executable, "-c", code]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     wait_until(lambda: runs("sleep", "CLASS_OF_THIS_TEST", str(tmp_path)))
     started.send_signal(signal.SIGINT)
     out, _ = started.communicate(timeout=30)
@@ -316,6 +268,9 @@ import nbformat
 from nbclient import NotebookClient
 name, out = sys.argv[1:]
 notebook = nbformat.read(name, 4)
+imports = nbformat.v4.new_code_cell("import torch; from torch import nn")
+first, _ = [cell for cell in notebook.cells if "exercise" in cell.metadata.get("tags", [])]
+notebook.cells = [*[cell for cell in notebook.cells if "bootstrap" in cell.metadata.get("tags", [])], imports, first]
 notebook.cells.append(nbformat.v4.new_code_cell("import checks, helpers, virtualgpu; [m.__file__ for m in (checks, helpers, virtualgpu)]"))
 NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 nbformat.write(notebook, out)
@@ -325,7 +280,7 @@ NO = "#!/bin/sh\ntouch {called}\nexit 1\n"
 
 @pytest.mark.skipif(os.name != "posix", reason="the image is Linux")
 def test_the_recipe_for_a_jupyterhub_needs_no_network(released, tmp_path):
-    """Half a minute. The clone of the image on PYTHONPATH, a lesson as it was handed out in a home that has nothing else."""
+    """The clone of the image on PYTHONPATH; set-up cell and exercise of a lesson as it was handed out, in a home that has nothing else."""
     recipe = (ROOT / "docs" / "classroom.md").read_text("utf-8")
     assert "ENV PYTHONPATH=/opt/beyond-one-gpu" in recipe
     image, home, stubs, called = (tmp_path / name for name in ("opt", "home", "stubs", "called"))
@@ -339,16 +294,10 @@ def test_the_recipe_for_a_jupyterhub_needs_no_network(released, tmp_path):
     shutil.copy(released / "02_model_parallel.ipynb", home)
     shutil.copytree(released / "scripts", home / "scripts")
     nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY")}
-    environ = (
-        os.environ
-        | nowhere
-        | {"HOME": str(home), "PATH": f"{stubs}:{os.environ['PATH']}", "JUPYTER_PREFER_ENV_PATH": "1"}
-    )
-    environ |= {
-        "PYTHONPATH": f"{stubs}:{image}",
-        "HELPERS_GPUS": "virtual",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-    }
+    environ = os.environ | nowhere | {
+        "HOME": str(home), "PATH": f"{stubs}:{os.environ['PATH']}", "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": f"{stubs}:{image}",
+        "HELPERS_GPUS": "virtual", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    }  # fmt: skip
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}){LESSON}"
     command = [sys.executable, "-c", code, "02_model_parallel.ipynb", str(tmp_path / "ran.ipynb")]
     done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=300)
@@ -356,4 +305,4 @@ def test_the_recipe_for_a_jupyterhub_needs_no_network(released, tmp_path):
     cells = nbformat.read(tmp_path / "ran.ipynb", 4).cells
     assert cells[-1].outputs[0].data["text/plain"].count(f"'{image}{os.sep}") == 3, "all three are the image's"
     said = [output.text for cell in cells if "exercise" in series.tags(cell) for output in cell.outputs]
-    assert [text.split("]")[0] for text in said] == ["[not yet"] * 2 and not called.exists()
+    assert [text.split("]")[0] for text in said] == ["[not yet"] and not called.exists()

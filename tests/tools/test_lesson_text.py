@@ -107,17 +107,15 @@ def test_minutes_are_counted():
     """Up to *Going further*: 360 words, 20 lines, a prediction and an exercise; links' addresses and closed cells do not count."""
     shown = [new_output("stream", text="x")]
     code = "\n".join(["x = 1", "", "# why"] * 18)
-    notebook = new_notebook(
-        cells=[
-            new_markdown_cell("# One " + "word " * 356 + "**Predict:** [a](https://x.y/z) <b>it</b>"),
-            new_code_cell(code, outputs=shown),
-            new_code_cell("guess = None", metadata={"tags": ["prediction"]}),
-            new_code_cell("y = 2", metadata={"tags": ["exercise"]}, outputs=shown),
-            new_code_cell("z = 3", metadata={"tags": ["solution"]}),
-            new_markdown_cell("## Going further"),
-            new_code_cell(code),
-        ]
-    )
+    notebook = new_notebook(cells=[
+        new_markdown_cell("# One " + "word " * 356 + "**Predict:** [a](https://x.y/z) <b>it</b>"),
+        new_code_cell(code, outputs=shown),
+        new_code_cell("guess = None", metadata={"tags": ["prediction"]}),
+        new_code_cell("y = 2", metadata={"tags": ["exercise"]}, outputs=shown),
+        new_code_cell("z = 3", metadata={"tags": ["solution"]}),
+        new_markdown_cell("## Going further"),
+        new_code_cell(code),
+    ])  # fmt: skip
     counted = lesson_text.count(notebook)
     assert counted == lesson_text.Count(words=360, lines=20, silent=1, prompts=1, guesses=1, exercises=1)
     assert counted.minutes == 2 + 1 + 2 + 10

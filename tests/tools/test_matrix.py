@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import series
 
-from tests.browser.conftest import installed
+from tests.browser.conftest import SLIDERS, installed
 
 
 @pytest.fixture
@@ -50,3 +50,10 @@ def test_a_missing_browser_is_no_success(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(pytest.fail.Exception, match="no chromium here: apt install chromium"):
         installed()
+
+
+def test_the_browsers_lesson_has_answers_with_sliders_and_solutions():
+    cells = series.code_cells(series.read(series.NOTEBOOKS / f"{SLIDERS}.ipynb"))
+    pages = [output.get("data", {}).get("text/html", "") for cell in cells for output in cell.outputs]
+    assert any("The answer" in page and '<figure class="frames"' in page for page in pages)
+    assert any("solution" in series.tags(cell) for cell in cells)

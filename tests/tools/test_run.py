@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -21,37 +20,19 @@ import website
 import zmq
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-GOOD = new_notebook(
-    cells=[
-        new_markdown_cell(
-            "# 01 · Add *numbers*\n\n[![Open in Colab](https://badge.svg)](https://colab/01)\n\n**You will**\n\n- add with `+`\n- see <b> escaped\n"
-        ),
-        new_code_cell("1 + 1"),
-        new_code_cell("from helpers import plots\nplots.curves({'a': [1, 2]}, 'It \"rises\"', 'x', 'y')"),
-    ]
-)
-BAD = new_notebook(
-    cells=[
-        new_markdown_cell("# 02 · Fail"),
-        new_code_cell("x = 1"),
-        new_code_cell("raise ValueError('the cure is tea\\nwith milk')"),
-    ]
-)
-DEAD = new_notebook(
-    cells=[new_markdown_cell("# 03 · Die"), new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")]
-)
-WHERE = new_notebook(
-    cells=[
-        new_markdown_cell("# 04 · Where"),
-        new_code_cell(f"import os\n[os.environ.get(name) for name in {[*run.ENVIRONMENT, 'OMP_NUM_THREADS']}]"),
-        new_code_cell(
-            "import pathlib, sys\nprint(pathlib.Path.home() / 'x', file=sys.stderr)",
-            metadata={"tags": ["nbval-ignore-output"]},
-        ),
-    ]
-)
+
+def of(title: str, *sources: str, **metadata) -> nbformat.NotebookNode:
+    cells = [new_code_cell(source, metadata=metadata if source == sources[-1] else {}) for source in sources]
+    return new_notebook(cells=[new_markdown_cell(f"# {title}"), *cells])
 
 
+GOOD = of("01 · Add *numbers*\n\n[![Open in Colab](https://badge.svg)](https://colab/01)\n\n**You will**\n\n- add with `+`\n- see <b> escaped\n",
+          "1 + 1", "from helpers import plots\nplots.curves({'a': [1, 2]}, 'It \"rises\"', 'x', 'y')")  # fmt: skip
+SHORT = of("01 · Add", "1 + 1")
+BAD = of("02 · Fail", "x = 1", "raise ValueError('the cure is tea\\nwith milk')")
+DEAD = of("03 · Die", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+WHERE = of("04 · Where", f"import os\n[os.environ.get(name) for name in {[*run.ENVIRONMENT, 'OMP_NUM_THREADS']}]",
+           "import pathlib, sys\nprint(pathlib.Path.home() / 'x', file=sys.stderr)", tags=["nbval-ignore-output"])  # fmt: skip
 SITES = []  # what was asked for: notebooks, and seconds of each; test_website.py builds one
 
 
@@ -111,54 +92,32 @@ def test_a_failing_notebook_does_not_hide_the_others(ran):
     assert nbformat.read(build / "02_bad.ipynb", 4).cells[2].outputs[0].ename == "ValueError", "the copy shows it"
 
 
-def test_a_kernel_that_does_not_start_is_a_failure_like_others(folder, capsys, monkeypatch):
+@pytest.mark.parametrize("error, words", [
+    (RuntimeError("Kernel died before replying to kernel_info"), " (too little memory? free some; or a damaged set-up? make clean, then make run)"),
+    (zmq.ZMQError(24, "Too many open files"), " (raise this process's limit, by `ulimit -n 1024`"),
+])  # fmt: skip
+def test_a_kernel_that_does_not_start_is_a_failure_with_its_cure(folder, capsys, monkeypatch, error, words):
     folder(nb_01_good=GOOD)
 
-    async def broken(self, **options):
-        raise RuntimeError("Kernel died before replying to kernel_info")
+    async def broken(client, **options):
+        client.km = None  # as nbclient has it then
+        raise error
 
     monkeypatch.setattr(run.NotebookClient, "async_start_new_kernel", broken)
     assert run.main([]) == 1
-    assert (
-        "01_good: the kernel did not start: Kernel died before replying to kernel_info (too little memory? free some; or "
-        "a damaged set-up? make clean, then make run)" in capsys.readouterr().out
-    )
+    assert f"01_good: the kernel did not start: {error}{words}" in capsys.readouterr().out
 
 
-def test_what_the_system_lacks_is_a_failure_with_its_cure(folder, capsys, monkeypatch):
-    folder(nb_01_good=GOOD)
-
-    async def full(client, **options):
-        client.km = None  # as nbclient has it then
-        raise zmq.ZMQError(24, "Too many open files")
-
-    monkeypatch.setattr(run.NotebookClient, "async_start_new_kernel", full)
-    assert run.main([]) == 1
-    assert (
-        "01_good: the kernel did not start: Too many open files (raise this process's limit, by `ulimit -n 1024`"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_too_few_open_files_are_said_before_a_kernel_dies_of_it(folder, capsys):
-    import resource
-
+def test_too_few_open_files_are_said_before_a_kernel_dies_of_it(folder, capsys, open_files_left):
     folder(nb_01_good=GOOD)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = set(map(int, os.listdir("/proc/self/fd")))  # whatever tests before have left open
-    free = (number for number in range(soft) if number not in taken)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, 40, None)), hard))
-    try:
-        assert run.main([]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    open_files_left(40)
+    assert run.main([]) == 1
     assert "the processes of a notebook need 128 more open files" in capsys.readouterr().out
 
 
 def test_store_keeps_the_outputs_of_what_ran_only(folder):
-    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]), nb_02_bad=BAD)
+    root = folder(nb_01_good=SHORT, nb_02_bad=BAD)
     before = (root / "notebooks" / "02_bad.ipynb").read_bytes()
     run.main(["--store"])
     stored = nbformat.read(root / "notebooks" / "01_good.ipynb", 4)
@@ -170,7 +129,7 @@ def test_store_keeps_the_outputs_of_what_ran_only(folder):
     "whose, words", [("build", "its copy was not written: "), ("notebooks", "Not all was written: ")]
 )
 def test_a_full_disk_is_said_and_what_was_kept_is_whole(folder, monkeypatch, capsys, whose, words):
-    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]))
+    root = folder(nb_01_good=SHORT)
     (root / "build").mkdir()
     (root / "build" / "times.json").write_text('{"01_go')  # cut off by another time
     before, write_text = (root / "notebooks" / "01_good.ipynb").read_bytes(), Path.write_text
@@ -208,7 +167,7 @@ NO_NOTEBOOKS = {
 @pytest.mark.parametrize("mode, failed", [("--check", "Failed:"), ("--stored", "There is no site:")])
 def test_what_is_no_notebook_is_a_failure_that_names_the_file(folder, capsys, mode, failed):
     """The others go on."""
-    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]))
+    root = folder(nb_01_good=SHORT)
     for number, (name, content) in enumerate(NO_NOTEBOOKS.items(), 2):
         path = root / "notebooks" / f"{number:02}_{name}.ipynb"
         path.write_bytes(content) if content is not None else path.symlink_to("nowhere")
@@ -272,7 +231,7 @@ def test_no_private_path_is_stored_from_a_cell_that_is_not_compared(ran):
 
 
 def test_only_some(folder, capsys):
-    root = folder(nb_01_good=new_notebook(cells=GOOD.cells[:2]), nb_02_bad=BAD)
+    root = folder(nb_01_good=SHORT, nb_02_bad=BAD)
     assert run.main(["01"]) == 0
     assert [path.name for path in (root / "build").glob("0*")] == ["01_good.ipynb"]
     assert SITES[-1][0] == [root / "build" / "01_good.ipynb", root / "notebooks" / "02_bad.ipynb"], (
@@ -287,8 +246,7 @@ def test_a_signal_leaves_no_process(folder, tmp_path_factory, number, status):
     """An interrupted `make run` ends its kernels too: two run at a time, the shortest waits. What a killed one leaves goes with the next."""
 
     def slow(number):
-        waits = f"import time\nopen('started{number}', 'w').close()\ntime.sleep(600)"
-        return new_notebook(cells=[new_markdown_cell(f"# {number} · Wait"), new_code_cell(waits)])
+        return of(f"{number} · Wait", f"import time\nopen('started{number}', 'w').close()\ntime.sleep(600)")
 
     root = folder(nb_01_slow=slow(1), nb_02_slow=slow(2), nb_05_slow=slow(5))
     tools = Path(run.__file__).parent
@@ -333,30 +291,24 @@ OUTPUTS = {  # name of a cell: what is stored, what another run shows, and wheth
 }
 
 
-def of_cells(which: int, changed: str = "") -> nbformat.NotebookNode:
-    """A notebook with these outputs. changed: the name of a cell with another source."""
+def of_cells(which: int) -> nbformat.NotebookNode:
+    """A notebook with these outputs."""
     cells = [new_markdown_cell("# 01 · Keep", id="title")]
     for name, outputs in OUTPUTS.items():
         tags = {"tags": ["nbval-ignore-output"]} if name == "ignored" else {}
-        source = f"{name!r}" + "  # changed" * (name == changed)
-        cells.append(new_code_cell(source, id=name.replace(" ", "-"), outputs=[outputs[which]], metadata=tags))
+        cells.append(new_code_cell(f"{name!r}", id=name.replace(" ", "-"), outputs=[outputs[which]], metadata=tags))
     return new_notebook(cells=cells)
 
 
 @pytest.mark.parametrize(
-    "options, changed, anew",
-    [
-        ([], "", {name for name, (*_, other) in OUTPUTS.items() if other}),
-        ([], "folded", {"otherwise", "simulated", "folded", "folded simulated", "ignored"}),  # it, and all below it
-        (["--anew"], "", set(OUTPUTS)),
-    ],
+    "options, anew", [([], {name for name, (*_, other) in OUTPUTS.items() if other}), (["--anew"], {*OUTPUTS})]
 )
-def test_what_says_the_same_is_kept(folder, monkeypatch, options, changed, anew):
+def test_what_says_the_same_is_kept(folder, monkeypatch, options, anew):
     """And stored once more, the file is the same to the byte."""
     root = folder(nb_01_keep=of_cells(0))
 
     async def execute_all(paths, jobs):
-        run.write(root / "build" / "01_keep.ipynb", run.text_of(of_cells(1, changed)))
+        run.write(root / "build" / "01_keep.ipynb", run.text_of(of_cells(1)))
         return [{"path": root / "build" / "01_keep.ipynb", "seconds": 1.0, "error": None}]
 
     monkeypatch.setattr(run, "execute_all", execute_all)

@@ -59,10 +59,8 @@ def setup(tmp_path, monkeypatch):
     return module, calls, tmp_path
 
 
-def test_a_second_call_does_not_install_again(setup):
-    module, calls, _ = setup
-    assert module.main() == 0 and module.main() == 0
-    assert (calls.made, calls.installed) == (1, 1)
+def changed(name):
+    return lambda module, root: (root / name).write_text("two")
 
 
 @pytest.mark.parametrize("fail, installer", [(None, "uv"), ("no uv", "pip"), ("uv fails", "pip")])
@@ -91,56 +89,55 @@ def test_pytorch_without_cuda_is_an_option_which_is_offered_where_there_is_no_dr
     assert calls.last[0][calls.last[0].index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
 
 
-def test_a_changed_requirement_is_installed_into_what_is_there(setup):
+@pytest.mark.parametrize("between, made, installed", [
+    (lambda module, root: None, 1, 1),
+    (changed("requirements.txt"), 1, 2),  # installed into what is there
+    (lambda module, root: (root / ".venv" / "finished").write_text("3.10 " + module.wanted().split()[1]), 2, 2),  # another Python
+    (lambda module, root: module.python_in_venv().unlink(), 2, 2),  # which is gone
+])  # fmt: skip
+def test_a_second_call_does_what_is_needed(setup, between, made, installed):
     module, calls, root = setup
-    module.main()
-    (root / "requirements.txt").write_text("two")
     assert module.main() == 0
-    assert (calls.made, calls.installed) == (1, 2)
-
-
-@pytest.mark.parametrize("cut", [KeyboardInterrupt(), None])
-def test_a_set_up_cut_off_in_the_middle_is_repaired(setup, capsys, cut):
-    """Interrupted, or killed: the half-made folder stays, without its stamp."""
-    module, calls, root = setup
-    if cut:
-        calls.fail = cut
-        assert module.main() == 130
-        assert "repairs it" in capsys.readouterr().out
-        calls.fail = None
-    else:
-        (root / ".venv" / "lib").mkdir(parents=True)
-        (root / ".venv" / "made-by-make").touch()
-    (root / ".venv" / "half-written").touch()
+    between(module, root)
     assert module.main() == 0
-    assert "starting over" in capsys.readouterr().out
-    assert not (root / ".venv" / "half-written").exists()
+    assert (calls.made, calls.installed) == (made, installed)
 
 
-def test_an_update_cut_off_in_the_middle_is_repaired_too(setup):
-    module, calls, root = setup
+def interrupted(module, calls, root):
+    calls.fail = KeyboardInterrupt()
+    assert module.main() == 130
+
+
+def killed(module, calls, root):
+    """The half-made folder stays, without its stamp."""
+    (root / ".venv" / "lib").mkdir(parents=True)
+    (root / ".venv" / "made-by-make").touch()
+    calls.made += 1
+
+
+def an_update(module, calls, root):
     module.main()
     (root / "constraints.txt").write_text("two")
-    calls.fail = KeyboardInterrupt()
-    module.main()
-    calls.fail = None
-    assert module.main() == 0
-    assert calls.made == 2, "made anew"
+    interrupted(module, calls, root)
 
 
-def test_another_python_makes_a_new_folder(setup):
+def behind_a_link(module, calls, root):
+    """On another disk, say: the link stays."""
+    (root / "elsewhere").mkdir()
+    (root / ".venv").symlink_to("elsewhere")
+    interrupted(module, calls, root)
+
+
+@pytest.mark.parametrize("cut_off", [interrupted, killed, an_update, behind_a_link])
+def test_what_was_cut_off_in_the_middle_is_made_anew(setup, capsys, cut_off):
     module, calls, root = setup
-    module.main()
-    (root / ".venv" / "finished").write_text("3.10 " + module.wanted().split()[1])
-    module.main()
-    assert calls.made == 2
-
-
-def test_a_python_that_is_gone_makes_a_new_folder(setup):
-    module, calls, _ = setup
-    module.main()
-    module.python_in_venv().unlink()
-    assert module.main() == 0 and calls.made == 2
+    cut_off(module, calls, root)
+    assert cut_off is killed or "repairs it" in capsys.readouterr().out
+    (root / ".venv" / "half-written").touch()
+    calls.fail, is_link = None, (root / ".venv").is_symlink()
+    assert module.main() == 0 and "starting over" in capsys.readouterr().out
+    assert calls.made == 2 and not (root / ".venv" / "half-written").exists()
+    assert (root / ".venv").is_symlink() == is_link and (root / ".venv" / "finished").exists()
 
 
 def made_by_hand(folder, installed):
@@ -180,18 +177,6 @@ def test_a_name_that_is_taken(setup, capsys):
     file, link = capsys.readouterr().out.splitlines()
     assert "is a file" in file and "is a link to nothing" in link and "try again" in file and "try again" in link
     assert calls.made == 0 and (root / ".venv").is_symlink()
-
-
-def test_an_environment_behind_a_link_is_made_and_repaired(setup, capsys):
-    """On another disk, say: the link stays."""
-    module, calls, root = setup
-    (root / "elsewhere").mkdir()
-    (root / ".venv").symlink_to("elsewhere")
-    calls.fail = KeyboardInterrupt()
-    module.main()
-    calls.fail = None
-    assert module.main() == 0 and "starting over" in capsys.readouterr().out
-    assert calls.made == 2 and (root / ".venv").is_symlink() and (root / "elsewhere" / "finished").exists()
 
 
 def test_killed_while_starting_over(setup, monkeypatch):

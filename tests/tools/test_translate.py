@@ -28,10 +28,7 @@ def test_a_lesson_in_a_test_language(project, tmp_path, capsys):
     assert "translate.py update ko makes it" in capsys.readouterr().out
     translate.main(["update", "ko", "03"])
     file = tmp_path / "locales" / "ko" / f"{project.stem}.po"
-    english = [
-        "Two GPUs, and slower than one",
-        "cut the model where it is fastest among the cuts that fit",
-    ]
+    english = ["Two GPUs, and slower than one", "cut the model where it is fastest among the cuts that fit"]
     catalogue = read_po(file.open("rb"))
     assert all(catalogue.get(sentence) for sentence in english)
     for sentence in english:

@@ -86,11 +86,8 @@ def modules_of(name: str) -> set[str]:
         needed.add(wanted.lower().replace("_", "-"))
         names = [re.match(r"[\w.-]+", line)[0] for line in lines if "extra ==" not in line]
         found += [each for each in names if each not in found]
-    return {
-        module
-        for module, packages in metadata.packages_distributions().items()
-        if needed & {package.lower().replace("_", "-") for package in packages}
-    }
+    provided = metadata.packages_distributions().items()
+    return {name for name, packages in provided if needed & {one.lower().replace("_", "-") for one in packages}}
 
 
 def test_what_is_in_it(wheel):

@@ -1,5 +1,6 @@
-"""Several processes from a notebook: results in rank order, the right rank blamed, nobody left behind."""
+"""Several processes from a notebook: results in rank order, the right rank blamed, nobody left behind. On GPUs: tests/virtualgpu/distributed."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -21,7 +22,7 @@ import virtualgpu
 from tests.processes import alive, listening, ranks, wait_until
 from virtualgpu.run.ranks import WorkerError, launch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,29 @@ def add_ranks(extra, scale=1):
     return scale * dist.get_rank()
 
 
+def test_results_and_lines_in_rank_order(capsys):
+    assert launch is virtualgpu.launch
+    assert launch(add_ranks, 3, scale=10) == [0, 10]
+    said = [f"[rank {r}] {line}" for r in (0, 1) for line in ("sum 7.0", "threads 1")]
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_functions_that_no_module_has_and_more_ranks_than_cores():
+    """A closure, as a notebook's cell has them. What it trained before is no matter: a forked process would hang in OpenMP."""
+    model = torch.nn.Linear(200, 200)
+    model(torch.randn(500, 200)).sum().backward()
+
+    def worker():
+        model(torch.randn(500, 200)).sum().backward()
+        return dist.get_rank(), os.environ["RANK"], os.environ["WORLD_SIZE"], dist.get_world_size()
+
+    assert launch(worker, nprocs=4) == [(r, str(r), "4", 4) for r in range(4)]
+
+
+def test_large_results_come_back():
+    assert [t.sum().item() for t in launch(lambda: torch.ones(5_000_000))] == [5e6, 5e6]
+
+
 def test_nobody_else_is_let_in():
     """Read on rank 0, of the notebook and all of its processes: the store's socket is the launcher's."""
     notebook = os.getpid()
@@ -49,39 +73,62 @@ def test_nobody_else_is_let_in():
     assert launch(heard, nprocs=2)[0] == {"127.0.0.1"}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit, and other names")
-def test_what_this_machine_lacks(monkeypatch):
-    """Said before any process is there; multiprocessing's error says less, and gloo's wait for nobody."""
-    import resource
+def test_a_ranks_collections_leave_pytorchs_objects_alone():
+    def leave_a_cycle():
+        cycle = torch.nn.Linear(1, 1)
+        cycle.itself, gone = cycle, weakref.ref(cycle)
+        del cycle
+        gc.collect()
+        return gone() is None, gc.get_freeze_count()
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    number = os.open(os.devnull, os.O_RDONLY)
-    os.close(number)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number + 20, hard))
-    try:
-        with pytest.raises(
-            OSError, match=r"2 processes need 32 more open files than there are: raise .* `ulimit -n 1024`"
-        ):
-            launch(add_ranks, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    [(gone, left_alone)] = launch(leave_a_cycle, nprocs=1)
+    assert gone and left_alone > 100_000
+
+
+# -- what is refused, and what the machine lacks
+
+
+@pytest.mark.parametrize("options, words", [
+    *[({"nprocs": nprocs}, "ask for one process or more") for nprocs in (0, -1, 1.5, "2", True, None)],
+    *[({"timeout": limit}, f"timeout={limit!r}: say after how many seconds") for limit in (None, float("inf"), float("nan"), "5", True, 0, -1)],
+])  # fmt: skip
+def test_impossible_numbers(options, words):
+    with pytest.raises(ValueError, match=words):
+        launch(add_ranks, 1, **options)
+
+
+def test_what_cannot_travel(monkeypatch):
+    with pytest.raises(TypeError, match="pickle"):
+        launch(lambda lock: None, threading.Lock())
+    with pytest.raises(WorkerError, match="pickle") as caught:
+        launch(lambda: threading.Lock())
+    assert caught.value.rank in (0, 1)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match="pip install cloudpickle"):
+        launch(add_ranks, 1)
+
+
+def test_too_few_open_files(open_files_left):
+    """Said before any process is there; multiprocessing's error says less, and gloo's wait for nobody."""
+    open_files_left(20)
+    with pytest.raises(OSError, match=r"2 processes need 32 more open files than there are: raise .* `ulimit -n 1024`"):
+        launch(add_ranks, 1)
+
+
+def test_a_network_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
-    with pytest.raises(
-        ValueError, match=r"GLOO_SOCKET_IFNAME=lo,nowhere0: .* no network interface 'nowhere0'; unset .* lo"
-    ):
+    words = r"GLOO_SOCKET_IFNAME=lo,nowhere0: .* no network interface 'nowhere0'; unset .* lo"
+    with pytest.raises(ValueError, match=words):
         launch(add_ranks, 1)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # of the ranks, whatever the first launch had
     assert launch(lambda: os.environ["GLOO_SOCKET_IFNAME"], nprocs=1) == ["lo"]
 
 
-@pytest.mark.parametrize(
-    "whose, error",
-    [
-        ("virtualgpu.run.ranks.forkserver.store", RuntimeError("Resource temporarily unavailable")),
-        ("virtualgpu.run.ranks.watch.Rank.start", BlockingIOError(11, "Resource temporarily unavailable")),
-        ("virtualgpu.run.ranks.watch.Rank.start", EOFError("unexpected EOF")),
-    ],
-)
+@pytest.mark.parametrize("whose, error", [
+    ("virtualgpu.run.ranks.forkserver.store", RuntimeError("Resource temporarily unavailable")),
+    ("virtualgpu.run.ranks.watch.Rank.start", BlockingIOError(11, "Resource temporarily unavailable")),
+    ("virtualgpu.run.ranks.watch.Rank.start", EOFError("unexpected EOF")),
+])  # fmt: skip
 def test_no_process_more(monkeypatch, whose, error):
     def refuse(*arguments):
         raise error
@@ -96,10 +143,12 @@ def test_a_rank_that_may_start_no_thread():
         os.write(2, b"RuntimeError: can't start new thread\n")
         os._exit(1)
 
-    with pytest.raises(
-        WorkerError, match=r"exited with status 1 .*`ulimit -u`.* Its last words:\nRuntimeError: can't start new thread"
-    ):
+    words = r"exited with status 1 .*`ulimit -u`.* Its last words:\nRuntimeError: can't start new thread"
+    with pytest.raises(WorkerError, match=words):
         launch(full, nprocs=1)
+
+
+# -- a rank that fails
 
 
 def crash(bad, how):
@@ -116,77 +165,24 @@ def crash(bad, how):
     return "survived"
 
 
-def leave_a_cycle():
-    """[is it gone after a collection, how many objects that collection does not walk through]"""
-    cycle = torch.nn.Linear(1, 1)
-    cycle.itself, gone = cycle, weakref.ref(cycle)
-    del cycle
-    gc.collect()
-    return gone() is None, gc.get_freeze_count()
+REAL_TIME = getattr(signal, "SIGRTMIN", 0) + 5
 
 
-def test_a_ranks_collections_leave_pytorchs_objects_alone():
-    [(gone, left_alone)] = launch(leave_a_cycle, nprocs=1)
-    assert gone and left_alone > 100_000
-
-
-def test_results_and_lines_in_rank_order(capsys):
-    assert launch is virtualgpu.launch
-    assert launch(add_ranks, 3, scale=10) == [0, 10]
-    assert capsys.readouterr().out.splitlines() == [
-        f"[rank {r}] {line}" for r in (0, 1) for line in ("sum 7.0", "threads 1")
-    ]
-
-
-def test_functions_that_no_module_has():
-    """A closure and a lambda, as a notebook's cell has them, and more ranks than cores."""
-    offset = torch.arange(3)
-
-    def worker():
-        return offset + dist.get_rank(), os.environ["RANK"], os.environ["WORLD_SIZE"]
-
-    found = launch(worker, nprocs=4)
-    assert [tensor.tolist() for tensor, _, _ in found] == [[r, r + 1, r + 2] for r in range(4)]
-    assert [(rank, size) for _, rank, size in found] == [(str(r), "4") for r in range(4)]
-    assert launch(lambda: dist.get_world_size(), nprocs=1) == [1]
-
-
-def test_large_results_come_back():
-    assert [t.sum().item() for t in launch(lambda: torch.ones(5_000_000))] == [5e6, 5e6]
-
-
-def test_after_a_training_in_the_parent():
-    """A forked process would hang in OpenMP."""
-    model = torch.nn.Linear(200, 200)
-    model(torch.randn(500, 200)).sum().backward()
-
-    def worker():
-        model(torch.randn(500, 200)).sum().backward()
-        return True
-
-    assert launch(worker) == [True, True]
-
-
-@pytest.mark.parametrize(
-    "bad, how, said",
-    [
-        (0, "raise", "failed first:\nTraceback"),
-        (1, signal.SIGKILL, "was killed by SIGKILL (out of memory on this machine, perhaps)"),
-        (2, "exit", "exited with status 3 before it was done"),
-        (1, "sys.exit", "failed first:\nSystemExit: 4"),
-        (0, getattr(signal, "SIGRTMIN", 0) + 5, f"was killed by signal {getattr(signal, 'SIGRTMIN', 0) + 5}"),
-    ],
-    ids=lambda value: str(value).split()[0],
-)
+@pytest.mark.parametrize("bad, how, said", [
+    (0, "raise", "failed first:\nTraceback"),
+    (1, signal.SIGKILL, "was killed by SIGKILL (out of memory on this machine, perhaps)"),
+    (2, "exit", "exited with status 3 before it was done"),
+    (1, "sys.exit", "failed first:\nSystemExit: 4"),
+    (0, REAL_TIME, f"was killed by signal {REAL_TIME}"),
+])  # fmt: skip
 def test_the_rank_that_failed_is_named(capsys, bad, how, said):
     with pytest.raises(WorkerError) as caught:
         launch(crash, bad, how, nprocs=3)
-    assert caught.value.rank == bad
+    assert caught.value.rank == bad and ranks() == []
     assert str(caught.value).startswith(f"rank {bad} {said}")
     if how == "raise":
         assert str(caught.value).endswith(f"ValueError: rank {bad} has had enough")
         assert "ranks.py" not in str(caught.value)  # the traceback begins in the reader's function
-    assert ranks() == []
     assert capsys.readouterr().out == f"[rank {bad}] about to fail\n"
 
 
@@ -204,13 +200,31 @@ def test_the_first_is_blamed_whatever_the_clock():
     assert caught.value.rank == 1
 
 
-def interrupt_when(true):
-    """Ctrl-C as soon as that holds."""
-    threading.Thread(target=lambda: (wait_until(true), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+def test_a_forkserver_that_dies_is_started_anew(monkeypatch):
+    """At the very moment when a rank is asked of it."""
+    from multiprocessing.forkserver import _forkserver
+
+    ensure_running, died = _forkserver.ensure_running, []
+
+    def runs_no_longer():
+        ensure_running()
+        if not died:
+            died.append(_forkserver._forkserver_pid)
+            os.kill(died[0], signal.SIGKILL)
+
+    monkeypatch.setattr(_forkserver, "ensure_running", runs_no_longer)
+    assert launch(add_ranks, 1) == [0, 1]
+    assert _forkserver._forkserver_pid not in died
+
+
+# -- interrupted
 
 
 def test_an_interrupted_cell_leaves_no_process(ctrl_c):
-    interrupt_when(lambda: len(ranks()) == 2)
+    interrupt = threading.Thread(
+        target=lambda: (wait_until(lambda: len(ranks()) == 2), os.kill(os.getpid(), signal.SIGINT))
+    )
+    interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         launch(lambda: time.sleep(60))
     assert ranks() == []
@@ -270,49 +284,6 @@ def test_a_script_without_a_guard_and_its_workers_when_it_dies(tmp_path):
     wait_until(lambda: not any(map(alive, pids)), 10)
 
 
-@pytest.mark.parametrize("nprocs", [0, -1, 1.5, "2", True, None])
-def test_impossible_numbers_of_processes(nprocs):
-    with pytest.raises(ValueError, match="ask for one process or more"):
-        launch(add_ranks, 1, nprocs=nprocs)
-
-
-@pytest.mark.parametrize("timeout", [None, float("inf"), float("nan"), "5", True, 0, -1])
-def test_impossible_time_limits(timeout):
-    with pytest.raises(ValueError, match=f"timeout={timeout!r}: say after how many seconds"):
-        launch(add_ranks, 1, timeout=timeout)
-
-
-def test_what_cannot_travel():
-    with pytest.raises(TypeError, match="pickle"):
-        launch(lambda lock: None, threading.Lock())
-    with pytest.raises(WorkerError, match="pickle") as caught:
-        launch(lambda: threading.Lock())
-    assert caught.value.rank in (0, 1)
-
-
-def test_without_cloudpickle(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ImportError, match="pip install cloudpickle"):
-        launch(add_ranks, 1)
-
-
-def test_a_forkserver_that_dies_is_started_anew(monkeypatch):
-    """At the very moment when a rank is asked of it."""
-    from multiprocessing.forkserver import _forkserver
-
-    ensure_running, died = _forkserver.ensure_running, []
-
-    def runs_no_longer():
-        ensure_running()
-        if not died:
-            died.append(_forkserver._forkserver_pid)
-            os.kill(died[0], signal.SIGKILL)
-
-    monkeypatch.setattr(_forkserver, "ensure_running", runs_no_longer)
-    assert launch(add_ranks, 1) == [0, 1]
-    assert _forkserver._forkserver_pid not in died
-
-
 # -- processes that ranks start
 
 
@@ -328,11 +299,8 @@ def load_with_workers(begun=None):
     return first + [n for batch in batches for n in batch.tolist()]
 
 
-def test_a_rank_may_have_a_loader_with_workers():
+def test_a_ranks_loader_may_have_workers_and_they_go_with_it(tmp_path):
     assert launch(load_with_workers) == [list(range(6))] * 2
-
-
-def test_a_loaders_workers_go_with_their_rank(tmp_path):
     with pytest.raises(WorkerError, match="not done after 5 s"):
         launch(load_with_workers, tmp_path / "begun", timeout=5)
     assert (tmp_path / "begun").exists() and ranks() == []
@@ -348,22 +316,16 @@ def start_processes(path, killed):
     if not killed:
         daemon = subprocess.Popen([sys.executable, "-S", "-c", DAEMON], stdout=subprocess.PIPE)
         pids.append(int(daemon.stdout.readline()))
-    Path(path).write_text(" ".join(map(str, pids)))
+    path.write_text(" ".join(map(str, pids)))
     if killed:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a daemon cannot be told from others'")
-def test_what_a_rank_started_ends_with_it(tmp_path):
-    launch(start_processes, tmp_path / "pids", False, nprocs=1)
+@pytest.mark.parametrize("killed, number", [(False, 3), (True, 2)])
+def test_what_a_rank_started_ends_with_it(tmp_path, killed, number):
+    with pytest.raises(WorkerError, match="was killed by SIGKILL") if killed else contextlib.nullcontext():
+        launch(start_processes, tmp_path / "pids", killed, nprocs=1)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 3
-    wait_until(lambda: not any(map(alive, pids)), 5)
-
-
-def test_what_a_killed_rank_started_ends_too(tmp_path):
-    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
-        launch(start_processes, tmp_path / "pids", True, nprocs=1)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2
+    assert len(pids) == number
     wait_until(lambda: not any(map(alive, pids)), 5)

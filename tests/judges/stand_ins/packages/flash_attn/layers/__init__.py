@@ -1,1 +1,0 @@
-"""flash-attn's layers."""

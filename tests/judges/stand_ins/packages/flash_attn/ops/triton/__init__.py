@@ -1,1 +1,0 @@
-"""Those it has as Triton kernels."""
