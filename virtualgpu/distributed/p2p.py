@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,11 +10,21 @@ import torch
 from torch import distributed as dist
 
 from virtualgpu._compat.distributed import Work
+from virtualgpu.distributed.communicator import Communicator, SimulatedWork
 from virtualgpu.distributed.objects import extent, hear, message_of
-from virtualgpu.distributed.shared_clock import RECV, SEND, Awaited, Hang, Message, MessageLog, SingleRankArrivals
+from virtualgpu.distributed.shared_clock import (
+    RECV,
+    SEND,
+    Awaited,
+    Hang,
+    Message,
+    MessageLog,
+    SingleRankArrivals,
+    real_sleep,
+    real_time,
+)
 from virtualgpu.distributed.topology import Layout
 from virtualgpu.distributed.transport import flat
-from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
 from virtualgpu.hardware.network import STEPS
@@ -116,6 +125,23 @@ NEIGHBOURS = (
 VERBS = ("send to", "recv from")  # by direction
 
 
+def come_to(communicator: Communicator, direction: int, peer: int, tensor: torch.Tensor, gpu: GPU) -> "Exchange":
+    """This rank has come to a send or a recv."""
+    if communicator.messages is None:
+        communicator.messages = Messages(communicator)
+    exchange = communicator.batch
+    if communicator.coalesced is None:
+        exchange = Exchange(communicator.messages, gpu, batched=False)
+    elif exchange is None:
+        exchange = communicator.batch = Exchange(communicator.messages, gpu, batched=True)
+        communicator.coalesced.append(exchange)
+    exchange.add(direction, peer, tensor)
+    communicator.latest = exchange
+    if not exchange.batched:
+        communicator.messages.start(exchange)
+    return exchange
+
+
 class Messages:
     """The messages of one communicator, and when the batches of all its ranks end, as far as that is known."""
 
@@ -166,7 +192,7 @@ class Messages:
         return ready, self._begins.pop(number, ready), end
 
     def _deadline(self) -> float:
-        return time.monotonic() + self.communicator.timeout.total_seconds()
+        return real_time() + self.communicator.timeout.total_seconds()
 
     def _end(self, rank: int, number: int, deadline: float, path: tuple) -> float:
         if number in self._ends[rank]:
@@ -251,11 +277,11 @@ class Messages:
         """What is on its way arrives, unless its receiver has ended or left the group."""
         deadline, arrivals = self._deadline(), self.communicator.arrivals
         with contextlib.suppress(RuntimeError), self.communicator.machine.untracked():
-            while self.leaving and time.monotonic() < deadline:
+            while self.leaving and real_time() < deadline:
                 ended = arrivals.ended()
                 self._let_go()
                 self.leaving = [sent for sent in self.leaving if sent[0].peer not in ended]
-                time.sleep(1e-3)
+                real_sleep(1e-3)
 
     def forget(self, exchange: "Exchange") -> None:
         """It is over."""

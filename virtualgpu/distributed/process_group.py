@@ -4,17 +4,19 @@ import atexit
 import functools
 import json
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import is_really_meta, packet, schema
-from virtualgpu.distributed import transport
+from virtualgpu.distributed import p2p, transport
 from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
-from virtualgpu.distributed.communicator import Communicator
+from virtualgpu.distributed.communicator import CoalescedWork, Communicator, Statistics
 from virtualgpu.distributed.shared_clock import (
     LEFT,
     RAISED,
@@ -28,7 +30,6 @@ from virtualgpu.distributed.shared_clock import (
     processes,
 )
 from virtualgpu.distributed.topology import Layout, Where, one_gpu_each
-from virtualgpu.distributed.work import CoalescedWork, Statistics
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.storage import allocation_of, gpu_of, storage_of
@@ -92,6 +93,17 @@ class ProcessGroupNCCL(_compat.Gloo):
         return "nccl"
 
 
+ALONE = frozenset({"cuda"})  # device types of a group that knows no CPU
+
+
+class GroupKind(NamedTuple):
+    """Of a process group. device_types: for which it has a backend. foreign: is that one that somebody wrote (PyTorch's tests have one of
+    threads)? It carries the numbers as it does for CPU tensors; how long it takes is not known."""
+
+    device_types: frozenset[str]
+    foreign: bool
+
+
 class Communicators:
     """Of this process, by the names of their groups and the GPU (its index) that the tensors are on."""
 
@@ -103,6 +115,7 @@ class Communicators:
         self._coalescing: dict[
             str, Communicator | None
         ] = {}  # groups inside of a coalescing manager, and which collects
+        self.kinds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each group
         self._backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
         self._launched = None  # the store in which ranks of `launch` say that they have returned
 
@@ -151,7 +164,7 @@ class Communicators:
             communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
         if name in self._coalescing and self._coalescing[name] is None:
             self._coalescing[name] = communicator
-            communicator.begin_together()
+            communicator.begin_coalescing()
         return communicator
 
     def start_coalescing(self, group) -> None:
@@ -161,7 +174,7 @@ class Communicators:
     def end_coalescing(self, group) -> CoalescedWork:
         """One work for all that was called since."""
         communicator = self._coalescing.pop(group.group_name, None)
-        return CoalescedWork([]) if communicator is None else communicator.end_together()
+        return CoalescedWork([]) if communicator is None else communicator.end_coalescing()
 
     def _of_group(self, group) -> list[Communicator]:
         """Those of the GPUs that the group has used, in the order in which they were made: on all ranks the same."""
@@ -231,22 +244,26 @@ class Communicators:
                 continue
         return None
 
-    def foreign(self, group) -> bool:
-        """Is it of a backend that somebody wrote (PyTorch's tests have one of threads)? That one carries the numbers as it does for
-        CPU tensors; how long it takes is not known.
-        """
-        if type(group) is not _compat.ProcessGroup:
-            return True  # written in Python as a whole
-        backend = self._backend(group)
-        return not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
+    def kind(self, group) -> GroupKind:
+        """Asked once of each group."""
+        kind = self.kinds.get(group)
+        if kind is None:
+            foreign = type(group) is not _compat.ProcessGroup  # written in Python as a whole
+            if not foreign:
+                backend = self._backend(group)
+                foreign = (
+                    not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
+                )
+            kind = self.kinds[group] = GroupKind(_compat.device_types(group), foreign)
+        return kind
 
     def gpu_of_barrier(self, group, device_ids) -> GPU | None:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
         used = [communicator.gpu for communicator in self._of_group(group) if communicator.failed is None]
-        if _compat.device_types(group) != {
-            "cuda"
-        }:  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
+        if (
+            self.kind(group).device_types != ALONE
+        ):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
             return used[0] if used else None
         name = group.group_name  # as PyTorch has it, also those that NCCL refused
         used += [gpu for gpu in self._meetings.get(name, ()) if (name, gpu.index) not in self.known]
@@ -262,7 +279,7 @@ class Communicators:
     def place(self, group, tensors: Sequence[torch.Tensor]) -> GPU | None:
         """The GPU of these tensors: those that C++ made without saying where (a bucket of DDP) get it. None for the CPU's, where the
         group has a backend for them. Raises NCCL's error where it has none, and ValueError for several GPUs."""
-        gpu, elsewhere = None, []
+        gpu, elsewhere, (device_types, foreign) = None, [], self.kinds.get(group) or self.kind(group)
         for tensor in tensors:
             its_gpu = gpu_of(tensor)
             if its_gpu is None:
@@ -273,14 +290,15 @@ class Communicators:
                 gpus = sorted(map(str, (gpu, its_gpu)))
                 raise ValueError(f"Expected all tensors of a collective on one device, but found {gpus}")
         if gpu is not None:
-            gpu = self.machine.own(gpu)
-            if "cuda" not in _compat.device_types(group) and not self.foreign(group):
+            if self.machine.forked or gpu.machine is not self.machine:
+                self.machine.own(gpu)  # raises
+            if "cuda" not in device_types and not foreign:
                 raise RuntimeError("No backend type associated with device type cuda")
         elif not elsewhere:
             return None
-        elif "cuda" in _compat.device_types(group) and all(map(_made_by_cpp, elsewhere)):
+        elif "cuda" in device_types and all(map(_made_by_cpp, elsewhere)):
             gpu = self.machine.gpu("cuda")
-        elif _compat.device_types(group) == {"cuda"}:
+        elif device_types == ALONE:
             raise RuntimeError("No backend type associated with device type cpu")
         else:
             return None
@@ -317,11 +335,14 @@ def of_c10d(dispatch, func, args, kwargs):
     name = packet(func).__name__
     names, returns_tensors = _signature(func)
     values = {**dict(zip(names, args, strict=False)), **kwargs}
-    group = _compat.group_of(values["process_group"])
+    group = values["process_group"]
+    if not isinstance(group, _compat.ProcessGroup):
+        group = _compat.unboxed(group)
     if name not in OPERATIONS:
         return _of_a_message(dispatch, name, group, func, args, kwargs)
-    _check_for_tensors(func, values)
-    if communicators.foreign(group):
+    if not values.get("tensors"):
+        _check_for_tensors(func, values)
+    if (communicators.kinds.get(group) or communicators.kind(group)).foreign:
         with machine.untracked():
             return func(*args, **kwargs)
     collective, read = OPERATIONS[name]
@@ -357,7 +378,7 @@ def _check_for_tensors(func, values: Mapping) -> None:
 
 def _of_a_message(dispatch, name: str, group, func, args, kwargs):
     communicators = dispatch.machine.communicators
-    if communicators.foreign(group):
+    if communicators.kind(group).foreign:
         with dispatch.machine.untracked():
             return func(*args, **kwargs)
     gpu = communicators.place(group, args[0]) if name in MESSAGES else None
@@ -367,7 +388,7 @@ def _of_a_message(dispatch, name: str, group, func, args, kwargs):
         raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
     direction, verb = MESSAGES[name]
     communicator = communicators.of(group, gpu, f"{verb} rank {dist.get_global_rank(group, args[2])}")
-    return communicator.message(direction, args[2], args[0][0], gpu).boxed()
+    return p2p.come_to(communicator, direction, args[2], args[0][0], gpu).boxed()
 
 
 def of_functional(dispatch, func, args, kwargs):
@@ -392,7 +413,7 @@ def of_functional(dispatch, func, args, kwargs):
     inputs = values["inputs"] if "inputs" in values else [values["input"]]
     if communicators.place(group, inputs) is None:
         return func(*args, **kwargs)
-    if communicators.foreign(group):
+    if communicators.kind(group).foreign:
         with machine.untracked():
             out = func(*args, **kwargs)
         for result in out if isinstance(out, list) else [out]:
@@ -420,7 +441,7 @@ def of_dtensor(dispatch, func, args, kwargs):
     group = _compat.named(name) if isinstance(name, str) else _compat.group_of(name)
     if communicators.place(group, [tensor]) is None:
         return func(*args, **kwargs)
-    if communicators.foreign(group):
+    if communicators.kind(group).foreign:
         with dispatch.machine.untracked():
             return dispatch.machine.place(func(*args, **kwargs), gpu_of(tensor))
     functional, ones = torch.ops._c10d_functional, [1] * group.size()

@@ -27,18 +27,22 @@ from virtualgpu.memory.ledger import started
 # fast the processes really ran.
 #
 #     arrivals = Arrivals.meet(store, rank, size)               # all ranks of the group call it
-#     arrivals.post(1, moment, words, timeout)              # collectives are numbered from 1; `words`: four whole numbers about it
-#     arrivals.come(1)                                      # [(rank, words)] of the others that have come to it so far
-#     arrivals.read(1, timeout)                             # the moment of the last, and the words of rank 0, of rank 1, ...
+#     arrivals.post(1, moment, signature, timeout)          # collectives are numbered from 1; `signature`: four whole numbers about it
+#     arrivals.come(1)                                      # [(rank, signature)] of the others that have come to it so far
+#     arrivals.read(1, timeout)                             # the moment of the last, and the signature of rank 0, of rank 1, ...
 
 SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
-Words = tuple[int, int, int, int]  # what a rank says of a collective
+Signature = tuple[int, int, int, int]  # what a rank tells of a collective (`calls.signature_of`)
 SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
-ARRIVAL = struct.Struct(f"{SLOT}q")
+ARRIVAL, MOMENT = (
+    struct.Struct(f"{SLOT}q"),
+    struct.Struct(f"d{SLOT - 1}q"),
+)  # the same, its moment in bits and as a number
 # words at the head of a rank's part: up to which number it has read, who it is, how it left where it comes to nothing more, and which
 # message it waits for
 READ, PID, STARTED, OVER, WAITS, HEAD = 0, 1, 2, 3, 4, 5
 LEFT, RAISED = 1, 2  # how
+real_sleep, real_time = time.sleep, time.monotonic  # the program's are others while virtual GPUs are on
 
 
 def float_bits(moment: float) -> int:
@@ -120,6 +124,9 @@ class Arrivals:
         if file is not None:
             weakref.finalize(self, os.close, file)  # works of a group that is destroyed may still read it
         self._each = HEAD + SLOTS * SLOT
+        self._slots = [
+            8 * (member * self._each + HEAD) for member in range(size)
+        ]  # in bytes: where those of each rank begin
         self._read = 0
         mine = rank * self._each
         words[mine + STARTED], words[mine + PID] = started(os.getpid()), os.getpid()
@@ -154,59 +161,66 @@ class Arrivals:
         if self._remove is not None:
             self._remove()
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
+    def post(self, number: int, moment: float, signature: Signature, timeout: timedelta) -> list[tuple[int, Signature]]:
         """This rank has come to collective `number`; returns those that had come before, as `come`. Waits where it is too far ahead;
         raises as `read`."""
         if number > SLOTS:
-            self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
-        offset = 8 * (self.rank * self._each + HEAD + number % SLOTS * SLOT)
-        bits = float_bits(moment)
-        first, second, third, fourth = words
+            self._wait(self._have_not_read, number - SLOTS, timeout)
+        bits = struct.unpack("q", struct.pack("d", moment))[0]
+        first, second, third, fourth = signature
         check = number ^ bits ^ first ^ second ^ third ^ fourth
-        ARRIVAL.pack_into(self._words, offset, bits, *words, check)
+        offset = self._slots[self.rank] + ARRIVAL.size * (number % SLOTS)
+        ARRIVAL.pack_into(self._words, offset, bits, *signature, check)
         return self.come(number) if self.size > 1 else []
 
-    def come(self, number: int) -> list[tuple[int, Words]]:
+    def come(self, number: int) -> list[tuple[int, Signature]]:
         """The other ranks that have come to it so far, and what they said. Called after `post`: of two ranks, at least one sees the
         other."""
-        slots = [(rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank]
-        return [(rank, slot[1]) for rank, slot in slots if slot is not None]
+        there, offset = [], ARRIVAL.size * (number % SLOTS)
+        for rank, slots in enumerate(self._slots):
+            bits, first, second, third, fourth, check = ARRIVAL.unpack_from(self._words, slots + offset)
+            if rank != self.rank and number ^ bits ^ first ^ second ^ third ^ fourth == check:
+                there.append((rank, (first, second, third, fourth)))
+        return there
 
-    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Signature]]:
         """When the last rank came to it, and what each said. Raises RankEnded or RankLate for one that does not come."""
-        moments, all_words = [], []
-        for rank in range(self.size):
-            slot = self._slot(rank, number)
-            if slot is None:
-                self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
-                slot = self._slot(rank, number)
-            moments.append(slot[0])
-            all_words.append(slot[1])
+        self._wait(self.behind, number, timeout)
+        moments, signatures, offset = [], [], ARRIVAL.size * (number % SLOTS)
+        for slots in self._slots:
+            moment, *signature, _ = MOMENT.unpack_from(self._words, slots + offset)
+            moments.append(moment)
+            signatures.append(tuple(signature))
         self._read = max(self._read, number)
         self._words[self.rank * self._each + READ] = self._read
-        return max(moments), all_words
+        return max(moments), signatures
 
-    def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
-        offset = 8 * (rank * self._each + HEAD + number % SLOTS * SLOT)
-        bits, first, second, third, fourth, check = ARRIVAL.unpack_from(self._words, offset)
-        if number ^ bits ^ first ^ second ^ third ^ fourth != check:
-            return None
-        return float_of_bits(bits), (first, second, third, fourth)
+    def behind(self, number: int) -> list[int]:
+        """Ranks that have not come to collective `number`."""
+        late, offset = [], ARRIVAL.size * (number % SLOTS)
+        for rank, slots in enumerate(self._slots):
+            bits, first, second, third, fourth, check = ARRIVAL.unpack_from(self._words, slots + offset)
+            if number ^ bits ^ first ^ second ^ third ^ fourth != check:
+                late.append(rank)
+        return late
 
-    def _wait(self, arrived, timeout: timedelta) -> None:
-        """Until it is true of every rank: at first looking again at once, then with pauses of up to a millisecond."""
-        late = [rank for rank in range(self.size) if not arrived(rank)]
-        if not late:
-            return
-        begin, pause, looks = time.monotonic(), 1e-5, 0
-        while late := [rank for rank in late if not arrived(rank)]:
-            passed = time.monotonic() - begin
-            if passed > timeout.total_seconds():
+    def _have_not_read(self, number: int) -> list[int]:
+        """Ranks that do not know yet when collective `number` ended."""
+        read = self._words[READ :: self._each]
+        return [rank for rank in range(self.size) if read[rank] < number]
+
+    def _wait(self, behind: Callable[[int], list[int]], number: int, timeout: timedelta) -> None:
+        """Until no rank is behind `number`: at first looking again at once, then with pauses of up to a millisecond."""
+        begin, pause, looks = real_time(), 1e-5, 0
+        while late := behind(number):
+            if real_time() - begin > timeout.total_seconds():
                 raise RankLate(late, timeout.total_seconds())
             looks += 1
             if looks % 100 == 0:  # every tenth of a second, when pauses are longest
-                self._look_for_the_dead(late, arrived)
-            time.sleep(pause)
+                for rank in self.ended():
+                    if rank in late and rank in behind(number):
+                        raise self.gone(rank)
+            real_sleep(pause)
             pause = min(1e-3, 1.5 * pause)
 
     def ended(self) -> list[int]:
@@ -243,15 +257,6 @@ class Arrivals:
         """Of the page itself."""
         return 8 * self.size * (HEAD + SLOTS * SLOT)
 
-    def behind(self, number: int) -> list[int]:
-        """Ranks that have not come to collective `number`."""
-        return [rank for rank in range(self.size) if self._slot(rank, number) is None]
-
-    def _look_for_the_dead(self, ranks: list[int], arrived) -> None:
-        for rank in self.ended():
-            if rank in ranks and not arrived(rank):
-                raise self.gone(rank)
-
 
 class SingleRankArrivals(Arrivals):
     """For one process that plays one rank of many: the others are taken to be like it."""
@@ -259,17 +264,17 @@ class SingleRankArrivals(Arrivals):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self._posted = rank, size, {}
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
+    def post(self, number: int, moment: float, signature: Signature, timeout: timedelta) -> list[tuple[int, Signature]]:
         """Only noted, for `read`; never waits."""
-        self._posted[number] = moment, [words]
+        self._posted[number] = moment, [signature]
         return []
 
-    def come(self, number: int) -> list[tuple[int, Words]]:
+    def come(self, number: int) -> list[tuple[int, Signature]]:
         """Nobody: there are no other processes."""
         return []
 
-    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
-        """This rank's own moment and words, once for all ranks. A collective can be read once."""
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Signature]]:
+        """This rank's own moment and signature, once for all ranks. A collective can be read once."""
         return self._posted.pop(number)
 
     def leave(self, how: int = LEFT) -> None:
@@ -322,7 +327,7 @@ class Meeting:
 
     def __init__(self, store, size: int, timeout: timedelta, processes: list[Process], returned: Callable[[int], bool]):
         self.store, self.size, self.timeout, self.processes, self.returned = store, size, timeout, processes, returned
-        self.until = time.monotonic() + timeout.total_seconds()
+        self.until = real_time() + timeout.total_seconds()
 
     def set(self, key: str, value: str) -> None:
         """For the others. Raises RankEnded where the store is gone, as `get`."""
@@ -339,14 +344,14 @@ class Meeting:
 
     def wait(self, keys: dict[str, int], other_than: bytes | None = None) -> None:
         """Until all of these are there: each is set by a rank. Raises as `get`."""
-        pause, look = 1e-4, time.monotonic() + LOOK
+        pause, look = 1e-4, real_time() + LOOK
 
         def there(*names: str) -> bool:
             known = self.store.check(list(names))
             return known and (other_than is None or all(self.store.get(name) != other_than for name in names))
 
         while not self._ask(lambda: there(*keys)):
-            now = time.monotonic()
+            now = real_time()
             if now > look:
                 look = now + LOOK
                 late = [rank for key, rank in keys.items() if not self._ask(lambda key=key: there(key))]
@@ -355,7 +360,7 @@ class Meeting:
                         raise RankEnded(rank, 0 if self._gone(rank) else LEFT)
                 if now > self.until and late:
                     raise RankLate(late, self.timeout.total_seconds())
-            time.sleep(pause)
+            real_sleep(pause)
             pause = min(1e-2, 1.5 * pause)
 
     def _gone(self, rank: int) -> bool:
@@ -366,7 +371,7 @@ class Meeting:
         try:
             return question()
         except RuntimeError:
-            time.sleep(LOOK)  # a process that is ending closes its sockets first
+            real_sleep(LOOK)  # a process that is ending closes its sockets first
             for rank in range(self.size):
                 if self._gone(rank):
                     raise RankEnded(rank) from None
@@ -506,7 +511,7 @@ class MessageLog:
         awaited, pause = Awaited(rank, direction, peer, index), 1e-5
         try:
             while not self.has(awaited):
-                if time.monotonic() > deadline:
+                if real_time() > deadline:
                     raise RankLate([rank], timeout.total_seconds())
                 if pause < 1e-3:
                     pause = min(1e-3, 1.5 * pause)
@@ -514,7 +519,7 @@ class MessageLog:
                     raise Hang(circle)
                 elif rank in self.arrivals.ended() and not self.has(awaited):
                     raise self.arrivals.gone(rank)
-                time.sleep(pause)
+                real_sleep(pause)
         except Hang:
             raise  # its word stays: the others of the circle find the same
         except BaseException:

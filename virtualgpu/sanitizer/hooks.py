@@ -239,9 +239,8 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
     """Report collectives and messages; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed.communicator import Communicator
+    from virtualgpu.distributed.communicator import Communicator, VirtualWork
     from virtualgpu.distributed.p2p import RECV, Exchange, Messages
-    from virtualgpu.distributed.work import VirtualWork
 
     clock, order = machine.clock, detector.order
     start, join = Communicator.start, VirtualWork.join
