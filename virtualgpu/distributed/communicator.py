@@ -8,6 +8,7 @@ Nothing here depends on real time. Moments are read when the program asks for th
 current stream, at torch.cuda.synchronize().
 """
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -80,7 +81,7 @@ class Communicator:
         if self.unlike is not None:
             self.unlike.finish()  # raises: the ranks' numbers would not meet any more
         if self.failed is not None:
-            raise self.failed
+            raise copy.copy(self.failed)
         if self.messages is not None and any(exchange.batched for exchange in self.messages.open):
             self.messages.settle()  # on the same stream
         issued, stream = self.clock.collectives.come_to(gpu.index)
@@ -134,7 +135,7 @@ class Communicator:
     def resolve(self, work: "VirtualWork") -> None:
         """When does it end? Those before it in this communicator are asked first."""
         if self.failed is not None:
-            raise self.failed
+            raise copy.copy(self.failed)
         for number in range(self.resolved + 1, work.number + 1):
             try:
                 self._resolve(self.works[number])
@@ -186,6 +187,11 @@ class Communicator:
         self.arrivals.leave(how)
         for work in self.works.values():
             self.machine.in_flight.remove(work, work.call.tensors)
+
+    def close(self) -> None:
+        """Its group is destroyed. Gloo's goes now, in one order on all ranks, and not when Python looks for cycles: where numbers are still on
+        their way to a rank that came to something else, its end waits for that rank's."""
+        self.gloo = None
 
     def fail(self, work: "VirtualWork", error: RuntimeError) -> None:
         """A work failed: nothing begins after it."""
@@ -333,15 +339,15 @@ class VirtualWork(SimulatedWork):
     def finish(self) -> None:
         """The numbers are there, and the end is known. Raises what it failed with."""
         if self._failed is not None:
-            raise self._failed
+            raise copy.copy(self._failed)
         try:
             if self.late is None:
                 self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
             if self._transfer is not None:
                 self._receive(self._transfer)
         except RuntimeError as error:
-            self._failed = error
-            self.communicator.fail(self, error)
+            self._failed = copy.copy(error)  # without its frames, which hold the group until Python looks for cycles
+            self.communicator.fail(self, self._failed)
             if self._transfer is not None:
                 transport.LOST.append(self.call)
                 self._transfer = None

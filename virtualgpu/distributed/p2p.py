@@ -1,6 +1,7 @@
 """Point to point: send, recv, and batches of them; and ranks that wait for each other, in the words of what each called."""
 
 import contextlib
+import copy
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -164,7 +165,7 @@ class Messages:
     def start(self, exchange: "Exchange") -> None:
         """This rank has come to these messages. Waits for the other side of those that are the first of their direction."""
         if self.failed is not None:
-            raise self.failed
+            raise copy.copy(self.failed)
         comm, gpu = self.communicator, exchange.gpu
         key = -1 if exchange.batched else exchange.messages[0][1]
         issued, current = comm.clock.collectives.come_to(gpu.index)
@@ -356,7 +357,7 @@ class Exchange(SimulatedWork):
         comm, names = self.communicator, self._names()
         with self.told(), comm.machine.untracked():
             if self.channel.failed is not None:
-                raise self.channel.failed
+                raise copy.copy(self.channel.failed)
             ready, begin, end = self.channel.times(self)
             self._receive()
         self.late = end
@@ -376,7 +377,7 @@ class Exchange(SimulatedWork):
         except Hang as hang:
             words = words_of_hang(hang, self.channel.log, comm.ranks, comm.layout)
             self.channel.failed = dist.DistBackendError(f"{', '.join(self._names()[:4])}: {words}")
-            raise self.channel.failed from None
+            raise copy.copy(self.channel.failed) from None
         except RuntimeError as error:
             comm.explain(error, ", ".join(self._names()[:4]))
             raise

@@ -147,7 +147,7 @@ class Communicators:
         """A group is destroyed; None: all are."""
         for name, index in list(self.known):
             if group is None or name == group.group_name:
-                self.known.pop((name, index), None)
+                self.known.pop((name, index)).close()
         for name in list(self._meetings):
             if group is None or name == group.group_name:
                 del self._meetings[name]

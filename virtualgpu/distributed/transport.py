@@ -48,7 +48,7 @@ class Transfer:
 
     def wait(self) -> None:
         """Blocks until gloo is done."""
-        works, self._works = self._works, []
+        works, self._works, self.gloo = self._works, [], None
         for work in works:
             work.wait()
 
