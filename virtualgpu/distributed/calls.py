@@ -75,14 +75,14 @@ class Call:
 
     def uses(self, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those that `rank` gets numbers in, and those that it only reads: where one rank gives, or takes, it in place."""
-        filled, read = [], []
+        filled, inputs_alone = [], []
         for outputs, inputs in self.pairs:
             one_way = outputs is inputs and self.collective.root
             keeps = one_way and (rank == self.root) == (self.collective.root == "from")
-            (read if keeps else filled).extend(outputs)
+            (inputs_alone if keeps else filled).extend(outputs)
             if outputs is not inputs:
-                read.extend(inputs)
-        return filled, read
+                inputs_alone.extend(inputs)
+        return filled, inputs_alone
 
     def release(self) -> None:
         """It is over: its tensors are not held."""
@@ -201,17 +201,17 @@ def splits_of_parts(call: Call, rank: int, size: int) -> Splits | None:
     scatters = call.collective.scatters
     if size > 1 and all(len(inputs if scatters else outputs) == 1 for outputs, inputs in call.pairs):
         return None  # in one tensor, whose size the checks know
-    own, all_parts, uneven = 0, [0] * size, False
+    mine, all_parts, uneven = 0, [0] * size, False
     for outputs, inputs in call.pairs:
         (one,), many = (outputs, inputs) if scatters else (inputs, outputs)
         count = one.numel()
         counts = [count] * size if len(many) == 1 else [tensor.numel() for tensor in many]
         uneven = uneven or any(other != count for other in counts)
-        own += count
+        mine += count
         all_parts = [total + other for total, other in zip(all_parts, counts, strict=True)]
     if not uneven:
         return None
-    return Splits(all_parts, [all_parts[rank]] * size) if scatters else Splits([own] * size, all_parts)
+    return Splits(all_parts, [all_parts[rank]] * size) if scatters else Splits([mine] * size, all_parts)
 
 
 # -- What a rank tells the others of its call, in four whole numbers (`Signature`); `collectives` compares them.
@@ -240,7 +240,7 @@ def signature_of(call: Call, splits: "Splits | None") -> Signature:
     return call.nbytes * KINDS + call.collective.number, count, bits, several
 
 
-# -- What NCCL's process group refuses, with its words (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
+# -- What NCCL's process group refuses, as it says it (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
 #
 # `check` calls those of the collective's row first; each is check(call, rank, size).
 
@@ -281,13 +281,13 @@ def check(call: Call, rank: int, size: int) -> None:
 
 
 def check_what_nccl_has(call: Call, size: int, capability: tuple[int, int]) -> None:
-    """Raises PyTorch's error for a root and for dtypes that gloo would refuse in words of its own, or not at all.
+    """Raises PyTorch's error for a root and for dtypes that gloo would refuse in its own way, or not at all.
 
     capability: the GPU's.
     """
     if call.kind in ("broadcast", "reduce") and not 0 <= call.root < size:
-        words = f"{call.kind.capitalize()} : invalid root {call.root} (root should be in the 0..{size} range)"
-        raise refused_by_nccl(*INVALID_ARGUMENT, words)
+        message = f"{call.kind.capitalize()} : invalid root {call.root} (root should be in the 0..{size} range)"
+        raise refused_by_nccl(*INVALID_ARGUMENT, message)
     if call.reduction[0] and capability < (9, 0) and call.dtypes & SUMMED:
         # of its taskAppend, enqueue.cc; copies of FP8 are refused by NCCL 2.27 and before alone
         raise refused_by_nccl(*INVALID_ARGUMENT, "FP8 reduction support begins with sm90 capable devices.")
@@ -300,13 +300,13 @@ def check_what_nccl_has(call: Call, size: int, capability: tuple[int, int]) -> N
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {name}")
 
 
-def refused_by_nccl(source: str, kind: str, meaning: str, words: str) -> dist.DistBackendError:
+def refused_by_nccl(source: str, kind: str, meaning: str, message: str) -> dist.DistBackendError:
     """PyTorch's error where NCCL itself refuses (as 2.11 says it on an H100, 2026-11-26). source: PyTorch's file that called it."""
     name = "".join(part.capitalize() for part in kind.split())
     version = ".".join(map(str, torch.cuda.nccl.version()[:3]))
     return dist.DistBackendError(
         f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/{source}, {kind} (run with NCCL_DEBUG=WARN for details), "
-        f"NCCL version {version}\nnccl{name}: {meaning}\nLast error:\n{words}"
+        f"NCCL version {version}\nnccl{name}: {meaning}\nLast error:\n{message}"
     )
 
 
@@ -343,16 +343,16 @@ def check_parts(call: Call, rank: int, size: int) -> None:
     scatters = call.collective.scatters
     way = "input" if scatters else "output"
     for outputs, inputs in call.pairs:
-        (own,), many = (outputs, inputs) if scatters else (inputs, outputs)
+        (part,), many = (outputs, inputs) if scatters else (inputs, outputs)
         if len(many) not in (1, size):
             raise ValueError(f"{call.kind}: invalid {way} tensor list (expected length {size}, got {len(many)})")
-        if len(many) == 1 and own.dtype != many[0].dtype:
+        if len(many) == 1 and part.dtype != many[0].dtype:
             raise TypeError(
                 "input tensor must be the same type as the output tensor."
                 if scatters
                 else "output tensor must have the same type as input tensor"
             )
-        if len(many) == 1 and own.numel() * size != many[0].numel():
+        if len(many) == 1 and part.numel() * size != many[0].numel():
             raise ValueError(
                 "input tensor must be the same size as output size times world size"
                 if scatters

@@ -240,7 +240,8 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
     if not torch.distributed.is_available():
         return
     from virtualgpu.distributed.communicator import Communicator, VirtualWork
-    from virtualgpu.distributed.p2p import RECV, Exchange, Messages
+    from virtualgpu.distributed.message_log import RECV
+    from virtualgpu.distributed.p2p import Exchange, Messages
 
     clock, order = machine.clock, detector.order
     start, join = Communicator.start, VirtualWork.join

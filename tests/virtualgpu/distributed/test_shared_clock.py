@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 
 from tests.processes import ranks
-from virtualgpu.distributed.shared_clock import RECV, SEND, Arrivals, MessageLog, RankEnded
+from virtualgpu.distributed.message_log import RECV, SEND, MessageLog
+from virtualgpu.distributed.shared_clock import SLOTS, Arrivals, RankEnded, RankLate
 
 
 class Store(dict):
@@ -41,7 +42,7 @@ def test_what_a_rank_wrote_is_read_also_when_it_has_ended(tmp_path):
     many = [(SEND, 1, nbytes) for nbytes in range(200)]  # more than is looked at at once
     for batch in (many, [(SEND, 1, 0)], [(RECV, 1, 5), (SEND, 1, 7)]):
         first.write(1.5, -1, batch)
-    one._words[1] = 2**30  # rank 0 is of a process that is not there
+    one._page[1] = 2**30  # rank 0 is of a process that is not there
     assert [second.batch_of(0, SEND, 1, index, *soon()) for index in (0, 199, 200, 201)] == [0, 0, 1, 2]
     assert second.batch_of(0, RECV, 1, 0, *soon()) == 2
     read = second.batches[0]
@@ -96,8 +97,6 @@ def test_a_page_leaves_no_open_file(tmp_path, recwarn):
 
 def test_a_rank_may_be_many_collectives_ahead(tmp_path):
     """But no further than its page remembers; each is read as it was told."""
-    from virtualgpu.distributed.shared_clock import SLOTS, RankLate
-
     (zero, one), limit = pages(tmp_path), timedelta(seconds=0.05)
     for number in range(1, SLOTS + 1):
         assert zero.post(number, 0.5 * number, (number, 2, 3, 4), limit) == []
