@@ -6,6 +6,7 @@ Versions 2.11 to 2.15, wheels with and without NCCL.
 import importlib
 import sys
 from datetime import timedelta
+from operator import methodcaller
 
 import torch
 from torch import distributed as dist
@@ -37,9 +38,9 @@ def backend_of(group: ProcessGroup, device: str):
     return group._get_backend(torch.device(device))
 
 
-def device_types(group: ProcessGroup) -> set[str]:
+def device_types(group: ProcessGroup) -> frozenset[str]:
     """The types of device for which it has a backend."""
-    return {device.type for device in group._device_types}
+    return frozenset({device.type for device in group._device_types})
 
 
 def async_tensor() -> type:
@@ -68,8 +69,13 @@ def forget_meshes() -> None:
 
 
 def group_of(boxed) -> ProcessGroup:
-    """The process group that an operation of the dispatcher was given."""
-    return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
+    """The process group that a functional collective was given."""
+    return boxed if isinstance(boxed, ProcessGroup) else unboxed(boxed)
+
+
+unboxed = ProcessGroup.unbox  # (what an operation of the dispatcher was given for a process group)
+reduction_number = methodcaller("op")  # (what it was given for a reduction)
+REDUCTIONS = {int(kind): (name, None) for name, kind in ReduceOp.RedOpType.__members__.items() if name != "PREMUL_SUM"}
 
 
 def reduction(op) -> tuple[str, float | None]:

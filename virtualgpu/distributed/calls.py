@@ -1,4 +1,4 @@
-"""A collective of one rank, in one form (`Call`): how the arguments of c10d's operations are read into it, and what NCCL refuses of it.
+"""A collective of one rank, in one form (`Call`): read from the arguments of c10d's operations, told to other ranks, refused as by NCCL.
 
 Python's functions, DDP's C++ reducer, FSDP and DTensor all pass through the dispatcher's operations `c10d::...`, whose names
 and arguments change least from version to version. `collectives` has the table of which reader goes with which.
@@ -6,6 +6,9 @@ and arguments change least from version to version. `collectives` has the table 
     read(collective, args, size)      args: the operation's, by name; size: of the group
 """
 
+import itertools
+import operator
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +18,7 @@ from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import suggest_memory_format
+from virtualgpu.distributed.shared_clock import Signature
 from virtualgpu.engine.cuda_checks import FLOAT8
 
 
@@ -25,7 +29,7 @@ class Collective:
     operations: those of c10d, and how to read each. functions: those of _c10d_functional, and what each makes. carry: how gloo carries
     the numbers. cost: its name in `timing.nccl`. checks: what NCCL refuses of this kind. splits: what a rank gives each of the others,
     and takes, where that may differ. scatters: this rank's own part is the output, not the input. root: "from" or "to" one rank.
-    pairwise: what one rank gives must be what another takes. alike: what comes out where all ranks give what this one gives,
+    pairwise: what one rank gives must be what another takes. number: its place in the table. alike: what comes out where all ranks give what this one gives,
     and whether that is known; None: no rank knows what comes out in a dry run.
     """
 
@@ -40,6 +44,7 @@ class Collective:
     root: str = ""
     pairwise: bool = False
     alike: Callable | None = None
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 class Call:
@@ -53,23 +58,31 @@ class Call:
     def __init__(self, collective: Collective, pairs=(), nbytes: int = 0, op=None, root: int = 0, splits=None):
         self.collective, self.kind = collective, collective.kind
         self.pairs, self.nbytes, self.root, self.splits = pairs, nbytes, root, splits
-        self.reduction: tuple[str, float | None] = ("", None) if op is None else _compat.reduction(op)
+        self.reduction: tuple[str, float | None] = ("", None)
+        if op is not None:
+            simple = (
+                _compat.REDUCTIONS.get(_compat.reduction_number(op)) if isinstance(op, torch.ScriptObject) else None
+            )
+            self.reduction = simple or _compat.reduction(op)
         self.outputs: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
+        self.dtypes: set[torch.dtype] = set()
         for outputs, inputs in pairs:
             self.outputs += outputs
             self.tensors += outputs if outputs is inputs else (*outputs, *inputs)
+        for tensor in self.tensors:
+            self.dtypes.add(tensor.dtype)
 
     def uses(self, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those that `rank` gets numbers in, and those that it only reads: where one rank gives, or takes, it in place."""
-        filled, read = [], []
+        filled, inputs_alone = [], []
         for outputs, inputs in self.pairs:
             one_way = outputs is inputs and self.collective.root
             keeps = one_way and (rank == self.root) == (self.collective.root == "from")
-            (read if keeps else filled).extend(outputs)
+            (inputs_alone if keeps else filled).extend(outputs)
             if outputs is not inputs:
-                read.extend(inputs)
-        return filled, read
+                inputs_alone.extend(inputs)
+        return filled, inputs_alone
 
     def release(self) -> None:
         """It is over: its tensors are not held."""
@@ -95,10 +108,11 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def in_place(collective: Collective, args: Mapping, size: int) -> Call:
     """Of tensors that are read and written."""
-    tensors, pairs = args["tensors"], []
-    for tensor in tensors:
+    pairs, nbytes = [], 0
+    for tensor in args["tensors"]:
         pairs.append(([tensor],) * 2)
-    return Call(collective, pairs, size_of(tensors), args.get("reduce_op"), args.get("root_rank", 0))
+        nbytes += tensor.numel() * tensor.element_size()
+    return Call(collective, pairs, nbytes, args.get("reduce_op"), args.get("root_rank", 0))
 
 
 def parts(collective: Collective, pairs: Iterable, args: Mapping, size: int) -> Call:
@@ -187,20 +201,46 @@ def splits_of_parts(call: Call, rank: int, size: int) -> Splits | None:
     scatters = call.collective.scatters
     if size > 1 and all(len(inputs if scatters else outputs) == 1 for outputs, inputs in call.pairs):
         return None  # in one tensor, whose size the checks know
-    own, all_parts, uneven = 0, [0] * size, False
+    mine, all_parts, uneven = 0, [0] * size, False
     for outputs, inputs in call.pairs:
         (one,), many = (outputs, inputs) if scatters else (inputs, outputs)
         count = one.numel()
         counts = [count] * size if len(many) == 1 else [tensor.numel() for tensor in many]
         uneven = uneven or any(other != count for other in counts)
-        own += count
+        mine += count
         all_parts = [total + other for total, other in zip(all_parts, counts, strict=True)]
     if not uneven:
         return None
-    return Splits(all_parts, [all_parts[rank]] * size) if scatters else Splits([own] * size, all_parts)
+    return Splits(all_parts, [all_parts[rank]] * size) if scatters else Splits([mine] * size, all_parts)
 
 
-# -- What NCCL's process group refuses, with its words (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
+# -- What a rank tells the others of its call, in four whole numbers (`Signature`); `collectives` compares them.
+
+
+DTYPES_BY_NUMBER = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+REDUCTIONS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES_BY_NUMBER)}
+REDUCTION_NUMBERS = {name: number for number, name in enumerate(REDUCTIONS)}
+KINDS = 64  # of collectives, at most
+
+
+def signature_of(call: Call, splits: "Splits | None") -> Signature:
+    """Its bytes and kind, its elements, bits (pairs, root, reduction, dtype, and are there splits?), and a checksum of several tensors.
+    Equal signatures without splits are equal calls."""
+    side = 0 if call.collective.scatters else 1
+    parts = call.pairs[0][side] if call.pairs else ()
+    dtype, count, several = (DTYPE_NUMBERS[parts[0].dtype], parts[0].numel(), 0) if parts else (0, 0, 0)
+    if len(call.pairs) > 1 or len(parts) > 1:
+        tensors = [tensor for pair in call.pairs for tensor in pair[side]]
+        count = sum(tensor.numel() for tensor in tensors)
+        if call.kind != "all_to_all":  # there it is all the same which rank has a tensor for each, and which a part
+            several = zlib.crc32(repr([(tensor.numel(), DTYPE_NUMBERS[tensor.dtype]) for tensor in tensors]).encode())
+    bits = (len(call.pairs) << 20 | call.root & 0xFFFFF) << 8 | REDUCTION_NUMBERS[call.reduction[0]]
+    bits = (bits << 8 | dtype) << 1 | (splits is not None)
+    return call.nbytes * KINDS + call.collective.number, count, bits, several
+
+
+# -- What NCCL's process group refuses, as it says it (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
 #
 # `check` calls those of the collective's row first; each is check(call, rank, size).
 
@@ -215,6 +255,7 @@ INVALID_ARGUMENT = ("ProcessGroupNCCL.cpp:3780", "invalid argument", "Invalid va
 COPIED = ("all_to_all", "gather", "scatter")
 SUMMED = {torch.float8_e4m3fn, torch.float8_e5m2}  # of FLOAT8, from Hopper on; all are copied
 UNSUMMED = FLOAT8 - SUMMED
+IS_COMPLEX = operator.attrgetter("is_complex")
 OF_COMPLEX = ("SUM", "AVG", "PREMUL_SUM")  # the others would reduce both halves of a number on their own
 
 
@@ -240,17 +281,17 @@ def check(call: Call, rank: int, size: int) -> None:
 
 
 def check_what_nccl_has(call: Call, size: int, capability: tuple[int, int]) -> None:
-    """Raises PyTorch's error for a root and for dtypes that gloo would refuse in words of its own, or not at all.
+    """Raises PyTorch's error for a root and for dtypes that gloo would refuse in its own way, or not at all.
 
     capability: the GPU's.
     """
     if call.kind in ("broadcast", "reduce") and not 0 <= call.root < size:
-        words = f"{call.kind.capitalize()} : invalid root {call.root} (root should be in the 0..{size} range)"
-        raise refused_by_nccl(*INVALID_ARGUMENT, words)
-    if call.reduction[0] and capability < (9, 0) and any(tensor.dtype in SUMMED for tensor in call.tensors):
+        message = f"{call.kind.capitalize()} : invalid root {call.root} (root should be in the 0..{size} range)"
+        raise refused_by_nccl(*INVALID_ARGUMENT, message)
+    if call.reduction[0] and capability < (9, 0) and call.dtypes & SUMMED:
         # of its taskAppend, enqueue.cc; copies of FP8 are refused by NCCL 2.27 and before alone
         raise refused_by_nccl(*INVALID_ARGUMENT, "FP8 reduction support begins with sm90 capable devices.")
-    for tensor in call.tensors:
+    for tensor in () if call.dtypes <= DTYPES else call.tensors:
         if tensor.dtype not in DTYPES and not tensor.is_complex():  # a complex number is sent as two
             name = str(tensor.dtype).removeprefix("torch.").replace("uint", "UInt")
             name = "Short" if name == "int16" else name[0].upper() + name[1:]
@@ -259,13 +300,13 @@ def check_what_nccl_has(call: Call, size: int, capability: tuple[int, int]) -> N
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {name}")
 
 
-def refused_by_nccl(source: str, kind: str, meaning: str, words: str) -> dist.DistBackendError:
+def refused_by_nccl(source: str, kind: str, meaning: str, message: str) -> dist.DistBackendError:
     """PyTorch's error where NCCL itself refuses (as 2.11 says it on an H100, 2026-11-26). source: PyTorch's file that called it."""
     name = "".join(part.capitalize() for part in kind.split())
     version = ".".join(map(str, torch.cuda.nccl.version()[:3]))
     return dist.DistBackendError(
         f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/{source}, {kind} (run with NCCL_DEBUG=WARN for details), "
-        f"NCCL version {version}\nnccl{name}: {meaning}\nLast error:\n{words}"
+        f"NCCL version {version}\nnccl{name}: {meaning}\nLast error:\n{message}"
     )
 
 
@@ -289,11 +330,11 @@ def check_reduction(call: Call, rank: int, size: int) -> None:
     name, _ = call.reduction
     if name in REFUSED:
         raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
-    if any(tensor.dtype in UNSUMMED for tensor in call.tensors):
+    if call.dtypes & UNSUMMED:
         raise RuntimeError("Unsupported Float8 type for NCCL reduction")
-    if name == "AVG" and any(tensor.dtype is torch.bool for tensor in call.tensors):
+    if name == "AVG" and torch.bool in call.dtypes:
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
-    if name not in OF_COMPLEX and any(tensor.is_complex() for tensor in call.tensors):
+    if name not in OF_COMPLEX and any(map(IS_COMPLEX, call.dtypes)):
         raise RuntimeError(f"{call.kind} does not support {name} on complex tensors")
 
 
@@ -302,16 +343,16 @@ def check_parts(call: Call, rank: int, size: int) -> None:
     scatters = call.collective.scatters
     way = "input" if scatters else "output"
     for outputs, inputs in call.pairs:
-        (own,), many = (outputs, inputs) if scatters else (inputs, outputs)
+        (part,), many = (outputs, inputs) if scatters else (inputs, outputs)
         if len(many) not in (1, size):
             raise ValueError(f"{call.kind}: invalid {way} tensor list (expected length {size}, got {len(many)})")
-        if len(many) == 1 and own.dtype != many[0].dtype:
+        if len(many) == 1 and part.dtype != many[0].dtype:
             raise TypeError(
                 "input tensor must be the same type as the output tensor."
                 if scatters
                 else "output tensor must have the same type as input tensor"
             )
-        if len(many) == 1 and own.numel() * size != many[0].numel():
+        if len(many) == 1 and part.numel() * size != many[0].numel():
             raise ValueError(
                 "input tensor must be the same size as output size times world size"
                 if scatters
@@ -352,49 +393,3 @@ def check_rooted(call: Call, rank: int, size: int) -> None:
                 raise ValueError(
                     f"{name}: invalid tensor size at index {index} (expected {_sizes(one)}, got {_sizes(tensor)})"
                 )
-
-
-# -- Functional collectives (`_c10d_functional`), which DTensor and clip_grad_norm_ use: new tensors, made on the GPU, and a wait later.
-#
-# PyTorch's C++ would make the results on what it takes for their device, the CPU. Here they are made by ordinary operations, so that
-# each has its place, its bytes and its time: make(collective, tensor, args, size) gives the result and the Call that fills it.
-
-
-def functional_copy(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
-    """Of a copy, in place."""
-    return functional_in_place(collective, tensor.clone(memory_format=torch.contiguous_format), args, size)
-
-
-def functional_in_place(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
-    """Of the tensor itself."""
-    of_c10d = {"tensors": [tensor], "reduce_op": _reduce_op(args), "root_rank": args.get("src", 0)}
-    return tensor, in_place(collective, of_c10d, size)
-
-
-def functional_parts(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
-    """Into a tensor of all ranks' parts, or of one."""
-    out = args.get("out")
-    if out is None:
-        functional_rows = tensor.shape[0] // size if collective.scatters else tensor.shape[0] * size
-        out = tensor.new_empty((functional_rows, *tensor.shape[1:]))
-    return out, parts(collective, [([out], [tensor.contiguous()])], {"reduce_op": _reduce_op(args)}, size)
-
-
-def functional_rows(
-    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
-) -> tuple[torch.Tensor, Call]:
-    """Rows from each rank."""
-    out = tensor.new_empty((sum(args["output_split_sizes"]), *tensor.shape[1:]))
-    return out, rows(collective, {**args, "output": out, "input": tensor.contiguous()}, size)
-
-
-def _reduce_op(args: Mapping):
-    """A name, or (from 2.15 on) an operation."""
-    op = args.get("reduce_op")
-    return getattr(_compat.ReduceOp, op.upper()) if isinstance(op, str) else op

@@ -1,31 +1,90 @@
-"""The collectives that there are: a row of the table has all that the engine knows of one.
+"""The collectives that there are, a row of the table for each with all that the engine knows of it; and whether ranks mean the same one.
 
-A new one is a row here, with its functions beside those that are there: readers, checks and makers in `calls`, carriers in `transport`, and
-its time in `timing.nccl`.
+A new one is a row here, with its functions beside those that are there: readers and checks in `calls`, what makes the tensors of functional
+ones above the table, carriers in `transport`, and its time in `timing.nccl`.
 """
 
+import os
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import transport
 from virtualgpu.distributed.calls import (
+    DTYPES_BY_NUMBER,
+    KINDS,
+    REDUCTIONS,
+    Call,
     Collective,
+    Splits,
     a_tensor_each,
     check_contiguous,
     check_parts,
     check_reduction,
     check_rooted,
-    functional_copy,
-    functional_in_place,
-    functional_parts,
-    functional_rows,
     in_place,
     lists,
     lists_by_rank,
     nothing,
     one_tensor,
     one_tensor_each,
+    parts,
     rows,
     splits_of_parts,
     splits_of_rows,
 )
+from virtualgpu.distributed.shared_clock import ROOM, SLOTS, Arrivals, Signature, SingleRankArrivals
+
+# -- Functional collectives (`_c10d_functional`), which DTensor and clip_grad_norm_ use: new tensors, made on the GPU, and a wait later.
+#
+# PyTorch's C++ would make the results on what it takes for their device, the CPU. Here they are made by ordinary operations, so that
+# each has its place, its bytes and its time: make(collective, tensor, args, size) gives the result and the Call that fills it.
+
+
+def functional_copy(
+    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
+) -> tuple[torch.Tensor, Call]:
+    """Of a copy, in place."""
+    return functional_in_place(collective, tensor.clone(memory_format=torch.contiguous_format), args, size)
+
+
+def functional_in_place(
+    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
+) -> tuple[torch.Tensor, Call]:
+    """Of the tensor itself."""
+    of_c10d = {"tensors": [tensor], "reduce_op": _reduce_op(args), "root_rank": args.get("src", 0)}
+    return tensor, in_place(collective, of_c10d, size)
+
+
+def functional_parts(
+    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
+) -> tuple[torch.Tensor, Call]:
+    """Into a tensor of all ranks' parts, or of one."""
+    out = args.get("out")
+    if out is None:
+        functional_rows = tensor.shape[0] // size if collective.scatters else tensor.shape[0] * size
+        out = tensor.new_empty((functional_rows, *tensor.shape[1:]))
+    return out, parts(collective, [([out], [tensor.contiguous()])], {"reduce_op": _reduce_op(args)}, size)
+
+
+def functional_rows(
+    collective: Collective, tensor: torch.Tensor, args: Mapping, size: int
+) -> tuple[torch.Tensor, Call]:
+    """Rows from each rank."""
+    out = tensor.new_empty((sum(args["output_split_sizes"]), *tensor.shape[1:]))
+    return out, rows(collective, {**args, "output": out, "input": tensor.contiguous()}, size)
+
+
+def _reduce_op(args: Mapping):
+    """A name, or (from 2.15 on) an operation."""
+    op = args.get("reduce_op")
+    return getattr(_compat.ReduceOp, op.upper()) if isinstance(op, str) else op
+
+
+# -- the table
+
 
 TABLE = (
     Collective(
@@ -125,3 +184,116 @@ TABLE = (
 
 OPERATIONS = {name: (row, read) for row in TABLE for name, read in row.operations.items()}  # of c10d
 FUNCTIONS = {name: (row, make) for row in TABLE for name, make in row.functions.items()}  # of _c10d_functional
+
+
+# -- Do ranks mean the same collective, and how are two that differ named?
+#
+# NCCL compares nothing: ranks whose calls differ hang, write past a tensor's end, or get wrong numbers without a word; and gloo would
+# end the process. Here a rank says what it has come to before its numbers travel, and looks at what others have said. Of two ranks
+# whose calls differ at least one sees that in time and sends nothing; the other learns of it when it asks for the end.
+#
+# How many elements a rank gives each of the others, and takes from each, may differ between them (all_to_all, lists of all_gather). A
+# call in which these are not all alike says so, and they stand behind the message logs in the group's file.
+
+
+def _collective(signature: Signature) -> Collective:
+    return TABLE[signature[0] % KINDS]
+
+
+def _has_splits(signature: Signature) -> bool:
+    return bool(signature[2] & 1)
+
+
+def _dtype_name(signature: Signature) -> str:
+    return str(DTYPES_BY_NUMBER[signature[2] >> 1 & 0xFF]).removeprefix("torch.")
+
+
+class Agreement:
+    """Of one group; ranks: the global rank of each member. What ranks have said of splits is there as long as a page of arrival times
+    remembers a collective."""
+
+    def __init__(self, arrivals: Arrivals, ranks: Sequence[int]):
+        self.arrivals, self.size, self.ranks = arrivals, arrivals.size, ranks
+        self._record = struct.Struct(f"{2 * arrivals.size}q")
+        self._mine: dict[int, Splits] = {}
+
+    def write(self, number: int, splits: Splits) -> None:
+        """This rank says its splits, before it says that it has come to collective `number`."""
+        self._mine[number] = splits
+        self._mine.pop(number - SLOTS, None)
+        if self.arrivals.file is not None:
+            data = self._record.pack(*splits.gives, *splits.takes)
+            os.pwrite(self.arrivals.file, data, self._offset(self.arrivals.rank, number))
+
+    def difference(self, number: int, signature: Signature, other: int, other_signature: Signature) -> str | None:
+        """Where this rank and another member do not mean the same by collective `number`, or that one's two sides do not fit: what each
+        came to. None where they do.
+        """
+        if isinstance(self.arrivals, SingleRankArrivals):
+            return None
+        message = self._difference(number, self.arrivals.rank, signature, other, other_signature)
+        if message is None and _has_splits(other_signature):
+            message = self._difference(number, other, other_signature, other, other_signature)
+        return message
+
+    def _difference(
+        self, number: int, rank: int, signature: Signature, other: int, other_signature: Signature
+    ) -> str | None:
+        if signature == other_signature and not _has_splits(signature):
+            return None
+        collective, uneven = _collective(signature), _has_splits(signature) or _has_splits(other_signature)
+        if uneven and collective is _collective(other_signature) and signature[2] >> 1 == other_signature[2] >> 1:
+            splits, other_splits = self._read(rank, number, signature), self._read(other, number, other_signature)
+            return self._of_splits(collective, _dtype_name(signature), rank, splits, other, other_splits)
+        first, second = self._text(signature), self._text(other_signature)
+        if first == second:
+            second += " in other sizes or dtypes"
+        return f"rank {self.ranks[rank]} came to {first} where rank {self.ranks[other]} came to {second}"
+
+    def _of_splits(
+        self, collective: Collective, dtype: str, rank: int, splits: Splits, other: int, other_splits: Splits
+    ) -> str | None:
+        """The same of two calls that are alike but for what each rank gives and takes."""
+        here, there = (f"rank {self.ranks[member]} came to {collective.kind}" for member in (rank, other))
+        if rank == other:
+            gives, takes = splits.gives[rank], splits.takes[rank]
+            return f"{here} and gives itself {gives} {dtype}, but takes {takes}" if gives != takes else None
+        if not collective.pairwise:
+            if splits.gives == other_splits.gives:
+                return None
+            return f"{here} of {splits.gives} {dtype} where {there} of {other_splits.gives}"
+        gives, taken = splits.gives[other], other_splits.takes[rank]
+        if gives != taken:
+            return f"{here} and gives rank {self.ranks[other]} {gives} {dtype} where {there} and takes {taken} from it"
+        takes, sent = splits.takes[other], other_splits.gives[rank]
+        if takes != sent:
+            return f"{here} and takes {takes} {dtype} from rank {self.ranks[other]} where {there} and gives it {sent}"
+        return None
+
+    def _read(self, rank: int, number: int, signature: Signature) -> Splits:
+        """The splits of a rank that said this signature."""
+        if not _has_splits(signature):
+            each = signature[1] // self.size if _collective(signature).kind == "all_to_all" else signature[1]
+            return Splits([each] * self.size, [each] * self.size)
+        if rank == self.arrivals.rank:
+            return self._mine[number]
+        data = os.pread(self.arrivals.file, self._record.size, self._offset(rank, number))
+        counts = list(self._record.unpack(data))
+        return Splits(counts[: self.size], counts[self.size :])
+
+    def _offset(self, rank: int, number: int) -> int:
+        return self.arrivals.nbytes + self.size * ROOM + (rank * SLOTS + number % SLOTS) * self._record.size
+
+    def _text(self, signature: Signature) -> str:
+        """As people say it: all_reduce of 4 float32 (sum)."""
+        collective, (_, count, details, _) = _collective(signature), signature
+        if collective.kind == "barrier":
+            return "barrier"
+        pairs, root, reduction = details >> 37, details >> 17 & 0xFFFFF, REDUCTIONS[details >> 9 & 0xFF]
+        several = f"{pairs} tensors with " if pairs > 1 else ""
+        text = f"{collective.kind} of {several}{count} {_dtype_name(signature)}"
+        if reduction:
+            text += f" ({reduction.lower()})"
+        if collective.root:
+            text += f" {collective.root} rank {self.ranks[root] if root < len(self.ranks) else root}"
+        return text

@@ -8,18 +8,25 @@ Nothing here depends on real time. Moments are read when the program asks for th
 current stream, at torch.cuda.synchronize().
 """
 
+import copy
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from virtualgpu._compat import current_node, graph_task
 from virtualgpu._compat import distributed as _compat
-from virtualgpu.distributed.calls import Call, check, check_what_nccl_has
-from virtualgpu.distributed.p2p import Exchange, Messages
-from virtualgpu.distributed.shared_clock import LEFT, Arrivals, explain
+from virtualgpu.distributed import transport
+from virtualgpu.distributed.calls import KINDS, Call, Splits, check, check_what_nccl_has, signature_of
+from virtualgpu.distributed.collectives import Agreement
+from virtualgpu.distributed.objects import DryCollective
+from virtualgpu.distributed.shared_clock import LEFT, Arrivals, Signature, explain
 from virtualgpu.distributed.topology import Layout
-from virtualgpu.distributed.work import Agreement, CoalescedWork, VirtualWork, Words, bytes_of, words_of
-from virtualgpu.engine.machine import GPU, Machine
+from virtualgpu.distributed.transport import Transfer
+from virtualgpu.engine.machine import GPU, Machine, dry_runs
+from virtualgpu.memory.ledger import Communication
+from virtualgpu.timing.clock import Clock
 from virtualgpu.timing.streams import Queue
 
 KEPT = 1024  # works that nobody waits for are remembered up to so many
@@ -57,16 +64,16 @@ class Communicator:
         self.works: dict[int, VirtualWork] = {}  # that nobody has waited for: C++ may hold them
         self.latest: VirtualWork | None = None  # on its way through C++ to who called
         self.stream: Queue | None = None
-        self.together: list | None = None  # works inside of a coalescing manager
+        self.coalesced: list | None = None  # works inside of a coalescing manager
         self._backward: list[VirtualWork] = []  # whose futures are to be complete at the end of the pass
         self.unlike: VirtualWork | None = None  # that another rank means something else by
         self.failed: RuntimeError | None = None  # the first error: nothing begins after it
-        self.messages: Messages | None = None
-        self.batch: Exchange | None = None  # inside of a coalescing manager
+        self.messages: Any = None  # point to point (`p2p.Messages`), once there is one
+        self.batch: Any = None  # an Exchange, inside of a coalescing manager
 
     # -- issue
 
-    def start(self, call: Call, gpu: GPU, asynchronous: bool) -> VirtualWork:
+    def start(self, call: Call, gpu: GPU, asynchronous: bool) -> "VirtualWork":
         """This rank has come to a collective. Raises what PyTorch does for tensors that NCCL refuses."""
         check(call, self.rank, self.size)
         if self.nccl:
@@ -74,32 +81,24 @@ class Communicator:
         if self.unlike is not None:
             self.unlike.finish()  # raises: the ranks' numbers would not meet any more
         if self.failed is not None:
-            raise self.failed
+            raise copy.copy(self.failed)
         if self.messages is not None and any(exchange.batched for exchange in self.messages.open):
             self.messages.settle()  # on the same stream
         issued, stream = self.clock.collectives.come_to(gpu.index)
         if asynchronous:
-            stream = self._own_stream(gpu)
+            stream = self._stream_beside(gpu)
         splits = call.collective.splits and call.collective.splits(call, self.rank, self.size)
-        words = words_of(call, splits)
+        signature = signature_of(call, splits)
         self.number += 1
-        work = VirtualWork(self, self.number, call, words, gpu, stream, issued)
+        at_once = not asynchronous and self.coalesced is None
+        work = VirtualWork(self, self.number, call, signature, gpu, stream, issued, at_once)
         self.works[self.number] = self.latest = work
         if len(self.works) > KEPT:
             oldest = next(iter(self.works.values()))
             oldest.finish()
             self.forget(oldest)
         try:
-            if splits is not None:
-                self.agreement.write(work.number, splits)
-            others = self.arrivals.post(work.number, issued, words, self.timeout)
-            if splits is not None:
-                others.append((self.rank, words))
-            for rank, other in others:  # the numbers of a rank that means something else must not meet this rank's
-                if (other != words or splits is not None) and self.agreement.difference(
-                    work.number, words, rank, other
-                ):
-                    self.unlike = work
+            self._post(work, splits)
             if self.unlike is None:
                 if self.machine.in_flight.parts:
                     self.machine.in_flight.let_finish(call.tensors, call.uses(self.rank)[0])
@@ -107,24 +106,36 @@ class Communicator:
         except RuntimeError as error:
             self.explain(error, call.kind)
             raise
-        if self.together is not None:
-            self.together.append(work)
-        elif not asynchronous:
+        if self.coalesced is not None:
+            self.coalesced.append(work)
+        elif at_once:
             work.join()
-            work.release()
         return work
 
-    def _own_stream(self, gpu: GPU) -> Queue:
+    def _post(self, work: "VirtualWork", splits: Splits | None) -> None:
+        """The others learn of it. The numbers of a rank that means something else must not meet this rank's."""
+        if splits is not None:
+            self.agreement.write(work.number, splits)
+        others = self.arrivals.post(work.number, work.issued, work.signature, self.timeout)
+        if splits is not None:
+            others.append((self.rank, work.signature))
+        for rank, other in others:
+            if (other != work.signature or splits is not None) and self.agreement.difference(
+                work.number, work.signature, rank, other
+            ):
+                self.unlike = work
+
+    def _stream_beside(self, gpu: GPU) -> Queue:
         if self.stream is None or self.stream.gpu != gpu.index:
             self.stream = self.clock.collectives.new_stream(gpu.index)
         return self.stream
 
     # -- the end
 
-    def resolve(self, work: VirtualWork) -> None:
+    def resolve(self, work: "VirtualWork") -> None:
         """When does it end? Those before it in this communicator are asked first."""
         if self.failed is not None:
-            raise self.failed
+            raise copy.copy(self.failed)
         for number in range(self.resolved + 1, work.number + 1):
             try:
                 self._resolve(self.works[number])
@@ -132,42 +143,42 @@ class Communicator:
                 self.explain(error, work.call.kind)
                 raise
 
-    def _resolve(self, work: VirtualWork) -> None:
+    def _resolve(self, work: "VirtualWork") -> None:
         try:
-            last, all_words = self.arrivals.read(work.number, self.timeout)
+            last, signatures = self.arrivals.read(work.number, self.timeout)
         except RuntimeError:  # of two that differ and a third that does not come, the two are the cause
-            for rank, words in self.arrivals.come(work.number):
-                self._agree(work, rank, words)
+            for rank, signature in self.arrivals.come(work.number):
+                self._agree(work, rank, signature)
             raise
-        for rank, words in enumerate(all_words):
-            if words != work.words or words[2] & 1:
-                self._agree(work, rank, words)
-        nbytes = bytes_of(max(all_words))
+        for rank, signature in enumerate(signatures):
+            if signature != work.signature or signature[2] & 1:
+                self._agree(work, rank, signature)
+        nbytes = max(signatures)[0] // KINDS
         seconds, collectives = self.layout.seconds(work.call.collective.cost, nbytes), self.clock.collectives
         late = collectives.beside[work.gpu.index].lateness(work.issued, work.charged)
         begin, came = max(last, self.end), max(work.issued, self.end)
         self.end, self.resolved = begin + seconds, work.number
-        self.late = max(last + late, self.late) + seconds
-        work.resolve(self.late)
-        collectives.run(work.stream, came, begin, self.end, f"{work.call.kind} {_size(nbytes)}", self.share)
+        self.late = work.late = max(last + late, self.late) + seconds
+        name = work.call.kind if self.clock.spans is None else f"{work.call.kind} {_size(nbytes)}"
+        collectives.run(work.stream, came, begin, self.end, name, self.share)
         if self.size > 1:
             self.statistics.add(work.gpu.index, begin, self.end, nbytes, last - work.issued)
 
-    def _agree(self, work: VirtualWork, rank: int, words: Words) -> None:
+    def _agree(self, work: "VirtualWork", rank: int, signature: Signature) -> None:
         """Raises where that rank does not mean the same."""
-        difference = self.agreement.difference(work.number, work.words, rank, words)
+        difference = self.agreement.difference(work.number, work.signature, rank, signature)
         if difference is not None:
             raise dist.DistBackendError(
                 f"{difference}, in group {self.name!r}: all ranks call the same collectives in the same order, with as many elements "
                 "of one dtype (NCCL would wait for ever, or give wrong numbers without a word)"
             )
 
-    def arrived(self, work: VirtualWork) -> None:
+    def arrived(self, work: "VirtualWork") -> None:
         """Whoever called has it, and keeps it alive for as long as it is needed."""
         if self.latest is work:
             self.latest = None
 
-    def forget(self, work: VirtualWork) -> None:
+    def forget(self, work: "VirtualWork") -> None:
         """Hold it no longer: its end is known, or it failed."""
         self.works.pop(work.number, None)
 
@@ -177,12 +188,17 @@ class Communicator:
         for work in self.works.values():
             self.machine.in_flight.remove(work, work.call.tensors)
 
-    def fail(self, work: VirtualWork, error: RuntimeError) -> None:
+    def close(self) -> None:
+        """Its group is destroyed. Gloo's goes now, in one order on all ranks, and not when Python looks for cycles: where numbers are still on
+        their way to a rank that came to something else, its end waits for that rank's."""
+        self.gloo = None
+
+    def fail(self, work: "VirtualWork", error: RuntimeError) -> None:
         """A work failed: nothing begins after it."""
         self.failed = self.failed or error
         self.forget(work)
 
-    def at_end_of_backward(self, work: VirtualWork) -> None:
+    def at_end_of_backward(self, work: "VirtualWork") -> None:
         """DDP's reducer waits for futures then; ours are complete before it does."""
         if not self._backward:
             _compat.queue_callback(self._end_backward)
@@ -192,32 +208,16 @@ class Communicator:
         while self._backward:  # what is done with a future may begin another collective
             self._backward.pop(0).wait()
 
-    # -- messages, and what is called together
+    # -- what is called together (a coalescing manager), messages too
 
-    def message(self, direction: int, peer: int, tensor: torch.Tensor, gpu: GPU) -> Exchange:
-        """This rank has come to a send or a recv."""
-        if self.messages is None:
-            self.messages = Messages(self)
-        exchange = self.batch
-        if self.together is None:
-            exchange = Exchange(self.messages, gpu, batched=False)
-        elif exchange is None:
-            exchange = self.batch = Exchange(self.messages, gpu, batched=True)
-            self.together.append(exchange)
-        exchange.add(direction, peer, tensor)
-        self.latest = exchange
-        if not exchange.batched:
-            self.messages.start(exchange)
-        return exchange
-
-    def begin_together(self) -> None:
+    def begin_coalescing(self) -> None:
         """What is called from now on is waited for as one."""
-        self.together = []
+        self.coalesced = []
 
-    def end_together(self) -> CoalescedWork:
-        """The end of a coalescing manager: one work for all that was called inside."""
-        works, self.together = self.together or [], None
-        if self.batch is not None:
+    def end_coalescing(self) -> "CoalescedWork":
+        """One work for all that was called since."""
+        works, self.coalesced = self.coalesced or [], None
+        if self.batch is not None and self.messages is not None:
             self.messages.start(self.batch)
             self.batch = None
         self.latest = CoalescedWork(works)
@@ -246,3 +246,267 @@ def _size(nbytes: int) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:.4g} {unit}"
     return f"{nbytes} B"
+
+
+# -- What an asynchronous collective returns: a Work whose wait() makes the current stream wait, as NCCL's does.
+
+
+class SimulatedWork(_compat.Work):
+    """What a program waits for. late: when it ends for this rank's streams; `finish` makes that known."""
+
+    def __init__(self, communicator, gpu: GPU):
+        super().__init__()
+        self.communicator, self.gpu = communicator, gpu
+        self.late: float | None = None
+
+    def finish(self) -> None:
+        """The numbers are there, and the end is known; no stream waits for it yet. Blocks this process, not the simulated host."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """As wait(), before whoever called has got it."""
+        raise NotImplementedError
+
+    def wait(self, timeout=None) -> bool:
+        """The current stream of its GPU waits for it; after a barrier the host does, too. Always True; `timeout` is not heeded."""
+        with self.communicator.clock.ours():
+            self.join()
+            self.communicator.arrived(self)
+        return True
+
+    def synchronize(self) -> None:
+        """As wait()."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As wait()."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Has the host's clock passed its end? Asking takes a moment of it."""
+        self.finish()
+        return self.communicator.clock.collectives.over(self.late)
+
+
+class VirtualWork(SimulatedWork):
+    """One collective of this rank. issued: when the rank came to it. late: after the kernels that were slowed by the collectives before it
+    (timing.nccl). at_once: the current stream waits for it within the call, which asks for no result.
+
+    Its tensors are held until somebody waits, as ProcessGroupNCCL holds them.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        number: int,
+        call: Call,
+        signature: Signature,
+        gpu: GPU,
+        stream: Queue,
+        issued: float,
+        at_once: bool,
+    ):
+        super().__init__(communicator, gpu)
+        self.number, self.call, self.signature, self.stream, self.issued = number, call, signature, stream, issued
+        self.at_once = at_once
+        self.charged = communicator.clock.collectives.beside[gpu.index].charged
+        self._transfer: Transfer | None = None
+        self._outputs = call.outputs
+        self._future: torch.futures.Future | None = None
+        self._failed: RuntimeError | None = None
+        self._joined = False  # has somebody waited?
+
+    def carry(self) -> None:
+        """Begin to carry the numbers; in a dry run those that are known."""
+        comm, machine = self.communicator, self.communicator.machine
+        if (machine.always_dry or dry_runs.some) and machine.dry:
+            self._carry_values()
+        elif comm.gloo is not None:
+            self._transfer = Transfer(comm.gloo, self.call, comm.rank, comm.size, comm.timeout)
+        if self._transfer is not None and not self.at_once:  # otherwise nobody else meets its tensors meanwhile
+            machine.in_flight.add(self, *self.call.uses(comm.rank))
+
+    def _carry_values(self) -> None:
+        comm = self.communicator
+        with comm.machine.untracked():
+            known = DryCollective(self.call, comm.rank)
+            if known.call is not None and comm.gloo is not None:
+                self._transfer = Transfer(comm.gloo, known.call, comm.rank, comm.size, comm.timeout)
+                known.carried_by(self._transfer)
+            elif known.call is not None:
+                known.alone(comm.rank, comm.size)
+
+    def finish(self) -> None:
+        """The numbers are there, and the end is known. Raises what it failed with."""
+        if self._failed is not None:
+            raise copy.copy(self._failed)
+        try:
+            if self.late is None:
+                self.communicator.resolve(self)  # first: it knows who does not come, and who came to something else
+            if self._transfer is not None:
+                self._receive(self._transfer)
+        except RuntimeError as error:
+            self._failed = copy.copy(error)  # without its frames, which hold the group until Python looks for cycles
+            self.communicator.fail(self, self._failed)
+            if self._transfer is not None:
+                transport.LOST.append(self.call)
+                self._transfer = None
+                self.communicator.machine.in_flight.remove(self, self.call.tensors)
+            raise
+
+    def _receive(self, transfer: Transfer) -> None:
+        machine = self.communicator.machine
+        try:
+            transfer.wait()
+            if transfer.last:
+                with machine.untracked():
+                    transfer.finish()
+        except RuntimeError as error:
+            self.communicator.explain(error, self.call.kind)
+            raise
+        self._transfer = None
+        if not self.at_once:
+            machine.in_flight.remove(self, self.call.tensors)
+
+    def join(self) -> None:
+        """The current stream waits for it; after a barrier the host does, too."""
+        self.finish()
+        clock = self.communicator.clock
+        clock.collectives.wait(self.gpu.index, self.late)
+        if self.call.kind == "barrier":
+            clock.wait_until(self.late)
+        if not self._joined:
+            self._joined = True
+            self.communicator.forget(self)
+            self.call.release()
+            if self.at_once:
+                self._outputs = []
+        if self._future is not None and not self._future.done():
+            self._future.set_result(self._outputs)
+
+    def wait(self, timeout=None) -> bool:
+        """See `SimulatedWork`; nothing is left to do where the stream has waited within the call."""
+        if self.at_once and self._joined:
+            self.communicator.arrived(self)
+            return True
+        return super().wait(timeout)
+
+    def is_success(self) -> bool:
+        """False once it has failed; True also while nobody has asked for its end."""
+        return self._failed is None
+
+    def exception(self):
+        """What it failed with, as far as is known; or None."""
+        return self._failed
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs; [] where the call has waited."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """Holds the outputs. In a backward pass it is complete at the pass's end, or when somebody in Python asks for it; at once after wait()."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            # outside of a backward pass, or in its last callbacks
+            outside = graph_task() == -1 or current_node() is None
+            if outside or self._joined:
+                self.wait()
+            else:
+                _asking_completes(self._future, self.wait)
+                self.communicator.at_end_of_backward(self)
+        return self._future
+
+
+class CoalescedWork(_compat.Work):
+    """Several collectives that are waited for as one."""
+
+    def __init__(self, works: list[VirtualWork]):
+        super().__init__()
+        self.works = works
+
+    def wait(self, timeout=None) -> bool:
+        """The current stream waits for all of them. Always True; `timeout` is not heeded."""
+        for work in self.works:
+            work.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """As wait()."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Has the host's clock passed the ends of all?"""
+        return all(work.is_completed() for work in self.works)
+
+
+def _asking_completes(future: torch.futures.Future, complete) -> None:
+    """wait() and value() of this future, and of those made from it by then(), first wait for the collective."""
+    wait, value = future.wait, future.value
+
+    def asked(method):
+        def ask():
+            if not future.done():
+                complete()
+            return method()
+
+        return ask
+
+    def then(callback):
+        child = torch.futures.Future()  # PyTorch's own could not be told how to wait
+
+        def run(done) -> None:
+            try:
+                child.set_result(callback(done))
+            except Exception as error:
+                child.set_exception(error)
+
+        _asking_completes(child, complete)
+        future.add_done_callback(run)
+        return child
+
+    future.wait, future.value, future.then = asked(wait), asked(value), then
+
+    def forget(done) -> None:
+        """Or future and functions would hold each other, and a bucket's memory, until Python looks for such."""
+        for name in ("wait", "value", "then"):
+            vars(future).pop(name, None)
+
+    future.add_done_callback(forget)
+
+
+# -- What this process's collectives came to, for the table at the end of a run.
+
+
+class Statistics:
+    """Of all communicators of a process together."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self.count = self.nbytes = 0
+        self.seconds = self.waited = self._hidden = 0.0
+        self._open: list[tuple[int, float, float]] = []  # (gpu, begin, end): kernels beside it may still be queued
+
+    def add(self, gpu: int, begin: float, end: float, nbytes: int, waited: float, count: int = 1) -> None:
+        """A collective, or `count` messages. waited: for how long after this rank the last one came."""
+        self.count += count
+        self.nbytes += nbytes
+        self.seconds += end - begin
+        self.waited += waited
+        self._open.append((gpu, begin, end))
+        local = self.clock.local
+        self._look(local.now if local.backward is None else self.clock.host)
+
+    def total(self) -> Communication:
+        """So far; the rest of the kernels is taken to be queued."""
+        self._look(float("inf"))
+        return Communication(self.count, self.nbytes, self.seconds, self._hidden, self.waited)
+
+    def _look(self, now: float) -> None:
+        """What kernels hid of the collectives that were over by then."""
+        still_open = []
+        for gpu, begin, end in self._open:
+            if end <= now:
+                self._hidden += self.clock.compute[gpu].overlap(begin, end)
+            else:
+                still_open.append((gpu, begin, end))
+        self._open = still_open

@@ -19,7 +19,7 @@ from virtualgpu.torch_api.patches import Patches
 LARGEST = 8 * values.LIMIT  # bytes of a message that is carried
 
 
-class Told:
+class DryCollective:
     """A collective of this rank, and what it knows of it. call: the same of values; None, where they are not carried: too many, or of a
     kind whose results are not alike on all ranks. Call it untracked."""
 
@@ -33,7 +33,7 @@ class Told:
         if self.call is None:
             values.told(call.outputs, self.origin)
 
-    def by(self, transfer: Transfer) -> None:
+    def carried_by(self, transfer: Transfer) -> None:
         """After the values, ranks tell each other whether all of them are known."""
         unknown, options = torch.tensor([not self.known], dtype=torch.uint8, device="cpu"), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX

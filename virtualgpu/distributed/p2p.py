@@ -1,98 +1,25 @@
-"""Point to point: send, recv, and batches of them; and ranks that wait for each other, in the words of what each called."""
+"""Point to point: send, recv, and batches of them, with time on both sides."""
 
 import contextlib
+import copy
 import math
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import distributed as dist
 
 from virtualgpu._compat.distributed import Work
+from virtualgpu.distributed.communicator import Communicator, SimulatedWork
+from virtualgpu.distributed.message_log import RECV, SEND, Awaited, Hang, Message, MessageLog, describe
 from virtualgpu.distributed.objects import extent, hear, message_of
-from virtualgpu.distributed.shared_clock import RECV, SEND, Awaited, Hang, Message, MessageLog, SingleRankArrivals
-from virtualgpu.distributed.topology import Layout
+from virtualgpu.distributed.shared_clock import SingleRankArrivals, real_sleep, real_time
 from virtualgpu.distributed.transport import flat
-from virtualgpu.distributed.work import SimulatedWork
 from virtualgpu.engine.machine import GPU
 from virtualgpu.engine.values import invalidate
 from virtualgpu.hardware.network import STEPS
-from virtualgpu.timing.streams import DEFAULT, Queue
+from virtualgpu.timing.streams import Queue
 
-# -- Messages that wait for each other: who stands where, in the words of what each rank called, and what would help.
-
-
-class Stuck(NamedTuple):
-    """A message at which a rank stands. Ranks count within the group; index as in `message_log.Message`; stream: that it was called on."""
-
-    rank: int
-    direction: int
-    peer: int
-    index: int
-    nbytes: int
-    stream: int
-
-
-def words_of_hang(hang: Hang, log: MessageLog, ranks: Sequence[int], layout: Layout) -> str:
-    """Who waits for whom, why NCCL would hang there, and the cure. ranks: the global rank of each member."""
-    stuck = _called(hang, log) if hang.circle else _carried(hang, log)
-    first = stuck.index(min(stuck))
-    stuck = stuck[first:] + stuck[:first]  # whoever tells it
-    members = sorted({ranks[one.rank] for one in stuck})
-    who = "both ranks" if len(members) == 2 else f"ranks {', '.join(map(str, members))}"
-    sends = [one for one in stuck if one.direction == SEND]
-    if not sends:
-        does, cure = "receive first", "Let one of them send first, or use batch_isend_irecv"
-    elif len(sends) == len(stuck):
-        does, cure = "send first", "Use batch_isend_irecv, or let one of them receive first"
-    else:
-        does, cure = "wait for each other", "Use batch_isend_irecv, or call both sides of each message in one order"
-    calls = ", ".join(_call(one, ranks) for one in stuck)
-    reason = "; ".join(dict.fromkeys(_reason(one, layout) for one in sends))
-    beside = any(one.stream != DEFAULT for one in stuck) and len(members) > 2
-    apart = " (on streams that do not wait for each other a GPU may go on: here the host waits)" if beside else ""
-    return f"{who} {does}, and NCCL would hang{apart}: {calls}{'; ' * bool(reason)}{reason}. {cure}"
-
-
-def _called(hang: Hang, log: MessageLog) -> list[Stuck]:
-    """Of ranks whose hosts wait, each until another one has come to the other side of a message: most often of its own."""
-    return [_stuck(log, awaited.peer, 1 - awaited.direction, awaited.rank, awaited.index) for _, awaited in hang.circle]
-
-
-def _carried(hang: Hang, log: MessageLog) -> list[Stuck]:
-    """Of batches on streams, each behind one that waits for the other rank."""
-    stuck = []
-    for (rank, number), (other, before) in zip(hang.path, hang.path[1:], strict=False):
-        if rank == other and log.batches[rank][number].after == before:
-            message = log.batches[rank][before].messages[0]
-            stuck.append(_stuck(log, rank, message.direction, message.peer, message.index))
-    return stuck
-
-
-def _stuck(log: MessageLog, rank: int, direction: int, peer: int, index: int) -> Stuck:
-    batch = log.batches[rank][log.batch_with(rank, direction, peer, index)]
-    return Stuck(rank, direction, peer, index, log.nbytes(rank, direction, peer, index), batch.stream)
-
-
-def _call(one: Stuck, ranks: Sequence[int]) -> str:
-    what = f"sends {one.nbytes:,} bytes to" if one.direction == SEND else "receives from"
-    on = f" on stream {one.stream}" if one.stream != DEFAULT else ""
-    return f"rank {ranks[one.rank]} {what} rank {ranks[one.peer]}{on}"
-
-
-def _reason(one: Stuck, layout: Layout) -> str:
-    room = STEPS * layout.step(one.rank, one.peer)
-    if one.nbytes > room:
-        return f"a message of more than {room >> 20} MiB leaves its sender when the receiver has come to it"
-    if one.index == 0:
-        return "the first message of a direction connects its sender with its receiver, and returns when both have come to it"
-    return f"NCCL's buffer has room for {STEPS} small messages that nobody has received"
-
-
-# -- Point to point: send, recv, and batches of them, with time on both sides.
-#
 # A message to or from one peer runs on a stream for that pair, as ProcessGroupNCCL has it; a batch (batch_isend_irecv) is one kernel
 # on the communicator's own stream, whose messages do not wait for each other. A message begins when both sides have come to it. One
 # for which NCCL's buffer has room leaves its sender as soon as it has come to it (`hardware.network.Fabric.step`).
@@ -114,6 +41,23 @@ NEIGHBOURS = (
 
 
 VERBS = ("send to", "recv from")  # by direction
+
+
+def come_to(communicator: Communicator, direction: int, peer: int, tensor: torch.Tensor, gpu: GPU) -> "Exchange":
+    """This rank has come to a send or a recv."""
+    if communicator.messages is None:
+        communicator.messages = Messages(communicator)
+    exchange = communicator.batch
+    if communicator.coalesced is None:
+        exchange = Exchange(communicator.messages, gpu, batched=False)
+    elif exchange is None:
+        exchange = communicator.batch = Exchange(communicator.messages, gpu, batched=True)
+        communicator.coalesced.append(exchange)
+    exchange.add(direction, peer, tensor)
+    communicator.latest = exchange
+    if not exchange.batched:
+        communicator.messages.start(exchange)
+    return exchange
 
 
 class Messages:
@@ -138,7 +82,7 @@ class Messages:
     def start(self, exchange: "Exchange") -> None:
         """This rank has come to these messages. Waits for the other side of those that are the first of their direction."""
         if self.failed is not None:
-            raise self.failed
+            raise copy.copy(self.failed)
         comm, gpu = self.communicator, exchange.gpu
         key = -1 if exchange.batched else exchange.messages[0][1]
         issued, current = comm.clock.collectives.come_to(gpu.index)
@@ -152,7 +96,7 @@ class Messages:
         exchange.begin(number, self._streams[key])
         self.open.append(exchange)
         self._let_go()
-        with exchange.told():
+        with exchange.explained():
             for direction, peer, _, index in self.log.batches[comm.rank][number].messages:
                 if index == 0 and peer != comm.rank and not self.single_rank:
                     self.log.batch_of(peer, 1 - direction, comm.rank, index, self._deadline(), comm.timeout)
@@ -166,7 +110,7 @@ class Messages:
         return ready, self._begins.pop(number, ready), end
 
     def _deadline(self) -> float:
-        return time.monotonic() + self.communicator.timeout.total_seconds()
+        return real_time() + self.communicator.timeout.total_seconds()
 
     def _end(self, rank: int, number: int, deadline: float, path: tuple) -> float:
         if number in self._ends[rank]:
@@ -251,11 +195,11 @@ class Messages:
         """What is on its way arrives, unless its receiver has ended or left the group."""
         deadline, arrivals = self._deadline(), self.communicator.arrivals
         with contextlib.suppress(RuntimeError), self.communicator.machine.untracked():
-            while self.leaving and time.monotonic() < deadline:
+            while self.leaving and real_time() < deadline:
                 ended = arrivals.ended()
                 self._let_go()
                 self.leaving = [sent for sent in self.leaving if sent[0].peer not in ended]
-                time.sleep(1e-3)
+                real_sleep(1e-3)
 
     def forget(self, exchange: "Exchange") -> None:
         """It is over."""
@@ -328,9 +272,9 @@ class Exchange(SimulatedWork):
         if self.late is not None:
             return
         comm, names = self.communicator, self._names()
-        with self.told(), comm.machine.untracked():
+        with self.explained(), comm.machine.untracked():
             if self.channel.failed is not None:
-                raise self.channel.failed
+                raise copy.copy(self.channel.failed)
             ready, begin, end = self.channel.times(self)
             self._receive()
         self.late = end
@@ -342,15 +286,15 @@ class Exchange(SimulatedWork):
         self.messages = []
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Raises in words of these messages what is raised inside."""
+    def explained(self) -> Iterator[None]:
+        """What is raised inside names these messages."""
         comm = self.communicator
         try:
             yield
         except Hang as hang:
-            words = words_of_hang(hang, self.channel.log, comm.ranks, comm.layout)
-            self.channel.failed = dist.DistBackendError(f"{', '.join(self._names()[:4])}: {words}")
-            raise self.channel.failed from None
+            reason = describe(hang, self.channel.log, comm.ranks, comm.layout)
+            self.channel.failed = dist.DistBackendError(f"{', '.join(self._names()[:4])}: {reason}")
+            raise copy.copy(self.channel.failed) from None
         except RuntimeError as error:
             comm.explain(error, ", ".join(self._names()[:4]))
             raise

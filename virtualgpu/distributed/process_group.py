@@ -4,22 +4,23 @@ import atexit
 import functools
 import json
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu._compat import is_really_meta, packet, schema
-from virtualgpu.distributed import transport
+from virtualgpu.distributed import p2p, transport
 from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
-from virtualgpu.distributed.communicator import Communicator
+from virtualgpu.distributed.communicator import CoalescedWork, Communicator, Statistics
+from virtualgpu.distributed.message_log import RECV, SEND
 from virtualgpu.distributed.shared_clock import (
     LEFT,
     RAISED,
-    RECV,
-    SEND,
     Arrivals,
     Meeting,
     SingleRankArrivals,
@@ -28,7 +29,6 @@ from virtualgpu.distributed.shared_clock import (
     processes,
 )
 from virtualgpu.distributed.topology import Layout, Where, one_gpu_each
-from virtualgpu.distributed.work import CoalescedWork, Statistics
 from virtualgpu.engine import overrides
 from virtualgpu.engine.machine import GPU, Machine
 from virtualgpu.engine.storage import allocation_of, gpu_of, storage_of
@@ -92,6 +92,17 @@ class ProcessGroupNCCL(_compat.Gloo):
         return "nccl"
 
 
+ALONE = frozenset({"cuda"})  # device types of a group that knows no CPU
+
+
+class GroupKind(NamedTuple):
+    """Of a process group. device_types: for which it has a backend. foreign: is that one that somebody wrote (PyTorch's tests have one of
+    threads)? It carries the numbers as it does for CPU tensors; how long it takes is not known."""
+
+    device_types: frozenset[str]
+    foreign: bool
+
+
 class Communicators:
     """Of this process, by the names of their groups and the GPU (its index) that the tensors are on."""
 
@@ -103,6 +114,7 @@ class Communicators:
         self._coalescing: dict[
             str, Communicator | None
         ] = {}  # groups inside of a coalescing manager, and which collects
+        self.kinds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each group
         self._backends: dict[int, ProcessGroupNCCL] = {}  # kept, so that PyTorch finds them again
         self._launched = None  # the store in which ranks of `launch` say that they have returned
 
@@ -134,7 +146,7 @@ class Communicators:
         """A group is destroyed; None: all are."""
         for name, index in list(self.known):
             if group is None or name == group.group_name:
-                self.known.pop((name, index), None)
+                self.known.pop((name, index)).close()
         for name in list(self._meetings):
             if group is None or name == group.group_name:
                 del self._meetings[name]
@@ -151,7 +163,7 @@ class Communicators:
             communicator = self.known[name, gpu.index] = self._meet(group, gpu, what)
         if name in self._coalescing and self._coalescing[name] is None:
             self._coalescing[name] = communicator
-            communicator.begin_together()
+            communicator.begin_coalescing()
         return communicator
 
     def start_coalescing(self, group) -> None:
@@ -161,7 +173,7 @@ class Communicators:
     def end_coalescing(self, group) -> CoalescedWork:
         """One work for all that was called since."""
         communicator = self._coalescing.pop(group.group_name, None)
-        return CoalescedWork([]) if communicator is None else communicator.end_together()
+        return CoalescedWork([]) if communicator is None else communicator.end_coalescing()
 
     def _of_group(self, group) -> list[Communicator]:
         """Those of the GPUs that the group has used, in the order in which they were made: on all ranks the same."""
@@ -231,22 +243,26 @@ class Communicators:
                 continue
         return None
 
-    def foreign(self, group) -> bool:
-        """Is it of a backend that somebody wrote (PyTorch's tests have one of threads)? That one carries the numbers as it does for
-        CPU tensors; how long it takes is not known.
-        """
-        if type(group) is not _compat.ProcessGroup:
-            return True  # written in Python as a whole
-        backend = self._backend(group)
-        return not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
+    def kind(self, group) -> GroupKind:
+        """Asked once of each group."""
+        kind = self.kinds.get(group)
+        if kind is None:
+            foreign = type(group) is not _compat.ProcessGroup  # written in Python as a whole
+            if not foreign:
+                backend = self._backend(group)
+                foreign = (
+                    not isinstance(backend, ProcessGroupNCCL) and type(backend).__module__ not in _compat.OF_PYTORCH
+                )
+            kind = self.kinds[group] = GroupKind(_compat.device_types(group), foreign)
+        return kind
 
     def gpu_of_barrier(self, group, device_ids) -> GPU | None:
         """As ProcessGroupNCCL::barrier chooses: what the caller names, what init_process_group was told, what the group has used; or
         else by the rank's number, which is right where ranks and GPUs are in one order."""
         used = [communicator.gpu for communicator in self._of_group(group) if communicator.failed is None]
-        if _compat.device_types(group) != {
-            "cuda"
-        }:  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
+        if (
+            self.kind(group).device_types != ALONE
+        ):  # gloo's: but hosts whose GPUs are used together meet on their clocks, too
             return used[0] if used else None
         name = group.group_name  # as PyTorch has it, also those that NCCL refused
         used += [gpu for gpu in self._meetings.get(name, ()) if (name, gpu.index) not in self.known]
@@ -262,7 +278,7 @@ class Communicators:
     def place(self, group, tensors: Sequence[torch.Tensor]) -> GPU | None:
         """The GPU of these tensors: those that C++ made without saying where (a bucket of DDP) get it. None for the CPU's, where the
         group has a backend for them. Raises NCCL's error where it has none, and ValueError for several GPUs."""
-        gpu, elsewhere = None, []
+        gpu, elsewhere, (device_types, foreign) = None, [], self.kinds.get(group) or self.kind(group)
         for tensor in tensors:
             its_gpu = gpu_of(tensor)
             if its_gpu is None:
@@ -273,14 +289,15 @@ class Communicators:
                 gpus = sorted(map(str, (gpu, its_gpu)))
                 raise ValueError(f"Expected all tensors of a collective on one device, but found {gpus}")
         if gpu is not None:
-            gpu = self.machine.own(gpu)
-            if "cuda" not in _compat.device_types(group) and not self.foreign(group):
+            if self.machine.forked or gpu.machine is not self.machine:
+                self.machine.own(gpu)  # raises
+            if "cuda" not in device_types and not foreign:
                 raise RuntimeError("No backend type associated with device type cuda")
         elif not elsewhere:
             return None
-        elif "cuda" in _compat.device_types(group) and all(map(_made_by_cpp, elsewhere)):
+        elif "cuda" in device_types and all(map(_made_by_cpp, elsewhere)):
             gpu = self.machine.gpu("cuda")
-        elif _compat.device_types(group) == {"cuda"}:
+        elif device_types == ALONE:
             raise RuntimeError("No backend type associated with device type cpu")
         else:
             return None
@@ -317,11 +334,14 @@ def of_c10d(dispatch, func, args, kwargs):
     name = packet(func).__name__
     names, returns_tensors = _signature(func)
     values = {**dict(zip(names, args, strict=False)), **kwargs}
-    group = _compat.group_of(values["process_group"])
+    group = values["process_group"]
+    if not isinstance(group, _compat.ProcessGroup):
+        group = _compat.unboxed(group)
     if name not in OPERATIONS:
         return _of_a_message(dispatch, name, group, func, args, kwargs)
-    _check_for_tensors(func, values)
-    if communicators.foreign(group):
+    if not values.get("tensors"):
+        _check_for_tensors(func, values)
+    if (communicators.kinds.get(group) or communicators.kind(group)).foreign:
         with machine.untracked():
             return func(*args, **kwargs)
     collective, read = OPERATIONS[name]
@@ -357,7 +377,7 @@ def _check_for_tensors(func, values: Mapping) -> None:
 
 def _of_a_message(dispatch, name: str, group, func, args, kwargs):
     communicators = dispatch.machine.communicators
-    if communicators.foreign(group):
+    if communicators.kind(group).foreign:
         with dispatch.machine.untracked():
             return func(*args, **kwargs)
     gpu = communicators.place(group, args[0]) if name in MESSAGES else None
@@ -367,7 +387,7 @@ def _of_a_message(dispatch, name: str, group, func, args, kwargs):
         raise RuntimeError("recv from any source is not there with NCCL: name the rank, src=")
     direction, verb = MESSAGES[name]
     communicator = communicators.of(group, gpu, f"{verb} rank {dist.get_global_rank(group, args[2])}")
-    return communicator.message(direction, args[2], args[0][0], gpu).boxed()
+    return p2p.come_to(communicator, direction, args[2], args[0][0], gpu).boxed()
 
 
 def of_functional(dispatch, func, args, kwargs):
@@ -392,7 +412,7 @@ def of_functional(dispatch, func, args, kwargs):
     inputs = values["inputs"] if "inputs" in values else [values["input"]]
     if communicators.place(group, inputs) is None:
         return func(*args, **kwargs)
-    if communicators.foreign(group):
+    if communicators.kind(group).foreign:
         with machine.untracked():
             out = func(*args, **kwargs)
         for result in out if isinstance(out, list) else [out]:
@@ -420,7 +440,7 @@ def of_dtensor(dispatch, func, args, kwargs):
     group = _compat.named(name) if isinstance(name, str) else _compat.group_of(name)
     if communicators.place(group, [tensor]) is None:
         return func(*args, **kwargs)
-    if communicators.foreign(group):
+    if communicators.kind(group).foreign:
         with dispatch.machine.untracked():
             return dispatch.machine.place(func(*args, **kwargs), gpu_of(tensor))
     functional, ones = torch.ops._c10d_functional, [1] * group.size()
@@ -440,8 +460,6 @@ def wait(tensor: torch.Tensor) -> None:
 
 
 # -- torch.distributed with virtual GPUs on: nccl is there, and operations of c10d on GPU tensors are ours.
-#
-# A stand-in is a function that is given the machine, and PyTorch's own: `Patches.stand_in`.
 
 
 def install(machine: Machine, patches: Patches) -> None:
@@ -449,7 +467,7 @@ def install(machine: Machine, patches: Patches) -> None:
     if not torch.distributed.is_available():
         return
     from virtualgpu._compat import distributed as _compat
-    from virtualgpu.distributed import dtensor, objects, parallel
+    from virtualgpu.distributed import dtensor, groups, objects, parallel
 
     machine.communicate_by(Communicators(machine))
     overrides.register_namespace("c10d", of_c10d)
@@ -457,10 +475,10 @@ def install(machine: Machine, patches: Patches) -> None:
     overrides.register_namespace("_dtensor", of_dtensor)
     _backend(machine, patches)
     c10d, group = _compat.c10d, _compat.ProcessGroup
-    for function in (destroy_process_group, split_group, init_process_group, new_group, get_backend):
-        patches.stand_in_everywhere(c10d, function.__name__, function, machine)
-    for function in (_start_coalescing, _end_coalescing):
-        patches.stand_in(group, function.__name__, function, machine)
+    for name in ("destroy_process_group", "split_group", "init_process_group", "new_group", "get_backend"):
+        patches.stand_in_everywhere(c10d, name, getattr(groups, name), machine)
+    for name in ("start_coalescing", "end_coalescing"):
+        patches.stand_in(group, f"_{name}", getattr(groups, name), machine)
     if (make := _compat.make_premul_sum) is not None:
         patches.stand_in_everywhere(torch.distributed, make.__name__, _compat.premul_sum)
     atexit.register(machine.communicators.end)  # gloo's threads must not outlive the interpreter
@@ -487,100 +505,3 @@ def _backend(machine: Machine, patches: Patches) -> None:
     for module in (c10d, torch.distributed, cpp):  # versions that make NCCL's groups themselves call it by this name
         patches.add(module, "ProcessGroupNCCL", kind)
     patches.add(cpp, "_is_nvshmem_available", lambda: False)
-
-
-# -- the life of a group
-
-
-def init_process_group(machine: Machine, original, *args, **kwargs):
-    """While a rank is played alone, groups are of PyTorch's fake backend, whatever is named."""
-    rank = machine.single_rank
-    if rank is None:
-        return original(*args, **kwargs)
-    from virtualgpu._compat import distributed as _compat
-
-    _compat.know_fake_backend()
-
-    device = {"device_id": kwargs["device_id"]} if kwargs.get("device_id") is not None else {}
-    store = torch.distributed.HashStore()
-    return original("fake", rank=rank.rank, world_size=rank.world_size, store=store, **device)
-
-
-def new_group(machine: Machine, original, ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """The same of a part of the ranks."""
-    return original(ranks, timeout, backend if machine.single_rank is None else "fake", *args, **kwargs)
-
-
-def get_backend(machine: Machine, original, group=None) -> str:
-    """The fake backend says nccl."""
-    name = original(group)
-    return "nccl" if machine.single_rank is not None and name == "fake" else name
-
-
-def destroy_process_group(machine: Machine, original, group=None):
-    """Its communicators go, too, and with the last group what DTensor remembers of meshes: one process plays ranks of many layouts in turn."""
-    from virtualgpu._compat.distributed import c10d, forget_meshes
-
-    if group is c10d.GroupMember.NON_GROUP_MEMBER:
-        return original(group)
-    which = None if group is c10d.GroupMember.WORLD else group
-    machine.communicators.leave(which, sys.exc_info()[1])
-    try:
-        return original(group)
-    finally:
-        machine.communicators.forget(which)
-        if which is None:
-            forget_meshes()
-
-
-def split_group(
-    machine: Machine,
-    original,
-    parent_pg=None,
-    split_ranks=None,
-    timeout=None,
-    pg_options=None,
-    group_desc=None,
-    **others,
-):
-    """Each rank in the group that it is in; a rank in none of them in none."""
-    from virtualgpu._compat.distributed import c10d, default_group
-
-    parent = parent_pg or default_group()
-    if c10d.get_backend(parent) != "nccl":
-        return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
-    if not split_ranks:
-        raise ValueError("split_ranks cannot be None or empty")
-    members = c10d.get_process_group_ranks(parent)
-    mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
-    if mine is None:
-        return c10d.GroupMember.NON_GROUP_MEMBER
-    return c10d.new_group(
-        [members[rank] for rank in mine],
-        timeout=timeout,
-        backend="nccl",
-        pg_options=pg_options,
-        use_local_synchronization=True,
-        group_desc=group_desc,
-    )
-
-
-# -- a coalescing manager: collectives in between are waited for as one
-
-
-def _start_coalescing(machine: Machine, original, group, device):
-    if not _on_gpus(group, device):
-        return original(group, device)
-    return machine.communicators.start_coalescing(group)
-
-
-def _end_coalescing(machine: Machine, original, group, device):
-    if not _on_gpus(group, device):
-        return original(group, device)
-    return machine.communicators.end_coalescing(group)
-
-
-def _on_gpus(group, device) -> bool:
-    from virtualgpu._compat.distributed import device_types
-
-    return torch.device(device).type == "cuda" and "cuda" in device_types(group)

@@ -1,16 +1,14 @@
 """How ranks meet, and tell each other on a page of memory that they share when, on the simulated clock, each came to what."""
 
 import contextlib
-import functools
 import mmap
-import operator
 import os
 import platform
 import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -27,18 +25,25 @@ from virtualgpu.memory.ledger import started
 # fast the processes really ran.
 #
 #     arrivals = Arrivals.meet(store, rank, size)               # all ranks of the group call it
-#     arrivals.post(1, moment, words, timeout)              # collectives are numbered from 1; `words`: four whole numbers about it
-#     arrivals.come(1)                                      # [(rank, words)] of the others that have come to it so far
-#     arrivals.read(1, timeout)                             # the moment of the last, and the words of rank 0, of rank 1, ...
+#     arrivals.post(1, moment, signature, timeout)          # collectives are numbered from 1; `signature`: four whole numbers about it
+#     arrivals.come(1)                                      # [(rank, signature)] of the others that have come to it so far
+#     arrivals.read(1, timeout)                             # the moment of the last, and the signature of rank 0, of rank 1, ...
 
 SLOTS = 1024  # collectives that a rank may be ahead of the slowest one
-Words = tuple[int, int, int, int]  # what a rank says of a collective
+Signature = tuple[int, int, int, int]  # what a rank tells of a collective (`calls.signature_of`)
 SLOT = 6  # words: the moment, what is said, and all of them with the number, so that a half-written slot is known
-ARRIVAL = struct.Struct(f"{SLOT}q")
+ARRIVAL, MOMENT = (
+    struct.Struct(f"{SLOT}q"),
+    struct.Struct(f"d{SLOT - 1}q"),
+)  # the same, its moment in bits and as a number
 # words at the head of a rank's part: up to which number it has read, who it is, how it left where it comes to nothing more, and which
 # message it waits for
 READ, PID, STARTED, OVER, WAITS, HEAD = 0, 1, 2, 3, 4, 5
 LEFT, RAISED = 1, 2  # how
+ROOM = (
+    1 << 34
+)  # bytes behind the page for each rank's messages: 268 million. What nobody wrote takes no room on the disk
+real_sleep, real_time = time.sleep, time.monotonic  # the program's are others while virtual GPUs are on
 
 
 def float_bits(moment: float) -> int:
@@ -115,14 +120,17 @@ class Arrivals:
     name = ""  # of the page, which no other has
     _remove: Callable[[], object] | None = None  # takes away the file's name
 
-    def __init__(self, words: memoryview, rank: int, size: int, file: int | None = None):
-        self._words, self.rank, self.size, self.file = words, rank, size, file
+    def __init__(self, page: memoryview, rank: int, size: int, file: int | None = None):
+        self._page, self.rank, self.size, self.file = page, rank, size, file
         if file is not None:
             weakref.finalize(self, os.close, file)  # works of a group that is destroyed may still read it
         self._each = HEAD + SLOTS * SLOT
+        self._slots = [
+            8 * (member * self._each + HEAD) for member in range(size)
+        ]  # in bytes: where those of each rank begin
         self._read = 0
         mine = rank * self._each
-        words[mine + STARTED], words[mine + PID] = started(os.getpid()), os.getpid()
+        page[mine + STARTED], page[mine + PID] = started(os.getpid()), os.getpid()
 
     @classmethod
     def meet(cls, store, rank: int, size: int, folder: str | None = None) -> "Arrivals":
@@ -154,59 +162,66 @@ class Arrivals:
         if self._remove is not None:
             self._remove()
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
+    def post(self, number: int, moment: float, signature: Signature, timeout: timedelta) -> list[tuple[int, Signature]]:
         """This rank has come to collective `number`; returns those that had come before, as `come`. Waits where it is too far ahead;
         raises as `read`."""
         if number > SLOTS:
-            self._wait(lambda rank: self._words[rank * self._each + READ] >= number - SLOTS, timeout)
-        offset = 8 * (self.rank * self._each + HEAD + number % SLOTS * SLOT)
-        bits = float_bits(moment)
-        first, second, third, fourth = words
+            self._wait(self._have_not_read, number - SLOTS, timeout)
+        bits = struct.unpack("q", struct.pack("d", moment))[0]
+        first, second, third, fourth = signature
         check = number ^ bits ^ first ^ second ^ third ^ fourth
-        ARRIVAL.pack_into(self._words, offset, bits, *words, check)
+        offset = self._slots[self.rank] + ARRIVAL.size * (number % SLOTS)
+        ARRIVAL.pack_into(self._page, offset, bits, *signature, check)
         return self.come(number) if self.size > 1 else []
 
-    def come(self, number: int) -> list[tuple[int, Words]]:
+    def come(self, number: int) -> list[tuple[int, Signature]]:
         """The other ranks that have come to it so far, and what they said. Called after `post`: of two ranks, at least one sees the
         other."""
-        slots = [(rank, self._slot(rank, number)) for rank in range(self.size) if rank != self.rank]
-        return [(rank, slot[1]) for rank, slot in slots if slot is not None]
+        there, offset = [], ARRIVAL.size * (number % SLOTS)
+        for rank, slots in enumerate(self._slots):
+            bits, first, second, third, fourth, check = ARRIVAL.unpack_from(self._page, slots + offset)
+            if rank != self.rank and number ^ bits ^ first ^ second ^ third ^ fourth == check:
+                there.append((rank, (first, second, third, fourth)))
+        return there
 
-    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Signature]]:
         """When the last rank came to it, and what each said. Raises RankEnded or RankLate for one that does not come."""
-        moments, all_words = [], []
-        for rank in range(self.size):
-            slot = self._slot(rank, number)
-            if slot is None:
-                self._wait(lambda rank: self._slot(rank, number) is not None, timeout)
-                slot = self._slot(rank, number)
-            moments.append(slot[0])
-            all_words.append(slot[1])
+        self._wait(self.behind, number, timeout)
+        moments, signatures, offset = [], [], ARRIVAL.size * (number % SLOTS)
+        for slots in self._slots:
+            moment, *signature, _ = MOMENT.unpack_from(self._page, slots + offset)
+            moments.append(moment)
+            signatures.append(tuple(signature))
         self._read = max(self._read, number)
-        self._words[self.rank * self._each + READ] = self._read
-        return max(moments), all_words
+        self._page[self.rank * self._each + READ] = self._read
+        return max(moments), signatures
 
-    def _slot(self, rank: int, number: int) -> tuple[float, Words] | None:
-        offset = 8 * (rank * self._each + HEAD + number % SLOTS * SLOT)
-        bits, first, second, third, fourth, check = ARRIVAL.unpack_from(self._words, offset)
-        if number ^ bits ^ first ^ second ^ third ^ fourth != check:
-            return None
-        return float_of_bits(bits), (first, second, third, fourth)
+    def behind(self, number: int) -> list[int]:
+        """Ranks that have not come to collective `number`."""
+        late, offset = [], ARRIVAL.size * (number % SLOTS)
+        for rank, slots in enumerate(self._slots):
+            bits, first, second, third, fourth, check = ARRIVAL.unpack_from(self._page, slots + offset)
+            if number ^ bits ^ first ^ second ^ third ^ fourth != check:
+                late.append(rank)
+        return late
 
-    def _wait(self, arrived, timeout: timedelta) -> None:
-        """Until it is true of every rank: at first looking again at once, then with pauses of up to a millisecond."""
-        late = [rank for rank in range(self.size) if not arrived(rank)]
-        if not late:
-            return
-        begin, pause, looks = time.monotonic(), 1e-5, 0
-        while late := [rank for rank in late if not arrived(rank)]:
-            passed = time.monotonic() - begin
-            if passed > timeout.total_seconds():
+    def _have_not_read(self, number: int) -> list[int]:
+        """Ranks that do not know yet when collective `number` ended."""
+        read = self._page[READ :: self._each]
+        return [rank for rank in range(self.size) if read[rank] < number]
+
+    def _wait(self, behind: Callable[[int], list[int]], number: int, timeout: timedelta) -> None:
+        """Until no rank is behind `number`: at first looking again at once, then with pauses of up to a millisecond."""
+        begin, pause, looks = real_time(), 1e-5, 0
+        while late := behind(number):
+            if real_time() - begin > timeout.total_seconds():
                 raise RankLate(late, timeout.total_seconds())
             looks += 1
             if looks % 100 == 0:  # every tenth of a second, when pauses are longest
-                self._look_for_the_dead(late, arrived)
-            time.sleep(pause)
+                for rank in self.ended():
+                    if rank in late and rank in behind(number):
+                        raise self.gone(rank)
+            real_sleep(pause)
             pause = min(1e-3, 1.5 * pause)
 
     def ended(self) -> list[int]:
@@ -215,42 +230,33 @@ class Arrivals:
 
     def left(self, rank: int) -> bool:
         """Is a rank done with the group?"""
-        return bool(self._words[rank * self._each + OVER])
+        return bool(self._page[rank * self._each + OVER])
 
     def gone(self, rank: int) -> RankEnded:
         """What to raise of one that has ended, or is done with the group."""
-        how = self._words[rank * self._each + OVER]
+        how = self._page[rank * self._each + OVER]
         return RankEnded(rank, how if how == RAISED or not self._gone(rank) else 0)
 
     def leave(self, how: int = LEFT) -> None:
         """This rank will come to nothing more: others need not wait."""
-        self._words[self.rank * self._each + OVER] = how
+        self._page[self.rank * self._each + OVER] = how
 
     def wait_for(self, message: int) -> None:
         """This rank waits for that message (a word of the message log); 0: for none."""
-        self._words[self.rank * self._each + WAITS] = message
+        self._page[self.rank * self._each + WAITS] = message
 
     def waits(self, rank: int) -> int:
         """The message that a rank waits for; 0 for none."""
-        return self._words[rank * self._each + WAITS]
+        return self._page[rank * self._each + WAITS]
 
     def _gone(self, rank: int) -> bool:
-        pid, start = self._words[rank * self._each + PID], self._words[rank * self._each + STARTED]
+        pid, start = self._page[rank * self._each + PID], self._page[rank * self._each + STARTED]
         return bool(pid) and started(pid) != start
 
     @property
     def nbytes(self) -> int:
         """Of the page itself."""
         return 8 * self.size * (HEAD + SLOTS * SLOT)
-
-    def behind(self, number: int) -> list[int]:
-        """Ranks that have not come to collective `number`."""
-        return [rank for rank in range(self.size) if self._slot(rank, number) is None]
-
-    def _look_for_the_dead(self, ranks: list[int], arrived) -> None:
-        for rank in self.ended():
-            if rank in ranks and not arrived(rank):
-                raise self.gone(rank)
 
 
 class SingleRankArrivals(Arrivals):
@@ -259,17 +265,17 @@ class SingleRankArrivals(Arrivals):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self._posted = rank, size, {}
 
-    def post(self, number: int, moment: float, words: Words, timeout: timedelta) -> list[tuple[int, Words]]:
+    def post(self, number: int, moment: float, signature: Signature, timeout: timedelta) -> list[tuple[int, Signature]]:
         """Only noted, for `read`; never waits."""
-        self._posted[number] = moment, [words]
+        self._posted[number] = moment, [signature]
         return []
 
-    def come(self, number: int) -> list[tuple[int, Words]]:
+    def come(self, number: int) -> list[tuple[int, Signature]]:
         """Nobody: there are no other processes."""
         return []
 
-    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Words]]:
-        """This rank's own moment and words, once for all ranks. A collective can be read once."""
+    def read(self, number: int, timeout: timedelta) -> tuple[float, list[Signature]]:
+        """This rank's own moment and signature, once for all ranks. A collective can be read once."""
         return self._posted.pop(number)
 
     def leave(self, how: int = LEFT) -> None:
@@ -322,7 +328,7 @@ class Meeting:
 
     def __init__(self, store, size: int, timeout: timedelta, processes: list[Process], returned: Callable[[int], bool]):
         self.store, self.size, self.timeout, self.processes, self.returned = store, size, timeout, processes, returned
-        self.until = time.monotonic() + timeout.total_seconds()
+        self.until = real_time() + timeout.total_seconds()
 
     def set(self, key: str, value: str) -> None:
         """For the others. Raises RankEnded where the store is gone, as `get`."""
@@ -339,14 +345,14 @@ class Meeting:
 
     def wait(self, keys: dict[str, int], other_than: bytes | None = None) -> None:
         """Until all of these are there: each is set by a rank. Raises as `get`."""
-        pause, look = 1e-4, time.monotonic() + LOOK
+        pause, look = 1e-4, real_time() + LOOK
 
         def there(*names: str) -> bool:
             known = self.store.check(list(names))
             return known and (other_than is None or all(self.store.get(name) != other_than for name in names))
 
         while not self._ask(lambda: there(*keys)):
-            now = time.monotonic()
+            now = real_time()
             if now > look:
                 look = now + LOOK
                 late = [rank for key, rank in keys.items() if not self._ask(lambda key=key: there(key))]
@@ -355,7 +361,7 @@ class Meeting:
                         raise RankEnded(rank, 0 if self._gone(rank) else LEFT)
                 if now > self.until and late:
                     raise RankLate(late, self.timeout.total_seconds())
-            time.sleep(pause)
+            real_sleep(pause)
             pause = min(1e-2, 1.5 * pause)
 
     def _gone(self, rank: int) -> bool:
@@ -366,7 +372,7 @@ class Meeting:
         try:
             return question()
         except RuntimeError:
-            time.sleep(LOOK)  # a process that is ending closes its sockets first
+            real_sleep(LOOK)  # a process that is ending closes its sockets first
             for rank in range(self.size):
                 if self._gone(rank):
                     raise RankEnded(rank) from None
@@ -417,180 +423,3 @@ def _made_by(group: str) -> str:
 
 def _names(members: list[int], ranks: Sequence[int]) -> str:
     return f"rank {', '.join(str(ranks[member]) for member in members)}" if members else "another rank"
-
-
-# -- Which messages every rank of a group has come to, in order: each rank writes its own in a file that all of them have open.
-#
-# It is the file of the group's page of arrival times, far behind the page, so that it has no name any more when the first message comes, and
-# what a rank has written can be read when its group is destroyed, or when it has ended.
-#
-# From these records any rank works out when any message begins and ends, without asking: nobody waits for another process to find
-# time for an answer, and all come to the same numbers.
-
-
-# number of the batch, its messages, moment, batch before, direction (and stream), peer, bytes, and a check of these
-MESSAGE = struct.Struct("8q")
-ROOM = 1 << 34  # bytes for each rank: 268 million messages. What nobody wrote takes no room on the disk
-WRITTEN = 1 << 40  # in every check, so that nothing is not a record
-SEND, RECV = 0, 1
-
-
-class Message(NamedTuple):
-    """One side of a message. peer: the other rank. index: among those to, or from, that peer in that direction, from 0."""
-
-    direction: int
-    peer: int
-    nbytes: int
-    index: int
-
-
-class Awaited(NamedTuple):
-    """A message that somebody waits for `rank` to come to: its side, as `MessageLog` counts them."""
-
-    rank: int
-    direction: int
-    peer: int
-    index: int
-
-    def as_word(self) -> int:
-        """One whole number, not 0, that `of_word` reads."""
-        return ((self.index << 16 | self.rank) << 16 | self.peer) << 2 | self.direction << 1 | 1
-
-    @classmethod
-    def of_word(cls, word: int) -> "Awaited":
-        """The reverse of `as_word`."""
-        return cls(word >> 18 & 0xFFFF, word >> 1 & 1, word >> 2 & 0xFFFF, word >> 34)
-
-
-class Hang(RuntimeError):
-    """Messages that wait for each other. circle: of each rank (within the group) whose host waits, what it waits for; path: where all
-    messages are known, the batches (rank, number) that do."""
-
-    def __init__(self, circle: Sequence[tuple[int, Awaited]] = (), path: Sequence[tuple[int, int]] = ()):
-        super().__init__("ranks wait for each other")
-        self.circle, self.path = circle, path
-
-
-class Batch(NamedTuple):
-    """Messages that one rank came to together. issued: when; after: the batch of this rank that must end before, or -1; stream: the id
-    of that which was current."""
-
-    issued: float
-    after: int
-    messages: list[Message]
-    stream: int
-
-
-class MessageLog:
-    """The batches of all ranks of a group, as far as they were read. Ranks count within the group."""
-
-    def __init__(self, arrivals: Arrivals):
-        self.arrivals, self.rank, self.size = arrivals, arrivals.rank, arrivals.size
-        self.batches: list[list[Batch]] = [[] for _ in range(arrivals.size)]
-        self._offsets = [arrivals.nbytes + rank * ROOM for rank in range(arrivals.size)]  # how far read, or written
-        self._where: dict[Awaited | tuple[int, int, int, int], int] = {}  # the batch that a message is in
-        self._sizes: dict[tuple[int, int, int], list[int]] = {}  # (rank, direction, peer): the bytes of each message
-
-    def write(self, issued: float, after: int, messages: list[tuple[int, int, int]], stream: int = 0) -> int:
-        """This rank comes to a batch of (direction, peer, nbytes), called on that stream; returns its number."""
-        number, bits = len(self.batches[self.rank]), float_bits(issued)
-        self._take(self.rank, issued, after, messages, stream)
-        if self.arrivals.file is not None:
-            heads = [(number, len(messages), bits, after, stream << 1 | way, *rest) for way, *rest in messages]
-            data = b"".join(MESSAGE.pack(*head, _check(head)) for head in heads)
-            self._offsets[self.rank] += os.pwrite(self.arrivals.file, data, self._offsets[self.rank])
-        return number
-
-    def batch_of(self, rank: int, direction: int, peer: int, index: int, deadline: float, timeout: timedelta) -> int:
-        """The number of the batch in which `rank` has that message. Waits until it has come to it; raises RankEnded, RankLate, or Hang."""
-        awaited, pause = Awaited(rank, direction, peer, index), 1e-5
-        try:
-            while not self.has(awaited):
-                if time.monotonic() > deadline:
-                    raise RankLate([rank], timeout.total_seconds())
-                if pause < 1e-3:
-                    pause = min(1e-3, 1.5 * pause)
-                elif (circle := self._circle(awaited)) is not None:
-                    raise Hang(circle)
-                elif rank in self.arrivals.ended() and not self.has(awaited):
-                    raise self.arrivals.gone(rank)
-                time.sleep(pause)
-        except Hang:
-            raise  # its word stays: the others of the circle find the same
-        except BaseException:
-            self.arrivals.wait_for(0)
-            raise
-        self.arrivals.wait_for(0)
-        return self._where[awaited]
-
-    def has(self, message: "Awaited") -> bool:
-        """Has its rank come to it?"""
-        return message in self._where or (
-            message.rank != self.rank and self._read(message.rank) and message in self._where
-        )
-
-    def nbytes(self, rank: int, direction: int, peer: int, index: int) -> int:
-        """Of one message that `rank` is known to have come to."""
-        return self._sizes[rank, direction, peer][index]
-
-    def batch_with(self, rank: int, direction: int, peer: int, index: int) -> int:
-        """The number of the batch in which `rank` is known to have that message."""
-        return self._where[rank, direction, peer, index]
-
-    def _circle(self, awaited: "Awaited") -> list[tuple[int, "Awaited"]] | None:
-        """Ranks that wait for each other, and for what each, where this one waits for that. None where that is not so, or not yet written
-        down."""
-        self.arrivals.wait_for(awaited.as_word())
-        words: dict[int, int] = {}
-        rank = self.rank
-        while rank not in words:
-            words[rank] = self.arrivals.waits(rank)
-            if not words[rank]:
-                return None
-            rank = Awaited.of_word(words[rank]).rank
-        circle = list(words)[list(words).index(rank) :]
-        waits = [(member, Awaited.of_word(words[member])) for member in circle]
-        if any(self.has(awaited) for _, awaited in waits) or any(
-            self.arrivals.waits(member) != words[member] for member in circle
-        ):
-            return None  # one of them is about to go on
-        return waits
-
-    def _take(
-        self, rank: int, issued: float, after: int, messages: Iterable[tuple[int, int, int]], stream: int
-    ) -> None:
-        """A rank's next batch, of (direction, peer, nbytes)."""
-        batch = Batch(issued, after, [], stream)
-        for direction, peer, nbytes in messages:
-            sizes = self._sizes.setdefault((rank, direction, peer), [])
-            index = len(sizes)
-            sizes.append(nbytes)
-            self._where[rank, direction, peer, index] = len(self.batches[rank])
-            batch.messages.append(Message(direction, peer, nbytes, index))
-        self.batches[rank].append(batch)
-
-    def _read(self, rank: int) -> bool:
-        """Take in what a rank has written since; False where that is nothing."""
-        if self.arrivals.file is None:
-            return False
-        begin = self._offsets[rank]
-        while (batch := self._next_batch(rank)) is not None:
-            _, _, bits, after, way, *_ = batch[0]
-            messages = [(record[4] & 1, *record[5:7]) for record in batch]
-            self._take(rank, float_of_bits(bits), after, messages, way >> 1)
-            self._offsets[rank] += len(batch) * MESSAGE.size
-        return self._offsets[rank] > begin
-
-    def _next_batch(self, rank: int) -> list[tuple[int, ...]] | None:
-        """Its records; None for nothing yet, or what is being written."""
-        head = os.pread(self.arrivals.file, MESSAGE.size, self._offsets[rank])
-        if len(head) < MESSAGE.size:
-            return None
-        nbytes = MESSAGE.unpack(head)[1] * MESSAGE.size
-        data = os.pread(self.arrivals.file, nbytes, self._offsets[rank]) if 0 < nbytes <= ROOM else b""
-        records = list(MESSAGE.iter_unpack(data)) if data and len(data) == nbytes else []
-        return records if records and all(_check(record[:-1]) == record[-1] for record in records) else None
-
-
-def _check(head: tuple[int, ...]) -> int:
-    return functools.reduce(operator.xor, head, WRITTEN)

@@ -4,6 +4,7 @@ A GPU's node is what torchrun says, where it says that there are several: each o
 Otherwise the machine's GPUs are divided as `gpus_per_node` says; and without that all are in one node.
 """
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -65,7 +66,7 @@ def one_gpu_each(ranks: list[Where]) -> None:
 class Layout:
     """Where the ranks of a group are. Ranks count within the group.
 
-    duration: where somebody looks on (`--explain`), what a collective lasts, of its kind, its bytes, the number of its ranks and a function
+    seconds: (kind, nbytes as nccl.seconds counts) of one collective. duration: where somebody looks on (`--explain`), what a collective lasts, of its kind, its bytes, the number of its ranks and a function
     that tells how long it would last with other bytes.
     """
 
@@ -76,20 +77,20 @@ class Layout:
         members = Counter(self.nodes)
         self.count, self.size = len(members), len(ranks)
         self.fabric = slowest([rank.fabric.shared_by(members[rank.node], rank.gpus) for rank in ranks])
-
-    def seconds(self, kind: str, nbytes: int) -> float:
-        """Of one collective; `nbytes` as nccl.seconds counts."""
-        return self._seconds(kind, nbytes, self.size, self.count)
+        last = {"ranks": self.size, "fabric": self.fabric, "nodes": self.count}
+        self.seconds = functools.partial(nccl.seconds if Layout.duration is None else _told, **last)
 
     def message(self, nbytes: int, rank: int, peer: int) -> float:
         """Of one message, which crosses the network only where these two are on different nodes."""
-        return self._seconds("p2p", nbytes, 2, 1 if self.nodes[rank] == self.nodes[peer] else 2)
+        nodes = 1 if self.nodes[rank] == self.nodes[peer] else 2
+        return self.seconds("p2p", nbytes, ranks=2, nodes=nodes)
 
     def step(self, rank: int, peer: int) -> int:
         """Bytes of one of the steps (hardware.fabric.STEPS) in which NCCL's buffer between these two is filled."""
         return self.fabric.step(self.nodes[rank] == self.nodes[peer])
 
-    def _seconds(self, kind: str, nbytes: int, size: int, nodes: int) -> float:
-        if Layout.duration is None:
-            return nccl.seconds(kind, nbytes, size, self.fabric, nodes)
-        return Layout.duration(kind, nbytes, size, lambda n: nccl.seconds(kind, n, size, self.fabric, nodes))
+
+def _told(kind: str, nbytes: int, ranks: int, fabric: Fabric, nodes: int) -> float:
+    """The same, to who looks on."""
+    assert Layout.duration is not None
+    return Layout.duration(kind, nbytes, ranks, lambda n: nccl.seconds(kind, n, ranks, fabric, nodes))

@@ -9,7 +9,6 @@ gives, for a rank that is played alone, and whether that is known.
 
 import ctypes
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -19,20 +18,21 @@ from torch import distributed as dist
 
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed.calls import Call
+from virtualgpu.distributed.shared_clock import real_sleep, real_time
 from virtualgpu.engine.cuda_checks import FLOAT8
 
 
 class Transfer:
-    """A collective whose numbers are on their way: `wait()` returns when they have come, and raises what gloo does.
+    """A collective whose numbers are on their way: `wait()` returns when they have come, and raises what gloo does; then `finish()`.
 
-    Tensors are taken as what they really are: make it untracked.
+    Tensors are taken as what they really are: make and finish it untracked, or in the dispatcher.
     """
 
     def __init__(self, gloo, call: Call, rank: int, size: int, timeout: timedelta):
         self.gloo, self.rank, self.size, self.timeout = gloo, rank, size, timeout
         self.call = call  # keeps its tensors
         self._works: list = []
-        self._last: list[tuple[Callable, tuple]] = []  # what is left to do then
+        self.last: list[tuple[Callable, tuple]] = []  # what is left to do then
         call.collective.carry(self, call)
 
     def begin(self, operation: str, options, *arguments) -> None:
@@ -44,18 +44,22 @@ class Transfer:
 
     def then(self, function: Callable, *args) -> None:
         """Call this when the numbers have come."""
-        self._last.append((function, args))
+        self.last.append((function, args))
 
     def wait(self) -> None:
-        """Blocks until gloo is done, then does what is left to do. Called again, it has nothing to do."""
-        works, self._works = self._works, []
+        """Blocks until gloo is done."""
+        works, self._works, self.gloo = self._works, [], None
         for work in works:
             work.wait()
-        last, self._last = self._last, []
+
+    def finish(self) -> None:
+        """What is left to do then."""
+        last, self.last = self.last, []
         for function, args in last:
             function(*args)
 
 
+data_ptr = torch.UntypedStorage.data_ptr  # where the numbers are: a program is told the address on its GPU
 LOST: list[Call] = []  # gloo may still write into their tensors: its transfer failed
 _lock = threading.Lock()  # of several threads each has groups of its own
 HELD: list[weakref.ref] = []  # what gloo's threads were handed, and may not have let go of
@@ -64,7 +68,8 @@ HELD: list[weakref.ref] = []  # what gloo's threads were handed, and may not hav
 def hold(values: Iterable) -> None:
     """Note tensors, also in lists, that gloo's threads are handed."""
     with _lock:
-        HELD[:] = [tensor for tensor in HELD if tensor() is not None]
+        if len(HELD) > 100:
+            HELD[:] = [tensor for tensor in HELD if tensor() is not None]
         values = list(values)
         for value in values:  # the list grows meanwhile
             if isinstance(value, torch.Tensor):
@@ -79,9 +84,9 @@ def let_go(seconds: float = 2.0) -> None:
     They do so a moment after a transfer is done, and need the interpreter for it: one that ends first takes the process with it
     ("terminate called without an active exception").
     """
-    until = time.monotonic() + seconds
-    while any(tensor() is not None for tensor in HELD) and time.monotonic() < until:
-        time.sleep(0.001)
+    until = real_time() + seconds
+    while any(tensor() is not None for tensor in HELD) and real_time() < until:
+        real_sleep(0.001)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +97,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.numel():
         return tensor.data.view(-1)
-    address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    address = data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
     memory = (ctypes.c_byte * tensor.nbytes).from_address(address)
     return torch.frombuffer(memory, dtype=tensor.dtype)
 

@@ -47,9 +47,9 @@ def here() -> Frames:
 
 def lines(frames: Frames) -> list[str]:
     """`train.py:12, in step: y = x * 2` of each, the innermost first. Packages that are installed only where nothing else is."""
-    own = [frame for frame in frames if _kind(frame[0].co_filename) == 0] or list(frames)
+    of_user = [frame for frame in frames if _kind(frame[0].co_filename) == 0] or list(frames)
     result = []
-    for code, instruction in own[:SHOWN]:
+    for code, instruction in of_user[:SHOWN]:
         line = line_of(code, instruction)
         text = linecache.getline(code.co_filename, line).strip()
         result.append(f"{_short(code.co_filename)}:{line}, in {code.co_name}{f': {text}' if text else ''}")
@@ -465,8 +465,8 @@ class Detector:
             gpu, address, size, accesses, recorded, where = self._freed.popleft()
             left = []
             for access in accesses.entries:
-                own = access.queue.id == accesses.stream
-                if (access.recorded or access.queue.id in recorded) and not own:
+                same_stream = access.queue.id == accesses.stream
+                if (access.recorded or access.queue.id in recorded) and not same_stream:
                     continue
                 if not self.order.known_to_host(access.queue, access.number):
                     access.freed = access.freed or where
@@ -499,17 +499,14 @@ class Detector:
             self.order.wait(queue, getattr(event, "_virtual_state", {}))
 
     def event_done(self, event) -> None:
-        """The host has waited for an event."""
+        """The host has waited for an event, or query() has seen it done."""
         with self.lock:
             self.order.host_waits(getattr(event, "_virtual_state", {}))
 
     def stream_done(self, queue: Queue) -> None:
-        """The host has waited for a stream."""
+        """The host has waited for a stream, or query() has seen it done."""
         with self.lock:
             self.order.host_waits(self.order.state(queue))
-
-    seen_done = event_done  # by query()
-    stream_seen_done = stream_done
 
     def device_done(self, gpu: int | None) -> None:
         """The host has waited for all streams of a GPU, or of all."""
@@ -518,9 +515,6 @@ class Detector:
             for index in range(len(clock.queues)) if gpu is None else (gpu,):
                 for queue in (*clock.queues[index].values(), *clock.collectives.streams[index]):
                     self.order.host_waits(self.order.state(queue))
-
-    def made(self, queue: Queue) -> None:
-        """A stream was made: it has waited for nothing."""
 
     # -- the backward pass
 

@@ -239,9 +239,9 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
     """Report collectives and messages; nothing where PyTorch was built without torch.distributed."""
     if not torch.distributed.is_available():
         return
-    from virtualgpu.distributed.communicator import Communicator
-    from virtualgpu.distributed.p2p import RECV, Exchange, Messages
-    from virtualgpu.distributed.work import VirtualWork
+    from virtualgpu.distributed.communicator import Communicator, VirtualWork
+    from virtualgpu.distributed.message_log import RECV
+    from virtualgpu.distributed.p2p import Exchange, Messages
 
     clock, order = machine.clock, detector.order
     start, join = Communicator.start, VirtualWork.join
@@ -304,10 +304,7 @@ def install_collectives(machine: Machine, patches: Patches, detector: Detector) 
         after(patches, kind, "is_completed", asked)
 
 
-# -- What streams, events, the clock and the allocator do, reported to a listener, as long as somebody listens.
-#
-# A listener is a Detector. The methods of ours that are replaced here work as before; after
-# each, its listener is told.
+# -- What streams, events, the clock and the allocator do. The methods that are replaced here work as before; after each the detector is told.
 
 
 def after(patches: Patches, owner, name: str, then) -> None:
@@ -324,14 +321,14 @@ def after(patches: Patches, owner, name: str, then) -> None:
     patches.replace(owner, name, method)
 
 
-def install_waits(machine: Machine, patches: Patches, listener) -> None:
-    """Report what this machine's streams, events, memory and clock do to `listener`."""
-    _streams(machine, patches, listener)
-    _clock(machine, patches, listener)
-    _memory(machine, patches, listener)
+def install_waits(machine: Machine, patches: Patches, detector: Detector) -> None:
+    """Report what this machine's streams, events, memory and clock do."""
+    _streams(machine, patches, detector)
+    _clock(machine, patches, detector)
+    _memory(machine, patches, detector)
 
 
-def _streams(machine: Machine, patches: Patches, listener) -> None:
+def _streams(machine: Machine, patches: Patches, detector: Detector) -> None:
     clock, Stream, Event = machine.clock, torch.cuda.Stream, torch.cuda.Event
 
     def queue_of(stream) -> Queue:
@@ -342,24 +339,23 @@ def _streams(machine: Machine, patches: Patches, listener) -> None:
     def if_recorded(report):
         return lambda out, event, *args: event.time is not None and report(event, *args)
 
-    after(patches, Event, "record", lambda _, event, stream=None: listener.recorded(event, queue_of(stream)))
-    after(patches, Event, "wait", if_recorded(lambda event, stream=None: listener.waited(event, queue_of(stream))))
-    after(patches, Event, "synchronize", if_recorded(listener.event_done))
-    after(patches, Event, "query", lambda over, event: over and listener.seen_done(event))
-    after(patches, Stream, "query", lambda over, stream: over and listener.stream_seen_done(stream._queue))
-    after(patches, Stream, "wait_stream", lambda _, one, other: listener.joined(queue_of(one), [queue_of(other)]))
+    after(patches, Event, "record", lambda _, event, stream=None: detector.recorded(event, queue_of(stream)))
+    after(patches, Event, "wait", if_recorded(lambda event, stream=None: detector.waited(event, queue_of(stream))))
+    after(patches, Event, "synchronize", if_recorded(detector.event_done))
+    after(patches, Event, "query", lambda over, event: over and detector.event_done(event))
+    after(patches, Stream, "query", lambda over, stream: over and detector.stream_done(stream._queue))
+    after(patches, Stream, "wait_stream", lambda _, one, other: detector.joined(queue_of(one), [queue_of(other)]))
 
 
-def _clock(machine: Machine, patches: Patches, listener) -> None:
+def _clock(machine: Machine, patches: Patches, detector: Detector) -> None:
     clock = machine.clock
 
     def reported(name: str, report) -> None:
         after(patches, Clock, name, lambda out, its, *args: its is clock and report(out, *args))
 
-    reported("wait", lambda _, gpu=None: listener.device_done(gpu))
-    reported("wait_for", lambda _, queue, aloud=True: listener.stream_done(queue))
-    reported("between", lambda _, one, other, seconds: listener.met(clock.current(one), clock.current(other)))
-    reported("new_stream", lambda queue, *_: listener.made(queue))
+    reported("wait", lambda _, gpu=None: detector.device_done(gpu))
+    reported("wait_for", lambda _, queue, aloud=True: detector.stream_done(queue))
+    reported("between", lambda _, one, other, seconds: detector.met(clock.current(one), clock.current(other)))
 
     enter, leave = Clock._enter_node, Clock._leave_backward
 
@@ -372,22 +368,22 @@ def _clock(machine: Machine, patches: Patches, listener) -> None:
         first = not hasattr(local, "passed")
         before, local.passed = (None if first else local.node), True
         if first:
-            listener.entered_node(current(local.outside))
+            detector.entered_node(current(local.outside))
         enter(its, local)
         if first or local.node != before:
-            listener.entered_node(list(local.streams.values()) or clock.default)
+            detector.entered_node(list(local.streams.values()) or clock.default)
 
     def leave_backward(its, local) -> None:
         leave(its, local)
         if its is clock and hasattr(local, "passed"):
             del local.passed
-            listener.left_backward(current(local.streams))
+            detector.left_backward(current(local.streams))
 
     patches.replace(Clock, "_enter_node", enter_node)
     patches.replace(Clock, "_leave_backward", leave_backward)
 
 
-def _memory(machine: Machine, patches: Patches, listener) -> None:
+def _memory(machine: Machine, patches: Patches, detector: Detector) -> None:
     malloc, free, give_back = GPU.malloc, GPU.free, Addresses.give_back
 
     def reported_malloc(gpu, nbytes: int):
@@ -395,17 +391,17 @@ def _memory(machine: Machine, patches: Patches, listener) -> None:
         with gpu.lock:
             block = malloc(gpu, nbytes)
             if block is not None and gpu.machine is machine:
-                listener.allocated(gpu, block)
+                detector.allocated(gpu, block)
         return block
 
     def reported_free(gpu, block) -> None:
         if gpu.machine is machine:
-            listener.freed(gpu, block)
+            detector.freed(gpu, block)
         free(gpu, block)
 
     def reported_give_back(addresses, first: int, size: int) -> None:
         give_back(addresses, first, size)
-        listener.given_back(addresses.device, first, size)
+        detector.given_back(addresses.device, first, size)
 
     patches.replace(Addresses, "give_back", reported_give_back)
     patches.replace(GPU, "malloc", reported_malloc)

@@ -1,7 +1,7 @@
 """Virtual GPUs on and off: `gpus` and `reset` for a program, `activate` for the runner, `restart` for the pytest plugin.
 
-Here is which GPUs are on. `installed` puts them in the place of real ones, as a whole, and takes them out again; `devices` has what `gpus` returns
-and says, `blocks` what holds for as long as a with block lasts.
+Here is which GPUs are on. `installed` puts them in the place of real ones, as a whole, and takes them out again, and has what `gpus` returns and
+says; `blocks` has what holds for as long as a with block lasts.
 """
 
 import contextlib
@@ -20,8 +20,7 @@ from virtualgpu.hardware.specs import Spec
 with names_of_pytorch():
     from virtualgpu import _compat
     from virtualgpu.engine.machine import Machine, dry_runs
-    from virtualgpu.session.devices import Devices, real_ones, virtual_ones
-    from virtualgpu.session.installed import Session
+    from virtualgpu.session.installed import Devices, Session, real_ones, virtual_ones
 
 
 def turn_on(
@@ -226,13 +225,13 @@ def restart() -> None:
 def suspended() -> Iterator[None]:
     """The virtual GPUs that are on are off in this block; after it they are back, and what lies on them."""
     global _played
-    kept, kept_played, _played = _close(), _played, None
+    before, played_before, _played = _close(), _played, None
     try:
         yield
     finally:
         _close()
-        _reopen(kept)
-        _played = kept_played
+        _reopen(before)
+        _played = played_before
 
 
 # Bytes: a limit below that is no real card's. cuBLAS alone works in 17 MiB of it, and in 65 on a Hopper: of lesson 06's 256 MiB an H100 left too

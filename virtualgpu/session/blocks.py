@@ -53,15 +53,15 @@ def dry_run(
     joined = None if network is None else find_network(network)
     settings = hardware_settings.find_settings(clock=clock, host=host)
     machine = current()
-    own, cards = machine is None, ()
-    if own:
+    none_are_on, cards = machine is None, ()
+    if none_are_on:
         n, like = n or (2 if where is None else 1), like or ("T4" if where is None else "H100")
         cards = tuple(specs.find_specs(n, like, memory))
     elif (n, like, memory) == (None, None, None):
         cards = tuple(machine.specs)
     else:
         cards = tuple(specs.find_specs(n or len(machine.specs), like or machine.specs[0], memory))
-    if not own and _others_than(machine, cards, settings if (clock, host) != (None, None) else None):
+    if not none_are_on and _others_than(machine, cards, settings if (clock, host) != (None, None) else None):
         if _borrowed.blocks:
             there = ", ".join(card.name for card in machine.specs)
             raise ValueError(
@@ -72,7 +72,11 @@ def dry_run(
         return
     if where is not None:
         specs.check([cards[0]] * min(world_size, gpus_per_node))
-    with _borrowed.use(cards if own else None, settings), dry_runs.set_here(True), _as_one_of_many(where, joined):
+    with (
+        _borrowed.use(cards if none_are_on else None, settings),
+        dry_runs.set_here(True),
+        _as_one_of_many(where, joined),
+    ):
         try:
             yield
         finally:

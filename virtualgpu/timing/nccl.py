@@ -141,13 +141,11 @@ class _Stretch:
     charged: float = 0.0
 
     def shared(self, kernels: Engine, until: float = float("inf")) -> float:
-        """For how long kernels run beside it, slowed as they are."""
+        """For how long kernels run beside it, slowed as they are: by `share` of that."""
+        if not kernels.ends or kernels.ends[-1] <= self.start:
+            return 0.0
         end = max(self.start, min(self.end, until))
         return min(end - self.start, kernels.overlap(self.start, end) / (1 - self.share))
-
-    def delay(self, kernels: Engine, until: float = float("inf")) -> float:
-        """What kernels lose beside it."""
-        return self.share * self.shared(kernels, until) if self.share else 0.0
 
 
 class Beside:
@@ -158,22 +156,24 @@ class Beside:
         self._covered = Engine()  # by kernels of NCCL
         self._open: list[_Stretch] = []  # parts of it, beside which kernels may still be queued
         self._alone = 0.0  # in the other parts, for how long nothing else ran
-        self._slowing: list[_Stretch] = []
+        self.slowing: list[_Stretch] = []  # beside which kernels may still be queued, and lose their share
         self._past = 0.0  # delays of those that are over
         self.charged = 0.0  # delays so far
 
     def add(self, came: float, end: float, share: float) -> None:
         """A kernel of NCCL is there then."""
-        for part in [part for part in self._open if part.end <= came]:  # kernels begin no earlier than this from now on
-            self._alone += part.end - part.start - part.shared(self.kernels)
-            self._open.remove(part)
-        self._open += [_Stretch(*part, share) for part in self._covered.cover(came, end)]
-        for one in [one for one in self._slowing if one.end <= came]:
-            if one.delay(self.kernels) <= one.charged:
+        for part in tuple(self._open):
+            if part.end <= came:  # kernels begin no earlier than this from now on
+                self._alone += part.end - part.start - part.shared(self.kernels)
+                self._open.remove(part)
+        for start, until in self._covered.cover(came, end):
+            self._open.append(_Stretch(start, until, share))
+        for one in tuple(self.slowing):
+            if one.end <= came and one.share * one.shared(self.kernels) <= one.charged:
                 self._past += one.charged
-                self._slowing.remove(one)
+                self.slowing.remove(one)
         if share:
-            self._slowing.append(_Stretch(came, end, share))
+            self.slowing.append(_Stretch(came, end, share))
 
     def alone(self) -> float:
         """For how long kernels of NCCL ran and no others, as far as is known."""
@@ -182,15 +182,18 @@ class Beside:
     def charge(self) -> float:
         """What the kernels queued so far lose, and have not been charged yet."""
         more = 0.0
-        for one in self._slowing:
-            delay = max(one.charged, one.delay(self.kernels))
+        for one in self.slowing:
+            delay = max(one.charged, one.share * one.shared(self.kernels))
             more, one.charged = more + delay - one.charged, delay
         self.charged += more
         return more
 
     def lateness(self, issued: float, charged: float) -> float:
         """Of a kernel of NCCL that was put behind kernels at `issued`, when so much had been charged."""
-        return max(0.0, self._past + sum(one.delay(self.kernels, issued) for one in self._slowing) - charged)
+        lost = self._past
+        for one in self.slowing:
+            lost += one.share * one.shared(self.kernels, issued)
+        return max(0.0, lost - charged)
 
 
 class Collectives:
@@ -211,7 +214,8 @@ class Collectives:
 
     def come_to(self, gpu: int) -> tuple[float, Queue]:
         """The host launches a collective: the moment at which its stream has come to it, and that stream."""
-        self.clock.set(watched=True)
+        if not self.clock.watched:
+            self.clock.set(watched=True)
         self.charge(gpu)
         now, queue = self.clock.launched(gpu), self.clock.current(gpu)
         return max(now, queue.ready), queue
@@ -226,7 +230,7 @@ class Collectives:
         """A collective runs then, on that stream. came: this rank, which waits for the others until `start`. share: of the GPU's
         processors, which kernels beside it do without.
         """
-        queue.wait_until(end)
+        queue.ready = max(queue.ready, end)
         self.beside[queue.gpu].add(came, end, share)
         if self.clock.spans is not None:
             if start > came:
@@ -249,14 +253,15 @@ class Collectives:
 
     def charge(self, gpu: int) -> None:
         """The current stream is as much later as kernels have lost beside collectives whose end is known."""
-        delay = self.beside[gpu].charge()
-        if delay:
+        beside = self.beside[gpu]
+        if beside.slowing and (delay := beside.charge()):
             self.clock.delay(gpu, delay)
 
     def wait(self, gpu: int, end: float) -> None:
         """The current stream waits for a moment; the host goes on."""
         self.charge(gpu)
-        self.clock.current(gpu).wait_until(end)
+        queue = self.clock.current(gpu)
+        queue.ready = max(queue.ready, end)
 
     def over(self, end: float) -> bool:
         """Has the host's time passed that moment? Asking takes a moment of it."""

@@ -1,3 +1,5 @@
+import traceback
+
 import pytest
 import torch
 
@@ -17,17 +19,39 @@ def on_gpus(capfd):
 
 
 @pytest.fixture
-def on_cpus(capfd):
-    """The same on CPUs, by gloo, also where there is a real GPU."""
+def alone():
+    """A group of nccl with this process alone, which needs no other."""
+    import torch.distributed as dist
 
-    def run(function, *args, n=2, **options):
+    virtualgpu.gpus(1, like="T4")
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def started(cases: dict, gpus: int = 2, n: int = 2, like="T4", dry=False, timeout=300) -> dict[str, list]:
+    """{case: what it gives on each of n ranks, or the error there}: one start for many. gpus: 0 for CPUs and gloo."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HELPERS_GPUS", "virtual")
         virtualgpu.reset()
-        return launch(_without_real_gpus, function, *args, nprocs=n, **options)
+        if gpus:
+            virtualgpu.gpus(gpus, like=like)
+        try:
+            ranks = launch(every, cases, gpus > 0, nprocs=n, dry=dry, timeout=timeout)
+        finally:
+            virtualgpu.reset()
+    return {name: [rank[name] for rank in ranks] for name in cases}
 
-    return run
 
-
-def _without_real_gpus(function, *args, **options):
-    """In a rank, which is a process of its own: functions look here for what they shall work on."""
-    torch.cuda.is_available = lambda: False
-    return function(*args, **options)
+def every(cases: dict, on_gpus: bool) -> dict:
+    """In a rank: each case's result, or its error. Without GPUs no real one is to be found either."""
+    if not on_gpus:
+        torch.cuda.is_available = lambda: False
+    found, device = {}, torch.cuda.current_device() if on_gpus else None
+    for name, case in cases.items():
+        torch.cuda.set_device(device) if on_gpus else None
+        try:
+            found[name] = case()
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found

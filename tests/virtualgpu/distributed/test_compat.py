@@ -1,6 +1,8 @@
 """PyTorch's private names for process groups behave as the engine expects of them, in whichever version is installed."""
 
 import gc
+import importlib
+import inspect
 import weakref
 from datetime import timedelta
 
@@ -14,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import virtualgpu
 from virtualgpu._compat import distributed as _compat
 from virtualgpu.distributed import process_group
-from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS
+from virtualgpu.distributed.collectives import FUNCTIONS, OPERATIONS, TABLE
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-SEVERAL = hasattr(_compat.ReduceOp, "unbox")  # factors of PREMUL_SUM that can be told from each other
 
 
 class Mine(_compat.Work):
@@ -44,20 +45,14 @@ class Listener(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         return args[0], self.work.boxed()
 
+    def the(self, name: str):
+        return next(values[name] for values in self.given if name in values)
+
 
 @pytest.fixture
-def alone():
+def on_cpu():
     """A group of gloo with this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def on_gpu():
-    """A group of nccl with this process alone, on a virtual GPU."""
-    virtualgpu.gpus(1)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -65,44 +60,40 @@ def on_gpu():
 # -- groups
 
 
-def test_the_group_that_an_operation_is_given(alone):
-    x = torch.ones(1)
+def test_the_group_that_an_operation_is_given(on_cpu):
     with Listener() as listener:
-        dist.all_reduce(x)
-    (given,) = listener.given
-    group = _compat.group_of(given["process_group"])
+        dist.all_reduce(torch.ones(1))
+    group = _compat.group_of(listener.the("process_group"))
     assert type(group) is _compat.ProcessGroup and (group.rank(), group.size()) == (0, 1)
-    assert group.group_name == alone.group_name and _compat.named(alone.group_name) is alone
-    assert _compat.group_of(group) is group
-    assert {device.type for device in group._device_types} >= {"cpu"}
-
-
-def test_a_group_of_functional_collectives(alone):
-    for group in (alone, alone.group_name):
+    assert group.group_name == on_cpu.group_name and _compat.named(on_cpu.group_name) is on_cpu
+    assert _compat.group_of(group) is group is _compat.unboxed(listener.the("process_group"))
+    assert _compat.device_types(group) >= {"cpu"} and weakref.WeakKeyDictionary({group: 1})[on_cpu] == 1
+    for given in (on_cpu, on_cpu.group_name):
         with Listener() as listener:
-            functional_collectives.all_reduce(torch.ones(1), "sum", group).sum()
-        given = next(values["group_name"] for values in listener.given if "group_name" in values)
-        found = _compat.named(given) if isinstance(given, str) else _compat.group_of(given)
-        assert found.group_name == alone.group_name
-
-
-def test_each_group_has_its_own_part_of_the_store(alone):
-    other = dist.new_group([0])
+            functional_collectives.all_reduce(torch.ones(1), "sum", given).sum()
+        name = listener.the("group_name")
+        found = _compat.named(name) if isinstance(name, str) else _compat.group_of(name)
+        assert found.group_name == on_cpu.group_name
+    other = dist.new_group([0])  # each has its own part of the store
     _compat.store_of(other).set("key", "value")
-    assert _compat.store_of(other).get("key") == b"value" and not _compat.store_of(alone).check(["key"])
+    assert _compat.store_of(other).get("key") == b"value" and not _compat.store_of(on_cpu).check(["key"])
 
 
-def test_backends_of_pytorch_say_so(alone):
-    backend = alone._get_backend(torch.device("cpu"))
+def test_backends_of_pytorch_say_so(on_cpu):
+    backend, out = on_cpu._get_backend(torch.device("cpu")), torch.zeros(3)
     assert isinstance(backend, _compat.Gloo) and type(backend).__module__ in _compat.OF_PYTORCH
     with pytest.raises(RuntimeError):
-        alone._get_backend(torch.device("xpu"))
+        on_cpu._get_backend(torch.device("xpu"))
+    options = _compat.AllgatherOptions()  # gloo gathers into one tensor, and takes a timeout
+    options.timeout = timedelta(seconds=10)
+    backend._allgather_base(out, torch.arange(3.0), options).wait()
+    assert out.tolist() == [0, 1, 2]
 
 
-def test_the_backend_that_stands_in_for_nccl(on_gpu):
-    backend = on_gpu._get_backend(torch.device("cuda"))
+def test_the_backend_that_stands_in_for_nccl(alone):
+    backend = alone._get_backend(torch.device("cuda"))
     assert isinstance(backend, process_group.ProcessGroupNCCL) and isinstance(backend, dist.ProcessGroupNCCL)
-    assert dist.get_backend() == "nccl" and {device.type for device in on_gpu._device_types} == {"cuda"}
+    assert dist.get_backend() == "nccl" and _compat.device_types(alone) == {"cuda"}
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     assert options.is_high_priority_stream and options._timeout == timedelta(minutes=10)
     before = backend.limit
@@ -123,58 +114,53 @@ def test_nccl_is_gone_afterwards():
 # -- reductions
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_a_reduction_as_python_and_the_dispatcher_have_it(name, alone):
-    op = getattr(_compat.ReduceOp, name)
-    assert _compat.reduction(op) == _compat.reduction(_compat.ReduceOp(op)) == (name, None)
-    x = torch.ones(1, dtype=torch.int32)
-    with Listener(Mine()) as listener:
-        dist.all_reduce(x, op)
-    (given,) = listener.given
-    assert _compat.reduction(given["reduce_op"]) == (name, None)
+def test_a_reduction_as_python_and_the_dispatcher_have_it(on_cpu):
+    for name in REDUCTIONS:
+        op = getattr(_compat.ReduceOp, name)
+        assert _compat.reduction(op) == _compat.reduction(_compat.ReduceOp(op)) == (name, None)
+        with Listener(Mine()) as listener:
+            dist.all_reduce(torch.ones(1, dtype=torch.int32), op)
+        given = listener.the("reduce_op")
+        assert _compat.reduction(given) == _compat.REDUCTIONS[_compat.reduction_number(given)] == (name, None)
 
 
-@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.25)], ids=["number", "tensor"])
-def test_the_factor_of_a_premul_sum(factor, on_gpu, monkeypatch):
-    monkeypatch.setattr(_compat, "_premul", [])
-    op = dist._make_nccl_premul_sum(factor)
-    with Listener() as listener:
-        x = torch.full((2,), 8.0, device="cuda")
-        dist.all_reduce(x, op)
-    assert x.tolist() == [8 * float(factor)] * 2
-    given = next(values["reduce_op"] for values in listener.given if "reduce_op" in values)
-    assert _compat.reduction(given) == ("PREMUL_SUM", float(factor))
-
-
-def test_several_factors_of_a_premul_sum(on_gpu, monkeypatch):
+def test_the_factors_of_a_premul_sum(alone, monkeypatch):
     """Versions whose operations do not say the factor again know it while there is one; they say so, and never guess."""
-    monkeypatch.setattr(_compat, "_premul", [])
     x = torch.full((2,), 8.0, device="cuda")
+    for factor in (0.5, torch.tensor(0.25)):
+        monkeypatch.setattr(_compat, "_premul", [])
+        op = dist._make_nccl_premul_sum(factor)
+        with Listener() as listener:
+            dist.all_reduce(x.fill_(8), op)
+        assert x.tolist() == [8 * float(factor)] * 2
+        assert _compat.reduction(listener.the("reduce_op")) == ("PREMUL_SUM", float(factor))
+    monkeypatch.setattr(_compat, "_premul", [])
     half, quarter = (dist._make_nccl_premul_sum(factor) for factor in (0.5, 0.25))
-    if not SEVERAL:
+    if not hasattr(_compat.ReduceOp, "unbox"):
         with pytest.raises(NotImplementedError, match="which of several factors"):
             dist.all_reduce(x, half)
         return
+    x.fill_(8)
     dist.all_reduce(x, half)
     dist.all_reduce(x, quarter)
     assert x.tolist() == [1, 1]
 
 
-def test_a_reduction_of_functional_collectives(on_gpu):
+def test_a_reduction_of_functional_collectives(alone):
     x = torch.full((2,), 8.0, device="cuda")
     for name in ("sum", "avg", "max"):
-        assert functional_collectives.all_reduce(x, name, on_gpu).tolist() == [8, 8]
+        assert functional_collectives.all_reduce(x, name, alone).tolist() == [8, 8]
     if "Any reduce_op" not in str(torch.ops._c10d_functional.all_reduce.default._schema):
         return  # before 2.15 there are names alone
     for op in (dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX)):
-        assert functional_collectives.all_reduce(x, op, on_gpu).tolist() == [8, 8]
-    assert functional_collectives.all_reduce(x, dist._make_nccl_premul_sum(0.5), on_gpu).tolist() == [4, 4]
+        assert functional_collectives.all_reduce(x, op, alone).tolist() == [8, 8]
+    assert functional_collectives.all_reduce(x, dist._make_nccl_premul_sum(0.5), alone).tolist() == [4, 4]
 
 
 # -- works, and the end of a backward pass
 
 
-def test_cpp_calls_a_work_of_python_while_it_lives(alone):
+def test_cpp_calls_a_work_of_python_while_it_lives(on_cpu):
     mine = Mine()
     with Listener(mine):
         work = dist.all_reduce(torch.ones(1), async_op=True)
@@ -190,33 +176,25 @@ def test_cpp_calls_a_work_of_python_while_it_lives(alone):
 
 
 def test_a_callback_at_the_end_of_a_backward_pass():
-    said = []
+    called = []
 
-    class Says(torch.autograd.Function):
+    class Calls(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
 
         @staticmethod
         def backward(ctx, grad):
-            _compat.queue_callback(lambda: said.append("end"))
-            said.append("node")
+            _compat.queue_callback(lambda: called.append("end"))
+            called.append("node")
             return grad
 
     x = torch.ones(1, requires_grad=True)
-    Says.apply(Says.apply(x)).backward()
-    assert said == ["node", "node", "end", "end"]
+    Calls.apply(Calls.apply(x)).backward()
+    assert called == ["node", "node", "end", "end"]
 
 
-def test_gloo_gathers_into_one_tensor_and_takes_a_timeout(alone):
-    backend, out = alone._get_backend(torch.device("cpu")), torch.zeros(3)
-    options = _compat.AllgatherOptions()
-    options.timeout = timedelta(seconds=10)
-    backend._allgather_base(out, torch.arange(3.0), options).wait()
-    assert out.tolist() == [0, 1, 2]
-
-
-def test_a_future_that_is_complete_holds_nothing(on_gpu):
+def test_a_future_that_is_complete_holds_nothing(alone):
     """Not until Python looks for cycles: a bucket of DDP would lie on the GPU until then."""
     x = torch.ones(1 << 20, device="cuda", requires_grad=True)
     seen = []
@@ -238,7 +216,7 @@ def test_a_future_that_is_complete_holds_nothing(on_gpu):
         gc.enable()
 
 
-def test_uniform_numbers_of_a_fake_tensor(on_gpu):
+def test_uniform_numbers_of_a_fake_tensor(alone):
     """DTensor asks for them; C++ of a wheel without CUDA has no guard for their device."""
     with FakeTensorMode():
         x = torch.empty(4, 3, device="cuda")
@@ -248,15 +226,14 @@ def test_uniform_numbers_of_a_fake_tensor(on_gpu):
 # -- which operations there are
 
 READ_BEFORE = {"send", "recv_", "recv_any_source_", "wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}
-OF_THE_CPU = {"monitored_barrier_"}  # gloo's alone
-NOT_COLLECTIVES = {"check_for_nan"}
+BESIDE = {"monitored_barrier_", "check_for_nan"}  # gloo's alone, and no collective
 OF_COMPILED_PROGRAMS = {"isend", "irecv", "batch_p2p_ops"}  # what torch.compile puts in place of messages
 
 
 def test_every_operation_of_this_version_is_known():
     """A name that a new version brings fails here, not in somebody's training."""
     known = {
-        "c10d": {*OPERATIONS, *READ_BEFORE, *OF_THE_CPU, *NOT_COLLECTIVES},
+        "c10d": {*OPERATIONS, *READ_BEFORE, *BESIDE},
         "_c10d_functional": {*FUNCTIONS, *READ_BEFORE, *OF_COMPILED_PROGRAMS},
         "_c10d_functional_autograd": set(FUNCTIONS),
     }
@@ -266,15 +243,12 @@ def test_every_operation_of_this_version_is_known():
         if namespace in known:
             assert name in known[namespace], full
             found.add(name)
-    missing = {*OPERATIONS, *FUNCTIONS} - found
-    assert missing <= {"gather_into_tensor_"}  # new in 2.15
+    assert {*OPERATIONS, *FUNCTIONS} - found <= {"gather_into_tensor_"}  # new in 2.15
+    assert [row.number for row in TABLE] == list(range(len(TABLE)))  # by which ranks tell each other of them
 
 
-def test_the_methods_of_a_pipeline_stage():
+def test_the_methods_of_a_pipeline_stage_and_what_moves_the_states_of_fsdp1():
     """The same names and arguments in all versions; a stage by hand or traced has no others of its own."""
-    import importlib
-    import inspect
-
     module = importlib.import_module(_compat.PIPELINE_SCHEDULES)
     base = _compat.pipeline_stage(module)
     for name, first in [
@@ -290,11 +264,5 @@ def test_the_methods_of_a_pipeline_stage():
     if torch.__version__ >= "2.12":
         kind, name = _compat.pipeline_votes(module)
         assert callable(getattr(kind, name))
-
-
-def test_what_moves_the_states_of_fsdp1():
-    import importlib
-    import inspect
-
     move = getattr(importlib.import_module(_compat.FSDP1), _compat.MOVES_STATES)
     assert list(inspect.signature(inspect.unwrap(move)).parameters) == ["params", "buffers", "device_from_device_id"]

@@ -1,21 +1,24 @@
-"""DTensor on virtual GPUs: random numbers, checkpoints, SyncBatchNorm's and gloo's ways with GPU tensors."""
+"""DTensor on virtual GPUs: random numbers, checkpoints, shards of another dimension, a sequence in parts; and SyncBatchNorm."""
+
+import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import virtualgpu
 from virtualgpu.run.ranks import launch
 
 
 def random_numbers():
-    import torch.distributed as dist
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, rand
 
     torch.manual_seed(3)
     mesh = dist.init_device_mesh("cuda", (2,))
     parts, copies = rand(4, 2, device_mesh=mesh, placements=[Shard(0)]), rand(3, device_mesh=mesh)
-    dropped = nn.functional.dropout(distribute_tensor(torch.ones(64, device="cuda"), mesh, [Shard(0)]))
+    dropped = F.dropout(distribute_tensor(torch.ones(64, device="cuda"), mesh, [Shard(0)]))
     weights = distribute_tensor(torch.empty(8, device="cuda"), mesh, [Replicate()]).uniform_()
     found = [parts.full_tensor(), copies.to_local(), dropped.full_tensor(), weights.to_local()]
     return [value.tolist() for value in found], torch.cuda.get_rng_state().tolist()
@@ -29,31 +32,12 @@ def test_shards_draw_different_numbers_and_replicas_the_same(on_gpus):
     assert on_gpus(random_numbers)[0][0] == zero
 
 
-def checkpoint(folder):
-    import torch.distributed as dist
-    from torch.distributed import checkpoint
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = dist.init_device_mesh("cuda", (2,))
-    held = {"w": distribute_tensor(torch.arange(8.0, device="cuda"), mesh, [Shard(0)])}
-    checkpoint.save(held, checkpoint_id=folder)
-    empty = {"w": distribute_tensor(torch.zeros(8, device="cuda"), mesh, [Shard(0)])}
-    checkpoint.load(empty, checkpoint_id=folder)
-    return empty["w"].full_tensor().tolist(), str(empty["w"].device)
-
-
-def test_checkpoints_of_shards(on_gpus, tmp_path):
-    assert on_gpus(checkpoint, str(tmp_path)) == [(list(range(8)), "cuda:0"), (list(range(8)), "cuda:1")]
-
-
 def another_dimension(alone):
     """alone: in a group that has nobody for a tensor of the CPU, as init_process_group("nccl") makes it."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    group = dist.new_group(backend="nccl") if alone else dist.group.WORLD
-    mesh = DeviceMesh.from_group(group, "cuda", mesh=[0, 1])
+    mesh = DeviceMesh.from_group(dist.new_group(backend="nccl") if alone else dist.group.WORLD, "cuda", mesh=[0, 1])
     whole = torch.arange(24.0, device="cuda").view(2, 4, 3)
     rows = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     torch.cuda.synchronize()
@@ -80,7 +64,6 @@ def test_shards_of_another_dimension(on_gpus, alone):
 
 
 def copied_to_the_cpu():
-    import torch.distributed as dist
     from torch.distributed import _state_dict_utils as staging
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -101,15 +84,73 @@ def test_a_copy_on_the_cpu_leaves_the_shards_where_they_are(on_gpus):
     assert on_gpus(copied_to_the_cpu) == [({"cpu"}, True, [2.0, 2.0], torch.float16)] * 2
 
 
-def batch_norm_and_gloo():
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+# -- checkpoints of FSDP2: what is loaded is what was saved, whatever was learned while another thread or process wrote
 
+
+def model_and_optimizer():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).to(f"cuda:{dist.get_rank()}")
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def learn(model, optimizer) -> None:
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(states) -> list:
+    """Whole tensors of a model's and an optimizer's state, as lists."""
+    model, optimizer = states
+    moments = [value for of in optimizer["state"].values() for value in of.values()]
+    return [(v.full_tensor() if hasattr(v, "full_tensor") else v).tolist() for v in (*model.values(), *moments)]
+
+
+def saved_and_loaded(folder, kind):
+    """kind: who writes."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    model, optimizer = model_and_optimizer()
+    learn(model, optimizer)
+    states = get_state_dict(model, optimizer)
+    before, saved = values(states), dict(zip(("model", "optimizer"), states, strict=True))
+    if kind == "itself":
+        checkpoint.save(saved, checkpoint_id=folder)
+    else:
+        kind = AsyncCheckpointerType(kind)
+        checkpoint.async_save(saved, checkpoint_id=folder, async_checkpointer_type=kind).result()
+    learn(model, optimizer)
+    changed = values(get_state_dict(model, optimizer)) != before
+    other, its_optimizer = model_and_optimizer()
+    states = dict(zip(("model", "optimizer"), get_state_dict(other, its_optimizer), strict=True))
+    checkpoint.load(states, checkpoint_id=folder)
+    set_state_dict(other, its_optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    loaded = get_state_dict(other, its_optimizer)
+    where = {parameter.to_local().device.index for parameter in loaded[0].values()}
+    return changed, values(loaded) == before, where, next(iter(loaded[0].values())).data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["itself", "thread", "process"])
+def test_a_checkpoint_loads_back(on_gpus, tmp_path, kind):
+    assert on_gpus(saved_and_loaded, str(tmp_path), kind) == [(True, True, {rank}, 0) for rank in (0, 1)]
+
+
+# -- SyncBatchNorm, also beside a group of gloo
+
+
+def batch_norm():
+    """Differences from a plain one of all ranks' rows; and its peak and time."""
     rank = dist.get_rank()
     device = torch.device("cuda", rank)
     torch.manual_seed(rank)
     x = torch.randn(8, 4, device=device)
-    model = DistributedDataParallel(nn.SyncBatchNorm(4).to(device), device_ids=[rank])
+    model = nn.parallel.DistributedDataParallel(nn.SyncBatchNorm(4).to(device), device_ids=[rank])
     out = model(x)
     out.square().sum().backward()
     every = [torch.empty_like(x) for _ in range(2)]
@@ -117,32 +158,56 @@ def batch_norm_and_gloo():
     alone = nn.BatchNorm1d(4).to(device)
     expected = alone(torch.cat(every))
     expected.square().sum().backward()
-    difference = (out - expected[8 * rank : 8 * rank + 8]).abs().max().item()
-    gradient = (2 * model.module.weight.grad - alone.weight.grad).abs().max().item()
+    difference = (out - expected[8 * rank : 8 * rank + 8]).abs().max()
+    gradient = (2 * model.module.weight.grad - alone.weight.grad).abs().max()
     gloo = dist.new_group(backend="gloo")
     total, cpu = torch.full((3,), 1.0 + rank, device=device), torch.full((3,), 1.0 + rank)
     dist.all_reduce(total, group=gloo)
     dist.all_reduce(cpu, group=gloo)
-    return difference, gradient, total.tolist(), cpu.tolist(), str(total.device)
+    return difference.item(), gradient.item(), total.tolist(), cpu.tolist(), str(total.device)
 
 
 def test_synchronized_batch_norm_and_gloo(on_gpus):
-    for rank, (difference, gradient, total, cpu, device) in enumerate(on_gpus(batch_norm_and_gloo)):
+    for rank, (difference, gradient, total, cpu, device) in enumerate(on_gpus(batch_norm)):
         assert difference < 1e-5 and gradient < 1e-4
         assert total == cpu == [3, 3, 3] and device == f"cuda:{rank}"
 
 
-def batch_norm_at_its_peak():
-    import torch.distributed as dist
-
-    device = torch.device("cuda", dist.get_rank())
-    norm = nn.SyncBatchNorm(64).to(device)
-    for _ in range(2):
-        norm(torch.randn(256, 64, device=device)).square().sum().backward()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(), round(virtualgpu.machine().clock.host * 1e9)
+# -- context_parallel: each rank has a part of the sequence, and keys and values go around the ring
 
 
-def test_synchronized_batch_norm_in_a_dry_run(on_gpus):
-    """It has a mask of the ranks that have rows, whose values a dry run does not know, and for which the host waits."""
-    assert on_gpus(batch_norm_at_its_peak, dry=True) == on_gpus(batch_norm_at_its_peak)
+def ring(dtype, causal):
+    """The largest differences of output and gradients from attention over the whole sequence, and the shape of a rank's own output."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
+
+    _cp_options.enable_load_balance = causal
+    mesh = dist.init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    *whole, weights = (torch.randn(2, 4, 256, 16, dtype=dtype).cuda() for _ in range(4))
+    leaves = [tensor.clone().requires_grad_() for tensor in whole]
+    expected = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    expected = [expected, *torch.autograd.grad(expected, leaves, weights)]
+    with context_parallel(mesh, buffers=[*whole, weights], buffer_seq_dims=[2] * 4):
+        parts = [tensor.detach().requires_grad_() for tensor in whole]
+        out = F.scaled_dot_product_attention(*parts, is_causal=causal)
+        results = context_parallel_unshard(mesh, [out.detach(), *torch.autograd.grad(out, parts, weights)], [2] * 4)
+    return tuple(out.shape), [float((one - other).abs().max()) for one, other in zip(results, expected, strict=True)]
+
+
+def both(dtype):
+    return [ring(dtype, causal) for causal in (True, False)]
+
+
+@pytest.mark.parametrize(("like", "dtype", "near"), [("T4", torch.float32, 2e-6), ("A100", torch.bfloat16, 0.04)])
+def test_attention_in_parts_is_that_over_the_whole_sequence(on_gpus, like, dtype, near):
+    """By the memory-efficient kernel, and by flash: their sums join the parts."""
+    for shape, differences in itertools.chain(*on_gpus(both, dtype, like=like)):
+        assert shape == (2, 4, 128, 16)
+        assert max(differences) < near
+
+
+def test_where_no_fused_kernel_may_run_it_is_refused(on_gpus):
+    """A T4 takes bfloat16 by plain operations, of which context_parallel knows nothing: a part would look at itself alone."""
+    with pytest.raises(RuntimeError, match="context_parallel splits the fused kernels"):
+        on_gpus(ring, torch.bfloat16, True)

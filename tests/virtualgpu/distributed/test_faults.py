@@ -1,15 +1,17 @@
-"""A rank that fails while others wait for it: they learn of it, and no process is left."""
+"""A rank that fails, or does not come, while others wait for it: they learn of it, and no process is left."""
 
 import os
 import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import virtualgpu
 from tests.processes import ranks
@@ -20,97 +22,50 @@ from virtualgpu.distributed.shared_clock import LEFT, RAISED
 from virtualgpu.run.ranks import WorkerError
 
 
-def waits_for_one_that(fails, seconds: float = 8):
-    """Rank 1 fails in its way; rank 0 waits for it in a collective, and says what it met and after how long."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=seconds))
-    x = torch.ones(1000, device=f"cuda:{rank}")
-    dist.all_reduce(x, group=group)
-    if rank == 1:
-        return fails()
-    begin = time.monotonic()
-    try:
-        dist.all_reduce(x, group=group)
-    except dist.DistBackendError as error:
-        said = f"{error}"
-    raise RuntimeError(f"after {time.monotonic() - begin:.1f} s: {said}")
-
-
-def killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exits():
-    os._exit(3)
-
-
 def raises():
     raise ValueError("no such label")
 
 
-def out_of_memory():
-    torch.empty(1 << 40, device="cuda:1")
-
-
-def never_comes():
-    time.sleep(30)
-
-
-def stops():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@pytest.mark.parametrize(
-    ("fails", "words"),
-    [
-        (killed, "rank 1 was killed"),
-        (exits, "rank 1 "),
-        (raises, "no such label"),
-        (out_of_memory, "CUDA out of memory"),
-    ],
-)
-def test_the_one_that_fails_is_named(on_gpus, fails, words):
-    with pytest.raises(WorkerError, match=words) as caught:
-        on_gpus(waits_for_one_that, fails, timeout=40)
-    assert caught.value.rank == 1
-    assert not ranks()
-
-
-@pytest.mark.parametrize("fails", [never_comes, stops])
-def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(on_gpus, fails):
-    words = r"timed out after 1 s: rank 1 had not come to it.* The limit is new_group\(timeout="
-    with pytest.raises(WorkerError, match=words) as caught:
-        on_gpus(waits_for_one_that, fails, 1, timeout=40)
-    assert caught.value.rank == 0
-    assert not ranks()
-
-
-def raises_and_destroys(path: str):
-    """As programs do in `finally`."""
-    import torch.distributed as dist
-
+def waits_for_one_that(fails, seconds: float, path: str):
+    """Rank 1 fails in its way; rank 0 waits for it in a collective, and says what it met."""
     rank = dist.get_rank()
-    x = torch.ones(1, device=f"cuda:{rank}")
-    dist.all_reduce(x)
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=seconds))
+    x = torch.ones(1000, device=f"cuda:{rank}")
+    dist.all_reduce(x, group=group)
     try:
         if rank == 1:
-            raises()
-        dist.all_reduce(x)
+            return fails()
+        return dist.all_reduce(x, group=group)
     except dist.DistBackendError as error:
         Path(path).write_text(str(error))
-    finally:
+        raise
+    finally:  # as programs do
         dist.destroy_process_group()
 
 
-def test_a_rank_that_raised_is_told_of_as_such(on_gpus, tmp_path):
-    with pytest.raises(WorkerError, match="no such label"):
-        on_gpus(raises_and_destroys, str(tmp_path / "said"), timeout=40)
-    words = "rank 1 will not come to it: it raised an error, which stands in its own output"
-    assert words in (tmp_path / "said").read_text()
+LATE = r"timed out after 1 s: rank 1 had not come to it.* The limit is new_group\(timeout="
+
+
+@pytest.mark.parametrize(
+    ("fails", "seconds", "culprit", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 8, 1, "rank 1 was killed"),
+        (lambda: os._exit(3), 8, 1, "rank 1 "),
+        (raises, 8, 1, "no such label"),
+        (lambda: torch.empty(1 << 40, device="cuda:1"), 8, 1, "CUDA out of memory"),
+        (lambda: time.sleep(30), 1, 0, LATE),
+        (lambda: os.kill(os.getpid(), signal.SIGSTOP), 1, 0, LATE),
+    ],
+    ids=["killed", "exits", "raises", "out of memory", "never comes", "stops"],
+)
+def test_the_one_that_fails_is_named(on_gpus, tmp_path, fails, seconds, culprit, message):
+    with pytest.raises(WorkerError, match=message) as caught:
+        on_gpus(waits_for_one_that, fails, seconds, str(tmp_path / "met"), timeout=40)
+    assert caught.value.rank == culprit
+    assert not ranks()
+    if fails is raises:
+        met = "rank 1 will not come to it: it raised an error, which stands in its own output"
+        assert met in (tmp_path / "met").read_text()
 
 
 @pytest.mark.parametrize(("uncaught", "how"), [(None, LEFT), (OSError("no such text"), RAISED)])
@@ -119,69 +74,76 @@ def test_an_error_that_nobody_caught_ends_the_process(monkeypatch, uncaught, how
     virtualgpu.gpus(1)
     left = []
     communicators = Communicators(session.current())
-    communicators.known["0", 0] = SimpleNamespace(leave=left.append, messages=None)
+    communicators.known["0", 0] = SimpleNamespace(leave=left.append, messages=None, close=list)
     monkeypatch.setattr(sys, "last_value", uncaught, raising=False)
     communicators.end()
     assert left == [how] and not communicators.known
 
 
-def mismatched():
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    x = torch.ones(4, device=f"cuda:{rank}")
-    group = dist.new_group(backend="nccl")
-    said = []
-    try:
-        dist.all_reduce(x, group=group) if rank else dist.broadcast(x, 0, group=group)
-    except RuntimeError as error:
-        said.append(str(error))
-    return said
+def returns_before_the_first():
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistBackendError, match="rank 1 will not come to it: it has returned"):
+            dist.all_reduce(torch.ones(1, device="cuda:0"))
+    return dist.get_rank()
 
 
-def test_ranks_that_call_different_collectives(on_gpus):
-    zero, one = on_gpus(mismatched)
-    broadcast, reduce = "broadcast of 4 float32 from rank 0", "all_reduce of 4 float32 (sum)"
-    assert f"rank 0 came to {broadcast} where rank 1 came to {reduce}, in group" in zero[0]
-    assert f"rank 1 came to {reduce} where rank 0 came to {broadcast}, in group" in one[0]
+def test_a_rank_that_has_returned_before_the_first(on_gpus):
+    assert on_gpus(returns_before_the_first, timeout=30) == [0, 1]
 
 
-def waits_in_gloo_for_one_that_does_not_come() -> str:
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
-    store = dist.distributed_c10d._get_default_store()
+def late_for_the_first() -> list[str]:
+    limit, store = timedelta(seconds=1), dist.distributed_c10d._get_default_store()
+    groups = [dist.new_group(backend=backend, timeout=limit) for backend in ("nccl", "nccl", "gloo")]
+    calls = dist.all_reduce, lambda x, group: dist.recv(x, 1, group=group), dist.all_reduce
     if dist.get_rank() == 1:
-        store.wait(["has ended"])
-        return ""
-    try:
-        dist.all_reduce(torch.ones(1, device="cuda:0"), group=group)
-    except RuntimeError as error:
-        return f"{error}"
-    finally:
-        store.set("has ended", "")
+        store.wait(["all have ended"])
+        return []
+    found = []
+    for begin, group in zip(calls, groups, strict=True):
+        try:
+            begin(torch.ones(1, device="cuda:0"), group=group)
+        except RuntimeError as error:
+            found.append(str(error))
+    store.set("all have ended", "")
+    return found
 
 
-def test_gloo_waits_for_a_gpus_tensors_no_longer_than_its_timeout(on_gpus):
-    """As with a real GPU: gloo's own error comes after so many seconds."""
-    assert (
-        "timed out after 1 s: rank 1 had not come" in on_gpus(waits_in_gloo_for_one_that_does_not_come, timeout=40)[0]
-    )
+def test_the_first_has_the_limit_of_its_group(on_gpus):
+    """Also gloo's, as with a real GPU."""
+    found, _ = on_gpus(late_for_the_first, timeout=40)
+    assert [message.split(" in group")[0] for message in found] == [
+        "all_reduce of rank 0",
+        "recv from rank 1 of rank 0",
+        "all_reduce of rank 0",
+    ]
+    assert all("timed out after 1 s: rank 1 had not come" in message for message in found)
 
 
 def test_a_rank_that_never_comes_to_the_start(tmp_path):
-    import torch.distributed as dist
-
     virtualgpu.gpus(2)
-    from datetime import timedelta
-
-    with pytest.raises((dist.DistStoreError, dist.DistNetworkError, RuntimeError), match=r"(?i)timed? ?out|clients"):
-        dist.init_process_group(
-            "nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=2, timeout=timedelta(seconds=1)
-        )
+    errors, meet = (dist.DistStoreError, dist.DistNetworkError, RuntimeError), f"file://{tmp_path}/meet"
+    with pytest.raises(errors, match=r"(?i)timed? ?out|clients"):
+        dist.init_process_group("nccl", init_method=meet, rank=0, world_size=2, timeout=timedelta(seconds=1))
     assert not dist.is_initialized()
+
+
+def world_after_world(path: str) -> list[float]:
+    """As under torchrun, whose store outlives a world."""
+    rank, sums = dist.get_rank(), []
+    dist.destroy_process_group()
+    store = dist.FileStore(path, 2)
+    for _ in range(4):
+        dist.init_process_group("nccl", store=dist.PrefixStore("worker", store), rank=rank, world_size=2)
+        x = torch.ones(1, device=f"cuda:{rank}")
+        dist.all_reduce(x)
+        sums.append(x.item())
+        dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.PrefixStore("last", store), rank=rank, world_size=2)
+    return sums
+
+
+def test_a_world_is_made_anew_in_the_same_store(on_gpus, tmp_path):
+    assert on_gpus(world_after_world, str(tmp_path / "store")) == [[2.0] * 4] * 2
 
 
 def test_the_end_waits_until_no_thread_of_gloo_holds_a_tensor():
@@ -199,10 +161,7 @@ def test_the_end_waits_until_no_thread_of_gloo_holds_a_tensor():
     assert transport.HELD[-1]() is not None
     Communicators(session.current()).forget()
     assert transport.HELD[-1]() is None
-
-
-def test_what_gloo_never_lets_go_of_is_not_waited_for():
-    kept = [torch.ones(3)]
+    kept = [torch.ones(3)]  # what gloo never lets go of is not waited for
     transport.hold(kept)
     transport.let_go(seconds=0.1)
     assert transport.HELD[-1]() is kept[0]

@@ -1,7 +1,10 @@
 """Ranks on several nodes, and within one by the links that there are: how long collectives and messages last."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import virtualgpu
 from virtualgpu.distributed.topology import Layout, Where
@@ -14,57 +17,48 @@ from virtualgpu.timing import nccl
 LARGE = 8 << 20
 
 
-class GPU:
-    def __init__(self, physical: int, like: str = "T4"):
-        self.physical, self.spec = physical, find_spec(like)
+def layout(environs: list[dict], gpus, count: int, gpus_per_node=None, network=None) -> Layout:
+    """Of ranks with these variables, each with one of a machine's T4s."""
+    its = settings.find_settings(count, gpus_per_node, network)
+    machine = SimpleNamespace(specs=[None] * count, ledger=None, settings=its)
+    ranks = [SimpleNamespace(physical=gpu, spec=find_spec("T4")) for gpu in gpus]
+    wheres = [Where.of(machine, gpu, environ) for gpu, environ in zip(ranks, environs, strict=True)]
+    return Layout([Where.of_json(where.as_json()) for where in wheres])
 
 
-class Machine:
-    def __init__(self, gpus: int, gpus_per_node=None, network=None):
-        self.specs, self.ledger = [None] * gpus, None
-        self.settings = settings.find_settings(gpus, gpus_per_node, network)
+def torchrun(agents: int, local: int) -> list[dict[str, str]]:
+    """The variables of each rank."""
+    ranks = []
+    for rank in range(agents * local):
+        numbers = {"RANK": rank, "WORLD_SIZE": agents * local, "GROUP_RANK": rank // local}
+        numbers |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": agents}
+        ranks.append({name: str(value) for name, value in numbers.items()})
+    return ranks
 
 
-def layout(environs: list[dict], gpus: list[int], *machine) -> Layout:
-    said = [
-        Where.of(Machine(*machine), GPU(gpu), environ).as_json() for gpu, environ in zip(gpus, environs, strict=True)
-    ]
-    return Layout([Where.of_json(one) for one in said])
+OTHERS = [{"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"} for rank in range(4)]
 
 
-def torchrun(rank: int, agents: int, local: int) -> dict[str, str]:
-    said = {"RANK": rank, "WORLD_SIZE": agents * local, "GROUP_RANK": rank // local}
-    said |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": agents}
-    return {name: str(value) for name, value in said.items()}
-
-
-def test_who_is_on_which_node():
-    four = range(4)
-    assert layout([{}] * 4, four, 4).nodes == [0] * 4
-    assert layout([{}] * 4, four, 4, 2).nodes == [0, 0, 1, 1]
-    assert layout([torchrun(rank, 1, 4) for rank in four], four, 4, 2).nodes == [
-        0,
-        0,
-        1,
-        1,
-    ]  # one agent: no word of nodes
-    assert layout([torchrun(rank, 2, 2) for rank in four], [0, 1, 0, 1], 2).nodes == [0, 0, 1, 1]
-    assert layout([torchrun(rank, 4, 1) for rank in four], four, 4, 2).nodes == [
-        0,
-        1,
-        2,
-        3,
-    ]  # several agents: their word
-    other = [{"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"} for rank in four]
-    assert layout(other, [0, 1, 0, 1], 2).nodes == [0, 0, 1, 1]
+@pytest.mark.parametrize(
+    ("environs", "gpus", "machine", "nodes"),
+    [
+        ([{}] * 4, range(4), (4,), [0] * 4),
+        ([{}] * 4, range(4), (4, 2), [0, 0, 1, 1]),
+        (torchrun(1, 4), range(4), (4, 2), [0, 0, 1, 1]),  # one agent: no word of nodes
+        (torchrun(2, 2), [0, 1, 0, 1], (2,), [0, 0, 1, 1]),
+        (torchrun(4, 1), range(4), (4, 2), [0, 1, 2, 3]),  # several agents: their word
+        (OTHERS, [0, 1, 0, 1], (2,), [0, 0, 1, 1]),
+    ],
+)
+def test_who_is_on_which_node(environs, gpus, machine, nodes):
+    assert layout(environs, gpus, *machine).nodes == nodes
 
 
 def test_a_card_of_a_node_is_shared_by_its_groups():
-    four = [torchrun(rank, 2, 2) for rank in range(4)]
-    own, shared = ("100 Gb/s", "100 Gb/s per node")
+    four, each, shared = torchrun(2, 2), "100 Gb/s", "100 Gb/s per node"
     assert layout(four, [0, 1, 0, 1], 2, None, shared).fabric.between == 12.5  # one group has all GPUs of the nodes
     assert layout(four[::2], [0, 0], 2, None, shared).fabric.between == 6.25  # two of them, side by side
-    assert layout(four[::2], [0, 0], 2, None, own).fabric.between == 12.5
+    assert layout(four[::2], [0, 0], 2, None, each).fabric.between == 12.5
 
 
 def test_messages_cross_the_network_only_between_nodes():
@@ -72,16 +66,12 @@ def test_messages_cross_the_network_only_between_nodes():
     inside, across = found.message(LARGE, 0, 1), found.message(LARGE, 1, 2)
     assert inside == nccl.seconds("p2p", LARGE, 2, Fabric.of(SPECS["T4"]))
     assert inside == found.message(LARGE, 3, 2) and across == pytest.approx(LARGE / 1.25e9, rel=0.02)
-    faster = layout([{}] * 4, range(4), 4, 2, "RoCE 100").message(
-        LARGE, 1, 2
-    )  # does not pass the host's memory as a ring does
-    assert faster < inside / 2
+    # does not pass the host's memory as a ring does
+    assert layout([{}] * 4, range(4), 4, 2, "RoCE 100").message(LARGE, 1, 2) < inside / 2
 
 
 def timed():
     """Seconds of an all_reduce and of a message from rank 0 to rank 1, and from rank 1 to rank 2 where there is one."""
-    import torch.distributed as dist
-
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.ones(LARGE // 4, device=f"cuda:{rank}")
     with virtualgpu.recording() as spans:
@@ -121,40 +111,34 @@ def test_nvlink_and_without_peer_to_peer(on_gpus, monkeypatch):
     assert [seconds for _, seconds in without[0]] == expected(None, "LOC")
 
 
-@pytest.mark.parametrize(
-    ("network", "nodes", "slower"), [(None, 64, 1), ("NDR", 64, 1), ("HDR", 64, 2), ("Ethernet 100", 64, 4)]
-)
-def test_one_rank_of_many(network, nodes, slower):
-    import torch.distributed as dist
+def gather() -> float:
+    dist.init_process_group("nccl")
+    x, out = torch.empty(LARGE, device="cuda"), torch.empty(512 * LARGE, device="cuda")
+    with virtualgpu.recording() as spans:
+        dist.all_gather_into_tensor(out, x)
+    (span,) = spans
+    return span.end - span.start
 
-    def gather() -> float:
-        dist.init_process_group("nccl")
-        x, out = torch.empty(LARGE, device="cuda"), torch.empty(512 * LARGE, device="cuda")
-        with virtualgpu.recording() as spans:
-            dist.all_gather_into_tensor(out, x)
-        (span,) = spans
-        return span.end - span.start
 
+@pytest.mark.parametrize(("network", "slower"), [(None, 1), ("NDR", 1), ("HDR", 2), ("Ethernet 100", 4)])
+def test_one_rank_of_many(network, slower):
     with virtualgpu.dry_run(world_size=512, network=network):
         found = gather()
     fabric = Fabric.of(SPECS["H100"], network and find_network(network))
-    assert found == pytest.approx(nccl.seconds("all_gather", 4 * 512 * LARGE, 512, fabric, nodes))
+    assert found == pytest.approx(nccl.seconds("all_gather", 4 * 512 * LARGE, 512, fabric, 64))
     with virtualgpu.dry_run(world_size=512):
         assert found >= 0.99 * slower * gather()
     assert virtualgpu.machine() is None
 
 
 def test_what_cannot_be():
-    for wrong, words in (
-        (
-            {"network": "carrier pigeon"},
-            r"no network called 'carrier pigeon' here; choose one of InfiniBand HDR, .*Gb/s per node",
-        ),
+    for wrong, message in (
+        ({"network": "carrier pigeon"}, "no network called 'carrier pigeon' here; choose one of InfiniBand HDR, .*Gb/s per node"),
         ({"gpus_per_node": 3}, "gpus_per_node=3 does not divide 4 GPUs"),
         ({"gpus_per_node": 0}, "give a whole number"),
         ({"like": "TITAN RTX NVLink"}, "NVLink bridge joins two equal cards"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
             virtualgpu.gpus(4, **wrong)
     with pytest.raises(ValueError, match="joins two"), virtualgpu.dry_run(like="RTX 3090 NVLink", world_size=16):
         pass

@@ -4,7 +4,10 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from tests.virtualgpu.sanitizer.programs import beside
 
 
 def raised(program) -> str:
@@ -18,105 +21,106 @@ def raised(program) -> str:
     return ""
 
 
-def collectives() -> dict[str, tuple[str, str]]:
+def ones() -> torch.Tensor:
+    return torch.ones(64, device="cuda")
+
+
+def result_used(wait):
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    if wait:
+        work.wait()
+    x + 1
+    work.wait()
+
+
+def input_overwritten(wait):
+    x, out = ones(), torch.empty(128, device="cuda")
+    work = dist.all_gather_into_tensor(out, x, async_op=True)
+    if wait:
+        work.wait()
+    x.zero_()
+    work.wait()
+
+
+def waited_for_on_another_stream(wait):
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    with torch.cuda.stream(torch.cuda.current_stream() if wait else torch.cuda.Stream()):
+        work.wait()
+    x + 1
+    torch.cuda.synchronize()
+
+
+def made_on_another_stream(wait):
+    with beside(False, then=wait):
+        x = ones()
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+
+
+def message_on_its_way(wait):
+    x = ones()
+    work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
+    if wait:
+        work.wait()
+    x.mul_(2)
+    work.wait()
+
+
+def batch_on_its_way(wait):
+    x, y, other = ones(), ones(), 1 - dist.get_rank()
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)])
+    for work in works if wait else ():
+        work.wait()
+    y + 1
+    for work in works:
+        work.wait()
+
+
+def functional(wait):
+    x = torch.ops._c10d_functional.all_reduce(ones(), "sum", dist.group.WORLD.group_name)
+    if wait:
+        x = torch.ops._c10d_functional.wait_tensor(x)
+    x + 1
+    torch.ops._c10d_functional.wait_tensor(x)
+
+
+RESULT = "all_reduce on a stream of communication of cuda:1 may still be writing"
+PROGRAMS = {  # and what the error on rank 1 says where they forget to wait
+    result_used: [RESULT, "call wait() on the work that all_reduce returned", "test_collectives.py"],
+    input_overwritten: ["may still be reading"],
+    waited_for_on_another_stream: [RESULT],
+    made_on_another_stream: ["all_reduce on the default stream of cuda:1"],
+    message_on_its_way: ["recv from rank 0"],
+    batch_on_its_way: ["recv from rank 0"],
+    functional: [RESULT],
+}
+
+
+def collectives() -> list[tuple[str, str]]:
     """Of each program: what it raises as it should be, and where it forgets to wait."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    device = f"cuda:{rank}"
-    torch.cuda.set_device(rank)
-    side = torch.cuda.Stream()
-
-    def ones():
-        return torch.ones(64, device=device)
-
-    def result_used(wait):
-        x = ones()
-        work = dist.all_reduce(x, async_op=True)
-        if wait:
-            work.wait()
-        x + 1
-        work.wait()
-
-    def input_overwritten(wait):
-        x, out = ones(), torch.empty(128, device=device)
-        work = dist.all_gather_into_tensor(out, x, async_op=True)
-        if wait:
-            work.wait()
-        x.zero_()
-        work.wait()
-
-    def waited_for_on_another_stream(wait):
-        x = ones()
-        work = dist.all_reduce(x, async_op=True)
-        with torch.cuda.stream(torch.cuda.current_stream() if wait else side):
-            work.wait()
-        x + 1
-        torch.cuda.synchronize()
-
-    def made_on_another_stream(wait):
-        with torch.cuda.stream(side):
-            x = ones()
-        if wait:
-            torch.cuda.current_stream().wait_stream(side)
-        dist.all_reduce(x)
-        torch.cuda.synchronize()
-
-    def message_on_its_way(wait):
-        x = ones()
-        works = [dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)]
-        if wait:
-            works[0].wait()
-        x.mul_(2)
-        works[0].wait()
-
-    def batch_on_its_way(wait):
-        x, y = ones(), ones()
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)])
-        if wait:
-            for work in works:
-                work.wait()
-        y + 1
-        for work in works:
-            work.wait()
-
-    def functional(wait):
-        x = torch.ops._c10d_functional.all_reduce(ones(), "sum", dist.group.WORLD.group_name)
-        if wait:
-            x = torch.ops._c10d_functional.wait_tensor(x)
-        x + 1
-        torch.ops._c10d_functional.wait_tensor(x)
-
-    programs = [result_used, input_overwritten, waited_for_on_another_stream, made_on_another_stream]
-    programs += [message_on_its_way, batch_on_its_way, functional]
-    found = {}
-    for program in programs:
-        told = tuple(raised(functools.partial(program, wait)) for wait in (True, False))
+    found = []
+    for program in PROGRAMS:
+        found.append(tuple(raised(functools.partial(program, wait)) for wait in (True, False)))
         dist.barrier()
         torch.cuda.synchronize()
-        found[program.__name__] = told
     return found
 
 
 def test_collectives_and_messages(on_gpus):
     for rank, found in enumerate(on_gpus(collectives)):
-        for name, (right, forgotten) in found.items():
-            assert right == "", name
-            assert forgotten.startswith(f"rank {rank}: a race: "), (name, forgotten)
-    assert "all_reduce on a stream of communication of cuda:1 may still be writing" in found["result_used"][1]
-    assert "call wait() on the work that all_reduce returned" in found["result_used"][1]
-    assert "recv from rank 0" in found["message_on_its_way"][1]
-    assert "test_collectives.py" in found["result_used"][1]
+        for (program, messages), (right, forgotten) in zip(PROGRAMS.items(), found, strict=True):
+            assert right == "", program
+            assert forgotten.startswith(f"rank {rank}: a race: "), (program, forgotten)
+            assert rank == 0 or all(message in forgotten for message in messages), (program, forgotten)
 
 
 def silent() -> str:
     """What needs no wait(): collectives of the default kind, what the host has waited for, what query() has seen."""
-    import torch.distributed as dist
 
     def program():
-        device = f"cuda:{dist.get_rank()}"
-        torch.cuda.set_device(dist.get_rank())
-        x = torch.ones(64, device=device)
+        x = ones()
         dist.all_reduce(x)
         x.add_(1)
         dist.all_reduce(x, async_op=True)
@@ -141,11 +145,8 @@ def test_what_needs_no_wait_is_silent(on_gpus):
 
 def sharded(forget: bool) -> str:
     """FSDP2 works on four streams; without their waiting it would be wrong."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).cuda()
     for layer in model:
@@ -171,11 +172,8 @@ def test_fsdp2_is_silent_and_would_not_be_without_its_waiting(on_gpus):
 
 def replicated(forget: bool) -> str:
     """DDP, and one whose hook uses what it has not waited for."""
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)).cuda(), bucket_cap_mb=0.001)
     works = []
 

@@ -247,6 +247,8 @@ def test_reset_inside_another_mode():
 
 def test_gpus_turned_on_inside_another_mode_outlive_it():
     with Counting() as mode:
+        with virtualgpu.gpus(2), pytest.raises(RuntimeError, match="cuda:1 and cuda:0"):
+            mismatch()
         virtualgpu.gpus(2)
         assert (torch.ones(2, device="cuda:1") + 1).device == ONE and mode.seen > 0
     seen = mode.seen
@@ -254,15 +256,6 @@ def test_gpus_turned_on_inside_another_mode_outlive_it():
         mismatch()
     assert mode.seen == seen and len(_get_current_dispatch_mode_stack()) == 1
     virtualgpu.reset()
-    pristine()
-
-
-def test_gpus_inside_another_mode_work():
-    with Counting() as mode, virtualgpu.gpus(2):
-        assert (torch.ones(2, device="cuda:1") + 1).device == ONE
-        with pytest.raises(RuntimeError, match="cuda:1 and cuda:0"):
-            mismatch()
-        assert mode.seen > 0
     pristine()
 
 
@@ -295,16 +288,14 @@ def test_an_inner_with_leaves_the_outer_on():
 # -- dry runs
 
 
-@pytest.mark.parametrize("n", [0, -1, 65, 2.0, "2", True])
-def test_dry_run_checks_its_number(n):
-    with pytest.raises(ValueError, match=r"dry_run\(.*ask for 1 to 64 GPUs"), virtualgpu.dry_run(n):
-        pass
-    pristine()
+WRONG = [({"n": n}, r"dry_run\(.*ask for 1 to 64 GPUs") for n in (0, -1, 65, 2.0, "2", True)]
 
 
-@pytest.mark.parametrize("options", [{"like": "RTX"}, {"memory": "a lot"}])
-def test_dry_run_checks_cards_and_sizes(options):
-    with pytest.raises(ValueError, match=r"there is no GPU called|memory="), virtualgpu.dry_run(2, **options):
+@pytest.mark.parametrize(
+    ("options", "message"), [*WRONG, ({"like": "RTX"}, "there is no GPU called"), ({"memory": "a lot"}, "memory=")]
+)
+def test_dry_run_checks_what_it_is_given(options, message):
+    with pytest.raises(ValueError, match=message), virtualgpu.dry_run(**options):
         pass
     pristine()
 
@@ -332,13 +323,13 @@ def test_dry_run_does_not_quietly_use_other_gpus():
     assert not virtualgpu.machine().dry
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
-        lambda on: torch.use_deterministic_algorithms(on, warn_only=True),
-    ],
-)
+SETTINGS = [
+    lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
+    lambda on: torch.use_deterministic_algorithms(on, warn_only=True),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_dry_run_heeds_settings_that_change(setting):
     def results():
         x = torch.arange(3, device="cuda")
@@ -355,11 +346,6 @@ def test_dry_run_heeds_settings_that_change(setting):
         finally:
             setting(False)
         assert dry == with_numbers and results() == first
-
-
-def test_dry_run_in_inference_mode():
-    virtualgpu.gpus(1)
-    with virtualgpu.dry_run():
         x = torch.ones(2, device="cuda")
         assert not (x + 1).is_inference()
         with torch.inference_mode():
@@ -413,10 +399,8 @@ print((x + 1).tolist())
 """
     done = forks.run("-c", code)
     lines = done.stdout.splitlines()[1:]
-    said = ["CUDA error: initialization error"[:34]] * 3 + [
-        "Cannot re-initialize CUDA in forked"[:34]
-    ] * 2  # as on an H100
-    assert lines == [*said, "[2.0, 2.0]", "[2.0, 2.0]"], done.stdout + done.stderr[-1500:]
+    errors = ["CUDA error: initialization error"] * 3 + ["Cannot re-initialize CUDA in forke"] * 2  # as on an H100
+    assert lines == [*errors, "[2.0, 2.0]", "[2.0, 2.0]"], done.stdout + done.stderr[-1500:]
 
 
 def test_ctrl_c_in_an_operation_leaves_the_gpus_usable(gpus, ctrl_c):
@@ -434,51 +418,43 @@ def test_ctrl_c_in_an_operation_leaves_the_gpus_usable(gpus, ctrl_c):
     assert x.grad.tolist() == [3, 3, 3]
 
 
-def test_gpus_that_pass_for_real_ones_are_virtual_in_a_dry_run(monkeypatch):
-    """Real GPUs cannot do one: where a machine has them, a dry run makes virtual ones, which a Monitor and a Timeline ask."""
+# -- GPUs that pass for real ones
+
+
+@pytest.fixture
+def as_real(monkeypatch):
+    """as_real(n): so many T4s that the runner plays."""
     monkeypatch.setenv("HELPERS_GPUS", "real")
-    session.activate(find_specs(2, "T4", None))
-    try:
-        assert virtualgpu.machine() is None
-        with virtualgpu.dry_run():
-            assert virtualgpu.machine() is session.current()
-        assert virtualgpu.machine() is None
-    finally:
-        session.deactivate()
-
-
-def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(monkeypatch):
-    """As beside real ones: and those are as they were, after it."""
-    monkeypatch.setenv("HELPERS_GPUS", "real")
-    session.activate(find_specs(2, "T4", None))
-    try:
-        x = torch.ones(3, device="cuda:1")
-        with virtualgpu.dry_run(3, like="A100"):
-            torch.ones(3, device="cuda:2")
-            assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (3, 0)
-        for same in ({"n": 2}, {"like": "T4"}, {}):  # just as many, of the same card
-            with virtualgpu.dry_run(**same):
-                assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 0)
-        assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 512)
-        assert virtualgpu.machine() is None and (x + 1).device == torch.device("cuda:1") and x.sum() == 3
-    finally:
-        session.deactivate()
-
-
-def test_more_gpus_than_the_runner_plays(monkeypatch, capsys):
-    """As where a notebook asks for two on a machine with one: `reset` turns off its own, twice if need be."""
-    monkeypatch.setenv("HELPERS_GPUS", "real")
-    session.activate(find_specs(1, "T4", None))
-    try:
-        x = torch.ones(3, device="cuda:0")
-        for _ in range(2):
-            assert len(virtualgpu.gpus(2)) == 2 and len(virtualgpu.gpus(4, like="A100")) == 4
-            assert torch.cuda.device_count() == 4 and torch.cuda.memory_allocated(0) == 0
-            virtualgpu.reset()
-            virtualgpu.reset()  # once more: real ones would stay, too
-            assert (torch.cuda.device_count(), torch.cuda.memory_allocated(0), virtualgpu.machine()) == (1, 512, None)
-            assert (x + 1).tolist() == [2, 2, 2]
-        assert virtualgpu.gpus(1) == [torch.device("cuda:0")] and "1 real GPU" in capsys.readouterr().out
-    finally:
-        session.deactivate()
+    yield lambda n: session.activate(find_specs(n, "T4", None))
+    session.deactivate()
     assert session.current() is None
+
+
+def test_beside_gpus_that_pass_for_real_ones_a_dry_run_has_its_own(as_real):
+    """Real GPUs cannot do one, which a Monitor and a Timeline ask; and they are as they were, after it."""
+    as_real(2)
+    x = torch.ones(3, device="cuda:1")
+    assert virtualgpu.machine() is None
+    with virtualgpu.dry_run(3, like="A100"):
+        torch.ones(3, device="cuda:2")
+        assert virtualgpu.machine() is session.current()
+        assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (3, 0)
+    for same in ({"n": 2}, {"like": "T4"}, {}):  # just as many, of the same card
+        with virtualgpu.dry_run(**same):
+            assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 0)
+    assert (torch.cuda.device_count(), torch.cuda.memory_allocated(1)) == (2, 512)
+    assert virtualgpu.machine() is None and (x + 1).device == ONE and x.sum() == 3
+
+
+def test_more_gpus_than_the_runner_plays(as_real, capsys):
+    """As where a notebook asks for two on a machine with one: `reset` turns off its own, twice if need be."""
+    as_real(1)
+    x = torch.ones(3, device="cuda:0")
+    for _ in range(2):
+        assert len(virtualgpu.gpus(2)) == 2 and len(virtualgpu.gpus(4, like="A100")) == 4
+        assert torch.cuda.device_count() == 4 and torch.cuda.memory_allocated(0) == 0
+        virtualgpu.reset()
+        virtualgpu.reset()  # once more: real ones would stay, too
+        assert (torch.cuda.device_count(), torch.cuda.memory_allocated(0), virtualgpu.machine()) == (1, 512, None)
+        assert (x + 1).tolist() == [2, 2, 2]
+    assert virtualgpu.gpus(1) == [torch.device("cuda:0")] and "1 real GPU" in capsys.readouterr().out

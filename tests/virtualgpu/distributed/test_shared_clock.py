@@ -1,4 +1,4 @@
-"""Messages whose sender has gone, or whose group is destroyed, before the receiver looks."""
+"""Messages whose sender has gone, or whose group is destroyed, before the receiver looks; and the page that ranks share."""
 
 import gc
 import os
@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 
 from tests.processes import ranks
-from virtualgpu.distributed.shared_clock import RECV, SEND, Arrivals, MessageLog, RankEnded
+from virtualgpu.distributed.message_log import RECV, SEND, MessageLog
+from virtualgpu.distributed.shared_clock import SLOTS, Arrivals, RankEnded, RankLate
 
 
 class Store(dict):
@@ -25,36 +26,30 @@ class Store(dict):
         return self[key]
 
 
-def pages(size: int, folder) -> list[Arrivals]:
+def pages(folder) -> list[Arrivals]:
     store = Store()
-    return [Arrivals.meet(store, rank, size, str(folder)) for rank in range(size)]
+    return [Arrivals.meet(store, rank, 2, str(folder)) for rank in range(2)]
 
 
-def soon() -> tuple[float, timedelta]:
-    return time.monotonic() + 0.2, timedelta(seconds=0.2)
+def soon(seconds: float = 0.2) -> tuple[float, timedelta]:
+    return time.monotonic() + seconds, timedelta(seconds=seconds)
 
 
-def test_all_that_was_written_is_read(tmp_path):
-    first, second = (MessageLog(page) for page in pages(2, tmp_path))
+def test_what_a_rank_wrote_is_read_also_when_it_has_ended(tmp_path):
+    zero, one = pages(tmp_path)
     assert not list(tmp_path.iterdir())  # the file is theirs alone as soon as both have it
+    first, second = MessageLog(zero), MessageLog(one)
     many = [(SEND, 1, nbytes) for nbytes in range(200)]  # more than is looked at at once
     for batch in (many, [(SEND, 1, 0)], [(RECV, 1, 5), (SEND, 1, 7)]):
-        first.write(0.0, -1, batch)
-    del first
+        first.write(1.5, -1, batch)
+    one._page[1] = 2**30  # rank 0 is of a process that is not there
     assert [second.batch_of(0, SEND, 1, index, *soon()) for index in (0, 199, 200, 201)] == [0, 0, 1, 2]
     assert second.batch_of(0, RECV, 1, 0, *soon()) == 2
-    assert [message.nbytes for message in second.batches[0][0].messages] == list(range(200))
-    assert second.batches[0][2].messages[1].index == 201 and len(second.batches[0]) == 3
-
-
-def test_a_rank_that_ended_wrote_what_it_wrote(tmp_path):
-    zero, one = pages(2, tmp_path)
-    MessageLog(zero).write(1.5, -1, [(SEND, 1, 10)])
-    tape = MessageLog(one)
-    one._words[1] = 2**30  # rank 0 is of a process that is not there
-    assert tape.batch_of(0, SEND, 1, 0, *soon()) == 0 and tape.batches[0][0].issued == 1.5
+    read = second.batches[0]
+    assert [message.nbytes for message in read[0].messages] == list(range(200)) and read[0].issued == 1.5
+    assert read[2].messages[1].index == 201 and len(read) == 3
     with pytest.raises(RankEnded):
-        tape.batch_of(0, SEND, 1, 1, time.monotonic() + 20, timedelta(seconds=20))
+        second.batch_of(0, SEND, 1, 202, *soon(20))
 
 
 def late_receiver(folder):
@@ -94,7 +89,23 @@ def test_a_page_leaves_no_open_file(tmp_path, recwarn):
     mine.unname()
     assert not list(tmp_path.iterdir())
     del mine
-    pages(2, tmp_path)
+    pages(tmp_path)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
     assert not [warning for warning in recwarn if warning.category is ResourceWarning]
+
+
+def test_a_rank_may_be_many_collectives_ahead(tmp_path):
+    """But no further than its page remembers; each is read as it was told."""
+    (zero, one), limit = pages(tmp_path), timedelta(seconds=0.05)
+    for number in range(1, SLOTS + 1):
+        assert zero.post(number, 0.5 * number, (number, 2, 3, 4), limit) == []
+    with pytest.raises(RankLate):
+        zero.post(SLOTS + 1, 0.0, (0, 0, 0, 0), limit)
+    for number in range(1, SLOTS + 1):
+        assert one.post(number, 7.0, (number, 0, 0, 0), limit) == [(0, (number, 2, 3, 4))]
+        for page in (zero, one):
+            assert page.read(number, limit) == (max(7.0, 0.5 * number), [(number, 2, 3, 4), (number, 0, 0, 0)])
+    zero.post(SLOTS + 1, 1.0, (0, 0, 0, 0), limit)
+    with pytest.raises(RankLate, match="rank 1 had not come"):
+        zero.read(SLOTS + 1, limit)
