@@ -128,7 +128,7 @@ def test_what_the_front_page_shows_was_printed():
     printed += [page.read_text("utf-8") for page in (series.ROOT / "virtualgpu/docs").glob("*.md")]
     front = (series.ROOT / "README.md").read_text("utf-8")
     blocks = re.findall(r"```console\n\$ .*\n((?:.+\n)*)```", front)
-    assert len(blocks) == 3 and all(any(block in text for text in printed) for block in blocks)
+    assert blocks and all(any(block in text for text in printed) for block in blocks)
 
 
 def test_badge_and_set_up_cell_are_as_generated(capsys):

@@ -54,16 +54,24 @@ def test_remarks_below_the_table(trials, pattern):
 
 
 def test_the_cheapest_is_of_samples_where_all_know_them_and_leaves_room_where_one_does():
-    one, two = fits(gpus=1, step=1.0, samples=16), fits(gpus=2, step=0.6, samples=16)
+    one, two = fits(gpus=1, step=1.0, samples=16), fits(gpus=2, step=0.7, samples=16)
     lines = table.lines([one, two], {"T4": Price(1.0, "me", "2026")})
-    assert "$ per million samples" in lines[0] and lines[1].endswith("<") and "83 %" in lines[2]
-    assert lines[4] == "$ per GPU and hour: T4 1.00 (me, 2026). --prices FILE takes yours."
+    assert "$ / M samples" in lines[0] and lines[1].endswith("<") and "71 %" in lines[2]
+    assert lines[5] == "$ per GPU and hour: T4 1.00 (me, 2026). --prices FILE takes yours."
     lines = table.lines([one, two._replace(samples=None)], {"T4": Price(1.0)})
-    assert "$ per 1,000 steps" in lines[0] and "samples/s" not in lines[0]
+    assert "$ / 1,000 steps" in lines[0] and "samples/s" not in lines[0]
     full = fits(step=0.5, samples=16, reserved=int(0.95 * 16 * GIB))
-    for trials in ([one, full], [full, full._replace(step=0.6)]):
+    for trials in ([one, full], [full, full._replace(step=0.8)]):
         marked = [line.endswith("<") for line in table.lines(trials, {"T4": Price(1.0)})[1:3]]
         assert marked == [True, False]
+
+
+def test_no_price_decides_within_the_error_of_the_clock():
+    close = [fits(gpus=1, step=1.0, samples=16), fits(gpus=2, step=0.6, samples=16)]
+    lines = table.lines(close, {"T4": Price(1.0)})
+    assert not any(line.endswith("<") for line in lines) and "less than the clock's error" in lines[3]
+    lines = table.lines([*close, fits(gpus=4, step=0.5, samples=16)], {"T4": Price(1.0)})
+    assert [line.endswith("<") for line in lines[1:4]] == [True, True, False]
 
 
 def test_the_dated_prices_are_of_cards_that_there_are():

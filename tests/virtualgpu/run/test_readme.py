@@ -82,14 +82,8 @@ def test_several_processes(tmp_path, clean_environ):
 
 @of_2_15
 def test_what_fits(in_process):
-    """A third of the table."""
-    printed, shown = in_process(cli.main, "translate.py", less=("=32,64,128", "=128"))
-    others = [line for line in shown if "  32  " in line or "  64  " in line]
-    assert [line.split() for line in printed[:-1]] == [line.split() for line in shown[:-1] if line not in others]
-    assert len(printed) == len(shown) - 6
-    assert shown[-1].endswith(
-        printed[-1].removeprefix("$ per GPU and hour: ")
-    )  # the T4, too small for it, needs no price
+    printed, shown = in_process(cli.main, "translate.py", less=("=128", "=128"))
+    assert printed == shown
 
 
 @of_2_15

@@ -79,11 +79,12 @@ def whose(cards: Iterable[str], prices: Mapping[str, Price]) -> str:
     return f"$ per GPU and hour: {'; '.join(words)}. --prices FILE takes yours."
 
 
-# -- What `fit` prints: a row a trial, the cheapest marked, and what is to be known beside it; or all of it as JSON.
+# -- What `fit` prints: a row a trial, those marked that are the cheapest by more than the clock's error, and what is to be known beside it; or all of it as JSON.
 
 
 STEPS, SAMPLES = 1000, 1_000_000  # of which a price is told
 TIGHT = 0.1  # of the card: what a real program may take beyond what is counted
+ERROR = 1.3  # most steps of one GPU are simulated within 30 %
 BOUND = 0.7  # of a step: a GPU that works less waits for its host (tests/judges/card: there the figures are off by more than 30 %)
 
 
@@ -112,10 +113,10 @@ def lines(
     ]
     known = [(tight(trial), cost) for trial, cost in zip(trials, costs, strict=True) if cost is not None]
     cheapest = min(known, default=None)  # a tight one only where no other fits
-    unit = "$ per million samples" if counted else f"$ per {STEPS:,} steps"
-    rows = [
-        ("card", "GPUs", *names, "", "peak reserved", "left", "step", "steps/s", "samples/s", "against 1 GPU", unit)
-    ]
+    as_cheap = {both for both in known if cheapest and both[0] == cheapest[0] and both[1] <= ERROR * cheapest[1]}
+    decided = cheapest is not None and len(as_cheap) < len(set(known))  # no price decides within the error of the clock
+    unit = "$ / M samples" if counted else f"$ / {STEPS:,} steps"
+    rows = [("card", "GPUs", *names, "", "peak reserved", "left", "step", "samples/s", "against 1 GPU", unit)]
     for trial, cost in zip(trials, costs, strict=True):
         step = trial.step if trial.fits else None
         rows.append(
@@ -127,19 +128,21 @@ def lines(
                 size(trial.reserved) if trial.reserved else "",
                 size(trial.capacity - trial.reserved) if trial.fits else "",
                 f"{1e3 * step:,.1f} ms" if step else "",
-                f"{1 / step:,.3g}" if step else "",
                 f"{trial.samples / step:,.1f}" if step and counted and trial.samples else "",
                 "" if (share := efficiency(trial, trials)) is None else f"{100 * share:.0f} %",
                 ""
                 if cost is None
-                else f"{cost:.3f}" + (" <" if (tight(trial), cost) == cheapest and len(trials) > 1 else "  "),
+                else f"{cost:.3f}" + (" <" if decided and (tight(trial), cost) in as_cheap else "  "),
             )
         )
     keep = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
     text = columns([tuple(row[index] for index in keep) for row in rows])
     if cheapest is not None:
-        mark = "<: the cheapest that fits. " * (len(trials) > 1)
-        text.append(f"{mark}Times are simulated; steps of one GPU come mostly within 30 % of measured ones.")
+        if decided:
+            text.append("<: the cheapest that fits, and what costs as much within the clock's error.")
+        elif len(known) > 1:
+            text.append("Their prices differ by less than the clock's error: choose by memory and time.")
+        text.append("Times are simulated; steps of one GPU come mostly within 30 % of measured ones.")
         text.append(whose([trial.card for trial in timed], prices))
     return [*text, *(_largest(trials, searched) if searched else []), *_remarks(trials)]
 
