@@ -47,23 +47,6 @@ class Listener(TorchDispatchMode):
 # -- names that say something of a tensor, an operation or this version: each with what it says
 
 
-def transformed() -> list:
-    seen = []
-    torch.vmap(lambda x: seen.append((_compat.is_functorch_wrapped(x), _compat.functorch_unwrap(x).shape)) or x)(
-        torch.ones(3, 2)
-    )
-    return [*seen, _compat.is_functorch_wrapped(torch.ones(1))]
-
-
-def batch_of_gradients() -> list:
-    seen, x = [], torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda gradient: seen.append((_compat.is_batched_gradient(gradient), _compat.in_forward_mode())))
-    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
-    with torch.autograd.forward_ad.dual_level():
-        return [*seen, _compat.is_batched_gradient(x), _compat.in_forward_mode()]
-
-
 def hooks_of_gradients() -> list:
     x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
     y.register_hook(lambda gradient: None)
@@ -144,11 +127,6 @@ def flops_of_products() -> set:
     return {_compat.flop_formula(operator)(*args, out_val=torch.ones(2, 4)) for operator, args in rows}
 
 
-def formats() -> list:
-    last = torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    return [_compat.suggest_memory_format(last), _compat.suggest_memory_format(torch.ones(1, 2, 3, 4))]
-
-
 def workspaces() -> list:
     """How this version gives cuBLAS its workspaces."""
     graphs = (Path(torch.__file__).parent / "_inductor" / "cudagraph_trees.py").read_text("utf-8")
@@ -161,8 +139,6 @@ def workspaces() -> list:
 
 
 ROWS = [
-    (transformed, [(True, (3, 2)), False]),
-    (batch_of_gradients, [(True, False), False, True]),
     (hooks_of_gradients, [False, True, True, False]),
     (devices_behind, [ONE, CPU, CPU, False, True, META]),
     (modes, [False, True, META, None]),
@@ -171,7 +147,6 @@ ROWS = [
     (preferred_blas, [True]),
     (allowed_tf32, [True] * 6),
     (flops_of_products, {2 * 2 * 3 * 4}),
-    (formats, [torch.channels_last, torch.contiguous_format]),
     (workspaces, [True] * 4),
     (lambda: _compat.flop_formula(aten.add.Tensor), None),
     (lambda: _compat.parse_to("cuda:1", torch.float16, non_blocking=True), (ONE, torch.float16, True, None)),
@@ -266,13 +241,6 @@ def test_numbers_arrive_as_a_copy_from_the_cpu():
     assert _compat.lifts_only_cpu_tensors() is before
 
 
-def test_default_devices_reach_pytorchs_own_functions(gpus):
-    builtin = torch._C._VariableFunctions.tensor
-    assert builtin in _compat.device_constructors() and torch.tensor is not builtin
-    with torch.device("cuda:1"):
-        assert torch.tensor(0, dtype=torch.long).device == ONE
-
-
 def test_modes_are_found_and_taken_from_the_middle_of_the_stack():
     outer, middle, inner = Listener(), Listener(), Listener()
     with outer:
@@ -320,25 +288,6 @@ def test_the_node_and_the_task_of_a_backward_pass():
         tasks.append({task for task, node in listener.answers if node is not None})
     assert len(tasks[0]) == len(tasks[1]) == 1 and tasks[0].isdisjoint(tasks[1]) and min(tasks[0] | tasks[1]) >= 0
     assert _compat.graph_task() == -1
-
-
-class Squares(TorchDispatchMode):
-    """Instead of a product, the gradient of its first factor's square, as autograd finds it below itself."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.mul.Tensor:
-            return func(*args, **(kwargs or {}))
-        with torch.enable_grad():
-            leaf = args[0].detach().requires_grad_()
-            with _compat.with_autograd():
-                squares = leaf.clone().square_().sum()
-            assert squares.requires_grad and not leaf.square().requires_grad
-            return torch.autograd.grad(squares, leaf)[0]
-
-
-def test_autograd_below_itself():
-    with Squares(), torch.no_grad():
-        assert torch.equal(torch.arange(3.0) * torch.ones(3), 2 * torch.arange(3.0))
 
 
 # -- operations, registrations, files, loaders
@@ -410,14 +359,10 @@ def test_a_subscript_is_known_by_its_instruction(gpus):
     x, index = torch.ones(3, device="cuda"), [0, 1]
     for number in range(100):
         x[index] = number
-    assert x.tolist() == [99, 99, 1]
-    x[[1]], y = 5, 6
-    x[[2]] += y
-    assert x.tolist() == [99, 5, 7]
-    for _ in range(100):
         with pytest.raises(RuntimeError, match="same device"):
             x.index_fill_(0, torch.tensor(index), 0)
-    assert x.tolist() == [99, 5, 7]
+    x[[2]] += 6
+    assert x.tolist() == [99, 99, 7]
 
 
 class Workers(torch.utils.data.IterableDataset):
