@@ -219,6 +219,17 @@ def test_an_operation_in_another_thread_during_backward(gpus):
     assert kept == [True] and gpus.clock.host > before and x.grad.tolist() == [6, 6, 6]
 
 
+def test_attention_deep_in_a_thread(gpus):
+    """Its C++ makes a mask "on the CPU", which belongs to the call, wherever the thread's first frames are."""
+    x = torch.randn(1, 1, 4, 8, device="cuda", requires_grad=True)
+
+    def at(depth):
+        out = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.1)
+        return [out.device.type, *(at(depth - 1) if depth else ())]
+
+    assert in_thread(lambda: at(30)) == ["cuda"] * 31
+
+
 # -- modes and patches of others
 
 
