@@ -19,8 +19,9 @@ from virtualgpu.timing.streams import Engine, Queue, Span
 #   (`Fabric.of`); what was measured there is in hardware.links.
 # - It has all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120).
 # - Between nodes it gives a ring one network card, and a power of the bytes for more. NCCL's rings leave a node by all cards that its members have
-#   (src/graph/search.cc), and so do ours: 32 H100 reach 320 to 365 GB/s in tables of nccl-tests, 32 A100 190, and 384 and 192 here (PyTorch: 39 to
-#   110 and 31 to 45). On two nodes a tree crosses the network half as often as a ring, and has twice its bandwidth (tuning.cc takes bwIntra there).
+#   (src/graph/search.cc), and so do ours: 32 H100 reach 320 to 365 GB/s in tables of nccl-tests and 32 A100 190, for 370 and 192 here (PyTorch: 43
+#   and 22 up to 50 MB, 93 and 46 at 4 GiB). On two nodes a tree crosses the network half as often as a ring, and has up to twice its bandwidth
+#   (search.cc and tuning.cc: bwIntra).
 #   Messages, and what is made of messages (all_to_all, gather, scatter), have one card, at PyTorch's share of it.
 # - It has an all_to_all pass a ring twice. Here each GPU sends the others their parts once: so counted two RTX 2080 Ti reach 4.6 GB/s, for 4.0 in
 #   an all_reduce, and four RTX 4090 18 in both (NVIDIA/nccl#1603).
