@@ -31,7 +31,9 @@ RUNS = {  # whose layouts are in data/layouts.csv
     "8B on 32 H100, Ethernet 100": dict(
         model="8B", card="H100", gpus=32, network="Ethernet 100", texts=64, length=8192
     ),
-    "3B on 16 A100, InfiniBand HDR": dict(model="3B", card="A100", gpus=16, network="HDR", texts=16, length=4096),
+    "3B on 16 A100, Ethernet 100": dict(
+        model="3B", card="A100", gpus=16, network="Ethernet 100", texts=16, length=4096
+    ),
     "14B on 32 A100-80GB, InfiniBand HDR": dict(
         model="14B", card="A100-80GB", gpus=32, network="HDR", texts=32, length=4096
     ),

@@ -107,15 +107,14 @@ def by_dimension(run, layouts, try_layout, room):
 
 def by_formula(run, layouts, try_layout, room):
     """Sorted by what a pencil says of the messages, of the memory and of the recomputing, and the first of them tried."""
-    rate = {"HDR": 25, "Ethernet 100": 12.5 / 8, None: 300}[run["network"]]  # GB/s of a GPU
+    rate = {"HDR": 8 * 25, "Ethernet 100": 12.5, None: 8 * 300}[run["network"]]  # GB/s of a node
     size = {"3B": 3.6, "8B": 8.0, "14B": 14.8}[run["model"]]
     card = {"H100": 400, "A100": 130, "A100-80GB": 130}[run["card"]]
 
     def pencil(x):
         rounds = run["texts"] * x["tp"] // run["gpus"] // x["micro_batch"]
-        shards = run["gpus"] // x["tp"] // x["replicas"]
         nodes = run["gpus"] // 8 // x["replicas"]
-        over = rounds * 8 * size / x["tp"] if nodes > 1 else 8 * size / x["tp"] / shards
+        over = 8 * size * (rounds if nodes > 1 else 1)
         again = {"none": 1, "selective": 1.1, "full": 1.3}[x["checkpointing"]] * (1 + 0.06 * math.log2(x["tp"]))
         computing = run["texts"] * run["length"] * 6 * size / card / run["gpus"] * again
         return max(computing, over / rate) + 0.3 * min(computing, over / rate)

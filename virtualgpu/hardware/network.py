@@ -88,8 +88,8 @@ class Fabric:
     """What joins the GPUs of a group. inside, between: GB/s a GPU can send within its node and to others. shared: all GPUs of a node
     send to others through one card, and `between` is what they have of it together (`shared_by` says what a group has). neighbour:
     GB/s to one other GPU of the node, where NVLinks are shared out among neighbours. staged: within the node data pass through the host's
-    memory, which holds a ring (not a message) over several nodes up as well (PyTorch's model, for cards that reach each other, leaves the node out).
-    one_way: GB/s where data go to the other of a pair so staged and none come back, as a ring's do.
+    memory. one_way: GB/s where data go to the other of a pair so staged and none come back, as a ring's do. members: GPUs of the group on the
+    node that has fewest, and so network cards by which a ring leaves it, where each has its own (0: not known).
     """
 
     generation: int
@@ -100,6 +100,7 @@ class Fabric:
     neighbour: float = math.inf
     staged: bool = False
     one_way: float = 0.0
+    members: int = 0
 
     @property
     def blocks(self) -> int:
@@ -145,11 +146,12 @@ class Fabric:
         """
         inside = min(self.inside, self.neighbour * max(1, members // 2))
         between = self.between * (min(1.0, members / gpus) if self.shared else 1.0)
-        return replace(self, inside=inside, between=between, staged=self.staged and members > 1)
+        return replace(self, inside=inside, between=between, members=members)
 
 
 def slowest(fabrics: list[Fabric]) -> Fabric:
     """A ring is as fast as its slowest link, within the nodes and between them."""
     inside = min(fabrics, key=lambda fabric: (fabric.inside, fabric.between, fabric.generation))
     between = min(fabrics, key=lambda fabric: fabric.between)
-    return replace(inside, between=between.between, shared=between.shared, one_way=min(one.one_way for one in fabrics))
+    one_way, members = (min(getattr(one, name) for one in fabrics) for name in ("one_way", "members"))
+    return replace(inside, between=between.between, shared=between.shared, one_way=one_way, members=members)

@@ -18,6 +18,11 @@ from virtualgpu.timing.streams import Engine, Queue, Span
 # - It takes 24 GB/s for all that is no NVLink. NCCL goes through the host's memory unless a switch or NCCL_P2P_LEVEL lets cards reach each other
 #   (`Fabric.of`); what was measured there is in hardware.links.
 # - It has all of a GPU's NVLinks for any group (of a V100's six, two lead to one neighbour, so that a pair has 40 GB/s and not 120).
+# - Between nodes it gives a ring one network card, and a power of the bytes for more. NCCL's rings leave a node by all cards that its members have
+#   (src/graph/search.cc), and so do ours: 32 H100 reach 320 to 365 GB/s in tables of nccl-tests and 32 A100 190, for 370 and 192 here (PyTorch: 43
+#   and 22 up to 50 MB, 93 and 46 at 4 GiB). On two nodes a tree crosses the network half as often as a ring, and has up to twice its bandwidth
+#   (search.cc and tuning.cc: bwIntra).
+#   Messages, and what is made of messages (all_to_all, gather, scatter), have one card, at PyTorch's share of it.
 # - It has an all_to_all pass a ring twice. Here each GPU sends the others their parts once: so counted two RTX 2080 Ti reach 4.6 GB/s, for 4.0 in
 #   an all_reduce, and four RTX 4090 18 in both (NVIDIA/nccl#1603).
 # - Broadcast and reduce of a pair through the host's memory go one way, at what PCI Express carries: 11.1 GB/s on the 2080 Ti, whose ring has
@@ -25,13 +30,14 @@ from virtualgpu.timing.streams import Engine, Queue, Span
 #
 # It knows no NVLS: eight H200 reach 482 GB/s in a large all-reduce, and 366 without it, for 370 here. Against tables of nccl-tests on eight A100 and
 # H200 it takes a third to a half of the time below 1 MiB, 0.7 to 0.95 of it at 16 to 128 MiB, and 0.98 above 1 GiB; through the host's memory, given
-# a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on for 2 and 4 GPUs.
+# a machine's own bandwidth, 0.9 to 1.1 from 1 MiB on for 2 and 4 GPUs. Several nodes: `python -m tests.accuracy.collectives`.
 #
 # Bandwidths in GB/s and latencies in us, as in hardware/data/nccl.toml; `seconds` takes bytes and returns seconds.
 
 TREE, RING = "tree", "ring"
 LL, LL128, SIMPLE = "LL", "LL128", "simple"
 PROTOCOLS = LL, LL128, SIMPLE
+MESSAGES = "p2p", "all_to_all", "gather", "scatter"  # each goes by its GPU's card, and no ring
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,7 +63,7 @@ def _microseconds(kind, nbytes, ranks, fabric, nodes, algorithm, protocol) -> fl
     """By one algorithm and protocol."""
     if kind in ("broadcast", "reduce") and ranks == 2:
         fabric = replace(fabric, inside=max(fabric.inside, fabric.one_way))
-    bandwidth, steps = _bus_bandwidth(kind, nbytes, fabric, nodes, algorithm, protocol), _steps(kind, ranks)
+    bandwidth, steps = _bus_bandwidth(kind, ranks, fabric, nodes, algorithm, protocol), _steps(kind, ranks)
     if algorithm == TREE:
         size, share = int(math.log2(nbytes >> 6)) if nbytes >= 128 else 0, TABLE["tree_share"][protocol]
         bandwidth *= 0.5 * (share[size] if size < len(share) else 1.0)
@@ -80,16 +86,25 @@ def _steps(kind: str, ranks: int) -> int:
     return around.get(kind, ranks - 1)
 
 
-def _bus_bandwidth(kind: str, nbytes: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str) -> float:
+def _between_nodes(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str) -> float:
+    """Bandwidth on the bus of a group on several nodes."""
+    members = fabric.members or ranks // nodes
+    if kind in MESSAGES:
+        if not fabric.shared:  # calibrated by PyTorch against H100s over RoCE
+            return fabric.between * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7))
+        if kind == "all_to_all":  # the members' parts for other nodes pass one card
+            return fabric.between / members * (ranks - 1) / (ranks - members)
+        return fabric.between
+    bus = fabric.between if fabric.shared else members * fabric.between * TABLE["network_share"]
+    if algorithm == TREE and nodes == 2:  # no node passes on what another sent it
+        bus *= 2
+    return bus if members == 1 else min(bus, fabric.inside)
+
+
+def _bus_bandwidth(kind: str, ranks: int, fabric: Fabric, nodes: int, algorithm: str, protocol: str) -> float:
     bus = min(fabric.inside, fabric.neighbour) if kind == "p2p" else fabric.inside
-    if nodes > 1 and fabric.shared:  # one card for a node: what follows is about several
-        bus = min(bus, fabric.between)
-    elif nodes > 1:  # calibrated by PyTorch against H100s over RoCE
-        bus = fabric.between * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7))
-        if nodes > 2:
-            bus *= (max(nbytes, 50_000_000) / 50_000_000) ** 0.17  # larger messages use more of a node's network cards
-        if fabric.staged and kind != "p2p":  # one message passes the network alone
-            bus = min(bus, fabric.inside)
+    if nodes > 1:
+        bus = _between_nodes(kind, ranks, fabric, nodes, algorithm)
     if protocol == SIMPLE and algorithm == RING:
         return bus
     generation = VOLTA if protocol == LL and nodes > 1 else fabric.generation

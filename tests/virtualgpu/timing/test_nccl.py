@@ -1,58 +1,74 @@
-"""The cost of collectives, against PyTorch's own model of NCCL."""
+"""The cost of collectives, against PyTorch's own model of NCCL and what others measured."""
 
+import math
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
 import virtualgpu
+from tests.accuracy import collectives
 from virtualgpu.hardware import units
 from virtualgpu.hardware.network import Fabric, find_network, slowest
 from virtualgpu.hardware.specs import Link, find_spec
 from virtualgpu.timing import nccl
 
 SIZES = (1, 100, 5000, 65536, 10**6, 25 << 20, 10**9)
-RANKS = (2, 4, 8, 16, 32, 64, 512)
+KINDS = ("all_reduce", "ALL_REDUCE"), ("all_gather", "ALL_GATHER"), ("reduce_scatter", "REDUCE_SCATTER")
+CARDS = "V100", "A100", "H100", "B200", "A100-PCIE-40GB"  # the last without NVLink
 
 
-@pytest.mark.parametrize(
-    ("card", "network"),
-    [
-        *[(card, None) for card in ("V100", "A100", "H100", "B200", "A100-PCIE-40GB")],
-        *[("H100", "InfiniBand NDR"), ("A100", "RoCE 100"), ("A100-PCIE-40GB", "40 Gb/s")],
-    ],
-)
-def test_costs_are_those_of_pytorchs_model(card, network, monkeypatch):
-    """Also with a network of one's own, which theirs has as inter_node_bw. Theirs lets cards of a node reach each other over PCI Express, and has an
-    all_to_all pass a ring twice: here it costs what their all_gather does.
-    """
+@pytest.fixture
+def pytorchs(monkeypatch):
+    """PyTorch's model on nodes of eight of a card: seconds(kind as theirs, bytes, ranks)."""
     theirs = pytest.importorskip("torch._inductor.comm_analysis")
     if not hasattr(theirs, "_nccl_algo_time"):
         pytest.skip("this version of PyTorch has another model")
     monkeypatch.setenv("HELPERS_GPUS", "virtual")
-    spec = virtualgpu.SPECS[card]
-    virtualgpu.gpus(8, like=spec)
-    monkeypatch.setattr(theirs, "_has_nvlink", lambda: spec.nvlink is not None)
-    theirs.get_gpu_type.cache_clear()
-    joined = network and find_network(network)
-    if joined:
-        monkeypatch.setattr(theirs, "get_inter_node_bw", lambda: joined.bandwidth / 1e9)
-    kinds = theirs.NCCL_COLL
-    try:
-        fabric = Fabric.of(spec, joined, "SYS")
-        for kind, their in (
-            ("all_reduce", kinds.ALL_REDUCE),
-            ("all_gather", kinds.ALL_GATHER),
-            ("reduce_scatter", kinds.REDUCE_SCATTER),
-            ("all_to_all", kinds.ALL_GATHER),
-        ):
-            for nbytes in SIZES:
-                for ranks in RANKS:
-                    ours = nccl.seconds(kind, nbytes, ranks, fabric, -(-ranks // 8))
-                    milliseconds = theirs.estimate_nccl_collective_runtime_impl(nbytes, ranks, their)
-                    assert ours == pytest.approx(milliseconds / 1e3, rel=1e-9)
-    finally:
-        virtualgpu.reset()
+
+    def of(card, network=None):
+        virtualgpu.gpus(8, like=virtualgpu.SPECS[card])
+        monkeypatch.setattr(theirs, "_has_nvlink", lambda: virtualgpu.SPECS[card].nvlink is not None)
         theirs.get_gpu_type.cache_clear()
+        if network:
+            monkeypatch.setattr(theirs, "get_inter_node_bw", lambda: find_network(network).bandwidth / 1e9)
+        estimate = theirs.estimate_nccl_collective_runtime_impl
+        return lambda kind, nbytes, ranks: estimate(nbytes, ranks, theirs.NCCL_COLL[kind]) / 1e3
+
+    yield of
+    virtualgpu.reset()
+    theirs.get_gpu_type.cache_clear()
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_within_a_node_costs_are_those_of_pytorchs_model(card, pytorchs):
+    """Theirs lets cards reach each other over PCI Express, and has an all_to_all pass a ring twice: here it costs what their all_gather does."""
+    theirs, fabric = pytorchs(card), Fabric.of(virtualgpu.SPECS[card], None, "SYS")
+    for kind, their in (*KINDS, ("all_to_all", "ALL_GATHER")):
+        for nbytes in SIZES:
+            for ranks in (2, 4, 8):
+                assert nccl.seconds(kind, nbytes, ranks, fabric) == pytest.approx(
+                    theirs(their, nbytes, ranks), rel=1e-9
+                )
+
+
+@pytest.mark.parametrize(
+    ("card", "network"), [*[(card, None) for card in CARDS[:4]], ("H100", "NDR"), ("A100", "RoCE 100")]
+)
+def test_between_nodes_only_latencies_and_messages_are_pytorchs(card, network, pytorchs):
+    """Theirs gives a ring over several nodes one network card, and a power of the bytes for more; ours has all that its members have."""
+    theirs, fabric = (
+        pytorchs(card, network),
+        Fabric.of(virtualgpu.SPECS[card], network and find_network(network), "SYS"),
+    )
+    for ranks in (16, 32, 512):
+        for kind, their in KINDS:
+            assert nccl.seconds(kind, 1, ranks, fabric, ranks // 8) == pytest.approx(theirs(their, 1, ranks), rel=1e-4)
+            ours, longer = nccl.seconds(kind, 10**9, ranks, fabric, ranks // 8), theirs(their, 10**9, ranks)
+            assert longer > 1.3 * ours, (kind, ranks)
+    for nbytes in SIZES:
+        ours = nccl.seconds("all_to_all", nbytes, 16, fabric, 2)
+        assert ours == pytest.approx(theirs("ALL_GATHER", nbytes, 16), rel=1e-9)
 
 
 REACHING = replace(
@@ -139,31 +155,58 @@ def test_a_pair_of_v100s_has_two_links_of_six():
 
 
 def test_between_nodes():
-    def gather(network: str | None, nodes: int, like: str = "A100", members: int = 8) -> float:
-        card = like if like is REACHING else find_spec(like)
-        fabric = Fabric.of(card, network and find_network(network), "SYS").shared_by(members, 8)
-        return nccl.seconds("all_gather", 10**9, nodes * members, fabric, nodes)
+    def took(network: str | None, nodes: int, like="A100", members: int = 8, kind: str = "all_gather") -> float:
+        fabric = Fabric.of(like if like is REACHING else find_spec(like), network and find_network(network), "SYS")
+        return nccl.seconds(kind, 10**9, nodes * members, fabric.shared_by(members, 8), nodes)
 
-    assert gather("HDR", 4) == gather(None, 4) == gather("200 Gb/s", 4) == gather("25 GB/s", 4)  # of that generation
-    assert gather("NDR", 4, "H100") == gather(None, 4, "H100")
-    assert gather("NDR", 4, "T4") == pytest.approx(gather("15.75 GB/s", 4, "T4"))  # PCI Express 3.0 carries no more
-    once = 31 / 32 * 10**9  # what a ring sends through each card
-    assert gather("Ethernet 100", 4) == pytest.approx(once / 12.5e9, rel=0.01)
-    assert gather("Ethernet 10", 4) == pytest.approx(once / 1.25e9, rel=0.01)
-    assert gather("Ethernet 10", 4, members=1) == pytest.approx(
-        0.75 * 10**9 * 8 / 1.25e9, rel=0.01
-    )  # eight groups at once
-    assert gather("Ethernet 100", 4, REACHING) == pytest.approx(once / 12e9, rel=0.01)  # within the node it is slower
+    assert took("HDR", 4) == took(None, 4) == took("200 Gb/s", 4) == took("25 GB/s", 4)  # of that generation
+    assert took("NDR", 4, "H100") == took(None, 4, "H100")
+    assert took("NDR", 4, "T4") == pytest.approx(took("15.75 GB/s", 4, "T4"))  # PCI Express 3.0 carries no more
+    once = 31 / 32  # GB that a ring sends out of each node
+    assert took("HDR", 4) == pytest.approx(once / (8 * 24), rel=0.05)  # by eight cards
+    assert took("HDR", 4, members=2) == pytest.approx(7 / 8 / (2 * 24), rel=0.03)  # by two
+    assert took("HDR", 4, members=1) == pytest.approx(3 / 4 / 24, rel=0.02)
+    assert took("NDR", 4, "H100") == pytest.approx(once / 370, rel=0.1)  # NVLink is as fast as eight of these
+    assert took("Ethernet 100", 4) == pytest.approx(once / 12.5, rel=0.01)  # one for all
+    assert took("Ethernet 10", 4) == pytest.approx(once / 1.25, rel=0.01)
+    assert took("Ethernet 10", 4, members=1) == pytest.approx(0.75 * 8 / 1.25, rel=0.01)  # eight groups at once
+    assert took("HDR", 4, REACHING) == pytest.approx(once / 12, rel=0.03)  # within the node it is slower
+    assert took("Ethernet 10", 2, kind="all_reduce") == pytest.approx(
+        1 / (0.9 * 0.92 * 1.25), rel=0.01
+    )  # a tree crosses once
+    assert took("HDR", 2, kind="all_to_all") == pytest.approx(15 / 16 / (0.8 * 25), rel=0.02)
+    assert took("Ethernet 10", 2, kind="all_to_all") == pytest.approx(8 / 2 / 1.25, rel=0.01)  # half of each member's
     mixed = slowest(
-        [
-            Fabric.of(find_spec("H100"), find_network("RoCE 100")),
-            Fabric.of(find_spec("A100-PCIE-40GB"), None, "SYS"),
-        ]
+        [Fabric.of(find_spec("H100"), find_network("RoCE 100")), Fabric.of(find_spec("A100-PCIE-40GB"), None, "SYS")]
     )
     assert (mixed.inside, mixed.between) == (pytest.approx(24), 12.5)
+
+
+def test_a_ring_leaves_by_the_cards_of_the_node_with_fewest():
+    a100 = Fabric.of(find_spec("A100"), find_network("HDR"))
+    uneven = slowest([a100.shared_by(4, 8)] * 4 + [a100.shared_by(1, 8)])
+    assert nccl.seconds("all_gather", 10**9, 5, uneven, 2) == pytest.approx(4 / 5 / 24, rel=0.02)
 
 
 def test_two_nodes_of_cards_without_peer_access_are_no_faster_than_one():
     t4 = Fabric.of(find_spec("T4"))
     one, two = (nccl.seconds("all_reduce", 10**9, 8 * nodes, t4.shared_by(8, 8), nodes) for nodes in (1, 2))
     assert two > one
+
+
+def test_several_nodes_as_others_measured_them():
+    """tests/accuracy/nccl_network.csv: over InfiniBand and RoCE a message of 256 MiB and more lasts as long within 40 %, most of 1 MiB and more within
+    a third. NVLink SHARP, which the model does not know, makes an all_reduce on two nodes a quarter faster."""
+    found = [row for row in collectives.timed() if row.group.endswith("RoCE")]
+    large, middling = ([abs(row.log) for row in found if row.nbytes >= least] for least in (256 << 20, 1 << 20))
+    assert max(large) < math.log(1.4) and median(large) < math.log(1.12)
+    assert sum(log < math.log(4 / 3) for log in middling) > 0.8 * len(middling)
+
+
+def test_the_table_of_several_nodes_is_well_formed():
+    for row in collectives.rows("nccl_network"):
+        ranks = int(row["nodes"]) * int(row["gpus_per_node"])
+        sent = (2 if row["collective"] == "all_reduce" else 1) * (ranks - 1) / ranks * int(row["message_bytes"])
+        assert float(row["busbw_GBs"]) == pytest.approx(sent / float(row["time_us"]) / 1e3, rel=1e-3)
+        assert "http" in row["source"] or "Vultr" in row["source"], row
+        assert row["algorithm"] in ("", "ring", "tree") and row["date"] and int(row["nodes"]) > 1
