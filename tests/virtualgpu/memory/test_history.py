@@ -4,15 +4,12 @@ import base64
 import io
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.cuda import _memory_viz
 
 import virtualgpu
-from tests import forks
 from tests.virtualgpu.memory.programs import KIB, MIB, Time
 from virtualgpu.memory.snapshot import kinds
 
@@ -127,18 +124,14 @@ def test_a_history_by_hand(gpus):
         made_here(gpus[0], 200 * MIB)
     snapshot = torch.cuda.memory._snapshot()
     first, second = snapshot["device_traces"]
-    assert (
-        actions(first) == ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free", "oom"]
-        and second == []
-    )
+    frees = ["free_requested", "free_completed", "segment_free"]
+    assert actions(first) == ["segment_alloc", "alloc", *frees, "oom"] and second == []
     alloc, oom = first[1], first[-1]
     assert (alloc["addr"], alloc["size"], alloc["stream"], alloc["time_us"]) == (block.address, 3 * MIB, 0, 250_000)
     assert (alloc["compile_context"], alloc["user_metadata"], alloc["pool_id"]) == ("N/A", "", (0, 0))
     assert (oom["device_free"], oom["size"]) == (100 * MIB, 200 * MIB) and "addr" not in oom
-    assert [(frame["filename"], frame["name"]) for frame in alloc["frames"][:2]] == [
-        (__file__, "made_here"),
-        (__file__, "test_a_history_by_hand"),
-    ]
+    callers = [(frame["filename"], frame["name"]) for frame in alloc["frames"][:2]]
+    assert callers == [(__file__, "made_here"), (__file__, "test_a_history_by_hand")]
     assert alloc["frames"][0]["line"] == made_here.__code__.co_firstlineno + 1
     assert not any("virtualgpu/" in frame["filename"].replace("tests/virtualgpu", "") for frame in alloc["frames"])
     assert actions(torch.cuda.memory._snapshot()["device_traces"][0])[-1] == "snapshot"
@@ -153,15 +146,10 @@ def test_segments_and_blocks_add_up(gpus):
     memory.free(blocks[1])
     large, small = torch.cuda.memory_snapshot()  # by address: each new segment lies below the last
     assert [block["state"] for block in small["blocks"]] == ["active_allocated", "active_pending_free", "inactive"]
-    assert [(block["size"], block["requested_size"]) for block in small["blocks"][:2]] == [
-        (512, 100),
-        (300 * KIB, 300 * KIB),
-    ]
-    assert (small["allocated_size"], small["active_size"], small["requested_size"]) == (
-        512,
-        512 + 300 * KIB,
-        100 + 300 * KIB,
-    )
+    sizes = [(block["size"], block["requested_size"]) for block in small["blocks"][:2]]
+    assert sizes == [(512, 100), (300 * KIB, 300 * KIB)]
+    sums = small["allocated_size"], small["active_size"], small["requested_size"]
+    assert sums == (512, 512 + 300 * KIB, 100 + 300 * KIB)
     assert (large["segment_type"], large["total_size"], large["is_expandable"]) == ("large", 20 * MIB, False)
     for segment in (small, large):
         assert segment["total_size"] == sum(block["size"] for block in segment["blocks"])
@@ -176,15 +164,11 @@ def test_expandable_segments_in_a_snapshot(gpus):
     gpus[0].memory.free(blocks[1])
     torch.cuda.empty_cache()
     snapshot = torch.cuda.memory._snapshot()
-    assert [segment["total_size"] for segment in snapshot["segments"]] == [20 * MIB, 20 * MIB], (
-        "each mapped piece is one"
-    )
-    assert all(segment["is_expandable"] for segment in snapshot["segments"])
-    trace = actions(snapshot["device_traces"][0])
-    assert trace == ["segment_map", "alloc"] * 3 + ["free_requested", "free_completed", "segment_unmap"]
-    assert snapshot["device_traces"][0][-1]["frames"][0]["filename"] == torch.cuda.memory.__file__, (
-        "who emptied the cache"
-    )
+    pieces = [(segment["total_size"], segment["is_expandable"]) for segment in snapshot["segments"]]
+    assert pieces == [(20 * MIB, True)] * 2, "each mapped piece is one"
+    trace = snapshot["device_traces"][0]
+    assert actions(trace) == ["segment_map", "alloc"] * 3 + ["free_requested", "free_completed", "segment_unmap"]
+    assert trace[-1]["frames"][0]["filename"] == torch.cuda.memory.__file__, "who emptied the cache"
     assert snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
@@ -258,9 +242,8 @@ def test_a_recorded_allocation_names_its_operation_first(gpus, stacks):
     assert frames[-1]["line"] > 0
 
 
-@pytest.fixture
-def dumped(gpus, tmp_path):
-    """A file as _dump_snapshot writes it, of a history with all kinds of events."""
+def test_pytorchs_viewer_reads_what_is_dumped(gpus, tmp_path):
+    """As `python -m torch.cuda._memory_viz` does; a history with all kinds of events."""
     torch.cuda.memory._record_memory_history()
     memory = gpus[0].memory
     kept = made_here(gpus[0], 100 * KIB)
@@ -273,42 +256,19 @@ def dumped(gpus, tmp_path):
     made_here(gpus[1], 5 * MIB)
     file = tmp_path / "snapshot.pickle"
     torch.cuda.memory._dump_snapshot(str(file))
-    assert kept.used
-    return file
+    snapshot = pickle.loads(file.read_bytes())
 
-
-def viz(*arguments) -> str:
-    """By its file, which needs no second or two to import torch."""
-    command = [sys.executable, _memory_viz.__file__, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def test_pytorchs_viewer_reads_the_segments(dumped):
-    text = forks.run("-m", "torch.cuda._memory_viz", "stats", dumped).stdout
-    assert text == _memory_viz.segsum(pickle.loads(dumped.read_bytes())) + "\n"
-    assert "segments: 2" in text and "total_reserved: 22.0MiB" in text and "total_allocated: 5.1MiB" in text
-
-
-def test_pytorchs_viewer_reads_the_trace(dumped):
-    text = viz("trace", dumped)
-    device0, device1 = text.split("Device 1 ----------------\n")
+    segments = _memory_viz.segsum(snapshot)
+    assert "segments: 2" in segments and "total_reserved: 22.0MiB" in segments and "total_allocated: 5.1MiB" in segments
+    device0, device1 = _memory_viz.trace(snapshot).split("Device 1 ----------------\n")
     assert "cudaMalloc(" in device0 and "[0:100.0KiB]" in device0 and "cudaFree(" in device0
     assert "raise OutOfMemoryError # 99.0MiB requested, 98.0MiB free in CUDA" in device0
-    assert device0.count("free completed") == 2
-    assert "[0:5.0MiB]" in device1
-
-
-def test_pytorchs_viewer_draws_the_trace(dumped, tmp_path):
-    page = tmp_path / "trace.html"
-    viz("trace_plot", dumped, "-o", page)
-    data = page.read_text().split('"base64": "')[1].split('"')[0]
-    assert pickle.load(io.BytesIO(base64.b64decode(data))) == pickle.loads(dumped.read_bytes())
-
-
-def test_flame_graph_lines_name_the_program(dumped):
+    assert device0.count("free completed") == 2 and "[0:5.0MiB]" in device1
+    data = _memory_viz.trace_plot(snapshot).split('"base64": "')[1].split('"')[0]
+    assert pickle.load(io.BytesIO(base64.b64decode(data))) == snapshot
     out = io.StringIO()
-    _memory_viz._write_blocks(out, "gpu", pickle.loads(dumped.read_bytes())["segments"][0]["blocks"])
-    assert "active_allocated" in out.getvalue() and "made_here" in out.getvalue()
+    _memory_viz._write_blocks(out, "gpu", snapshot["segments"][0]["blocks"])
+    assert "active_allocated" in out.getvalue() and "made_here" in out.getvalue() and kept.used
 
 
 # -- what a step held of which kind, told from its trace and phases
