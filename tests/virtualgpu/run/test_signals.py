@@ -368,7 +368,7 @@ def test_a_killed_notebook(temporary, tmp_path_factory, clean_environ):
     finally:
         killed.kill()
         killed.wait()
-    wait_until(lambda: not family("NOTEBOOK", mark))
+    wait_until(lambda: not family("NOTEBOOK", mark), 100)
     left = list(temporary.iterdir())
     assert left and all(path.name.startswith(scratch.PREFIX) for path in left)
     make_old(*left)
