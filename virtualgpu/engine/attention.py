@@ -292,7 +292,7 @@ def forward(dispatch, func, args, kwargs):
             if call.dropout:
                 number = keep(torch.cuda.default_generators[gpu.index])
             out, logsumexp = _attend(call, machine, gpu, out, logsumexp)
-        made = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
+        outputs = [out, logsumexp if efficient or flash else logsumexp.unsqueeze(-1)]
         dtype, size = (torch.uint64, (2,)) if flash else (torch.int64, ())
         seeds = [
             _filled(machine, number, dtype, *size),
@@ -301,11 +301,11 @@ def forward(dispatch, func, args, kwargs):
         debug = out.new_empty(0) if flash else None
     if not (efficient or flash):
         gpu.lend([CUDNN_FORWARD])
-    on_gpu = made if efficient else [*made, *seeds, *([debug] if flash else [])]
+    on_gpu = outputs if efficient else [*outputs, *seeds, *([debug] if flash else [])]
     dispatch.timing.book(SDPA_KERNELS[func], call.booked(), call.inputs, on_gpu, gpu)
     if efficient:
-        return (*made, *seeds)
-    return (*made, None, None, call.query.shape[2], call.key.shape[2], *seeds, debug)
+        return (*outputs, *seeds)
+    return (*outputs, None, None, call.query.shape[2], call.key.shape[2], *seeds, debug)
 
 
 def backward(dispatch, func, args, kwargs):
@@ -323,18 +323,18 @@ def backward(dispatch, func, args, kwargs):
     grad_out = call.values["grad_out_" if efficient else "grad_out"]
     wants_bias = efficient and call.bias is not None and call.values["grad_input_mask"][3]
     with machine.untracked():
-        made = _gradients(call, efficient)
+        outputs = _gradients(call, efficient)
         if wants_bias:
-            made.append(_gradient_of_bias(call.bias))
+            outputs.append(_gradient_of_bias(call.bias))
         if not machine.dry:
-            require_room([grad.nbytes for grad in made], gpu)
+            require_room([grad.nbytes for grad in outputs], gpu)
             grads = _differentiate(call, machine, grad_out, out, logsumexp, wants_bias)
-            made = [_laid_out(shape, grad) for shape, grad in zip(made, grads, strict=True)]
+            outputs = [_laid_out(shape, grad) for shape, grad in zip(outputs, grads, strict=True)]
     scratch = [Allocation(gpu, nbytes) for nbytes in _scratch(call, func is FLASH_BACKWARD_OP, efficient, gpu.spec)]
-    read = [grad_out, *call.inputs, out, logsumexp]
-    dispatch.timing.book(SDPA_KERNELS[func], call.booked(wants_bias), read, made, gpu)
+    inputs = [grad_out, *call.inputs, out, logsumexp]
+    dispatch.timing.book(SDPA_KERNELS[func], call.booked(wants_bias), inputs, outputs, gpu)
     del scratch
-    return (*made[:3], made[3] if wants_bias else None) if efficient else tuple(made)
+    return (*outputs[:3], outputs[3] if wants_bias else None) if efficient else tuple(outputs)
 
 
 def _place(call: Call, machine):
@@ -537,9 +537,9 @@ def run_flex(dispatch, func, args, kwargs):
         results = _compat.implementation(func)(*args, **kwargs)
         if func is _compat.flex.flex_attention and not args[6].get("OUTPUT_MAX"):
             results = (*results[:2], results[2].new_empty(0))  # the kernel leaves out what nobody asked for
-        share = _share(next(arg for arg in args[3:] if isinstance(arg, tuple)))
-    made = tensors_of(_flat(results), {})
-    dispatch.timing.book(FLEX_KERNELS[func], args[:3], args[:3], made, gpu, share)
+        fraction = _share(next(arg for arg in args[3:] if isinstance(arg, tuple)))
+    outputs = tensors_of(_flat(results), {})
+    dispatch.timing.book(FLEX_KERNELS[func], args[:3], args[:3], outputs, gpu, fraction)
     return results
 
 

@@ -183,16 +183,16 @@ def _all_but(kernel: str, types):
     return check
 
 
-def _product(kernel: str, left: int, right: int):
+def _product(kernel: str, lhs: int, rhs: int):
     """Matrices of floating point alone; both of one type, in CUDA's words."""
-    types = _only(kernel, NUMBERS, left)
+    types = _only(kernel, NUMBERS, lhs)
 
     def check(*args, **kwargs):
-        first, second = args[left], args[right]
+        first, second = args[lhs], args[rhs]
         if second.dtype is first.dtype and first.dtype not in NUMBERS:
             types(*args)
         elif second.dtype is not first.dtype and kernel == MM and first.layout is second.layout is torch.strided:
-            _one_type(first, second, args[0] if left else None)
+            _one_type(first, second, args[0] if lhs else None)
         elif first.layout is torch.sparse_coo and first.dtype in HALVES and second.layout is torch.strided:
             raise _not_implemented("addmm_sparse_cuda", first)  # s_addmm_out_sparse_dense_cuda (cuda/SparseCUDABlas.cu)
 
@@ -239,27 +239,27 @@ def _embedding_bag(weight, indices, offsets, scale=False, mode=0, sparse=False, 
         raise _expected(weight, per_sample)
 
 
-def _int_mm(left, right, **kwargs):
+def _int_mm(lhs, rhs, **kwargs):
     """Sizes that cuBLASLt can do (cuda/Blas.cpp)."""
-    if left.dim() != 2 or right.dim() != 2:
+    if lhs.dim() != 2 or rhs.dim() != 2:
         return
-    if left.shape[0] <= 16:
-        raise RuntimeError(f"self.size(0) needs to be greater than 16, but got {left.shape[0]}")
-    if not left.shape[1] or left.shape[1] % 8:
-        raise RuntimeError(f"self.size(1) needs to be greater than 0 and a multiple of 8, but got {left.shape[1]}")
-    if not right.shape[1] or right.shape[1] % 8:
-        raise RuntimeError(f"mat2.size(1) needs to be greater than 0 and a multiple of 8, but got {right.shape[1]}")
+    if lhs.shape[0] <= 16:
+        raise RuntimeError(f"self.size(0) needs to be greater than 16, but got {lhs.shape[0]}")
+    if not lhs.shape[1] or lhs.shape[1] % 8:
+        raise RuntimeError(f"self.size(1) needs to be greater than 0 and a multiple of 8, but got {lhs.shape[1]}")
+    if not rhs.shape[1] or rhs.shape[1] % 8:
+        raise RuntimeError(f"mat2.size(1) needs to be greater than 0 and a multiple of 8, but got {rhs.shape[1]}")
 
 
-def _scaled_mm(left, right, *rest, **kwargs):
+def _scaled_mm(lhs, rhs, *rest, **kwargs):
     """Rows of whole 16 bytes (cuda/ScaledBlas.cpp)."""
-    if left.dim() != 2 or right.dim() != 2 or left.dtype not in FLOAT8:
+    if lhs.dim() != 2 or rhs.dim() != 2 or lhs.dtype not in FLOAT8:
         return
-    if left.shape[1] % 16:
-        size = "x".join(map(str, left.shape))
+    if lhs.shape[1] % 16:
+        size = "x".join(map(str, lhs.shape))
         raise RuntimeError(f"Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: ({size}).")
-    if right.shape[0] % 16 or right.shape[1] % 16:
-        raise RuntimeError(f"mat2 shape ({right.shape[0]}x{right.shape[1]}) must be divisible by 16")
+    if rhs.shape[0] % 16 or rhs.shape[1] % 16:
+        raise RuntimeError(f"mat2 shape ({rhs.shape[0]}x{rhs.shape[1]}) must be divisible by 16")
 
 
 def _histc(tensor, *rest, **kwargs):
@@ -267,8 +267,8 @@ def _histc(tensor, *rest, **kwargs):
         raise RuntimeError("HalfTensor is not supported")
 
 
-def _lstsq(left, right, rcond=None, *, driver=None, **kwargs):
-    if left.dim() < 2:
+def _lstsq(lhs, rhs, rcond=None, *, driver=None, **kwargs):
+    if lhs.dim() < 2:
         raise RuntimeError("torch.linalg.lstsq: input must have at least 2 dimensions.")
     if driver not in (None, "gels"):
         raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")

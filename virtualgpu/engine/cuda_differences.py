@@ -27,8 +27,8 @@ def on_gpu(tensor, bins=100, min=0, max=0, *, out=None):
     if low > high:
         raise RuntimeError("max must be larger than min")
     inside = numbers[(numbers >= low) & (numbers <= high)]
-    places = ((inside - low) * bins).div_(high - low, rounding_mode="floor").clamp_(max=bins - 1)
-    counts = torch.bincount(places, minlength=bins).to(tensor.dtype)
+    bins_of_numbers = ((inside - low) * bins).div_(high - low, rounding_mode="floor").clamp_(max=bins - 1)
+    counts = torch.bincount(bins_of_numbers, minlength=bins).to(tensor.dtype)
     return counts if out is None else aten.copy_.default(aten.resize_.default(out, counts.shape), counts)
 
 

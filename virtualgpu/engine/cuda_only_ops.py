@@ -161,10 +161,10 @@ def _backward_reduce(gradient, input, mean, invstd, weight, input_g, weight_g, b
 
 def _backward_elemt(gradient, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
     dy, x = exact(gradient), exact(input)
-    share = 1 / count.sum().to(dy.dtype)
-    slope = _like(x, invstd.square() * exact(sum_dy_xmu) * share)
+    fraction = 1 / count.sum().to(dy.dtype)
+    slope = _like(x, invstd.square() * exact(sum_dy_xmu) * fraction)
     scale = invstd if weight is None else invstd * exact(weight)
-    out = (dy - _like(x, exact(sum_dy) * share) - (x - _like(x, mean)) * slope) * _like(x, scale)
+    out = (dy - _like(x, exact(sum_dy) * fraction) - (x - _like(x, mean)) * slope) * _like(x, scale)
     return out.to(input.dtype)
 
 

@@ -227,7 +227,7 @@ class DispatchBesideReal(Dispatch):
         self._check(args, kwargs)
         out = super()._run(func, args, kwargs)
         # no fake one
-        if any(type(made) is Tensor and _compat.is_really_on_gpu(made) for made in tensors_of((out,), {})):
+        if any(type(output) is Tensor and _compat.is_really_on_gpu(output) for output in tensors_of((out,), {})):
             raise errors.made_on_real_gpu(func)
         return out
 
@@ -253,13 +253,13 @@ _wrappers: dict = {}
 
 def has_dispatch(kind: type) -> bool:
     """Does this subclass of Tensor take its operations apart by itself?"""
-    known = _wrappers.get(kind)
-    if known is None:
-        own = getattr(kind, "__torch_dispatch__", None)
-        known = _wrappers[kind] = (
-            own is not None and own is not _compat.no_dispatch and own is not torch.Tensor.__torch_dispatch__
+    cached = _wrappers.get(kind)
+    if cached is None:
+        custom = getattr(kind, "__torch_dispatch__", None)
+        cached = _wrappers[kind] = (
+            custom is not None and custom is not _compat.no_dispatch and custom is not torch.Tensor.__torch_dispatch__
         )
-    return known
+    return cached
 
 
 # -- Operations that others wrote in Python, by torch.library: which of their kernels runs here, and whether what it calls comes by.

@@ -82,9 +82,9 @@ def in_its_words(op: Operation, args, kwargs, tensors, gpu, error: Exception) ->
     """What the CPU says of operands that the meta kernel refused; that error itself, where the CPU takes them or they are large."""
     if not _is_asked(op, tensors) or not _is_small(args, kwargs, tensors, 256 * SMALL):
         return error
-    own = _error(op, gpu, _filled(args), _filled(kwargs))
-    said = error if own is None or _is_of_values(own) else own
-    return said if gpu is None else cuda_checks.of_cuda(said)
+    of_cpu = _error(op, gpu, _filled(args), _filled(kwargs))
+    refusal = error if of_cpu is None or _is_of_values(of_cpu) else of_cpu
+    return refusal if gpu is None else cuda_checks.of_cuda(refusal)
 
 
 def check_overlap(op: Operation, args, kwargs, tensors) -> None:
@@ -243,17 +243,17 @@ def _check_convolution(input, weight, bias, stride, padding, dilation, transpose
             f"Expected {weight.dim()}-dimensional input for {weight.dim()}-dimensional weight {given}, but got {input.dim()}-dimensional "
             f"input of size {list(input.shape)} instead"
         )
-    taken = weight.shape[0] if transposed else weight.shape[1] * groups
-    if input.shape[1] != taken:
+    in_channels = weight.shape[0] if transposed else weight.shape[1] * groups
+    if input.shape[1] != in_channels:
         kind = "transposed=1, " if transposed else f"groups={groups}, "
         size = list(input.shape)
         raise RuntimeError(
-            f"Given {kind}weight of size {given}, expected input{size} to have {taken} channels, but got {size[1]} channels instead"
+            f"Given {kind}weight of size {given}, expected input{size} to have {in_channels} channels, but got {size[1]} channels instead"
         )
-    made = weight.shape[1] * groups if transposed else weight.shape[0]
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != made):
+    out_channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != out_channels):
         raise RuntimeError(
-            f"Given {'transposed=1, ' if transposed else ''}weight of size {given}, expected bias to be 1-dimensional with {made} elements, "
+            f"Given {'transposed=1, ' if transposed else ''}weight of size {given}, expected bias to be 1-dimensional with {out_channels} elements, "
             f"but got bias of size {list(bias.shape)} instead"
         )
 

@@ -359,12 +359,12 @@ class DryRun:
                 return self.run(op, args, kwargs, args[:1], gpu)
             raise _sparse(op) from None
         key = tuple(key)
-        made = self.recipes.get(key)
-        if made is not None:
+        cached = self.recipes.get(key)
+        if cached is not None:
             if self.crosscheck:
                 with self.machine.untracked():
-                    crosscheck(op, args, made(args), self._by_meta_kernel(op, args, kwargs, tensors))
-            return made(args)
+                    crosscheck(op, args, cached(args), self._by_meta_kernel(op, args, kwargs, tensors))
+            return cached(args)
         with self.machine.untracked():
             dry_checks.check(op, args, kwargs, tensors, gpu)
             try:

@@ -89,9 +89,9 @@ class Eager:
         """Room for the result where it may be large: no larger than the product of the inputs, or told by numbers."""
         bound = 1
         if op.product is not None:  # m x k times k x n
-            left, right = tensors[op.product : op.product + 2]
-            if left.dim() and right.dim():
-                bound = left.numel() // (left.shape[-1] or 1) * right.shape[-1]
+            lhs, rhs = tensors[op.product : op.product + 2]
+            if lhs.dim() and rhs.dim():
+                bound = lhs.numel() // (lhs.shape[-1] or 1) * rhs.shape[-1]
         elif op.pointwise:  # as large as its largest input, or, where shapes differ, as their product
             shape = None
             for tensor in tensors:

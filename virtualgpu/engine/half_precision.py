@@ -177,13 +177,13 @@ ANY_LAYOUT = (10, 0)  # capability from which it takes all
 
 def _checked(func):
     @functools.wraps(func)
-    def on_gpu(left, right, *args, **kwargs):
+    def on_gpu(lhs, rhs, *args, **kwargs):
         """Raises CUDA's RuntimeError for other layouts. Call it untracked."""
-        gpu = gpu_of(left)
-        fits = left.stride(1) == 1 and right.stride(0) == 1
+        gpu = gpu_of(lhs)
+        fits = lhs.stride(1) == 1 and rhs.stride(0) == 1
         if gpu is not None and not fits and gpu.spec.capability < ANY_LAYOUT:
             raise RuntimeError("Only multiplication of row-major and column-major matrices is supported by cuBLASLt")
-        return func(left, right, *args, **kwargs)
+        return func(lhs, rhs, *args, **kwargs)
 
     return on_gpu
 

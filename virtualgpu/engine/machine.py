@@ -480,9 +480,9 @@ class Machine:
                 return None
             if device.type != "cuda":
                 count = len(self.gpus)
-                known = ("cpu", "cpu and cuda:0", f"cpu and cuda:0 to cuda:{count - 1}")[min(count, 2)]
+                devices = ("cpu", "cpu and cuda:0", f"cpu and cuda:0 to cuda:{count - 1}")[min(count, 2)]
                 raise NotImplementedError(
-                    f"virtual GPUs know the devices {known}, not {str(device)!r}: write device='cuda'"
+                    f"virtual GPUs know the devices {devices}, not {str(device)!r}: write device='cuda'"
                 )
             index = self.local.current if device.index is None else device.index
         if not 0 <= index < len(self.look()):

@@ -54,11 +54,11 @@ def run(dispatch, op: Operation, args, kwargs):
         return out
     if op.name in MAKERS and op.waits is not None:
         dispatch.clock.wait_for(dispatch.clock.current(gpu.index))
-    made = [out] if isinstance(out, Tensor) else tensors_of(out, {}) if isinstance(out, (tuple, list)) else []
-    for tensor in made:
+    outputs = [out] if isinstance(out, Tensor) else tensors_of(out, {}) if isinstance(out, (tuple, list)) else []
+    for tensor in outputs:
         place_output(op, tensor, gpu)
     if op.kernel and not op.is_view:
-        results = [_flat(tensor) for tensor in made]
+        results = [_flat(tensor) for tensor in outputs]
         flat = [_flat(arg) if isinstance(arg, Tensor) else arg for arg in args]
         moved = [*map(_flat, tensors), *results]
         dispatch.timing.launch(op, flat, kwargs, moved, results[0] if isinstance(out, Tensor) else results, gpu)

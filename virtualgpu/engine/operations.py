@@ -188,15 +188,15 @@ def mismatch(op: Operation, args, kwargs) -> RuntimeError:
     common = named[0][2]
     if op.name == "allclose" or (op.pointwise and _compat.packet(op.func) not in STRICT_POINTWISE):
         common = next((where for _, _, where in named if where.type == "cuda"), common)  # TensorIterator's
-        odd = next((where for _, _, where in named if where != common), common)
-        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {odd}!")
-    name, odd = next(((name, where) for name, _, where in named if where != common), named[0][::2])
+        other = next((where for _, _, where in named if where != common), common)
+        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {other}!")
+    name, other = next(((name, where) for name, _, where in named if where != common), named[0][::2])
     if op.foreach:
-        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {odd}!")
-    return wrong_device(op.func, name, odd, common)
+        return RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {common} and {other}!")
+    return wrong_device(op.func, name, other, common)
 
 
-def wrong_device(func, name: str, odd, common) -> RuntimeError:
+def wrong_device(func, name: str, other, common) -> RuntimeError:
     """The error of the code that PyTorch generates around each kernel (torchgen/dest/register_dispatch_key.py)."""
     kernel = _compat.packet(func).__name__
     if kernel == "embedding":
@@ -207,7 +207,7 @@ def wrong_device(func, name: str, odd, common) -> RuntimeError:
     overload = "" if overload == "default" else overload
     wrapper = "_".join(filter(None, (kernel, overload))) if _compat.is_structured(func) else f"{overload}_{kernel}"
     return RuntimeError(
-        f"{SAME_DEVICE}, but got {name} is on {odd}, different from other tensors on "
+        f"{SAME_DEVICE}, but got {name} is on {other}, different from other tensors on "
         f"{common} (when checking argument in method wrapper_CUDA_{wrapper})"
     )
 

@@ -73,9 +73,9 @@ def fill(dispatch, func, args, kwargs):
 
 def unscale(dispatch, func, args, kwargs):
     """What GradScaler calls for the gradients of one GPU; unlike other lists, this one must lie on it as a whole. Raises RuntimeError."""
-    places = list(dict.fromkeys(map(gpu_of, (*args[0], *args[1:]))))
-    if len(places) > 1:
-        first, second = ("cpu" if gpu is None else gpu.device for gpu in places[:2])
+    devices = list(dict.fromkeys(map(gpu_of, (*args[0], *args[1:]))))
+    if len(devices) > 1:
+        first, second = ("cpu" if gpu is None else gpu.device for gpu in devices[:2])
         raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {first} and {second}!")
     return NotImplemented
 
@@ -163,8 +163,8 @@ def place_of_mixed(op, args, kwargs, gpu):
                 )
         values = args[2] if len(args) > 2 else None
         if values is not None and values.dim() and gpu_of(values) is not allocation:
-            places = [torch.device("cpu") if gpu is None else gpu.device for gpu in (allocation, gpu_of(values))]
-            raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {places[0]} and {places[1]}!")
+            devices = [torch.device("cpu") if gpu is None else gpu.device for gpu in (allocation, gpu_of(values))]
+            raise RuntimeError(f"{SAME_DEVICE}, but found at least two devices, {devices[0]} and {devices[1]}!")
         return allocation
     if op.packs and gpu_of(args[1]) is not None:
         kind = type_name(args[1]).rpartition(".")[2].removesuffix("Tensor")

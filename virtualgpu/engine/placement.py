@@ -87,19 +87,19 @@ class Placement:
             self._check_scalar(op, args[0], args[1], where)
         first = None
         for column in zip(*[entries for entries in lists if isinstance(entries[0], torch.Tensor)], strict=False):
-            places = {gpu_of(tensor) for tensor in column if tensor.dim() or gpu_of(tensor) is not None}
-            if len(places) > 1:
+            devices = {gpu_of(tensor) for tensor in column if tensor.dim() or gpu_of(tensor) is not None}
+            if len(devices) > 1:
                 raise mismatch(op, column, {})
-            first = first or next(iter(places), None)
+            first = first or next(iter(devices), None)
         common = first or next((gpu for tensor in tensors if (gpu := gpu_of(tensor)) is not None), None)
         return common and self.machine.own(common)
 
     def _check_scalar(self, op: Operation, entries, scalar: torch.Tensor, where: GPU) -> None:
         """A GPU's tensor of no dimension goes with that GPU's entries alone. Entries at one place meet it in one kernel
         (ForeachBinaryOpScalarTensor.cu), others one by one."""
-        places = [gpu_of(entry) for entry in entries]
-        alike = len(set(places)) == 1 and entries[0].dtype == scalar.dtype and places[0] is not None
-        for entry, place in zip(entries, places, strict=True):
+        devices = [gpu_of(entry) for entry in entries]
+        alike = len(set(devices)) == 1 and entries[0].dtype == scalar.dtype and devices[0] is not None
+        for entry, place in zip(entries, devices, strict=True):
             if place is not where and (place is not None or entry.dim()):
                 if alike:
                     raise RuntimeError(f"scalar tensor expected to be on {entry.device} but is on {scalar.device}")

@@ -66,11 +66,11 @@ def cell_backward(dispatch, func, args, kwargs):
         return NotImplemented
     if args[0] is None and args[1] is None:  # an LSTM's, of hy and cy
         return None, None, None
-    made = _run(dispatch, func, args)
-    of_gates = made[:-1]  # the last is that of the state
+    outputs = _run(dispatch, func, args)
+    of_gates = outputs[:-1]  # the last is that of the state
     with dispatch:
         of_biases = [grad.sum(0) if has_bias else None for grad in of_gates]
-    return *made, *of_biases
+    return *outputs, *of_biases
 
 
 def _run(dispatch, func, args) -> tuple[torch.Tensor, ...]:
@@ -78,14 +78,14 @@ def _run(dispatch, func, args) -> tuple[torch.Tensor, ...]:
     gpu, dtype = dispatch.machine.own(gpu_of(tensors[0])), tensors[0].dtype
     with dispatch.machine.untracked():
         on_meta = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-        made = FORMULAS[func](*on_meta)
+        outputs = FORMULAS[func](*on_meta)
         if not dispatch.machine.dry:
-            require_room([tensor.nbytes for tensor in made], gpu)
+            require_room([tensor.nbytes for tensor in outputs], gpu)
             wider = torch.promote_types(dtype, torch.float32)
-            made = FORMULAS[func](*(arg.to(wider) if isinstance(arg, torch.Tensor) else arg for arg in args))
-            made = [tensor.to(dtype) for tensor in made]
-    dispatch.timing.book(CELL_KERNELS[func], args, tensors, made, gpu)
-    return tuple(made)
+            outputs = FORMULAS[func](*(arg.to(wider) if isinstance(arg, torch.Tensor) else arg for arg in args))
+            outputs = [tensor.to(dtype) for tensor in outputs]
+    dispatch.timing.book(CELL_KERNELS[func], args, tensors, outputs, gpu)
+    return tuple(outputs)
 
 
 def _added(*tensors) -> torch.Tensor:
@@ -170,11 +170,11 @@ class Layers:
         """For input [steps, batch, features] or, of a packed sequence, [rows, features]."""
         rows = input.shape[:-1].numel()
         inner = self.layers - 1
-        kept = KEPT[self.mode] * self.layers * self.directions * self.hidden + inner * self.width
+        saved = KEPT[self.mode] * self.layers * self.directions * self.hidden + inner * self.width
         if self.projected:
-            kept = self.layers * self.directions * (6 * self.hidden + 3 * self.projected)
+            saved = self.layers * self.directions * (6 * self.hidden + 3 * self.projected)
         dropped = rows * inner * self.width // 8 if self.seed is not None else 0
-        return rows * kept * input.element_size() + dropped + 256
+        return rows * saved * input.element_size() + dropped + 256
 
     def shapes(self, input: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None) -> list[torch.Tensor]:
         """[output, hy, cy] without numbers."""
@@ -183,8 +183,8 @@ class Layers:
             size[:2] = size[1::-1]
         output = input.new_empty([*size, self.width], device="meta")
         cell = (0,) if cx is None else cx.shape
-        made = [output, input.new_empty(hx.shape, device="meta"), input.new_empty(cell, device="meta")]
-        return [output.transpose_(0, 1), *made[1:]] if self.batch_first else made
+        outputs = [output, input.new_empty(hx.shape, device="meta"), input.new_empty(cell, device="meta")]
+        return [output.transpose_(0, 1), *outputs[1:]] if self.batch_first else outputs
 
     def run(self, input, weights, stride, hx, cx) -> list[torch.Tensor]:
         """[output, hy, cy] with numbers, by the CPU's layers, one after the other.
@@ -199,8 +199,8 @@ class Layers:
             x, states = input.transpose(0, 1) if self.batch_first else input, []
             for layer in range(self.layers):
                 if layer and draws is not None:
-                    kept = torch.rand(x.shape, generator=draws) >= self.dropout
-                    x = x * kept.to(x.dtype).div_(1 - self.dropout if self.dropout < 1 else 1)
+                    saved = torch.rand(x.shape, generator=draws) >= self.dropout
+                    x = x * saved.to(x.dtype).div_(1 - self.dropout if self.dropout < 1 else 1)
                 here = slice(layer * self.directions, (layer + 1) * self.directions)
                 own = weights[here.start * stride : here.stop * stride]
                 hidden = hx[here] if cx is None else [hx[here], cx[here]]
@@ -231,18 +231,18 @@ def rnn(dispatch, func, args, kwargs):
     with dispatch.machine.untracked():
         shapes = layers.shapes(input, hx, cx)
         size = layers.reserve_bytes(input) if layers.train else 0
-        made = shapes
+        outputs = shapes
         if not dispatch.machine.dry:
             require_room([*(shape.nbytes for shape in shapes), size], gpu)
-            made = [tensor.detach() for tensor in layers.run(input, weights, stride, hx, cx)]
-        buffer = made[0].new_empty(sum(weight.numel() for weight in copied))
-        made += [made[0].new_empty(size, dtype=torch.uint8), buffer]
+            outputs = [tensor.detach() for tensor in layers.run(input, weights, stride, hx, cx)]
+        buffer = outputs[0].new_empty(sum(weight.numel() for weight in copied))
+        outputs += [outputs[0].new_empty(size, dtype=torch.uint8), buffer]
     for weight in copied:
         dispatch.clock.launch(gpu.index, copying(gpu.kernels, weight), "copy_")
     gpu.lend([WORKSPACE * layers.directions, *([buffer.nbytes] if copied else [])])
-    read = tensors_of((input, weights, hx, cx), {})
-    dispatch.timing.book(RNN_KERNELS[func], args, read, made, gpu)
-    return tuple(made)
+    inputs = tensors_of((input, weights, hx, cx), {})
+    dispatch.timing.book(RNN_KERNELS[func], args, inputs, outputs, gpu)
+    return tuple(outputs)
 
 
 def rnn_backward(dispatch, func, args, kwargs):
@@ -262,16 +262,16 @@ def rnn_backward(dispatch, func, args, kwargs):
     leaves = [tensor for tensors, asked in zip(of, wanted, strict=True) if asked for tensor in tensors]
     with dispatch.machine.untracked():
         if dispatch.machine.dry:
-            made = [leaf.new_empty(leaf.shape, device="meta") for leaf in leaves]
+            outputs = [leaf.new_empty(leaf.shape, device="meta") for leaf in leaves]
         else:
             require_room([leaf.nbytes for leaf in leaves], gpu)
-            made = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
+            outputs = _differentiate(layers, input, weights, stride, hx, cx, grads, leaves)
         if wanted[0] and layers.batch_first:  # cuDNN's own is by time (cudnn/RNN.cpp)
-            made[0] = made[0].transpose(0, 1).contiguous().transpose(0, 1)
+            outputs[0] = outputs[0].transpose(0, 1).contiguous().transpose(0, 1)
     gpu.lend([WORKSPACE * layers.directions])
-    dispatch.timing.book(RNN_KERNELS[func], args, tensors_of((*args[:10], args[20]), {}), made, gpu)
-    made = iter(made)
-    dx, dhx, dcx, dweights = ([next(made) for _ in of[index]] if wanted[index] else [] for index in range(4))
+    dispatch.timing.book(RNN_KERNELS[func], args, tensors_of((*args[:10], args[20]), {}), outputs, gpu)
+    outputs = iter(outputs)
+    dx, dhx, dcx, dweights = ([next(outputs) for _ in of[index]] if wanted[index] else [] for index in range(4))
     return *(grads_of[0] if grads_of else None for grads_of in (dx, dhx, dcx)), dweights
 
 

@@ -232,8 +232,8 @@ class Workspaces:
             return
         lt = False
         if user is PRODUCT or user is BIASED:
-            left, right = args[:2] if user is PRODUCT else args[1:3]
-            if left.layout is not STRIDED or right.layout is not STRIDED or not out.numel():
+            lhs, rhs = args[:2] if user is PRODUCT else args[1:3]
+            if lhs.layout is not STRIDED or rhs.layout is not STRIDED or not out.numel():
                 return  # cuSPARSE's memory is not known
             lt = self.prefers_lt or (user is BIASED and self.adds_bias and _fits_lt(args, kwargs, out))
         elif user is not SOLVER:
@@ -301,14 +301,14 @@ def _free(gpu, block) -> None:
 
 def _fits_lt(args, kwargs, out) -> bool:
     """Does addmm add its bias in cuBLASLt? (isInputCompliesAddmmCudaLt in Blas.cpp.)"""
-    bias, left = args[0], args[1]
-    (rows, columns), inner = out.shape, left.shape[1]
+    bias, lhs = args[0], args[1]
+    (rows, columns), inner = out.shape, lhs.shape[1]
     return (
         bias.numel() == columns > 1
         and rows > 1
         and inner > 1
         and (not kwargs or kwargs.get("beta", 1) == 1)
-        and left.dtype in WITH_BIAS
+        and lhs.dtype in WITH_BIAS
         and bias.shape[-1] == columns
         and bias.is_contiguous()
         and out.is_contiguous()

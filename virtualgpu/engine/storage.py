@@ -271,11 +271,11 @@ class InFlight:
         """Somebody uses `tensors`, and writes to `written`: what fills the former, or reads the latter, finishes first."""
         for writes, used in ((False, tensors), (True, written)):
             for tensor in used:
-                known = self.parts.get(_storage(tensor))
-                if known is None:
+                parts = self.parts.get(_storage(tensor))
+                if parts is None:
                     continue
                 begin, end = _extent(tensor)
-                for part in list(known):
+                for part in list(parts):
                     if (writes or part.fills) and part.begin < end and begin < part.end:
                         part.work.finish()
 

@@ -52,19 +52,19 @@ class Timing:
                 ):
                     allocation.used_in_forward(self.clock.current(allocation.gpu.index))
 
-    def book(self, kernel: Kernel, args, read, made, gpu: GPU, share: float = 1.0) -> None:
-        """One kernel that reads the tensors `read`, and whose results `made` are on that GPU from now on. share: of its FLOPs, where
+    def book(self, kernel: Kernel, args, inputs, outputs, gpu: GPU, fraction: float = 1.0) -> None:
+        """One kernel that reads `inputs`, and whose `outputs` are on that GPU from now on. fraction: of its FLOPs, where
         values decide how many of them it leaves out."""
-        for tensor in made:
+        for tensor in outputs:
             if gpu_of(tensor) is None:
                 self.machine.place(tensor, gpu)
-        tensors = [*read, *made]
+        tensors = [*inputs, *outputs]
         if self.clock.multi and _compat.graph_task() == -1:
             self.note_streams(tensors, gpu)
-        self.launch(kernel, args, {}, tensors, made, gpu, share)
+        self.launch(kernel, args, {}, tensors, outputs, gpu, fraction)
 
-    def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float = 1.0) -> None:
-        """A kernel, by this share of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
+    def launch(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, fraction: float = 1.0) -> None:
+        """A kernel, by this fraction of the operation's FLOPs and the bytes of `tensors`: all that it reads and writes."""
         more, weight = 0.0, host.in_call(op, args) if op.weighed_in_call else op.weight
         if op.writes_lists:  # a fused optimizer: what it writes it has read, too
             more = self.clock.costs.entry * len(tensors)
@@ -80,7 +80,7 @@ class Timing:
         else:
             if op.convolves and not gpu.cudnn and torch.backends.cudnn.enabled:
                 gpu.use_cudnn()
-            seconds = self._multiplying(op, args, kwargs, tensors, out, gpu, share)
+            seconds = self._multiplying(op, args, kwargs, tensors, out, gpu, fraction)
         if not self.clock.multi:
             self.clock.launch(gpu.index, seconds, op.name, more=more, weight=weight)
             return
@@ -126,10 +126,10 @@ class Timing:
             weight = op.weight if op.kind.launches > 1 else host.AVERAGE
             self.clock.launch(gpu.index, gpu.kernels.moving(moved([out]), op.kind), op.name, weight=weight)
 
-    def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, share: float) -> float:
+    def _multiplying(self, op: Operation, args, kwargs, tensors, out, gpu: GPU, fraction: float) -> float:
         """The seconds of an operation whose FLOPs are counted; remembered by all that decides over them."""
         kernels = gpu.kernels
-        parts_of_key = [op, share, _compat.fp32_precision("cuda", op.tf32_switch)]
+        parts_of_key = [op, fraction, _compat.fp32_precision("cuda", op.tf32_switch)]
         for tensor in tensors:  # without a function for each: this is on the way of every product
             layout = tensor.stride() if tensor.layout is STRIDED else sum(part.numel() for part in parts(tensor))
             parts_of_key += tensor.shape, layout, tensor.dtype
@@ -145,6 +145,6 @@ class Timing:
                 kernels.known.clear()
             count = op.formula(*args, **kwargs, out_val=out) * (4 if tensors[0].is_complex() else 1)
             rates = rate(op.func, tensors) if count else FLOAT32
-            seconds = flops.seconds(kernels, op.name, args, tensors, count, moved(tensors), rates, share)
+            seconds = flops.seconds(kernels, op.name, args, tensors, count, moved(tensors), rates, fraction)
             kernels.known[key] = seconds
         return seconds

@@ -251,9 +251,9 @@ def propagate(op: Operation, args, kwargs, tensors, out) -> None:
         _forget(op, args, kwargs, tensors, results, targets)
         return
     anew = _overwritten(op, tensors, targets)
-    read = [tensor for tensor in tensors if not _is_among(tensor, anew)] if anew else tensors
+    inputs = [tensor for tensor in tensors if not _is_among(tensor, anew)] if anew else tensors
     filled = op.name in FILLED and len(tensors) == 1
-    known = list(map(_nothing, results)) if filled else list(map(values_of, read))
+    known = list(map(_nothing, results)) if filled else list(map(values_of, inputs))
     stale = [] if filled else [value for value in known if value is None or is_stale(value.untyped_storage())]
     decided = _decided(op, tensors, results) if stale else None
     if decided is not None or any(value is None for value in stale):
@@ -261,10 +261,10 @@ def propagate(op: Operation, args, kwargs, tensors, out) -> None:
         if decided is not None:
             know(results[0], decided)
     elif any(map(_compat.is_really_meta, results)):
-        made = _with([*anew, *read], [*map(room_for, anew), *known], ON_GPU.get(op.func, op.func), args, kwargs)
+        outputs = _with([*anew, *inputs], [*map(room_for, anew), *known], ON_GPU.get(op.func, op.func), args, kwargs)
         if op.returns:
-            made = tensors_of([made], {})
-            attach(results, [part.zero_() for part in made] if op.name in EMPTY else made, tensors)
+            outputs = tensors_of([outputs], {})
+            attach(results, [part.zero_() for part in outputs] if op.name in EMPTY else outputs, tensors)
         if stale:
             _pass_on(op, tensors, stale, results)
         else:
