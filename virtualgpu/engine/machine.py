@@ -137,7 +137,7 @@ class GPU:
         blocks = []
         try:
             for nbytes in filter(None, sizes):  # 0 of the gradient of x[nothing]
-                blocks.append(self.malloc(nbytes))  # noqa: PERF401: those before are given back where one fails
+                blocks.append(self.malloc(nbytes))  # those before are given back where one fails
         except torch.OutOfMemoryError:
             if needed:
                 raise

@@ -129,7 +129,7 @@ def tensors_of(args, kwargs) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             for item in value:
                 if isinstance(item, torch.Tensor):
-                    tensors.append(item)  # noqa: PERF401: on the way of every operation, a function less
+                    tensors.append(item)  # on the way of every operation, a function less
     return tensors
 
 
