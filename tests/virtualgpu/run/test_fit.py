@@ -289,7 +289,7 @@ def test_bytes_and_seconds_of_trials(tried):
     assert GIB < large.reserved < 32 * GIB and large.step > 0
     lines = table.lines(trials, {"T4": Price(1.0), "A100": Price(1000.0)})
     assert lines[0].split()[:3] == ["card", "GPUs", "batch-size"]
-    assert [line for line in lines if line.endswith("<")] == [lines[2]]
+    assert "0.244" in lines[2] and not any(line.endswith("<") for line in lines), "nothing to choose from"
     one, two = trials = tried("more GPUs by torchrun")
     assert two.step > one.step  # gradients pass the host
     assert table.efficiency(two, trials) == pytest.approx(one.step / two.step)
