@@ -102,15 +102,16 @@ def test_an_interrupted_cell_leaves_no_process(tmp_path):
     environment = os.environ | {"MARK": str(tmp_path)}
     command, pipe = [sys.executable, "-c", IN_A_CELL, tmp_path], subprocess.PIPE
     cell = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
-    for line in cell.stdout:
-        if line.startswith(
-            "epoch 0"
-        ):  # by rank 0, which the order of the agents' addresses puts into the first command
-            break
-    assert len(family("MARK", str(tmp_path))) > 6, cell.stderr.read()
-    cell.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in cell.communicate(timeout=60)[1]
-    wait_until(lambda: not family("MARK", str(tmp_path)))
+    try:
+        # by rank 0, which the order of the agents' addresses puts into the first command
+        assert any(line.startswith("epoch 0") for line in cell.stdout)
+        assert len(family("MARK", str(tmp_path))) > 6
+        cell.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in cell.communicate(timeout=60)[1]
+        wait_until(lambda: not family("MARK", str(tmp_path)))
+    finally:
+        for process in family("MARK", str(tmp_path)):
+            process.kill()
 
 
 def test_a_command_that_fails_says_why(tmp_path, capsys):
