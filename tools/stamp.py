@@ -51,7 +51,6 @@ FETCHED = [
     "/notebooks/figures/",
     "/notebooks/scripts/",
     "/virtualgpu/",
-    "!/virtualgpu/tests/",
 ]
 
 # The notebook's own checkout comes first, so that no other package called helpers can stand in for it; then one that
@@ -67,13 +66,18 @@ if str(home) not in sys.path:
     steps = [["git", "clone", "-q", "--depth", "1", "--filter=blob:none", "--sparse", "-b", "{tag}", address, str(home)],
              [*git, "sparse-checkout", "set", "--no-cone", *{fetched}]] if not (home / "checks").exists() else []
     steps += [[sys.executable, "-m", "pip", "install", "-q", *missing]] if missing else []
+    new = not home.exists()
     for step in steps:
-        done = subprocess.run(step, capture_output=True, text=True, env={{**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}})
+        try:
+            done = subprocess.run(step, capture_output=True, text=True, env={{**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}})
+        except OSError as error:
+            raise SystemExit(f"What this lesson needs could not be fetched: {{error}}. Install {{step[0]}}, then run this cell again.") from None
         if done.returncode:
-            if step[0] == "git":
+            if step[0] == "git" and new:  # what was there before is not ours
                 shutil.rmtree(home, ignore_errors=True)
             why = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-            cure = (f"{{address}} or its tag {tag} does not exist: is there a newer notebook?" if "not found" in why else
+            cure = (f"Rename or remove {{home}}." if "already exists" in why else
+                    f"{{address}} or its tag {tag} does not exist: is there a newer notebook?" if "not found" in why else
                     "Is there a network? On Kaggle: Settings, Internet on. Then run this cell again.")
             raise SystemExit(f"What this lesson needs could not be fetched ({{why}}). {{cure}}")
     sys.path.insert(0, str(home))

@@ -149,6 +149,19 @@ def test_without_helpers_and_network_it_names_the_cure(tmp_path, repository):
     assert not (tmp_path / "beyond-one-gpu").exists()
 
 
+def test_a_folder_of_that_name_keeps_what_is_in_it(tmp_path, repository):
+    (tmp_path / "beyond-one-gpu").mkdir()
+    (tmp_path / "beyond-one-gpu" / "mine.txt").write_text("mine")
+    done = bootstrap(tmp_path, repository)
+    assert done.returncode == 1 and "Rename or remove" in done.stderr and "network" not in done.stderr
+    assert (tmp_path / "beyond-one-gpu" / "mine.txt").read_text() == "mine"
+
+
+def test_without_git_it_names_what_is_missing(tmp_path, repository):
+    done = bootstrap(tmp_path, {**repository, "PATH": str(tmp_path)})
+    assert done.returncode == 1 and "Install git" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_tag_that_does_not_exist_is_not_taken_for_a_missing_network(tmp_path, repository):
     origin = repository["GIT_CONFIG_KEY_0"].removeprefix("url.file://").removesuffix(".insteadOf")
     subprocess.run(["git", "-C", origin, "branch", "-m", "2025.1"], check=True)
