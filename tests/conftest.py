@@ -7,7 +7,6 @@ import re
 import signal
 import stat
 
-import nbval.kernel
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -27,6 +26,11 @@ SLOW = re.compile(
     r"|notebooks/test_(checks|notebook|train|pipeline)|helpers/test_(faults|tuning|ranks|oom)|tools/test_(classroom|run)|virtualgpu/test_package)"
 )
 
+MARKERS = [
+    "slow: starts processes or trains (SLOW says which)",
+    "judge: judges the whole by many programs; left to the nightly workflow",
+]
+
 GOOD_LINES = "\n".join(
     f"GPU-{i}{i}, {10 * (i + 1)}, {1000 * (i + 1)}" for i in range(3)
 )  # uuid, utilization, memory.used
@@ -40,21 +44,13 @@ if os.name == "posix":
 def pytest_configure(config):
     """Files in our order: pytest-xdist would begin with those of many tests, which are the quick ones. And signals as a terminal has them:
     what a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt."""
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
     for number, handler in UNLESS_IGNORED.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
-    if config.pluginmanager.hasplugin("nbval"):
-        nbval.kernel.RunningKernel.stop = stop_as_a_reader_does
-
-
-def stop_as_a_reader_does(running):
-    """nbval kills its kernels, and each would leave its temporary folders (notebook 01 alone 270 MB)."""
-    running.kc.stop_channels()
-    running.km.shutdown_wait_time = 10  # seconds, not five: beside other tests the end of Python takes longer
-    running.km.shutdown_kernel()
-    del running.km
 
 
 def pytest_collection_modifyitems(items):

@@ -191,8 +191,8 @@ def idle_share(idle: Mapping[int, float], even: float) -> None:
 def published(every_program: bool = False) -> list[dict]:
     """Of the published figures that this project compares with, those of FSDP, tensor parallel and ZeRO, or all; each row has what, kind,
     unit, published and simulated."""
-    folder = pathlib.Path(__file__).resolve().parents[2] / "tests" / "accuracy"
-    every = json.loads((folder / "simulated.json").read_text(encoding="utf-8"))
+    folder = pathlib.Path(__file__).resolve().parents[2] / "data"
+    every = json.loads((folder / "published.json").read_text(encoding="utf-8"))
     sources = ("torchtitan", "lora", "zero_recipe", "megatron")
     judged = [row for row in every if "not judged" not in row["note"]]
     return [row for row in judged if every_program or row["source"].startswith(sources)]

@@ -2,7 +2,7 @@
 
     python -m tests.accuracy                  every program, each in a process of its own
     python -m tests.accuracy zero_recipe ...  these; the others' rows are those of the last time
-    --write                                   the table into virtualgpu/docs/accuracy.md and README.md, the picture into docs/, and simulated.json
+    --write                                   the table into virtualgpu/docs/accuracy.md and README.md, the picture into docs/, and data/published.json
 
 A program is a function of a module beside this one that returns rows; its docstring, or the module's, says the settings.
 """
@@ -89,9 +89,9 @@ def run(names: list[str], rows: list[Row]) -> list[Row]:
 
 
 def keep(rows: list[Row]) -> None:
-    """For notebook 10, which shows the rows of sharded models: a row a line."""
+    """For lessons 07 and 10, which show them: a row a line."""
     lines = [json.dumps({name: getattr(row, name) for name in KEPT}) for row in rows]
-    (ROOT / "tests" / "accuracy" / "simulated.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    (ROOT / "data" / "published.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
 def main() -> int:

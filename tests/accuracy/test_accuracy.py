@@ -180,8 +180,8 @@ def test_the_tables_are_not_written_from_some_programs_alone(tmp_path, monkeypat
     assert "--write needs the rows of all: there are none yet of bert_large, data_p" in capsys.readouterr().err
 
 
-def test_each_published_figure_of_sharded_models_is_among_those_that_notebook_09_shows():
-    stored = json.loads((ROOT / "tests/accuracy/simulated.json").read_text("utf-8"))
+def test_each_published_figure_of_sharded_models_is_among_those_that_lesson_10_shows():
+    stored = json.loads((ROOT / "data/published.json").read_text("utf-8"))
     kept = {(row["source"], row["published"]) for row in stored}
     for row in published():
         if row.program.startswith("torchtitan_") or row.program in ("lora", "megatron", "zero_recipe", "llama_eager"):

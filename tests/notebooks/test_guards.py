@@ -135,6 +135,17 @@ def test_badge_and_set_up_cell_are_as_generated(capsys):
     assert stamp.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_what_a_lesson_reads_is_fetched_in_colab():
+    """The set-up cell fetches some folders of the repository alone: a table of another one would be there in every run but Colab's."""
+    paths = [*(series.ROOT / "lessons").glob("*.md")]
+    for folder in ("notebooks/figures", "notebooks/scripts", "helpers", "checks"):
+        paths += (series.ROOT / folder).glob("*.py")
+    named = r"""(?:\bhome|\bROOT|parents\[\d\]) / ["']([\w./-]+)["'](?: / ["']([\w./-]+)["'])?"""
+    read = {"/" + "/".join(filter(None, found)) for path in paths for found in re.findall(named, path.read_text("utf-8"))}
+    assert read, "none found: the pattern is out of date"
+    assert [path for path in sorted(read) if not f"{path}/".startswith(tuple(stamp.FETCHED))] == []
+
+
 def test_cleared_outputs_cost_the_readme_no_picture(tmp_path, monkeypatch):
     """A notebook that has not run again yet has no picture to give: the last one stays, and is not emptied."""
     name, picture = next(iter(stamp.PICTURES.items()))
