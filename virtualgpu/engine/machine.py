@@ -127,7 +127,7 @@ class GPU:
                 self._collect()
             self.makes_workspace = True
             try:
-                self.memory.lend(nbytes, stream)
+                self.memory.free(self.memory.malloc(nbytes, stream))
             finally:
                 self.makes_workspace = False
 

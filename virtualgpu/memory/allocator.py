@@ -9,22 +9,15 @@ memory runs out. A block that other streams use is free when they are done. Not 
 """
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 import torch
 
-from virtualgpu.memory.blocks import SMALL, Block, FreeList, allocation_size, format_size, round_size
+from virtualgpu.memory.blocks import ADDRESS_BITS, SMALL, Block, FreeList, allocation_size, format_size, round_size
 from virtualgpu.memory.config import Config
 from virtualgpu.memory.segments import Segments
-from virtualgpu.memory.statistics import (
-    ALLOCATED_BYTES,
-    ALLOCATION,
-    INACTIVE_SPLIT,
-    INACTIVE_SPLIT_BYTES,
-    REQUESTED_BYTES,
-    RESERVED_BYTES,
-)
+from virtualgpu.memory.statistics import ALLOCATED_BYTES, ALLOCATION, RESERVED_BYTES
 
 __all__ = ["Block", "CachingAllocator", "format_size", "round_size"]
 
@@ -68,95 +61,170 @@ class CachingAllocator(Segments):
         if self._waiting:
             self._process_events(self.timeline.now())
         config = self.config
-        least: float
-        if config.plain and not self.expandable:  # the usual way, written out for speed
-            size = (nbytes + 511) & -512
+        plain = config.plain and not self.expandable
+        size = (nbytes + 511) & -512 if plain else config.round_size(nbytes)
+        try:
+            free = self.pools[size > SMALL].lists[stream]
+        except KeyError:
             free = self.pools[size > SMALL].free_list(stream)
-            index, least = free.at_least(size), free.min_remainder
+        keys, least = free.keys, free.min_remainder
+        if plain:
+            index = bisect_left(keys, size << ADDRESS_BITS)
         else:
-            size = config.round_size(nbytes)
-            free = self.pools[size > SMALL].free_list(stream)
             if self.collects_garbage:
                 free.pool.searches += 1
             index, least = self._find_free(free, size), self._least_rest(free, size)
+        if index < len(keys):
+            del keys[index]
+            block = free.blocks.pop(index)
+        else:
+            block = self._grow(free, size)
+        # the figures by their numbers: see statistics.py
         counts = free.pool.counts
-        block = free.pop(index) if index < len(free.keys) else self._grow(free, size)
-        rest, whole = block.size - size, block.prev is None and block.next is None
+        now, went, peak, other, both = counts.now, counts.went, counts.peak, counts.other, counts.both
+        rest, after = block.size - size, block.next
+        whole = after is None and block.prev is None
         if rest > least:
-            free.insert(block.split(size))
-            if block.segment is not None:  # PyTorch counts no pieces of expandable segments
+            block.size = size
+            block.next = piece = Block(block.address + size, rest, free, block, after)
+            if after is not None:
+                after.prev = piece
+            piece.segment, piece.mark = block.segment, free.pool.searches
+            key = rest << ADDRESS_BITS | piece.address
+            index = bisect_left(keys, key)
+            keys.insert(index, key)
+            free.blocks.insert(index, piece)
+            if block.segment is not None:  # PyTorch counts no pieces of expandable ones
                 pass
             elif whole:
-                counts.increase(INACTIVE_SPLIT, 1, rest)
+                now[5] += 1
+                now[6] += rest
+                if now[5] > peak[5] or now[6] > peak[6] or now[5] + other[5] > both[5] or now[6] + other[6] > both[6]:
+                    counts.note_peaks()
             else:
-                counts.now[INACTIVE_SPLIT_BYTES] -= size
-                counts.went[INACTIVE_SPLIT_BYTES] += size
-        elif not whole and block.segment is None:
-            counts.decrease(INACTIVE_SPLIT, 1, block.size)
+                now[6] -= size
+                went[6] += size
+        else:
+            size = block.size
+            if not whole and block.segment is None:
+                now[5] -= 1
+                went[5] += 1
+                now[6] -= size
+                went[6] += size
         block.used, block.requested = True, nbytes
-        counts.allocated(block.size, nbytes)
-        if block.size >= config.max_split_size:
+        now[0] += 1
+        now[1] += size
+        now[2] += nbytes
+        now[3] += 1
+        now[4] += size
+        if (
+            now[0] > peak[0]
+            or now[1] > peak[1]
+            or now[2] > peak[2]
+            or now[0] + other[0] > both[0]
+            or now[1] + other[1] > both[1]
+            or now[2] + other[2] > both[2]
+            or self._waiting  # then more is active than is allocated
+        ):
+            counts.note_peaks()
+        if size >= config.max_split_size:
             self.statistics.oversize.increase(ALLOCATION, 1)
         if self.history is not None or self.listeners:
             block.context, self._context = self._context, None
             self.tell("alloc", block.address, nbytes, stream, block.context, block)
         return block
 
-    def free(self, block: Block | None, ends: dict[int, float] | None = None, context=None) -> None:
+    def free(
+        self, block: Block | None, ends: dict[int, float] | None = None, context=None, waited: bool = False
+    ) -> None:
         """Give a block back to the cache: it joins its free neighbours, and stays reserved.
 
         A block that other streams use (`record_stream`) waits for them first: `ends` says when each is done with it, as
         it was at the moment of the free; by default that is now. context: where the free was asked for
-        (`history.gather`); by default here.
+        (`history.gather`); by default here. waited: it has waited for them, and is free now.
         """
         if block is None:
             return
-        assert block.used and not block.waiting, "freed twice"
-        if self.history is not None:
-            self._context = context if context is not None else self.history.gather(freeing=True)
-        if self.history is not None or self.listeners:
-            origin = self._context or block.context
-            self.tell("free_requested", block.address, block.requested, block.stream, origin, block)
-        if block.size >= self.config.max_split_size:
-            self.statistics.oversize.decrease(ALLOCATION, 1)
-        if block.streams:
-            if ends is None:
-                ends = {stream: self.timeline.ready(stream) for stream in block.streams}
-            block.waiting, block.streams = True, None
-            block.free_list.pool.counts.decrease(ALLOCATION, 1, block.size)
-            self._waited += 1
-            insort(self._waiting, (max(ends.values()), self._waited, block))
-        else:
-            self._free_block(block)
-        self._context = None
-
-    def _free_block(self, block: Block) -> None:
-        """No stream works on it any more."""
+        assert block.used and block.waiting is waited, "freed twice"
+        free, size = block.free_list, block.size
+        counts = free.pool.counts
+        now, went = counts.now, counts.went
+        if not waited:
+            now[0] -= 1
+            went[0] += 1
+            now[1] -= size
+            went[1] += size
+            if size >= self.config.max_split_size:
+                self.statistics.oversize.decrease(ALLOCATION, 1)
+            if self.history is not None:
+                self._context = context if context is not None else self.history.gather(freeing=True)
+            if self.history is not None or self.listeners:
+                origin = self._context or block.context
+                self.tell("free_requested", block.address, block.requested, block.stream, origin, block)
+            if block.streams:
+                self._insert_events(block, ends)
+                return
         if self.history is not None or self.listeners:
             context = self._context or block.context
             self.tell("free_completed", block.address, block.requested, block.stream, context, block)
-        free, size = block.free_list, block.size
-        counts = free.pool.counts
-        if block.waiting:
-            counts.decrease(REQUESTED_BYTES, block.requested, 1, size)
-        else:
-            counts.freed(size, block.requested)
+        if not waited:  # otherwise who waits goes on, and has called from elsewhere
+            self._context = None
+        now[2] -= block.requested
+        went[2] += block.requested
+        now[3] -= 1
+        went[3] += 1
+        now[4] -= size
+        went[4] += size
         block.used, block.waiting, block.context = False, False, None
-        block, joined = self._merge_neighbours(block)
-        free.insert(block)
+        keys, blocks, joined = free.keys, free.blocks, 0
+        before, after = block.prev, block.next
+        if before is not None and not before.used and before.mapped:
+            index = bisect_left(keys, before.size << ADDRESS_BITS | before.address)
+            del keys[index], blocks[index]
+            before.size += size
+            before.next = after
+            if after is not None:
+                after.prev = before
+            block, before, joined = before, before.prev, 1
+        if after is not None and not after.used and after.mapped:
+            index = bisect_left(keys, after.size << ADDRESS_BITS | after.address)
+            del keys[index], blocks[index]
+            block.size += after.size
+            block.next = after = after.next
+            if after is not None:
+                after.prev = block
+            joined += 1
+        key = block.size << ADDRESS_BITS | block.address
+        index = bisect_left(keys, key)
+        keys.insert(index, key)
+        blocks.insert(index, block)
+        block.mark = free.pool.searches
         if block.segment is not None:
-            pass
-        elif block.prev is None and block.next is None:
-            counts.decrease(INACTIVE_SPLIT, joined, block.size - size)
-        else:
-            if joined == 2:
-                counts.decrease(INACTIVE_SPLIT, 1)
-            counts.increase(INACTIVE_SPLIT, not joined, size)
+            return
+        if before is None and after is None:
+            now[5] -= joined
+            went[5] += joined
+            now[6] -= block.size - size
+            went[6] += block.size - size
+            return
+        now[6] += size
+        now[5] += 1 - joined
+        went[5] += max(0, joined - 1)
+        peak, other, both = counts.peak, counts.other, counts.both
+        if now[5] > peak[5] or now[6] > peak[6] or now[5] + other[5] > both[5] or now[6] + other[6] > both[6]:
+            counts.note_peaks()
+
+    def _insert_events(self, block: Block, ends: dict[int, float] | None) -> None:
+        if ends is None:
+            ends = {stream: self.timeline.ready(stream) for stream in block.streams or ()}
+        block.waiting, block.streams, self._context = True, None, None
+        self._waited += 1
+        insort(self._waiting, (max(ends.values()), self._waited, block))
 
     def _process_events(self, now: float) -> None:
         """The blocks that waited until now, or less long, are free."""
         while self._waiting and self._waiting[0][0] <= now:
-            self._free_block(self._waiting.pop(0)[2])
+            self.free(self._waiting.pop(0)[2], waited=True)
 
     def _synchronize_and_free_events(self) -> None:
         if self._waiting:
@@ -168,10 +236,6 @@ class CachingAllocator(Segments):
         if self.config.expandable_segments:
             return 0
         return free.min_remainder if free.pool.small or size < self.config.max_split_size else math.inf
-
-    def lend(self, nbytes: int, stream: int = 0) -> None:
-        """`malloc` and `free` at once: memory for the length of one call. Raises torch.OutOfMemoryError as malloc does."""
-        self.free(self.malloc(nbytes, stream))
 
     # -- would there be room?
 

@@ -5,6 +5,8 @@ Sources: c10/core/AllocatorConfig.h (the constants), c10/cuda/CUDACachingAllocat
 """
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import Any
 
 MIN_BLOCK = 512  # kMinBlockSize
 SMALL = 1 << 20  # kSmallSize: the largest request that counts as small
@@ -33,6 +35,7 @@ class Timeline:
         """The host waits."""
 
 
+@dataclass(eq=False)
 class Block:
     """A piece of a segment. Its neighbours in the same segment are `prev` and `next`.
 
@@ -41,18 +44,21 @@ class Block:
     that do not.
     """
 
-    streams: set[int] | None = None
-    waiting = False
-    mapped = True
-    segment: tuple[int, int] | None = None  # address and page of the expandable segment that it is of
-    context = segment_context = None  # where it was allocated, and its segment, if that is recorded
-    mark = 0  # the pool's count of searches when it became free
-    accesses = None  # who used it, while races are looked for (virtualgpu.sanitizer)
-
-    def __init__(self, address: int, size: int, free_list: "FreeList", prev: "Block | None", next: "Block | None"):
-        self.address, self.size, self.free_list, self.prev, self.next = address, size, free_list, prev, next
-        self.used = False
-        self.requested = 0
+    address: int
+    size: int
+    free_list: "FreeList"
+    prev: "Block | None"
+    next: "Block | None"
+    used: bool = field(default=False, init=False)
+    requested: int = field(default=0, init=False)
+    streams: set[int] | None = field(default=None, init=False)
+    waiting: bool = field(default=False, init=False)
+    mapped: bool = field(default=True, init=False)
+    segment: tuple[int, int] | None = field(default=None, init=False)  # of an expandable segment: its address and page
+    context: tuple | None = field(default=None, init=False)  # where it was allocated, if that is recorded
+    segment_context: tuple | None = field(default=None, init=False)  # and its segment
+    mark: int = field(default=0, init=False)  # the pool's count of searches when it became free
+    accesses: Any = field(default=None, init=False)  # who used it, while races are looked for (virtualgpu.sanitizer)
 
     @property
     def stream(self) -> int:
@@ -92,7 +98,7 @@ class FreeList:
 
     def __init__(self, pool: "BlockPool", stream: int):
         self.pool, self.stream = pool, stream
-        self.min_remainder = 0 if pool.small else SMALL
+        self.min_remainder: float = 0 if pool.small else SMALL
         self.keys: list[int] = []
         self.blocks: list[Block] = []
         self.unmapped: list[Block] = []  # of expandable segments, by address

@@ -7,13 +7,12 @@ CUDACachingAllocator.cpp changes them.
 
 from typing import Any
 
-# By their place in a pool's counts. One block more or less changes several that follow each other here.
+# By their numbers, which are their places in a pool's counts; malloc and free (allocator.py) write them out
 FIGURES = (
     *("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes"),
     *("inactive_split", "inactive_split_bytes", "segment", "reserved_bytes"),
 )
-ALLOCATION, ALLOCATED_BYTES, REQUESTED_BYTES, INACTIVE_SPLIT, INACTIVE_SPLIT_BYTES = 0, 1, 2, 5, 6
-SEGMENT, RESERVED_BYTES = 7, 8
+ALLOCATION, ALLOCATED_BYTES, SEGMENT, RESERVED_BYTES = 0, 1, 7, 8
 
 
 class Counts:
@@ -26,55 +25,26 @@ class Counts:
         self.now, self.peak, self.went, self.before = ([0] * len(FIGURES) for _ in range(4))
         self.both, self.other = both, [0] * len(FIGURES)
 
-    def allocated(self, size: int, requested: int) -> None:
-        """A block of that size was handed out. As `increase` of the first five, written out for speed."""
+    def note_peaks(self) -> None:
+        """Called when there may be new ones."""
         now, peak, other, both = self.now, self.peak, self.other, self.both
-        now[0] += 1
-        now[1] += size
-        now[2] += requested
-        now[3] += 1
-        now[4] += size
-        if (
-            now[0] > peak[0]
-            or now[1] > peak[1]
-            or now[2] > peak[2]
-            or now[0] + other[0] > both[0]
-            or now[1] + other[1] > both[1]
-            or now[2] + other[2] > both[2]
-            or now[0] != now[3]  # something waits for streams: what is active may be more than ever
-        ):
-            self.increase(ALLOCATION, 0, 0, 0, 0, 0)
-
-    def freed(self, size: int, requested: int) -> None:
-        """It was given back: as `decrease` of the first five."""
-        now, went = self.now, self.went
-        now[0] -= 1
-        now[1] -= size
-        now[2] -= requested
-        now[3] -= 1
-        now[4] -= size
-        went[0] += 1
-        went[1] += size
-        went[2] += requested
-        went[3] += 1
-        went[4] += size
-
-    def increase(self, first: int, *amounts: int) -> None:
-        """So much came of each of the figures from `first` on; new peaks are noted."""
-        now, peak, other, both = self.now, self.peak, self.other, self.both
-        for i, amount in enumerate(amounts, first):
-            now[i] = present = now[i] + amount
+        for i, present in enumerate(now):
             if present > peak[i]:
                 peak[i] = present
             if present + other[i] > both[i]:
                 both[i] = present + other[i]
 
+    def increase(self, first: int, *amounts: int) -> None:
+        """So much came of each of the figures from `first` on."""
+        for i, amount in enumerate(amounts, first):
+            self.now[i] += amount
+        self.note_peaks()
+
     def decrease(self, first: int, *amounts: int) -> None:
         """So much went."""
-        now, went = self.now, self.went
         for i, amount in enumerate(amounts, first):
-            now[i] -= amount
-            went[i] += amount
+            self.now[i] -= amount
+            self.went[i] += amount
 
     def reset_accumulated(self) -> None:
         """What came and what went are counted from 0 again; present values and peaks stay."""

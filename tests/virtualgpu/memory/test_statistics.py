@@ -78,13 +78,14 @@ def compare_with_streams(steps, reset):
     """The peaks since the step of that number, seen after each step and each block that no stream works on any more: of two that
     end together, the first is a free piece until the second joins it."""
     memory, witness = CachingAllocator(1 << 40, timeline=Time()), Witness()
-    program, free_block = Program(memory, streams=True), memory._free_block
+    program, free = Program(memory, streams=True), memory.free
 
-    def look_after(block):
-        free_block(block)
-        witness.look(memory)
+    def look_after(block, waited=False):
+        free(block, waited=waited)
+        if waited:
+            witness.look(memory)
 
-    memory._free_block = look_after
+    memory.free = look_after
     for number, step in enumerate(steps):
         program.step(*step)
         witness.look(memory)
