@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled
 
-from virtualgpu.hardware.settings import HOSTS, Host
+from virtualgpu.hardware.machine import HOSTS, Host
 from virtualgpu.timing.kernels import read_table
 from virtualgpu.timing.streams import HostThread, Queue, Streams, graph_task, node_in_cpp
 

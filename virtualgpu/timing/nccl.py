@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from virtualgpu.hardware.network import TABLE, VOLTA, Fabric
+from virtualgpu.hardware.machine import TABLE, VOLTA, Fabric
 from virtualgpu.timing.streams import Engine, Queue, Span
 
 # -- How long a collective of NCCL lasts: PyTorch's own analytic model (torch/_inductor/comm_analysis.py), for any card of the table.

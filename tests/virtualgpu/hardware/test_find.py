@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from virtualgpu.hardware import network, specs, units
-from virtualgpu.hardware.specs import PCIE4, SPECS, TF32, Link, NVLink, find_spec, find_specs, parse_size
+from virtualgpu.hardware import machine, specs, units
+from virtualgpu.hardware.datasheet import PCIE4
+from virtualgpu.hardware.specs import SPECS, TF32, Link, NVLink, find_spec, find_specs, parse_size
 
 
 @pytest.mark.parametrize("key", SPECS)
@@ -186,9 +187,8 @@ def test_a_base_gives_the_rest(tmp_path):
 
 
 def test_the_documented_example_is_a_card(tmp_path):
-    from virtualgpu.hardware import files
 
-    lines = [line for line in files.__doc__.splitlines() if line.startswith("    ")]
+    lines = [line for line in specs.__doc__.splitlines() if line.startswith("    ")]
     assert find_spec(written(tmp_path, "\n".join(lines))).name == "NVIDIA GeForce RTX 4080"
 
 
@@ -255,7 +255,7 @@ def test_a_table_of_ours_that_says_something_else(tmp_path, monkeypatch, text, m
     monkeypatch.setattr(units, "DATA", tmp_path)
     units.rows.cache_clear()
     with pytest.raises(ValueError, match=rf"mine\.toml: {message}"):
-        units.read("mine", network._network)
+        units.read("mine", machine._network)
     units.rows.cache_clear()
 
 

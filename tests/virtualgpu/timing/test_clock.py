@@ -10,7 +10,7 @@ import virtualgpu
 from tests import tutorial
 from tests.virtualgpu.memory.test_events import MODELS, steps
 from tests.virtualgpu.programs import SplitResNet, train
-from virtualgpu.hardware.settings import DEFAULT, HOSTS
+from virtualgpu.hardware.machine import DEFAULT, HOSTS
 from virtualgpu.hardware.specs import SPECS
 from virtualgpu.timeline import Pass, passes, row
 from virtualgpu.timing.clock import Clock

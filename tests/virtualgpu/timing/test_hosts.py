@@ -19,7 +19,7 @@ from torch import nn
 import virtualgpu
 from tests.accuracy.kernels import within
 from tests.gpu import host_table
-from virtualgpu.hardware.settings import DATASHEET, HOSTS, find_settings
+from virtualgpu.hardware.machine import DATASHEET, HOSTS, find_settings
 from virtualgpu.run import cli
 from virtualgpu.timing.host import BEGUN, ELEMENTWISE, FURTHER, STEP, WEIGHTS, weight_of
 
