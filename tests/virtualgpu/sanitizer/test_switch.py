@@ -1,5 +1,7 @@
 """On and off: the with-block and the runner's option (those of pytest: test_plugin); while it is off, nothing is in the way."""
 
+import os
+
 import pytest
 import torch
 
@@ -75,12 +77,13 @@ with torch.cuda.stream(side):
 """
 
 
-def test_what_the_runners_program_starts_has_it(clean_environ, tmp_path):
+def test_what_the_runners_program_starts_has_it(tmp_path):
     """Also in a dry run. The program itself: test_readme."""
     child = tmp_path / "child.py"
     child.write_text(SCRIPT)
     starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(child)!r}]))"
-    done = forks.run("-m", "virtualgpu", "--quiet", "--sanitize", "--dry", "-c", starts, env=clean_environ)
+    environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUALGPU", "HELPERS_GPUS", "RANK")}
+    done = forks.run("-m", "virtualgpu", "--quiet", "--sanitize", "--dry", "-c", starts, env=environ)
     assert done.returncode == 1
     assert "virtualgpu.sanitizer.UnsynchronizedAccessError: a race: aten::add_.Tensor on stream 3" in done.stderr
 

@@ -229,6 +229,12 @@ def test_events_and_streams_are_asked_and_waited_for(bench):
     side.synchronize()
     assert side.query() and torch.cuda.current_stream().query()
     assert start.elapsed_time(end) == pytest.approx(1e3 * bench.K, rel=1e-2)
+    for event, words in (
+        (torch.cuda.Event(), "enable_timing=True"),
+        (torch.cuda.Event(enable_timing=True), "must be recorded"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            event.elapsed_time(end)
 
 
 def test_synchronize_waits_for_every_stream(bench):
